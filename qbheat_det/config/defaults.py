@@ -1,0 +1,70 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Every config key that this package adds to Detectron2's, with its default and one comment."""
+
+from detectron2.config import CfgNode
+from detectron2.config import get_cfg as get_detectron2_cfg
+
+
+def get_cfg() -> CfgNode:
+    """Returns a copy of Detectron2's default config with this package's keys added."""
+    cfg = get_detectron2_cfg()
+    add_qbheat_config(cfg)
+    return cfg
+
+
+def add_qbheat_config(cfg: CfgNode) -> None:
+    """Adds the keys of ``qbheat_det`` to a Detectron2 config, in place."""
+    # Written by tools/train_net.py: what the model predicts, for prediction without the data.
+    cfg.MODEL.CLASS_NAMES = []  # contiguous order
+    cfg.MODEL.CATEGORY_IDS = []  # ids in the annotation file, same order
+
+    _add_mobile_former(cfg)
+    _add_mf_detr(cfg)
+
+    # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does.
+    cfg.INPUT.DATASET_MAPPER_NAME = "default"
+    # Crop of the "detr" mapper: with probability 1/2 resize the shorter side to one of these
+    # lengths (pixels), then crop height and width uniform in [min, max] (pixels). Empty: no crop.
+    cfg.INPUT.DETR_CROP_RESIZE = [400, 500, 600]
+    cfg.INPUT.DETR_CROP_RANGE = [384, 600]
+
+    cfg.SOLVER.OPTIMIZER = "SGD"  # "SGD" or "ADAMW"
+    cfg.SOLVER.BACKBONE_MULTIPLIER = 1.0  # learning rate of the backbone relative to the rest
+
+    # "auto": faster-coco-eval where it is installed, else pycocotools; or one of the two names.
+    cfg.TEST.COCO_EVAL_LIBRARY = "auto"
+
+
+def _add_mobile_former(cfg: CfgNode) -> None:
+    cfg.MODEL.MOBILE_FORMER = CfgNode()
+    cfg.MODEL.MOBILE_FORMER.VARIANT = "285M"  # "285M", "1.0G", "3.7G", or "custom": the keys below
+    # Of "s2", "s4", "s8", "s16", "s16_expanded" and "tokens".
+    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16_expanded"]
+    cfg.MODEL.MOBILE_FORMER.NORM = "BN"  # any name that detectron2.layers.get_norm knows
+    cfg.MODEL.MOBILE_FORMER.DROP_PATH = 0.0  # rate at the last block, rising linearly from zero
+    cfg.MODEL.MOBILE_FORMER.NUM_TOKENS = 6
+    cfg.MODEL.MOBILE_FORMER.TOKEN_DIM = 192
+    cfg.MODEL.MOBILE_FORMER.STEM_CHANNELS = 16
+    # One row a block: [kind, hidden, out, second hidden]; kind "lite", "down" (starts a stage)
+    # or "plain"; the second hidden width belongs to "down" alone and is 0 elsewhere.
+    cfg.MODEL.MOBILE_FORMER.BLOCKS = [["lite", 32, 16, 0]]
+    cfg.MODEL.MOBILE_FORMER.EXPANDED_CHANNELS = 720  # width of "s16_expanded"
+
+
+def _add_mf_detr(cfg: CfgNode) -> None:
+    cfg.MODEL.MF_DETR = CfgNode()
+    cfg.MODEL.MF_DETR.NUM_CLASSES = 80
+    # Backbone outputs at strides 8 and 16, finest first.
+    cfg.MODEL.MF_DETR.IN_FEATURES = ["s8", "s16_expanded"]
+    cfg.MODEL.MF_DETR.NUM_BLOCKS = [5, 2, 2]  # at strides 32, 16, 8: MF-Dec-522
+    cfg.MODEL.MF_DETR.HIDDEN_DIM = 256
+    cfg.MODEL.MF_DETR.NUM_OBJECT_QUERIES = 100
+    cfg.MODEL.MF_DETR.NHEADS = 8
+    cfg.MODEL.MF_DETR.DIM_FEEDFORWARD = 1024
+    cfg.MODEL.MF_DETR.EXPANSION = 6  # of the lite bottleneck in M-F- blocks
+    cfg.MODEL.MF_DETR.DROPOUT = 0.1
+    cfg.MODEL.MF_DETR.DEEP_SUPERVISION = True  # a loss on every block's prediction
+    cfg.MODEL.MF_DETR.CLASS_WEIGHT = 1.0
+    cfg.MODEL.MF_DETR.L1_WEIGHT = 5.0
+    cfg.MODEL.MF_DETR.GIOU_WEIGHT = 2.0
+    cfg.MODEL.MF_DETR.NO_OBJECT_WEIGHT = 0.1

@@ -1,0 +1,104 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Reading YAML and command-line overrides without running what a stranger wrote."""
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from detectron2.config import CfgNode
+
+from qbheat_det.errors import UserError
+
+from .defaults import get_cfg
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def get_config_path(name: str) -> str:
+    """Returns the path of a YAML that travels with the package.
+
+    Args:
+        name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``.
+
+    Raises:
+        UserError: there is no such file; the sentence names the nearest ones.
+    """
+    # A wheel holds the folder inside the package, a checkout beside it.
+    roots = [_PACKAGE / "configs", _PACKAGE.parent / "configs"]
+    for root in roots:
+        if (root / name).is_file():
+            return str(root / name)
+    known = sorted(
+        {str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")}
+    )
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+    raise UserError(f"no config named '{name}'; did you mean {', '.join(near)}?")
+
+
+def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
+    """Returns the package's default config with a YAML file and ``KEY VALUE`` pairs merged in.
+
+    Args:
+        path: YAML file, or None for the defaults alone. Python tags in it are refused.
+        opts: alternating keys and values, as after ``tools/train_net.py``'s flags.
+
+    Raises:
+        UserError: the file is missing or not YAML, would run code, or holds a key or a type
+            that the config does not know.
+    """
+    cfg = get_cfg()
+    if path is not None:
+        _check_keys_of_file(cfg, Path(path))
+        try:
+            cfg.merge_from_file(str(path), allow_unsafe=False)
+        except (ValueError, KeyError, AssertionError) as error:
+            raise UserError(f"{path}: {_sentence(error)}") from error
+    if len(opts) % 2:
+        raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
+    for key, value in zip(opts[::2], opts[1::2], strict=True):
+        _check_key(cfg, key, "command line")
+        try:
+            cfg.merge_from_list([key, value])
+        except (ValueError, KeyError, AssertionError) as error:
+            raise UserError(f"command line, {key}: {_sentence(error)}") from error
+    return cfg
+
+
+def _check_keys_of_file(cfg: CfgNode, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"config file '{path}' does not exist")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not plain YAML: {_sentence(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no config: its top level must be a mapping of keys")
+    base = content.pop("_BASE_", None)
+    for parent in [base] if isinstance(base, str) else base or []:
+        _check_keys_of_file(cfg, Path(os.path.join(path.parent, os.path.expanduser(parent))))
+    for key in _dotted_keys(content):
+        _check_key(cfg, key, str(path))
+
+
+def _dotted_keys(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _check_key(cfg: CfgNode, key: str, where: str) -> None:
+    node: object = cfg
+    for part in key.split("."):
+        if not isinstance(node, CfgNode) or part not in node:
+            known = list(_dotted_keys(cfg))
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise UserError(f"{where}: unknown config key '{key}'; did you mean '{near[0]}'?")
+        node = node[part]
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())

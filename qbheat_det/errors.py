@@ -1,0 +1,38 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The one exception that people see, and how command-line tools print it."""
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class UserError(Exception):
+    """Bad input from a person: one sentence that names the file or key and what to do.
+
+    Everything that is not a ``UserError`` is a defect of this package and keeps its traceback.
+    """
+
+
+def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a tool's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
+
+    With ``QBHEAT_TRACEBACK=1`` in the environment the traceback is printed too.
+    """
+
+    @functools.wraps(main)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            if os.environ.get("QBHEAT_TRACEBACK") == "1":
+                traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return wrapped
