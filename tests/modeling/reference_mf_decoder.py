@@ -8,7 +8,9 @@ f query features and p query positions (Q, d), x a map (d, H, W), e its position
 import math
 
 import torch
-from reference_mobile_former import (
+from torch import Tensor
+
+from .reference_mobile_former import (
     Weights,
     attention,
     batch_norm,
@@ -21,7 +23,6 @@ from reference_mobile_former import (
     relu,
     relu6,
 )
-from torch import Tensor
 
 
 def sine_code(height: int, width: int, dim: int) -> Tensor:
