@@ -19,6 +19,9 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.MODEL.CATEGORY_IDS = []  # ids in the annotation file, same order
 
     _add_mobile_former(cfg)
+    # Strided levels that build_mobile_former_fpn_backbone adds on its coarsest map: with three,
+    # "s8" and "s16" become P3 ... P7.
+    cfg.MODEL.FPN.TOP_LEVELS = 3
     _add_mf_detr(cfg)
 
     # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does.

@@ -30,9 +30,7 @@ def get_config_path(name: str) -> str:
     for root in roots:
         if (root / name).is_file():
             return str(root / name)
-    known = sorted(
-        {str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")}
-    )
+    known = sorted({str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")})
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
     raise UserError(f"no config named '{name}'; did you mean {', '.join(near)}?")
 

@@ -1,0 +1,12 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Mobile-Former, MF-DETR and QB-Heat on Detectron2.
+
+Importing the package registers its backbones, meta-architectures and the toy data set; nothing
+else happens.
+"""
+
+from . import data, modeling
+from .config import add_qbheat_config, get_cfg
+
+__all__ = ["add_qbheat_config", "data", "get_cfg", "modeling"]
+__version__ = "0.1.0"

@@ -1,0 +1,35 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Ground floor: tensors in, tensors out."""
+
+from .cross_attention import FormerToMobile, MobileToFormer
+from .dynamic_relu import DynamicReLU
+from .former import Former
+from .mobile_former_block import (
+    DownMobile,
+    LiteBottleneck,
+    Mobile,
+    MobileFormerBlock,
+    depthwise,
+    pointwise,
+)
+from .padding import halve, padding_mask, resize_bilinear, valid_sizes, zero_padding
+from .position_encoding import SinePositionEncoding
+
+__all__ = [
+    "DownMobile",
+    "DynamicReLU",
+    "Former",
+    "FormerToMobile",
+    "LiteBottleneck",
+    "Mobile",
+    "MobileFormerBlock",
+    "MobileToFormer",
+    "SinePositionEncoding",
+    "depthwise",
+    "halve",
+    "padding_mask",
+    "pointwise",
+    "resize_bilinear",
+    "valid_sizes",
+    "zero_padding",
+]

@@ -1,0 +1,48 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Dynamic ReLU driven by a token.
+
+Paper: "Dynamic ReLU", Chen et al., arXiv:2003.10027 (variant B, two slopes per channel), in the
+form that "Mobile-Former", arXiv:2108.05895, uses: slopes from the first global token in place of
+a pooled map, no intercepts.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class DynamicReLU(nn.Module):
+    """D(u) = max(a1 u, a2 u) per channel, with a1 in [0, 2] and a2 in [-1, 1] from a token."""
+
+    def __init__(self, *, token_dim: int, channels: int) -> None:
+        """
+        Args:
+            token_dim: width D of the driving token.
+            channels: C of the maps.
+        """
+        super().__init__()
+        self.squeeze = nn.Linear(token_dim, token_dim // 4)
+        self.slopes = nn.Linear(token_dim // 4, 2 * channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Near-zero weights: slopes 1 and 0, a plain ReLU."""
+        for layer in (self.squeeze, self.slopes):
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+        """
+        Args:
+            x: (N, C, H, W).
+            token: (N, D).
+
+        Returns:
+            (N, C, H, W).
+        """
+        theta = F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))[:, :, None, None]
+        positive, negative = theta.chunk(2, dim=1)
+        a1, a2 = 2 * positive, 2 * negative - 1
+        # max(a1 u, a2 u) = lo u + (hi - lo) relu(u): one branch to keep for the backward, not two.
+        low, high = torch.minimum(a1, a2), torch.maximum(a1, a2)
+        return torch.addcmul(low * x, high - low, F.relu(x))
