@@ -1,0 +1,39 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""From a dataset's name to the evaluator that its metadata asks for."""
+
+import os
+
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+from detectron2.evaluation import DatasetEvaluator
+
+from qbheat_det.errors import UserError
+
+from .coco import CocoEvaluator
+
+
+def build_evaluator(
+    cfg: CfgNode, dataset_name: str, output_dir: str | None = None
+) -> DatasetEvaluator:
+    """Returns the evaluator of a registered dataset.
+
+    Args:
+        cfg: ``TEST.COCO_EVAL_LIBRARY`` and ``OUTPUT_DIR`` are read.
+        dataset_name: a name registered with Detectron2, with ``evaluator_type`` in its metadata.
+        output_dir: folder for the predictions; ``OUTPUT_DIR/inference/<dataset_name>`` if None.
+
+    Raises:
+        UserError: no evaluator here fits the dataset, or the COCO library asked for is unknown
+            or not installed.
+    """
+    kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
+    if kind != "coco":
+        said = f"has evaluator_type '{kind}'" if kind else "names no evaluator_type"
+        raise UserError(
+            f"dataset '{dataset_name}' {said}, but only 'coco' can be evaluated here: register "
+            "it as COCO-format boxes, or pass an evaluator of your own to Detectron2's "
+            "inference_on_dataset"
+        )
+    if output_dir is None:
+        output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
+    return CocoEvaluator(dataset_name, output_dir=output_dir, library=cfg.TEST.COCO_EVAL_LIBRARY)

@@ -1,0 +1,171 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""COCO metrics by faster-coco-eval where it is installed, else by pycocotools.
+
+Detectron2's own fast evaluation is a compiled op that a pure-Python build lacks, and the class
+that computes the metrics cannot be chosen from outside. So the one method that picks it is
+overridden here; everything around it, from gathering to the table of AP per class, is Detectron2's.
+"""
+
+import contextlib
+import copy
+import importlib
+import io
+import itertools
+import json
+import os
+from typing import Any
+
+from detectron2.evaluation import COCOEvaluator
+
+from qbheat_det.errors import UserError
+
+COCO_LIBRARIES = ("auto", "faster-coco-eval", "pycocotools")
+
+
+class CocoEvaluator(COCOEvaluator):
+    """Detectron2's ``COCOEvaluator`` with a choice of library; both give the same figures.
+
+    Results are Detectron2's: ``{"bbox": {"AP": …, "AP50": …, "AP-<class>": …}}`` in percent, and
+    ``"segm"`` where masks are predicted. What cannot be computed (no predictions, no ground
+    truth) is nan under its usual key, with a warning that says which of the two it is.
+
+    Annotation files that leave out ``iscrowd`` or ``area`` are read as 0 and the box's area.
+    """
+
+    def __init__(
+        self,
+        dataset_name: str,
+        *,
+        output_dir: str | None = None,
+        library: str = "auto",
+        tasks: tuple[str, ...] | None = None,
+        distributed: bool = True,
+    ) -> None:
+        """
+        Args:
+            dataset_name: registered name, whose metadata has ``json_file``.
+            output_dir: folder for the predictions; nothing is written if None.
+            library: "auto", "faster-coco-eval" or "pycocotools".
+            tasks: of "bbox", "segm" and "keypoints"; None takes them from the predictions.
+            distributed: gather the predictions of all processes.
+
+        Raises:
+            UserError: the library is unknown or not installed.
+        """
+        self._library = resolve_coco_library(library)
+        super().__init__(
+            dataset_name,
+            tasks=tasks,
+            distributed=distributed,
+            output_dir=output_dir,
+            use_fast_impl=False,
+        )
+        self._complete_annotations()
+
+    def _complete_annotations(self) -> None:
+        dataset = self._coco_api.dataset
+        dataset.setdefault("info", {})  # some releases of pycocotools fail without it
+        # The metrics never look at an annotation's id, but pycocotools takes id 0 for
+        # "unmatched" and drops one of two equal ids: number them afresh.
+        for index, annotation in enumerate(dataset.get("annotations", []), start=1):
+            annotation["id"] = index
+            annotation.setdefault("iscrowd", 0)
+            if "area" not in annotation and "bbox" in annotation:
+                annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._coco_api.createIndex()
+
+    def _eval_predictions(
+        self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None
+    ) -> None:
+        results = list(itertools.chain.from_iterable(p["instances"] for p in predictions))
+        self._check_classes(results)
+        self._warn_if_empty(results, len(predictions))
+        tasks = set(self._tasks or self._tasks_from_predictions(results))
+        # Keypoints need Detectron2's handling of their sigmas; they are not worth a second one.
+        if self._library == "pycocotools" or not results or "keypoints" in tasks:
+            super()._eval_predictions(predictions, img_ids)
+        else:
+            self._eval_by_faster_coco_eval(results, sorted(tasks), img_ids)
+        self._keep_class_keys()
+
+    def _eval_by_faster_coco_eval(
+        self, results: list[dict[str, Any]], tasks: list[str], img_ids: list[int] | None
+    ) -> None:
+        from faster_coco_eval import COCO, COCOeval_faster
+
+        to_dataset_id = self._dataset_ids()
+        for result in results:
+            result["category_id"] = to_dataset_id.get(result["category_id"], result["category_id"])
+        if self._output_dir:
+            path = os.path.join(self._output_dir, "coco_instances_results.json")
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(results, file)
+        if not self._do_evaluation:
+            self._logger.info("The annotation file has no annotations: nothing to evaluate.")
+            return
+        for task in tasks:
+            # The library writes into what it is given, so each task starts from copies.
+            ground_truth = COCO(copy.deepcopy(self._coco_api.dataset))
+            detections = copy.deepcopy(results)
+            if task == "segm":
+                for detection in detections:  # else the box's area decides small, medium, large
+                    detection.pop("bbox", None)
+            coco_eval = COCOeval_faster(ground_truth, ground_truth.loadRes(detections), task)
+            if img_ids is not None:
+                coco_eval.params.imgIds = img_ids
+            coco_eval.run()
+            self._results[task] = self._derive_coco_results(
+                coco_eval, task, class_names=self._metadata.get("thing_classes")
+            )
+
+    def _dataset_ids(self) -> dict[int, int]:
+        to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
+        return {contiguous: dataset_id for dataset_id, contiguous in to_contiguous.items()}
+
+    def _check_classes(self, results: list[dict[str, Any]]) -> None:
+        known = self._dataset_ids()
+        strange = {r["category_id"] for r in results} - known.keys() if known else set()
+        if strange:
+            raise UserError(
+                f"the model predicted class {min(strange)}, but '{self._metadata.name}' has "
+                f"{len(known)} classes (0 to {len(known) - 1}): the config's NUM_CLASSES and the "
+                "dataset do not belong together"
+            )
+
+    def _warn_if_empty(self, results: list[dict[str, Any]], num_images: int) -> None:
+        if not results:
+            self._logger.warning(f"The model predicted nothing on {num_images} images: AP is nan.")
+        if self._do_evaluation and not self._coco_api.anns:
+            self._logger.warning(f"{self._metadata.json_file} has no annotated objects: AP is nan.")
+
+    def _keep_class_keys(self) -> None:
+        # Detectron2 leaves the classes out where nothing was predicted.
+        names = self._metadata.get("thing_classes") or []
+        for metrics in self._results.values():
+            for name in names if len(names) > 1 else []:
+                metrics.setdefault(f"AP-{name}", float("nan"))
+
+
+def resolve_coco_library(choice: str) -> str:
+    """Returns "faster-coco-eval" or "pycocotools" for a value of ``TEST.COCO_EVAL_LIBRARY``.
+
+    Raises:
+        UserError: the name is unknown, or the library is not installed.
+    """
+    if choice not in COCO_LIBRARIES:
+        raise UserError(
+            f"TEST.COCO_EVAL_LIBRARY is '{choice}', but must be one of {', '.join(COCO_LIBRARIES)}"
+        )
+    if choice == "pycocotools":  # Detectron2 itself needs it, so it is always there
+        return choice
+    try:
+        importlib.import_module("faster_coco_eval")
+    except ImportError as error:
+        if choice == "auto":
+            return "pycocotools"
+        raise UserError(
+            "TEST.COCO_EVAL_LIBRARY asks for faster-coco-eval, which is not installed: "
+            "'pip install faster-coco-eval', or set it to 'auto'"
+        ) from error
+    return "faster-coco-eval"

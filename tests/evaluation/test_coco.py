@@ -1,0 +1,268 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""COCO evaluation: both libraries against each other and against pycocotools called by hand."""
+
+import contextlib
+import copy
+import io
+import json
+import logging
+import math
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.structures import Boxes, Instances
+from pycocotools import mask as mask_util
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from qbheat_det.config import get_cfg
+from qbheat_det.errors import UserError
+from qbheat_det.evaluation import CocoEvaluator, build_evaluator, resolve_coco_library
+
+SIZE = 256
+CATEGORY_IDS = (3, 7, 20)  # with holes, as in COCO itself
+NAMES = ["square", "disc", "star"]
+LIBRARIES = ["pycocotools", "faster-coco-eval"]
+
+Register = Callable[[dict[str, Any]], str]
+
+
+@pytest.fixture
+def register(tmp_path: Path) -> Iterator[Register]:
+    """Registers a COCO dict under a fresh name, the way Detectron2's loader leaves it."""
+    names = []
+
+    def _register(dataset: dict[str, Any]) -> str:
+        name = f"made_up_{uuid.uuid4().hex}"
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(dataset))
+        MetadataCatalog.get(name).set(
+            json_file=str(path),
+            evaluator_type="coco",
+            thing_classes=NAMES,
+            thing_dataset_id_to_contiguous_id={c: i for i, c in enumerate(CATEGORY_IDS)},
+        )
+        names.append(name)
+        return name
+
+    yield _register
+    for name in names:
+        MetadataCatalog.pop(name)
+        DatasetCatalog.pop(name, None)
+
+
+def _encode(mask: np.ndarray) -> dict[str, Any]:
+    rle = mask_util.encode(np.asfortranarray(mask.astype(np.uint8)))
+    return {"size": rle["size"], "counts": rle["counts"].decode()}
+
+
+def _ellipse(x0: float, y0: float, x1: float, y1: float) -> np.ndarray:
+    y, x = np.mgrid[:SIZE, :SIZE] + 0.5
+    radius_x, radius_y = max((x1 - x0) / 2, 1), max((y1 - y0) / 2, 1)
+    return ((x - (x0 + x1) / 2) / radius_x) ** 2 + ((y - (y0 + y1) / 2) / radius_y) ** 2 <= 1
+
+
+def _make_dataset(rng: np.random.Generator, num_images: int = 12) -> dict[str, Any]:
+    images = [{"id": 5 * i + 2, "height": SIZE, "width": SIZE} for i in range(num_images)]
+    annotations = []
+    for image in images[1:]:  # the first image is empty
+        for _ in range(rng.integers(1, 9)):
+            side = float(rng.choice([12, 24, 60, 120, 180]))  # small, medium and large
+            x, y = rng.uniform(0, SIZE - side, 2).tolist()
+            mask = _encode(_ellipse(x, y, x + side, y + side))
+            annotations.append(
+                {
+                    "id": len(annotations),  # the first id is 0, on purpose
+                    "image_id": image["id"],
+                    "category_id": int(rng.choice(CATEGORY_IDS)),
+                    "bbox": [x, y, side, side],
+                    "area": float(mask_util.area({**mask, "counts": mask["counts"].encode()})),
+                    "iscrowd": int(rng.random() < 0.15),
+                    "segmentation": mask,
+                }
+            )
+    return {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": c, "name": n} for c, n in zip(CATEGORY_IDS, NAMES, strict=True)],
+    }
+
+
+def _predict(rng: np.random.Generator, dataset: dict[str, Any], masks: bool) -> list[Instances]:
+    """Jittered ground truth, some of it missed or of the wrong class, and a few inventions."""
+    predictions = []
+    for image in dataset["images"]:
+        boxes, classes = [], []
+        for annotation in dataset["annotations"]:
+            if annotation["image_id"] == image["id"] and rng.random() > 0.15:
+                x, y, w, h = annotation["bbox"]
+                dx, dy = rng.normal(0, 0.06 * w, 2)
+                boxes.append([x + dx, y + dy, x + w + dx, y + h + dy])
+                right = CATEGORY_IDS.index(annotation["category_id"])
+                classes.append(right if rng.random() > 0.1 else int(rng.integers(3)))
+        for _ in range(3):
+            x, y = rng.uniform(0, 200, 2)
+            boxes.append([x, y, x + 40, y + 50])
+            classes.append(int(rng.integers(3)))
+        instances = Instances((SIZE, SIZE))
+        instances.pred_boxes = Boxes(torch.tensor(boxes))
+        instances.pred_classes = torch.tensor(classes)
+        instances.scores = torch.from_numpy(rng.uniform(0.05, 1, len(boxes)).round(2))
+        if masks:
+            instances.pred_masks = torch.from_numpy(np.stack([_ellipse(*box) for box in boxes]))
+        predictions.append(instances)
+    return predictions
+
+
+def _evaluate(
+    name: str, dataset: dict[str, Any], predictions: list[Instances], library: str, **kwargs: Any
+) -> dict[str, dict[str, float]]:
+    evaluator = CocoEvaluator(name, library=library, distributed=False, **kwargs)
+    evaluator.reset()
+    for image, instances in zip(dataset["images"], predictions, strict=True):
+        evaluator.process([{"image_id": image["id"]}], [{"instances": instances}])
+    results: dict[str, dict[str, float]] = evaluator.evaluate()
+    return results
+
+
+def _by_hand(dataset: dict[str, Any], results_file: Path, task: str) -> list[float]:
+    ground_truth = copy.deepcopy(dataset)
+    for annotation in ground_truth["annotations"]:
+        annotation["id"] += 1  # pycocotools would count a match with id 0 as none
+    results = json.loads(results_file.read_text())
+    if task == "segm":
+        results = [{k: v for k, v in r.items() if k != "bbox"} for r in results]
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO()
+        coco.dataset = {"info": {}, **ground_truth}
+        coco.createIndex()
+        evaluation = COCOeval(coco, coco.loadRes(results), task)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return [100 * value for value in evaluation.stats[:6]]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("masks", [False, True], ids=["boxes", "boxes and masks"])
+def test_both_libraries_give_the_figures_of_pycocotools_called_by_hand(
+    register: Register, tmp_path: Path, seed: int, masks: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    dataset = _make_dataset(rng)
+    predictions = _predict(rng, dataset, masks)
+    name = register(dataset)
+    found = {}
+    for library in LIBRARIES:
+        output = tmp_path / library
+        found[library] = _evaluate(name, dataset, predictions, library, output_dir=str(output))
+        for task in ["bbox", "segm"] if masks else ["bbox"]:
+            keys = ["AP", "AP50", "AP75", "APs", "APm", "APl"]
+            expected = _by_hand(dataset, output / "coco_instances_results.json", task)
+            actual = [found[library][task][key] for key in keys]
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
+            assert all(0 < value < 100 for value in expected), "a test on trivial figures"
+    assert found[LIBRARIES[0]].keys() == found[LIBRARIES[1]].keys()
+    for task, metrics in found[LIBRARIES[0]].items():
+        assert metrics.keys() == found[LIBRARIES[1]][task].keys()
+        assert {"AP-square", "AP-disc", "AP-star"} <= metrics.keys()
+        np.testing.assert_allclose(
+            list(metrics.values()), list(found[LIBRARIES[1]][task].values()), rtol=0, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_perfect_predictions_have_ap_100_also_for_annotation_id_0(
+    register: Register, library: str
+) -> None:
+    dataset = _make_dataset(np.random.default_rng(0), num_images=2)
+    dataset["annotations"] = dataset["annotations"][:1]
+    (annotation,) = dataset["annotations"]
+    assert annotation["id"] == 0
+    # People's own files leave these out; the area is then the box's.
+    annotation.pop("iscrowd"), annotation.pop("area")
+    x, y, w, h = annotation["bbox"]
+    exact = Instances((SIZE, SIZE))
+    exact.pred_boxes = Boxes(torch.tensor([[x, y, x + w, y + h]]))
+    exact.pred_classes = torch.tensor([CATEGORY_IDS.index(annotation["category_id"])])
+    exact.scores = torch.tensor([0.9])
+    predictions = [exact[:0], exact]
+    results = _evaluate(register(dataset), dataset, predictions, library)
+    assert results["bbox"]["AP"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_predictions_give_nan_under_every_key_and_a_warning(
+    register: Register, library: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(0)
+    dataset = _make_dataset(rng)
+    some = _predict(rng, dataset, masks=False)
+    name = register(dataset)
+    with caplog.at_level(logging.WARNING):
+        empty = _evaluate(name, dataset, [p[:0] for p in some], library)
+    assert "predicted nothing on 12 images" in caplog.text
+    assert empty["bbox"].keys() == _evaluate(name, dataset, some, library)["bbox"].keys()
+    assert all(math.isnan(value) for value in empty["bbox"].values())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_empty_ground_truth_gives_nan_and_names_the_file(
+    register: Register, library: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(0)
+    dataset = _make_dataset(rng)
+    predictions = _predict(rng, dataset, masks=False)
+    dataset["annotations"] = []
+    name = register(dataset)
+    with caplog.at_level(logging.WARNING):
+        results = _evaluate(name, dataset, predictions, library)
+    assert MetadataCatalog.get(name).json_file in caplog.text
+    assert all(math.isnan(value) for value in results["bbox"].values())
+
+
+def test_a_class_that_the_dataset_lacks_is_named(register: Register) -> None:
+    rng = np.random.default_rng(0)
+    dataset = _make_dataset(rng)
+    predictions = _predict(rng, dataset, masks=False)
+    predictions[0].pred_classes[:] = 79
+    with pytest.raises(UserError, match="class 79, but .* has 3 classes"):
+        _evaluate(register(dataset), dataset, predictions, "auto")
+
+
+def test_auto_takes_the_fast_library_only_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert resolve_coco_library("auto") == "faster-coco-eval"
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)  # importing it now fails
+    assert resolve_coco_library("auto") == "pycocotools"
+    with pytest.raises(UserError, match="not installed"):
+        resolve_coco_library("faster-coco-eval")
+    with pytest.raises(UserError, match=r"auto, faster-coco-eval, pycocotools"):
+        resolve_coco_library("fastest")
+
+
+def test_pycocotools_stays_itself() -> None:
+    resolve_coco_library("auto")
+    assert COCOeval.__module__ == "pycocotools.cocoeval"
+    assert "faster" not in (sys.modules["pycocotools"].__file__ or "")
+
+
+def test_build_evaluator_reads_the_metadata(register: Register, tmp_path: Path) -> None:
+    cfg = get_cfg()
+    cfg.OUTPUT_DIR = str(tmp_path)
+    name = register(_make_dataset(np.random.default_rng(0)))
+    assert isinstance(build_evaluator(cfg, name), CocoEvaluator)
+    with pytest.raises(UserError, match="names no evaluator_type"):
+        build_evaluator(cfg, "never_registered")
+    MetadataCatalog.pop("never_registered")
+    cfg.TEST.COCO_EVAL_LIBRARY = "fastest"
+    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
+        build_evaluator(cfg, name)
