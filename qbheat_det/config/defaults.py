@@ -66,6 +66,7 @@ def _add_mf_detr(cfg: CfgNode) -> None:
     cfg.MODEL.MF_DETR.DIM_FEEDFORWARD = 1024
     cfg.MODEL.MF_DETR.EXPANSION = 6  # of the lite bottleneck in M-F- blocks
     cfg.MODEL.MF_DETR.DROPOUT = 0.1
+    cfg.MODEL.MF_DETR.NORM = "BN"  # of the down- and up-convolutions; "SyncBN" for tiny batches
     cfg.MODEL.MF_DETR.DEEP_SUPERVISION = True  # a loss on every block's prediction
     cfg.MODEL.MF_DETR.CLASS_WEIGHT = 1.0
     cfg.MODEL.MF_DETR.L1_WEIGHT = 5.0

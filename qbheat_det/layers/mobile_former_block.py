@@ -20,7 +20,7 @@ from .padding import halve, zero_padding
 def pointwise(in_channels: int, out_channels: int, norm: str) -> Conv2d:
     """A 1x1 convolution without bias, then a norm."""
     norm_layer = get_norm(norm, out_channels)
-    return Conv2d(in_channels, out_channels, 1, bias=not norm, norm=norm_layer)
+    return Conv2d(in_channels, out_channels, 1, bias=False, norm=norm_layer)
 
 
 def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> Conv2d:
@@ -32,7 +32,7 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
         stride=stride,
         padding=1,
         groups=in_channels,
-        bias=not norm,
+        bias=False,
         norm=get_norm(norm, out_channels),
     )
 

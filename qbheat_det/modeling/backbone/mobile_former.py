@@ -182,7 +182,7 @@ class MobileFormer(Backbone):  # type: ignore[misc]
             3,
             stride=2,
             padding=1,
-            bias=not norm,
+            bias=False,
             norm=get_norm(norm, arch.stem),
         )
         self.stages = nn.ModuleList()

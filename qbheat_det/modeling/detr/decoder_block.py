@@ -1,0 +1,233 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The blocks of MF-DETR's decoder: queries and a map that update each other.
+
+Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows "End-to-End Object
+Detection with Transformers", arXiv:2005.12872 (post-norm), the adapted query positions and the
+bridge back to the map follow "Mobile-Former", arXiv:2108.05895.
+
+Not printed in the paper and fixed by its parameter and multiply-add counts: full projections on
+the query side, hidden width 1024, expansion 6 in M-F-. Not visible in any count and chosen here:
+8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.layers import DynamicReLU, depthwise, pointwise, zero_padding
+
+
+@dataclass(frozen=True)
+class DecoderWidths:
+    """Sizes that all blocks of a decoder share."""
+
+    dim: int = 256  # C, of queries and maps
+    num_heads: int = 8
+    hidden: int = 1024  # of the feed-forward networks
+    expansion: int = 6  # of the lite bottleneck in M-F-
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads or self.dim % 4:
+            raise ValueError(
+                f"HIDDEN_DIM {self.dim} must be divisible by 4 and by NHEADS {self.num_heads}"
+            )
+
+
+@dataclass(frozen=True)
+class LevelMap:
+    """A map as the blocks of one level see it.
+
+    ``x`` is (N, HW, C) in row order, ``position`` (N or 1, HW, C), ``size`` is (H, W) and
+    ``padding`` (N, 1, H, W), True where there is no image, or None.
+    """
+
+    x: Tensor
+    position: Tensor
+    size: Sequence[int]
+    padding: Tensor | None
+
+    @property
+    def ignored(self) -> Tensor | None:
+        """(N, HW), True where attention must not look."""
+        return None if self.padding is None else self.padding.flatten(1)
+
+    def as_image(self, x: Tensor) -> Tensor:
+        """(N, HW, C) to (N, C, H, W) without a copy: the result is in channels-last order."""
+        return x.transpose(1, 2).unflatten(2, tuple(self.size))
+
+
+def feed_forward(widths: DecoderWidths) -> nn.Sequential:
+    """Linear, ReLU, dropout, Linear."""
+    return nn.Sequential(
+        nn.Linear(widths.dim, widths.hidden),
+        nn.ReLU(),
+        nn.Dropout(widths.dropout),
+        nn.Linear(widths.hidden, widths.dim),
+    )
+
+
+def attention(widths: DecoderWidths) -> nn.MultiheadAttention:
+    """Full multi-head attention on (N, length, C); PyTorch's fused kernel inside."""
+    return nn.MultiheadAttention(
+        widths.dim, widths.num_heads, dropout=widths.dropout, batch_first=True
+    )
+
+
+class QueryLayer(nn.Module):
+    """Adapts the query positions; then queries look at the map, at each other, and reflect."""
+
+    def __init__(self, widths: DecoderWidths) -> None:
+        super().__init__()
+        dim = widths.dim
+        self.adapt_position = nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim))
+        self.cross_attention = attention(widths)
+        self.cross_norm = nn.LayerNorm(dim)
+        self.self_attention = attention(widths)
+        self.self_norm = nn.LayerNorm(dim)
+        self.feed_forward = feed_forward(widths)
+        self.feed_forward_norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(widths.dropout)
+
+    def forward(self, queries: Tensor, position: Tensor, level: LevelMap) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            queries: (N, Q, C).
+            position: (N, Q, C), what tells the queries apart.
+            level: the map to look at.
+
+        Returns:
+            Queries and positions, (N, Q, C) each.
+        """
+        position = position + self.adapt_position(queries)
+        gathered, _ = self.cross_attention(
+            queries + position,
+            level.x + level.position,
+            level.x,
+            key_padding_mask=level.ignored,
+            need_weights=False,
+        )
+        queries = self.cross_norm(queries + self.dropout(gathered))
+        located = queries + position
+        exchanged, _ = self.self_attention(located, located, queries, need_weights=False)
+        queries = self.self_norm(queries + self.dropout(exchanged))
+        queries = queries + self.dropout(self.feed_forward(queries))
+        return self.feed_forward_norm(queries), position
+
+
+class TransformerMobile(nn.Module):
+    """The map's own layer in M-F+: a transformer encoder layer over all positions."""
+
+    def __init__(self, widths: DecoderWidths) -> None:
+        super().__init__()
+        self.attention = attention(widths)
+        self.attention_norm = nn.LayerNorm(widths.dim)
+        self.feed_forward = feed_forward(widths)
+        self.feed_forward_norm = nn.LayerNorm(widths.dim)
+        self.dropout = nn.Dropout(widths.dropout)
+
+    def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
+        """
+        Args:
+            level: the map.
+            queries: (N, Q, C), not used here.
+
+        Returns:
+            (N, HW, C).
+        """
+        x = level.x
+        located = x + level.position
+        exchanged, _ = self.attention(
+            located, located, x, key_padding_mask=level.ignored, need_weights=False
+        )
+        x = self.attention_norm(x + self.dropout(exchanged))
+        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+
+
+class LiteMobile(nn.Module):
+    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, plus its input.
+
+    No norm inside, as the counts want it; the dynamic ReLU is driven by the first query.
+    """
+
+    def __init__(self, widths: DecoderWidths) -> None:
+        super().__init__()
+        hidden = widths.dim * widths.expansion
+        self.depthwise = depthwise(widths.dim, hidden, norm="")
+        self.act = DynamicReLU(token_dim=widths.dim, channels=hidden)
+        self.pointwise = pointwise(hidden, widths.dim, norm="")
+
+    def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
+        """As ``TransformerMobile.forward``, with ``queries[:, 0]`` in use."""
+        image = zero_padding(level.as_image(level.x), level.padding)
+        hidden = self.act(self.depthwise(image), queries[:, 0])
+        return level.x + self.pointwise(hidden).flatten(2).transpose(1, 2)
+
+
+class QueryToMap(nn.Module):
+    """Bridge back: each position gathers from the queries; no projection on the map."""
+
+    def __init__(self, widths: DecoderWidths) -> None:
+        super().__init__()
+        self.num_heads = widths.num_heads
+        self.key = nn.Linear(widths.dim, widths.dim)
+        self.value = nn.Linear(widths.dim, widths.dim)
+
+    def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
+        """
+        Args:
+            level: the map.
+            queries: (N, Q, C).
+            position: (N, Q, C).
+
+        Returns:
+            (N, HW, C): the map plus what each position gathered.
+        """
+        query, key, value = (
+            t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for t in (level.x + level.position, self.key(queries + position), self.value(queries))
+        )
+        gathered = F.scaled_dot_product_attention(query, key, value)
+        return level.x + gathered.transpose(1, 2).flatten(2)
+
+
+class DecoderBlock(nn.Module):
+    """One block: the query side, then, unless nothing reads the map any more, the map side."""
+
+    def __init__(
+        self,
+        *,
+        query_layer: QueryLayer,
+        mobile: TransformerMobile | LiteMobile | None = None,
+        query_to_map: QueryToMap | None = None,
+    ) -> None:
+        """
+        Args:
+            query_layer: the query side.
+            mobile: the map's own layer, or None in a decoder's last block.
+            query_to_map: the bridge back; present exactly when ``mobile`` is.
+        """
+        super().__init__()
+        self.query_layer = query_layer
+        self.mobile = mobile
+        self.query_to_map = query_to_map
+
+    def forward(
+        self, queries: Tensor, position: Tensor, level: LevelMap
+    ) -> tuple[Tensor, Tensor, LevelMap]:
+        """
+        Args:
+            queries: (N, Q, C).
+            position: (N, Q, C).
+            level: the map.
+
+        Returns:
+            The three, updated.
+        """
+        queries, position = self.query_layer(queries, position, level)
+        if self.mobile is not None and self.query_to_map is not None:
+            level = replace(level, x=self.mobile(level, queries))
+            level = replace(level, x=self.query_to_map(level, queries, position))
+        return queries, position, level

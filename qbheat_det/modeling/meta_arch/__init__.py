@@ -1,0 +1,6 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Meta-architectures; importing this package registers them."""
+
+from .mf_detr import MFDETR
+
+__all__ = ["MFDETR"]

@@ -1,0 +1,197 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""MF-DETR: an end-to-end detector whose head is made of Mobile-Former blocks.
+
+Papers: QB-Heat, arXiv:2211.13228, Sec. 5 and B.2; "End-to-End Object Detection with
+Transformers" (DETR), arXiv:2005.12872. Deviations: see ``modeling/detr/decoder_block.py``;
+logits are over K + 1 contiguous classes (DETR: 92 for COCO's ids).
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone, detector_postprocess
+from detectron2.structures import Boxes, ImageList, Instances
+from torch import Tensor, nn
+from torchvision.ops import box_convert
+
+from qbheat_det.layers import halve, padding_mask
+from qbheat_det.modeling.detr import (
+    DecoderWidths,
+    HungarianMatcher,
+    MFDecoder,
+    SetCriterion,
+    Targets,
+)
+
+
+@META_ARCH_REGISTRY.register()
+class MFDETR(nn.Module):
+    """A backbone, a decoder with object queries, and a set loss.
+
+    Any Detectron2 backbone with maps at strides 8 and 16 fits. Where its ``forward`` takes
+    ``image_sizes``, as ``MobileFormer``'s does, a batch of differently sized images gives what
+    the images give one by one.
+    """
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        decoder: MFDecoder,
+        criterion: SetCriterion,
+        in_features: Sequence[str],
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+    ) -> None:
+        """
+        Args:
+            backbone: gives ``in_features``.
+            decoder: reads them.
+            criterion: turns predictions and ground truth into losses.
+            in_features: names of the backbone's maps at strides 8 and 16.
+            pixel_mean: mean of each channel, in the mapper's pixel format.
+            pixel_std: standard deviation of each channel.
+        """
+        super().__init__()
+        self.backbone = backbone
+        self.decoder = decoder
+        self.criterion = criterion
+        self.in_features = list(in_features)
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
+        self._masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        node = cfg.MODEL.MF_DETR
+        backbone = build_backbone(cfg)
+        shapes = backbone.output_shape()
+        weights = {
+            "class_weight": node.CLASS_WEIGHT,
+            "l1_weight": node.L1_WEIGHT,
+            "giou_weight": node.GIOU_WEIGHT,
+        }
+        return {
+            "backbone": backbone,
+            "decoder": MFDecoder(
+                input_shape=[shapes[name] for name in node.IN_FEATURES],
+                num_classes=node.NUM_CLASSES,
+                num_queries=node.NUM_OBJECT_QUERIES,
+                num_blocks=node.NUM_BLOCKS,
+                widths=DecoderWidths(
+                    dim=node.HIDDEN_DIM,
+                    num_heads=node.NHEADS,
+                    hidden=node.DIM_FEEDFORWARD,
+                    expansion=node.EXPANSION,
+                    dropout=node.DROPOUT,
+                ),
+                norm=node.NORM,
+            ),
+            "criterion": SetCriterion(
+                matcher=HungarianMatcher(**weights),
+                num_classes=node.NUM_CLASSES,
+                no_object_weight=node.NO_OBJECT_WEIGHT,
+                deep_supervision=node.DEEP_SUPERVISION,
+                **weights,
+            ),
+            "in_features": node.IN_FEATURES,
+            "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+            "pixel_std": cfg.MODEL.PIXEL_STD,
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.pixel_mean.device
+
+    def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper: "image" (3, H, W), in training "instances"
+                with ``gt_boxes`` (absolute XYXY) and ``gt_classes``; "height" and "width" of the
+                wanted output in inference, the image's own by default.
+
+        Returns:
+            A dict of losses in training; else a list of {"instances": Instances} with
+            ``pred_boxes`` (absolute XYXY), ``scores`` and ``pred_classes``, Q an image.
+        """
+        images = self.preprocess_image(batched_inputs)
+        features, padding = self.extract_features(images)
+        outputs = self.decoder(features, padding)
+        if self.training:
+            return self.criterion(outputs, self.prepare_targets(batched_inputs))
+        results = self.inference(outputs, images.image_sizes)
+        return [
+            {"instances": detector_postprocess(result, *_output_size(entry, result))}
+            for entry, result in zip(batched_inputs, results, strict=True)
+        ]
+
+    def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
+        """Normalises the images and stacks them, zeros at the right and the bottom."""
+        images = [
+            (entry["image"].to(self.device) - self.pixel_mean) / self.pixel_std
+            for entry in batched_inputs
+        ]
+        return ImageList.from_tensors(images, self.backbone.size_divisibility)
+
+    def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
+        """Returns the maps at strides 8 and 16, and the padding mask (N, 1, H, W) at stride 8."""
+        height, width = images.tensor.shape[-2:]
+        if all(tuple(size) == (height, width) for size in images.image_sizes):
+            sizes = None
+        else:
+            sizes = torch.as_tensor(images.image_sizes, device=self.device)
+        if sizes is not None and self._masks_padding:
+            features = self.backbone(images.tensor, sizes)
+        else:
+            features = self.backbone(images.tensor)
+        padding = None if sizes is None else padding_mask(sizes, (height, width))
+        return [features[name] for name in self.in_features], halve(halve(halve(padding)))
+
+    def prepare_targets(self, batched_inputs: list[dict[str, Any]]) -> Targets:
+        """Brings ground truth from absolute XYXY to cxcywh in [0, 1] of each unpadded image."""
+        labels, boxes = [], []
+        for entry in batched_inputs:
+            instances: Instances = entry["instances"].to(self.device)
+            height, width = instances.image_size
+            scale = self.pixel_mean.new_tensor([width, height, width, height])
+            labels.append(instances.gt_classes)
+            boxes.append(box_convert(instances.gt_boxes.tensor / scale, "xyxy", "cxcywh"))
+        return Targets.stack(labels, boxes)
+
+    def inference(
+        self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
+    ) -> list[Instances]:
+        """Brings the last block's predictions to absolute XYXY of the model's input images.
+
+        Args:
+            outputs: as ``MFDecoder.forward`` returns them.
+            image_sizes: (height, width) of each image in pixels, before padding.
+        """
+        # The no-object class takes part in the softmax but is never an answer.
+        probability = outputs["pred_logits"][-1].float().softmax(dim=-1)[..., :-1]
+        scores, classes = probability.max(dim=-1)  # (N, Q)
+        corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")
+        results = []
+        for index, (height, width) in enumerate(image_sizes):
+            scale = corners.new_tensor([width, height, width, height])
+            boxes = Boxes(corners[index] * scale)
+            boxes.clip((height, width))
+            results.append(
+                Instances(
+                    (height, width),
+                    pred_boxes=boxes,
+                    scores=scores[index],
+                    pred_classes=classes[index],
+                )
+            )
+        return results
+
+
+def _output_size(entry: dict[str, Any], result: Instances) -> tuple[int, int]:
+    height, width = result.image_size
+    return entry.get("height", height), entry.get("width", width)
