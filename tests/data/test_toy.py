@@ -1,0 +1,253 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The toy set: the same bytes every time, and annotations that agree with the pixels."""
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.detection_utils import read_image
+from numpy.typing import NDArray
+from pycocotools import mask as coco_mask
+
+import qbheat_det.data
+from qbheat_det.data import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+from qbheat_det.data.toy import (
+    ANNOTATION_FILE,
+    CATEGORY_IDS,
+    annotate,
+    sample_scenes,
+    trace_polygons,
+)
+from qbheat_det.data.toy_scenes import CLASS_NAMES, MIN_VISIBLE, OBJECTS, Scene, sample_scene
+from qbheat_det.errors import UserError
+
+SPEC = ToySpec(name="tiny", num_images=40, seed=3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_toy_set(SPEC, tmp_path_factory.mktemp("cache"))
+
+
+def scenes(count: int, size: int = 128) -> list[Scene]:
+    return [sample_scene(np.random.default_rng([5, index]), size) for index in range(count)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def decode(polygons: list[list[int]], height: int, width: int) -> NDArray[np.bool_]:
+    """Rasterises as Detectron2's ``polygons_to_bitmask`` and pycocotools do."""
+    rles = coco_mask.frPyObjects(polygons, height, width)
+    return coco_mask.decode(coco_mask.merge(rles)).astype(bool)
+
+
+def test_the_same_spec_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
+    again = prepare_toy_set(SPEC, tmp_path)
+    assert again.name == tiny.name
+    assert contents(again) == contents(tiny)
+    assert len(contents(tiny)) == SPEC.num_images + 1
+
+
+def test_another_seed_name_size_or_count_has_another_folder() -> None:
+    changes = [{"seed": 4}, {"name": "other"}, {"image_size": 96}, {"num_images": 41}]
+    folders = {replace(SPEC, **change).folder_name for change in changes}  # type: ignore[arg-type]
+    assert len(folders | {SPEC.folder_name}) == 5
+
+
+def test_a_picture_does_not_depend_on_how_many_there_are(tiny: Path, tmp_path: Path) -> None:
+    fewer = prepare_toy_set(replace(SPEC, num_images=3), tmp_path)
+    for name in ["000001.jpg", "000002.jpg", "000003.jpg"]:
+        assert (fewer / "images" / name).read_bytes() == (tiny / "images" / name).read_bytes()
+
+
+def test_train_and_val_share_no_picture(tmp_path: Path) -> None:
+    train = prepare_toy_set(ToySpec(name="train", num_images=20), tmp_path)
+    val = prepare_toy_set(ToySpec(name="val", num_images=20), tmp_path)
+    pictures = [p.read_bytes() for folder in (train, val) for p in folder.glob("images/*")]
+    assert len(set(pictures)) == 40
+
+
+def test_annotations_agree_with_a_pixel_by_pixel_count() -> None:
+    for scene in scenes(12):
+        objects = [i for i, item in enumerate(scene.items) if item.label >= 0]
+        for index, annotation in zip(objects, annotate(scene), strict=True):
+            height, width = scene.owner.shape
+            pixels = [
+                (x, y) for y in range(height) for x in range(width) if scene.owner[y, x] == index
+            ]
+            xs, ys = [x for x, _ in pixels], [y for _, y in pixels]
+            box = [min(xs), min(ys), max(xs) + 1 - min(xs), max(ys) + 1 - min(ys)]
+            assert annotation["bbox"] == box
+            assert annotation["area"] == len(pixels)
+            assert annotation["category_id"] == CATEGORY_IDS[scene.items[index].label]
+            mask = decode(annotation["segmentation"], height, width)
+            np.testing.assert_array_equal(mask, scene.owner == index)
+
+
+def test_an_object_owns_exactly_the_pixels_that_change_with_its_colours() -> None:
+    for scene in scenes(12):
+        picture = scene.render()
+        for index, item in enumerate(scene.items):
+            scene.items[index] = replace(item, texture=item.texture ^ 128)
+            changed = (scene.render() != picture).any(axis=2)
+            scene.items[index] = item
+            np.testing.assert_array_equal(changed, scene.owner == index)
+
+
+def test_owners_are_what_painting_one_by_one_leaves() -> None:
+    for scene in scenes(6):
+        size = len(scene.owner)
+        expected = [[-1] * size for _ in range(size)]
+        for index, item in enumerate(scene.items):
+            for row, column in zip(*np.nonzero(item.mask), strict=True):
+                y, x = item.top + row, item.left + column
+                if 0 <= y < size and 0 <= x < size:
+                    expected[y][x] = index
+        np.testing.assert_array_equal(scene.owner, expected)
+
+
+def test_every_object_stays_in_view() -> None:
+    for scene in scenes(150):
+        for index, item in enumerate(scene.items):
+            if item.label >= 0:
+                assert (scene.owner == index).sum() >= MIN_VISIBLE * item.mask.sum()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_polygons_give_back_any_mask(seed: int) -> None:
+    # Random dots have every kind of corner: holes, touching diagonals, islands in holes.
+    mask = np.random.default_rng(seed).random((23, 31)) < 0.2 + 0.1 * seed
+    np.testing.assert_array_equal(decode(trace_polygons(mask), 23, 31), mask)
+
+
+def test_the_polygon_of_one_pixel_has_its_four_corners() -> None:
+    mask = np.zeros((4, 5), dtype=bool)
+    mask[2, 3] = True
+    (polygon,) = trace_polygons(mask)
+    assert {tuple(polygon[i : i + 2]) for i in range(0, 8, 2)} == {(3, 2), (4, 2), (4, 3), (3, 3)}
+    assert len(polygon) == 8
+
+
+def test_the_set_has_empty_crowded_small_large_and_occluded_objects() -> None:
+    drawn = scenes(300)
+    annotations = [annotate(scene) for scene in drawn]
+    counts = [len(a) for a in annotations]
+    sides = [max(a["bbox"][2:]) for image in annotations for a in image]
+    shares = [
+        (scene.owner == index).sum() / item.mask.sum()
+        for scene in drawn
+        for index, item in enumerate(scene.items)
+        if item.label >= 0
+    ]
+    assert 0 in counts and max(counts) >= 8 and 2 <= np.mean(counts) <= 4
+    assert min(sides) <= 12 and max(sides) >= 60
+    assert np.mean(np.array(shares) < 0.8) > 0.1
+    classes = [a["category_id"] for image in annotations for a in image]
+    assert min(classes.count(id_) for id_ in CATEGORY_IDS) > 0.1 * len(classes)
+
+
+def test_outlines_have_the_areas_of_geometry() -> None:
+    axis = (np.arange(2000) + 0.5) / 1000 - 1
+    u, v = np.meshgrid(axis, axis)
+    areas = {name: inside(u, v).mean() * 4 for name, inside in OBJECTS.items()}
+    expected = {
+        "disc": np.pi,
+        "square": 1.5**2,
+        "triangle": 3 * 3**0.5 / 4,  # equilateral, in a circle of radius 1
+        "star": 5 * 0.42 * np.sin(np.pi / 5),  # ten triangles of sides 1 and 0.42
+        "ring": np.pi * (1 - 0.25),
+        "cross": 2 * 0.6 * 1.9 - 0.6**2,
+    }
+    assert areas == pytest.approx(expected, abs=0.01)
+
+
+def test_jpeg_keeps_the_picture(tiny: Path) -> None:
+    for index, scene in zip(range(3), sample_scenes(SPEC), strict=False):
+        picture = scene.render()
+        stored = read_image(str(tiny / "images" / f"{index + 1:06d}.jpg"), format="RGB")
+        smooth = [cv2.blur(image.astype(np.float32), (5, 5)) for image in (picture, stored)]
+        assert np.abs(smooth[0] - smooth[1]).mean() < 3
+
+
+def test_detectron2_loads_a_registered_set(tmp_path: Path) -> None:
+    name = "qbheat_toy_test_of_loading"
+    register_toy_set(name, SPEC, tmp_path)
+    try:
+        assert not (tmp_path / SPEC.folder_name).exists()
+        dataset = DatasetCatalog.get(name)
+        metadata = MetadataCatalog.get(name)
+        raw = json.loads((tmp_path / SPEC.folder_name / ANNOTATION_FILE).read_text())
+        assert metadata.json_file == str(tmp_path / SPEC.folder_name / ANNOTATION_FILE)
+        assert metadata.evaluator_type == "coco"
+        assert [c["name"] for c in raw["categories"]] == metadata.thing_classes
+        assert len(dataset) == SPEC.num_images
+        id_map = metadata.thing_dataset_id_to_contiguous_id
+        assert list(id_map) == list(CATEGORY_IDS) and list(id_map.values()) == list(range(6))
+        assert all(Path(record["file_name"]).is_file() for record in dataset)
+        assert sum(len(record["annotations"]) for record in dataset) == len(raw["annotations"])
+    finally:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
+def test_the_shipped_names_are_registered_on_import_alone() -> None:
+    assert qbheat_det.data.TOY_SETS is TOY_SETS
+    for name, spec in TOY_SETS.items():
+        assert name in DatasetCatalog
+        assert MetadataCatalog.get(name).thing_classes == list(CLASS_NAMES)
+        assert spec.folder_name in MetadataCatalog.get(name).json_file
+
+
+def _prepare_and_stamp(cache: str) -> int:
+    folder = prepare_toy_set(SPEC, cache)
+    return (folder / ANNOTATION_FILE).stat().st_ino
+
+
+def test_two_processes_at_once_get_the_same_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with context.Pool(2) as pool:
+        stamps = pool.map(_prepare_and_stamp, [str(tmp_path)] * 2, chunksize=1)
+    assert stamps[0] == stamps[1]
+    left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert left == [SPEC.folder_name]
+
+
+def test_a_half_written_set_is_never_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    def fail_late(spec: ToySpec, folder: Path) -> None:
+        (folder / "images").mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qbheat_det.data.toy._draw", fail_late)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_toy_set(SPEC, tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert contents(prepare_toy_set(SPEC, tmp_path)) == contents(tiny)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="QBHEAT_CACHE") as caught:
+        prepare_toy_set(SPEC, tmp_path / "file")
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("QBHEAT_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert get_cache_dir() == Path("/home/someone/.cache/qbheat_det")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
+    assert get_cache_dir() == Path("/scratch/cache/qbheat_det")
+    monkeypatch.setenv("QBHEAT_CACHE", "~/toys")
+    assert get_cache_dir() == Path("/home/someone/toys")
