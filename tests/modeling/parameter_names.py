@@ -61,6 +61,30 @@ def under(module: str, reference: str, names: Names) -> list[tuple[str, str]]:
     return [(f"{module}.{ours}", f"{reference}.{theirs}") for ours, theirs in names]
 
 
+def encoder_names(kinds: Sequence[str]) -> Names:
+    """Names in ``MobileFormer``, for the kinds ("lite", "plain", "down") of its blocks."""
+    names = [
+        ("tokens", "tokens"),
+        ("stem.norm.", "stem.bn."),
+        ("stem.", "stem.conv."),
+        ("expand.norm.", "expand.bn."),
+        ("expand.", "expand.conv."),
+    ]
+    stage, place = 0, -1
+    for number, kind in enumerate(kinds, start=1):
+        stage, place = (stage + 1, 0) if kind == "down" else (stage, place + 1)
+        ours, theirs = f"stages.{stage}.{place}", f"block.{number}"
+        if kind == "lite":
+            names += under(ours, f"{theirs}.mobile", LITE)
+            continue
+        names += under(f"{ours}.mobile_to_former", f"{theirs}.to_former", TO_FORMER)
+        names += under(f"{ours}.former", f"{theirs}.former", FORMER)
+        mobile = DOWN_MOBILE if kind == "down" else MOBILE
+        names += under(f"{ours}.mobile", f"{theirs}.mobile", mobile)
+        names += under(f"{ours}.former_to_mobile", f"{theirs}.to_mobile", TO_MOBILE)
+    return names
+
+
 def randomise_(module: nn.Module, seed: int = 0) -> None:
     """Fills every parameter and statistic, so that nothing hides behind a zero or a one.
 

@@ -1,0 +1,132 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``MobileFormer`` against the naive second implementation, parameter by parameter."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
+
+from .parameter_names import encoder_names, randomise_, renamed
+from .reference_mobile_former import PLANS, Weights, mobile_former
+
+OUTPUTS = ["s2", "s4", "s8", "s16", "s16_expanded", "tokens"]
+
+# Exact numbers of parameters: tokens, stem, blocks 1 to 12, final convolution.
+PARAMETERS = {
+    "3.7G": [
+        *(1536, 1856, 9728, 746976, 740208, 1030464, 1054528, 1054528),
+        *(2021440, 2257472, 2257472, 3281664, 4597504, 4597504, 1388160),
+    ],
+    "1.0G": [
+        *(1536, 928, 2816, 564784, 565880, 669920, 686560, 686560),
+        *(1000032, 1095520, 1095520, 1416128, 1822144, 1822144, 348480),
+    ],
+    "285M": [
+        *(1152, 464, 896, 290680, 291324, 325904, 332304, 332304),
+        *(406800, 443040, 511824, 559616, 681216, 681216, 87840),
+    ],
+}
+TOTALS = {"3.7G": 25_041_040, "1.0G": 11_778_952, "285M": 4_946_580}
+TOTALS_WITHOUT_BATCH_NORM = {"3.7G": 24_968_880, "1.0G": 11_742_872, "285M": 4_928_348}
+
+
+@pytest.fixture(scope="module", params=list(PLANS))
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def random_encoder(variant: str) -> MobileFormer:
+    model = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=OUTPUTS)
+    randomise_(model)
+    return model.double().eval()
+
+
+@pytest.fixture(scope="module")
+def encoder(variant: str) -> MobileFormer:
+    return random_encoder(variant)
+
+
+@pytest.fixture(scope="module")
+def weights(variant: str, encoder: MobileFormer) -> Weights:
+    return Weights(renamed(encoder, encoder_names([kind for kind, *_ in PLANS[variant].blocks])))
+
+
+def image_of(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(3, *size, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def count(parameters: Iterator[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def test_parameter_counts_are_the_published_ones(variant: str, encoder: MobileFormer) -> None:
+    blocks = [block for stage in encoder.stages for block in stage]
+    parts = [encoder.stem, *blocks, encoder.expand]
+    counts = [encoder.tokens.numel(), *(count(part.parameters()) for part in parts)]
+    assert counts == PARAMETERS[variant]
+    assert sum(counts) == count(encoder.parameters()) == TOTALS[variant]
+    norms = [module for module in encoder.modules() if isinstance(module, nn.BatchNorm2d)]
+    affine = sum(count(norm.parameters()) for norm in norms)
+    assert sum(counts) - affine == TOTALS_WITHOUT_BATCH_NORM[variant]
+
+
+@pytest.mark.parametrize("size", [(64, 96), (50, 77)])
+def test_outputs_equal_the_naive_implementation(
+    variant: str, encoder: MobileFormer, weights: Weights, size: tuple[int, int]
+) -> None:
+    image = image_of(*size)
+    with torch.no_grad():
+        outputs = encoder(image[None])
+        expected = mobile_former(weights, PLANS[variant], image)
+    assert list(outputs) == OUTPUTS
+    for name, output in outputs.items():
+        assert float(expected[name].std()) > 0.1, f"{name} is too flat to tell anything"
+        assert_close(output[0], expected[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_the_naive_implementation_reads_every_parameter_and_statistic(
+    variant: str, encoder: MobileFormer, weights: Weights
+) -> None:
+    with torch.no_grad():
+        mobile_former(weights, PLANS[variant], image_of(16, 16))
+    assert weights.names_read == set(weights.tensors)
+    stored = [tensor for tensor in encoder.state_dict().values() if tensor.is_floating_point()]
+    given = list(weights.tensors.values())
+    assert sum(t.numel() for t in given) == sum(t.numel() for t in stored)
+    assert len({t.data_ptr() for t in given}) == len(given)
+
+
+def test_every_parameter_gets_a_gradient_in_training(variant: str) -> None:
+    torch.manual_seed(0)
+    encoder = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=OUTPUTS).train()
+    outputs = encoder(torch.randn(2, 3, 48, 64))
+    # Weights that differ by position: behind a norm, a plain sum has no gradient.
+    sum((output * torch.randn_like(output)).sum() for output in outputs.values()).backward()
+    for name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        assert float(parameter.grad.abs().max()) > 0, f"the gradient of {name} is zero"
+
+
+@pytest.mark.parametrize("margin", [0, 5])
+@pytest.mark.parametrize("garbage", [0.0, 300.0])
+def test_a_padded_batch_gives_what_the_images_give_alone(margin: int, garbage: float) -> None:
+    encoder = random_encoder("285M")
+    sizes = [(50, 77), (64, 33), (1, 1), (16, 96), (47, 17)]
+    canvas = [max(size[axis] for size in sizes) + margin for axis in (0, 1)]
+    batch = torch.full((len(sizes), 3, *canvas), garbage).double()
+    images = [image_of(*size, seed=seed) for seed, size in enumerate(sizes)]
+    for padded, image in zip(batch, images, strict=True):
+        padded[:, : image.shape[1], : image.shape[2]] = image
+    with torch.no_grad():
+        together = encoder(batch, torch.tensor(sizes))
+        for n, image in enumerate(images):
+            for name, alone in encoder(image[None]).items():
+                own = together[name][n : n + 1]
+                if name != "tokens":
+                    own = own[:, :, : alone.shape[2], : alone.shape[3]]
+                # In double precision only a leak could be this large.
+                assert_close(own, alone, rtol=1e-8, atol=1e-8, msg=f"{name} of image {n}")
