@@ -1,0 +1,66 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+# Two commands are enough: `make demo` and `make test`. Each makes what it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+# Every pip below installs the committed versions, also inside the builds of source archives.
+# Relative, because pip splits this variable at spaces.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check bench doctor
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+install: $(INSTALLED) ## make .venv with everything in it (about 3 GB to download, 6 GB on disk)
+
+demo: $(INSTALLED) ## train, evaluate and predict on the toy set; pictures in output/demo
+	$(PY) tools/demo.py $(ARGS)
+
+test: $(INSTALLED) ## run the tests, without the slow ones
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+test-all: $(INSTALLED) ## run the tests, the slow ones too
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
+
+check: $(INSTALLED) ## formatting, lint, types, tests
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+bench: $(INSTALLED) ## latency and memory beside other detectors; tables in output/bench
+	$(PY) benchmarks/run.py $(ARGS)
+
+doctor: ## versions, device, datasets, and what is missing
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) tools/doctor.py
+
+# The stamp comes last, so a run that was killed is repaired by the next one: pip goes on where
+# it stopped, after the distributions that it left without a RECORD are removed.
+$(INSTALLED): setup.py constraints.txt tools/install_detectron2.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: \
+	'$(PYTHON)' is no Python 3.10 or newer: name one, as in 'make install PYTHON=python3.11'" >&2; exit 1; }
+	@echo "[1/4] a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
+	$(PYTHON) -m pip --python $(PY) install pip; } || { echo "error: '$(PYTHON)' cannot make \
+	virtual environments: install its venv module (on Debian: apt install python3-venv)" >&2; exit 1; }
+	@find $(VENV)/lib -maxdepth 3 \( -name '~*' -o -name '*.dist-info' ! -exec test -e '{}/RECORD' ';' \) \
+	-prune -exec rm -r '{}' +
+	@$(PY) -m pip install --quiet --upgrade pip
+	@echo "[2/4] PyTorch with its CUDA libraries, which also runs without a GPU: about 2.5 GB"
+	@$(PY) -m pip install torch torchvision
+	@echo "[3/4] Detectron2"
+	@$(PY) tools/install_detectron2.py
+	@echo "[4/4] qbheat_det and the libraries that remain"
+	@$(PY) -m pip install --editable '.[bench,dev,eval,opencv]'
+	@touch $@
+	@echo "Installed in $(VENV)."

@@ -1,0 +1,63 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Packaging: requirements, extras, and the configs folder inside the wheel."""
+
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+README = ROOT / "README.md"
+
+
+class BuildWithConfigs(build_py):
+    """Puts ``configs/``, which lives beside the package, into the wheel as a part of it."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # a checkout reads its own folder
+            return
+        target = Path(self.build_lib) / "qbheat_det" / "configs"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(ROOT / "configs", target, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+setup(
+    name="qbheat_det",
+    version="0.1.0",
+    description="Mobile-Former, MF-DETR and QB-Heat for Detectron2",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["qbheat_det", "qbheat_det.*"]),
+    package_data={"qbheat_det": ["py.typed"]},
+    cmdclass={"build_py": BuildWithConfigs},
+    python_requires=">=3.10",
+    # Detectron2 is missing on purpose: the index has none under its own name, and a user's own
+    # build must not be replaced. tools/install_detectron2.py brings it; importing says so.
+    install_requires=[
+        "torch>=2.6",  # torch.load reads no pickled code by default since 2.6
+        "torchvision>=0.21",
+        "fvcore>=0.1.5.post20221221",
+        "numpy>=1.24",
+        "Pillow>=9.4",
+        "pycocotools>=2.0.6",
+        "PyYAML>=6.0",
+        "scipy>=1.10",
+        "timm>=1.0",
+    ],
+    extras_require={
+        # Detectron2's Visualizer imports cv2 and leaves the choice of the build to its users.
+        "opencv": ["opencv-python-headless>=4.7"],
+        "eval": ["faster-coco-eval>=1.6"],
+        "bench": ["transformers>=4.50"],  # DETR-R50, measured beside ours
+        "export": ["onnx>=1.16", "onnxruntime>=1.19", "onnxscript>=0.1"],
+        "dev": ["mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=70.1", "types-PyYAML"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Image Recognition",
+        "Typing :: Typed",
+    ],
+)

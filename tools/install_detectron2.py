@@ -1,0 +1,350 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Brings Detectron2 to this Python where git and a compiler are out of reach.
+
+A Detectron2 that this Python already has (your own build, or the official main) is left alone.
+Otherwise the Python part of the official release v0.6 is fetched from the package index, checked
+against a committed SHA-256, adapted to today's Pillow, NumPy and setuptools, and installed as a
+distribution named detectron2, so that `pip uninstall detectron2` works.
+
+Nothing is compiled. What is missing without the compiled part: Detectron2's own deformable
+convolution, rotated boxes and fast COCO evaluation. For those, build the official one:
+
+    pip install --no-build-isolation 'git+https://github.com/facebookresearch/detectron2.git'
+"""
+
+import argparse
+import base64
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SDIST = "pb1-detectron2"  # on the index; its Python files are those of Detectron2's tag v0.6
+SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
+VERSION = "0.6+pure"  # the local label tells it from an official build
+
+# Upstream's list, with three changes: pins that today's resolver cannot satisfy are relaxed
+# (black==21.4b2, iopath<0.1.10) or taken from main (omegaconf<2.4, for hydra-core); future and
+# pydot, used by the Caffe2 export alone, are left out; torch and torchvision are named.
+REQUIRES = (
+    *("torch>=1.8", "torchvision", "numpy", "Pillow>=7.1", "matplotlib", "pycocotools>=2.0.2"),
+    *("termcolor>=1.1", "yacs>=0.1.8", "tabulate", "cloudpickle", "tqdm>4.29.0", "tensorboard"),
+    *("fvcore>=0.1.5,<0.1.6", "iopath>=0.1.7", "omegaconf>=2.1,<2.4", "hydra-core>=1.1", "black"),
+)
+
+# Folders of the source archive and where upstream's setup.py puts them.
+PACKAGES = {
+    "detectron2/": "detectron2/",
+    "projects/PointRend/point_rend/": "detectron2/projects/point_rend/",
+    "projects/DeepLab/deeplab/": "detectron2/projects/deeplab/",
+    "projects/Panoptic-DeepLab/panoptic_deeplab/": "detectron2/projects/panoptic_deeplab/",
+}
+
+
+class Adaptation(NamedTuple):
+    """One replacement in one file, and how often it must apply."""
+
+    path: str
+    old: str  # regular expression
+    new: str
+    times: int
+
+
+ADAPTATIONS = (
+    # Pillow 10 has no Image.LINEAR.
+    Adaptation("data/transforms/transform.py", r"\bImage\.LINEAR\b", "Image.BILINEAR", 1),
+    # NumPy 1.24 has no np.int, np.float, np.str; np.bool meant the builtin until then.
+    Adaptation("data/build.py", r"\bnp\.int\b", "int", 2),
+    Adaptation("data/datasets/pascal_voc.py", r"\bnp\.str\b", "str", 1),
+    Adaptation("evaluation/pascal_voc_evaluation.py", r"\bnp\.bool\b", "bool", 2),
+    Adaptation("evaluation/sem_seg_evaluation.py", r"\bnp\.int\b", "int", 2),
+    Adaptation("evaluation/sem_seg_evaluation.py", r"\bnp\.float\b", "float", 5),
+    Adaptation("structures/masks.py", r"\bnp\.bool\b", "bool", 3),
+    Adaptation("utils/video_visualizer.py", r"\bnp\.bool\b", "bool", 1),
+    Adaptation("utils/visualizer.py", r"\bnp\.bool\b", "bool", 3),
+    # setuptools 82 has no pkg_resources.
+    Adaptation("model_zoo/model_zoo.py", r"import pkg_resources", "import importlib.resources", 1),
+    Adaptation(
+        "model_zoo/model_zoo.py",
+        r"pkg_resources\.resource_filename\(\s*"
+        r'"detectron2\.model_zoo", os\.path\.join\("configs", config_path\)\s*\)',
+        'str(\n        importlib.resources.files("detectron2.model_zoo") / "configs" / config_path'
+        "\n    )",
+        1,
+    ),
+)
+
+# v0.6 imports _C unguarded in four modules and asks it for its compilers in collect_env.
+COMPILED_OPS_STUB = '''\
+"""Stands where the compiled extension would be: pure-Python Detectron2 has none."""
+
+_NONE = "none (pure-Python Detectron2)"
+
+
+def get_compiler_version():
+    return _NONE
+
+
+def get_cuda_version():
+    return _NONE
+
+
+def has_cuda():
+    return False
+
+
+def __getattr__(name):
+    raise AttributeError(
+        f"this Detectron2 is pure Python and has no compiled operator '{name}'. For COCO "
+        "evaluation pass use_fast_impl=False; for deformable convolution or rotated boxes build "
+        "the official Detectron2 from its git repository"
+    )
+'''
+
+# pip asks a source archive for its metadata by running its setup.py. This stands in for
+# setuptools during the download, so that none of the archive's code runs.
+BACKEND_STUB = """\
+import pathlib
+
+
+class _Backend:
+    def get_requires_for_build_wheel(self, config_settings=None):
+        return []
+
+    def prepare_metadata_for_build_wheel(self, metadata_directory, config_settings=None):
+        folder = pathlib.Path(metadata_directory) / "pb1_detectron2-0.6.dist-info"
+        folder.mkdir()
+        text = "Metadata-Version: 2.1\\nName: pb1-detectron2\\nVersion: 0.6\\n"
+        (folder / "METADATA").write_text(text)
+        return folder.name
+
+
+__legacy__ = _Backend()
+"""
+
+# Prints the distribution's version and the folder of detectron2, or why it does not import.
+PROBE = """\
+import importlib.metadata, importlib.util, sys
+spec = importlib.util.find_spec("detectron2")
+if spec is None or spec.origin is None:
+    sys.exit(3)
+try:
+    version = importlib.metadata.version("detectron2")
+except importlib.metadata.PackageNotFoundError:
+    version = "of unknown version"
+print(version, spec.origin, sep="\\n", flush=True)
+import detectron2.layers
+"""
+
+
+class InstallError(Exception):
+    """What went wrong and what to do, in one sentence."""
+
+
+class Found(NamedTuple):
+    """A Detectron2 that this Python has."""
+
+    version: str
+    path: str
+    error: str  # empty where it imports
+
+
+def find_installed(python: str = sys.executable) -> Found | None:
+    """Looks for Detectron2 in an interpreter, from a folder that cannot shadow it."""
+    with tempfile.TemporaryDirectory() as empty:
+        run = subprocess.run([python, "-c", PROBE], cwd=empty, capture_output=True, text=True)
+    if run.returncode == 3:
+        return None
+    version, path, *_ = [*run.stdout.splitlines(), "?", "?"]
+    error = (run.stderr.strip().splitlines() or ["unknown error"])[-1] if run.returncode else ""
+    return Found(version, str(Path(path).parent), error)
+
+
+def download_sdist(folder: Path) -> Path:
+    """Fetches the source archive through pip, with its indexes, proxies and certificates."""
+    stub = folder / "backend" / "setuptools"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").touch()
+    (stub / "build_meta.py").write_text(BACKEND_STUB, encoding="utf-8")
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{SDIST}==0.6 --hash=sha256:{SHA256}\n", encoding="utf-8")
+    # Constraints carry no hashes, which pip refuses beside --require-hashes.
+    env = {name: value for name, value in os.environ.items() if "CONSTRAINT" not in name}
+    command = ["download", "--require-hashes", "--no-deps", "--no-binary", SDIST, "--use-pep517"]
+    command += ["--no-build-isolation", "-r", str(wanted), "-d", str(folder)]
+    run_pip(command, {**env, "PYTHONPATH": str(stub.parent)})
+    return next(folder.glob("*.tar.gz"))
+
+
+def read_sdist(path: Path, sha256: str = SHA256) -> dict[str, bytes]:
+    """Returns the archive's regular files by their path below its top folder.
+
+    The archive is read in memory, so nothing in it can write elsewhere.
+
+    Raises:
+        InstallError: the file is not the one whose hash is committed.
+    """
+    if not path.is_file():
+        raise InstallError(f"there is no file {path}")
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise InstallError(f"{path} has SHA-256 {found}, not {sha256}: delete it and fetch it anew")
+    files = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            content = archive.extractfile(member) if member.isreg() else None
+            if content is not None:
+                files[member.name.removeprefix("./").partition("/")[2]] = content.read()
+    return files
+
+
+def adapt(
+    files: dict[str, bytes], adaptations: Sequence[Adaptation] = ADAPTATIONS
+) -> dict[str, bytes]:
+    """Returns the files of the installed package, with every adaptation made.
+
+    Raises:
+        InstallError: an adaptation did not apply exactly as often as it must.
+    """
+    package = {
+        target + name.removeprefix(source): content
+        for source, target in PACKAGES.items()
+        for name, content in files.items()
+        if name.startswith(source)
+    }
+    for path, old, new, times in adaptations:
+        name = f"detectron2/{path}"
+        text, found = re.subn(old, new, package.get(name, b"").decode("utf-8"))
+        if found != times:
+            raise InstallError(f"'{old}' occurs {found} times in {name}, not {times}")
+        package[name] = text.encode("utf-8")
+    # The licence asks that changed files say so.
+    for path, old, new, _ in adaptations:
+        note = (
+            f"# Changed by install_detectron2.py of qbheat_det: {old} -> {' '.join(new.split())}\n"
+        )
+        package[f"detectron2/{path}"] += note.encode("utf-8")
+    package["detectron2/_C.py"] = COMPILED_OPS_STUB.encode("utf-8")
+    return package
+
+
+def build_wheel(package: dict[str, bytes], licence: bytes, folder: Path) -> Path:
+    """Writes the package as a wheel, the same bytes every time, and returns its path."""
+    info = f"detectron2-{VERSION}.dist-info"
+    metadata = [
+        "Metadata-Version: 2.1",
+        "Name: detectron2",
+        f"Version: {VERSION}",
+        "Summary: Detectron2 v0.6 without its compiled operators, adapted to current libraries",
+        "Home-page: https://github.com/facebookresearch/detectron2",
+        "Author: FAIR",
+        "License: Apache-2.0",
+        "License-File: LICENSE",
+        "Requires-Python: >=3.7",
+        *(f"Requires-Dist: {requirement}" for requirement in REQUIRES),
+    ]
+    wheel = ["Wheel-Version: 1.0", "Generator: qbheat_det", "Root-Is-Purelib: true"]
+    members = {
+        **package,
+        f"{info}/licenses/LICENSE": licence,
+        f"{info}/METADATA": ("\n".join(metadata) + "\n").encode(),
+        f"{info}/WHEEL": ("\n".join([*wheel, "Tag: py3-none-any"]) + "\n").encode(),
+    }
+    record = "".join(f"{line}\n" for line in _record(members))
+    members[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"detectron2-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return path
+
+
+def _record(members: dict[str, bytes]) -> Iterator[str]:
+    for name, content in members.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
+        yield f"{name},sha256={digest.decode()},{len(content)}"
+
+
+def run_pip(arguments: Sequence[str], env: dict[str, str] | None = None) -> None:
+    """Runs pip of this interpreter, its output visible."""
+    command = [sys.executable, "-m", "pip", *arguments]
+    if subprocess.run(command, env=env, check=False).returncode:
+        raise InstallError(f"pip failed (its reason stands above): {' '.join(command)}")
+
+
+def missing_opencv() -> list[str]:
+    """Returns the OpenCV to install, which is none where any build of it imports.
+
+    Upstream leaves the choice of the build to its users: two of them overwrite each other.
+    """
+    imports = subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True, check=False)
+    return ["opencv-python-headless"] if imports.returncode else []
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--wheel-only", metavar="DIR", type=Path, help="write the wheel into DIR, install nothing"
+    )
+    parser.add_argument(
+        "--sdist", metavar="FILE", type=Path, help=f"a {SDIST} 0.6 archive that you already have"
+    )
+    return parser.parse_args(argv)
+
+
+def make_wheel(sdist: Path | None, folder: Path) -> Path:
+    """Fetches unless given, checks, adapts and builds."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = read_sdist(sdist or download_sdist(Path(scratch)))
+    return build_wheel(adapt(files), files["LICENSE"], folder)
+
+
+def install(sdist: Path | None) -> None:
+    """Installs Detectron2 unless this Python has one, and says which it has in the end."""
+    found = find_installed()
+    if found is not None and not found.error:
+        print(f"Detectron2 {found.version} is in {found.path}: left as it is")
+        return
+    if found is not None and found.version != VERSION:
+        raise InstallError(
+            f"Detectron2 {found.version} in {found.path} does not import ({found.error}): mend "
+            "it, or run `pip uninstall detectron2` and this again"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = str(make_wheel(sdist, Path(folder)))
+        if found is not None:  # ours, damaged
+            run_pip(["install", "--force-reinstall", "--no-deps", wheel])
+        run_pip(["install", wheel, *missing_opencv()])
+    found = find_installed()
+    if found is None or found.error:
+        reason = found.error if found else "it is not found"
+        raise InstallError(f"Detectron2 was installed but does not import: {reason}")
+    print(f"Detectron2 {found.version} is now in {found.path}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    args = parse_args(argv)
+    try:
+        if args.wheel_only:
+            print(make_wheel(args.sdist, args.wheel_only))
+        else:
+            install(args.sdist)
+    except InstallError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
