@@ -1,0 +1,106 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What stands between a command line and a trainer: data flags, classes, folders, seeds."""
+
+import argparse
+import os
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+from detectron2.engine import default_setup
+
+from qbheat_det.config import load_config
+from qbheat_det.data import check_coco_json, check_same_classes, register_coco_json
+from qbheat_det.errors import UserError
+
+CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the four flags that train on COCO-format data of one's own."""
+    group = parser.add_argument_group("data of your own, in COCO format")
+    group.add_argument("--train-json", metavar="FILE", help="annotations to train on")
+    group.add_argument("--train-images", metavar="DIR", help="folder of their images")
+    group.add_argument("--val-json", metavar="FILE", help="annotations to evaluate on")
+    group.add_argument("--val-images", metavar="DIR", help="folder of their images")
+
+
+def build_config(args: argparse.Namespace) -> CfgNode:
+    """Turns the arguments of ``tools/train_net.py`` into a frozen config.
+
+    Args:
+        args: ``config_file``, ``opts``, ``eval_only``, ``resume`` and the four data flags.
+
+    Raises:
+        UserError: the config or the data is not sound.
+    """
+    cfg = load_config(args.config_file or None, args.opts)
+    if "MODEL.DEVICE" not in args.opts[::2] and not torch.cuda.is_available():
+        cfg.MODEL.DEVICE = "cpu"
+    _use_data_flags(cfg, args)
+    use_classes_of(cfg, (cfg.DATASETS.TEST if args.eval_only else cfg.DATASETS.TRAIN)[0])
+    cfg.freeze()
+    return cfg
+
+
+def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Detectron2's ``default_setup``: folder, logger, environment, seed, resolved config.
+
+    Raises:
+        UserError: ``OUTPUT_DIR`` cannot be written to.
+    """
+    try:
+        os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be made: {error.strerror}"
+        ) from error
+    if not os.access(cfg.OUTPUT_DIR, os.W_OK):
+        raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
+    default_setup(cfg, args)
+
+
+def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
+    """Sets class count, names and ids of the config to those of a registered dataset.
+
+    Raises:
+        UserError: nothing is known of the dataset's classes.
+    """
+    metadata = MetadataCatalog.get(dataset_name)
+    names = metadata.get("thing_classes")
+    if not names:
+        raise UserError(
+            f"dataset '{dataset_name}' is not registered with class names; give your own data "
+            "with --train-json, --train-images, --val-json and --val-images"
+        )
+    contiguous = metadata.get("thing_dataset_id_to_contiguous_id") or {}
+    cfg.MODEL.CLASS_NAMES = list(names)
+    cfg.MODEL.CATEGORY_IDS = sorted(contiguous, key=contiguous.get) or list(range(len(names)))
+    for node in (cfg.MODEL.MF_DETR, cfg.MODEL.RETINANET, cfg.MODEL.ROI_HEADS):
+        node.NUM_CLASSES = len(names)
+
+
+def _use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
+    pairs = {
+        "train": (args.train_json, args.train_images),
+        "val": (args.val_json, args.val_images),
+    }
+    for split, (json_file, images) in pairs.items():
+        if bool(json_file) != bool(images):
+            raise UserError(f"--{split}-json and --{split}-images go together")
+    if not any(json_file for json_file, _ in pairs.values()):
+        return
+    if not args.val_json:
+        raise UserError("training on your own data needs --val-json and --val-images as well")
+    if not args.train_json and not args.eval_only:
+        raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
+    summaries = [
+        check_coco_json(json_file, images) for json_file, images in pairs.values() if json_file
+    ]
+    if len(summaries) == 2:
+        check_same_classes(*summaries)
+    register_coco_json(CUSTOM_VAL, args.val_json, args.val_images)
+    cfg.DATASETS.TEST = (CUSTOM_VAL,)
+    if args.train_json:
+        register_coco_json(CUSTOM_TRAIN, args.train_json, args.train_images)
+        cfg.DATASETS.TRAIN = (CUSTOM_TRAIN,)

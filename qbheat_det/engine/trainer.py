@@ -1,0 +1,64 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The one trainer of the package: Detectron2's, with mapper, optimizer and evaluator by config."""
+
+from typing import Any
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.data import build_detection_train_loader
+from detectron2.engine import DefaultTrainer
+from detectron2.evaluation import DatasetEvaluator
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from qbheat_det.data import build_mapper
+from qbheat_det.errors import UserError
+from qbheat_det.evaluation import build_evaluator
+from qbheat_det.solver import build_optimizer
+
+
+class Trainer(DefaultTrainer):  # type: ignore[misc]
+    """Trains, evaluates and saves whatever model the config names."""
+
+    def train(self) -> dict[str, Any]:
+        """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
+
+        Returns:
+            The last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
+            processes other than the main one.
+        """
+        super().train()
+        return dict(getattr(self, "_last_eval_results", None) or {})
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
+        """See ``qbheat_det.solver.build_optimizer``."""
+        return build_optimizer(cfg, model)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> DataLoader[Any]:
+        """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names."""
+        return build_detection_train_loader(cfg, mapper=build_mapper(cfg, is_train=True))
+
+    @classmethod
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
+        """See ``qbheat_det.evaluation.build_evaluator``."""
+        return build_evaluator(cfg, dataset_name)
+
+
+def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
+    """Evaluates ``MODEL.WEIGHTS``, or the last checkpoint of ``OUTPUT_DIR`` with ``resume``.
+
+    Returns:
+        Results by task, as ``Trainer.train``.
+
+    Raises:
+        UserError: there are no weights to evaluate.
+    """
+    if not cfg.MODEL.WEIGHTS and not resume:
+        raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
+    model = Trainer.build_model(cfg)
+    checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
+    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
+    return dict(Trainer.test(cfg, model))
