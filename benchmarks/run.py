@@ -1,0 +1,67 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Runs the benchmarks, prints a table and writes ``output/bench/NAME.json`` for each.
+
+python benchmarks/run.py [--only NAME …] [--quick] [--list]
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import ROOT, environment, format_results, set_threads, write_results
+from qbheat_det.errors import UserError, exit_with_sentence
+
+BENCHMARKS = {
+    "latency": "seconds a forward of 285M + 211 and 3.7G + 522 beside DETR-R50 and RetinaNet-R50",
+    "memory": "peak memory of the same forward passes",
+}
+
+
+@exit_with_sentence
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the flags and runs what they name.
+
+    Raises:
+        UserError: no benchmark has the name, or a peer's library is missing.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(BENCHMARKS), metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="name the benchmarks and stop")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small images and few rounds, written to output/bench/quick: figures of no worth",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
+    args = parser.parse_args(argv)
+    if args.list:
+        print("\n".join(f"{name:<10}{line}" for name, line in BENCHMARKS.items()))
+        return
+    for name in args.only:
+        if name not in BENCHMARKS:
+            raise UserError(f"no benchmark named '{name}'; there are {', '.join(BENCHMARKS)}")
+    set_threads(args.threads)
+    print(environment())
+    folder = args.output / "quick" if args.quick else args.output
+    results = []
+    for name in args.only:
+        print(f"\n{name}: {BENCHMARKS[name]}")
+        benchmark = importlib.import_module(f"benchmarks.{name}")
+        try:
+            rows = benchmark.run(quick=args.quick, threads=args.threads)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"the benchmark '{name}' needs {error.name}; install the extra 'bench'"
+            ) from error
+        write_results(rows, folder / f"{name}.json")
+        results += rows
+    print(f"\n{format_results(results)}\nwritten to {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Fair measurements: interleaved wall times, peak memory of a fresh process, one result format."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Median, least and greatest of repeated measurements."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Sample":
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.least:.3g} to {self.greatest:.3g})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of ``output/bench/*.json``; the ratio is above 1 where ours is better."""
+
+    name: str
+    ours: float
+    peer: float
+    unit: str
+    ratio: float
+
+    @classmethod
+    def lower_is_better(cls, name: str, ours: float, peer: float, unit: str) -> "Result":
+        return cls(name, ours, peer, unit, peer / ours)
+
+
+def time_interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Sample]:
+    """Times calls in turns, A B A B, so that a slow spell of the machine meets all of them.
+
+    Args:
+        calls: what to time, by name.
+        rounds: timed calls of each.
+        warm_up: untimed rounds before the first timed one.
+        clock: seconds.
+
+    Returns:
+        Seconds of one call, by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(warm_up + rounds):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            if number >= warm_up:
+                seconds[name].append(clock() - start)
+    return {name: Sample.of(values) for name, values in seconds.items()}
+
+
+def peak_memory_in_turns(
+    commands: Mapping[str, Sequence[str]], *, rounds: int, timeout: float = 600
+) -> dict[str, Sample]:
+    """Runs commands in turns, each in a fresh process; each prints its peak in MiB last.
+
+    Args:
+        commands: arguments after the Python interpreter, by name.
+        rounds: processes of each.
+        timeout: seconds that one process may take.
+
+    Returns:
+        MiB, by name.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed.
+    """
+    peaks: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, command in commands.items():
+            output = subprocess.run(
+                [sys.executable, *command],
+                check=True,
+                cwd=ROOT,
+                timeout=timeout,
+                stdout=subprocess.PIPE,
+                text=True,
+            ).stdout
+            peaks[name].append(float(output.split()[-1]))
+    return {name: Sample.of(values) for name, values in peaks.items()}
+
+
+def resident_mib(*, peak: bool) -> float:
+    """Returns this process's resident memory in MiB, now or at its highest (Linux).
+
+    The kernel's VmHWM belongs to this program alone, whereas ``ru_maxrss`` starts from the
+    size of the process that started it.
+    """
+    field = "VmHWM:" if peak else "VmRSS:"
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def set_threads(threads: int) -> None:
+    """Fixes the number of CPU threads of every operator of this process."""
+    torch.set_num_threads(threads)
+
+
+def environment() -> str:
+    """Returns one line: CPU, torch, threads and how busy the machine is."""
+    load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
+    return (
+        f"{_cpu_model()}, {os.cpu_count()} cores; Python {platform.python_version()}, "
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads; "
+        f"load average before the run {load}"
+    )
+
+
+def write_results(results: Sequence[Result], path: Path) -> None:
+    """Writes the rows as a JSON list; a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    rows = [asdict(result) for result in results]
+    partial.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def format_results(results: Sequence[Result]) -> str:
+    """Returns the rows as an aligned table."""
+    width = max([len("name"), *(len(result.name) for result in results)])
+    lines = [f"{'name':<{width}}  {'ours':>9}  {'peer':>9}  {'unit':<4}  ratio"]
+    lines += [
+        f"{r.name:<{width}}  {r.ours:>9.4g}  {r.peer:>9.4g}  {r.unit:<4}  {r.ratio:.2f}"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.split(":", 1)[1].split())
+    return platform.processor() or platform.machine()

@@ -1,0 +1,112 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Charts of a run, as SVG for a light or a dark page or as PNG: AP of each class, curves."""
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Theme = Literal["light", "dark"]
+Format = Literal["svg", "png"]
+
+_INK = {"light": "#1c1e21", "dark": "#e8e9eb"}
+_QUIET = {"light": "#63676e", "dark": "#9aa0a8"}
+_LINE = {"light": "#e4e4e1", "dark": "#2c2f35"}
+_PAGE = {"light": "#ffffff", "dark": "#1a1c20"}
+_ACCENT = {"light": "#1f6feb", "dark": "#6ea8fe"}
+
+
+def plot_class_ap(
+    metrics: Mapping[str, float], *, theme: Theme = "light", format: Format = "svg"
+) -> bytes:
+    """Draws a bar for each ``AP-<class>`` of one task's metrics, best class on top.
+
+    Classes without ground truth (nan) are named and have no bar.
+    """
+    found = {key[3:]: value for key, value in metrics.items() if key.startswith("AP-")}
+    names = sorted(found, key=lambda name: -math.inf if math.isnan(found[name]) else found[name])
+    figure, axes = _start(theme, height=max(1.8, 0.7 + 0.36 * len(names)))
+    for row, name in enumerate(names):
+        value = found[name]
+        width = 0.0 if math.isnan(value) else value
+        text = "no ground truth" if math.isnan(value) else f"{value:.1f}"
+        axes.barh(row, width, height=0.62, color=_ACCENT[theme])
+        axes.text(width + 1.2, row, text, va="center", fontsize=9, color=_INK[theme])
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", labelcolor=_INK[theme])
+    axes.set_xlim(0, 108)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel("AP (%)")
+    axes.grid(axis="x", color=_LINE[theme])
+    return _encode(figure, theme, format)
+
+
+def plot_curve(
+    iterations: Sequence[float],
+    values: Mapping[str, Sequence[float]],
+    *,
+    label: str,
+    theme: Theme = "light",
+    format: Format = "svg",
+) -> bytes:
+    """Draws one line per entry of ``values`` over the iterations; gaps where a value is nan."""
+    figure, axes = _start(theme, height=3.2)
+    colors = [_ACCENT[theme], "#e8833a", "#2bb673", "#b26bff"]
+    for index, (name, line) in enumerate(values.items()):
+        marker = "o" if len(iterations) < 25 else ""
+        color = colors[index % len(colors)]
+        axes.plot(iterations, line, label=name, color=color, lw=1.8, marker=marker, ms=4)
+    if len(values) > 1:
+        axes.legend(frameon=False, labelcolor=_INK[theme], fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(label)
+    axes.grid(color=_LINE[theme])
+    return _encode(figure, theme, format)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads the ``metrics.json`` of a run, one dict per line; a line cut short is left out."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:  # the run was stopped while writing it
+            continue
+    return records
+
+
+def select_series(
+    records: Sequence[Mapping[str, Any]], keys: Sequence[str]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Returns the iterations at which all ``keys`` were recorded, and their values there."""
+    chosen = [record for record in records if "iteration" in record and set(keys) <= set(record)]
+    values = {key: [float(record[key]) for record in chosen] for key in keys}
+    return [float(record["iteration"]) for record in chosen], values
+
+
+def _start(theme: Theme, *, height: float) -> tuple[Figure, Axes]:
+    # A Figure of its own, not pyplot: no global state, and no window system is looked for.
+    figure = Figure(figsize=(6.4, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_facecolor("none")
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_QUIET[theme], length=0, labelsize=9)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_LINE[theme])
+    axes.xaxis.label.set_color(_QUIET[theme])
+    axes.yaxis.label.set_color(_QUIET[theme])
+    return figure, axes
+
+
+def _encode(figure: Figure, theme: Theme, format: Format) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=format, facecolor=_PAGE[theme], dpi=160)
+    return buffer.getvalue()

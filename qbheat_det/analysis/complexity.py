@@ -1,0 +1,196 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Multiply-adds and parameters of a model, counted from an instantiated module.
+
+fvcore traces one forward pass and counts it; this module adds the operators that fvcore lacks and
+names the two rules under which the figures of Mobile-Former papers can be compared.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+from detectron2.structures import Boxes, Instances
+from fvcore.nn import FlopCountAnalysis
+from fvcore.nn.jit_handles import elementwise_flop_counter, get_shape
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class CountingRule(Enum):
+    """Which operators count; the value is the rule in words."""
+
+    CORE = (
+        "multiply-adds of convolutions, linear layers and the two products of attention; "
+        "biases, softmax and elementwise operators are free"
+    )
+    EXT = (
+        "core, plus per element 2 for BatchNorm, 5 for LayerNorm and GroupNorm, 4 for the output "
+        "of bilinear resizing, 1 for the input of global average pooling (fvcore's defaults)"
+    )
+
+
+# What fvcore counts beyond multiply-adds. Everything else that has a handler belongs to CORE.
+_NOT_CORE = {
+    "batch_norm",
+    "layer_norm",
+    "group_norm",
+    "instance_norm",
+    "upsample_nearest2d",
+    "upsample_bilinear2d",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "grid_sampler",
+}
+
+
+@dataclass(frozen=True)
+class MAdds:
+    """Counts of one forward pass, by module and operator.
+
+    Attributes:
+        by_module: for every dotted module name (``""`` is the whole model) the count of each
+            operator below that module.
+    """
+
+    by_module: Mapping[str, Mapping[str, int]]
+
+    def total(self, rule: CountingRule, module: str = "") -> int:
+        """Returns the multiply-adds of ``module`` and all that it contains under ``rule``."""
+        return sum(
+            count
+            for operator, count in self.by_module[module].items()
+            if rule is CountingRule.EXT or operator not in _NOT_CORE
+        )
+
+
+def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
+    """Traces ``model(*inputs)`` in evaluation mode and counts it; the mode is restored.
+
+    The trace runs the model for real: torch cannot trace on meta tensors.
+
+    Args:
+        model: any module whose forward takes and returns tensors, or tuples, lists and
+            dictionaries of them.
+        inputs: arguments of one forward call, for one image unless a batch is to be counted.
+    """
+    analysis = FlopCountAnalysis(model, inputs)
+    analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    analysis.tracer_warnings("none")
+    analysis.set_op_handle(**_ADDED_HANDLES)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), _quiet_logger("fvcore.nn.jit_analysis"):
+            counts = analysis.by_module_and_operator()
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return MAdds(
+        {
+            name: Counter({operator: round(count) for operator, count in operators.items()})
+            for name, operators in counts.items()
+        }
+    )
+
+
+def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
+    """Counts a Detectron2 model on one image, from ``batched_inputs`` to its predictions.
+
+    The model pads the image to its backbone's size divisibility, and padding counts. What a
+    second stage costs depends on how many boxes the first one proposes.
+
+    Args:
+        model: a model that takes ``list[dict]``, on the CPU.
+        height: rows of the image, in pixels.
+        width: columns of the image, in pixels.
+    """
+    image = torch.zeros(3, height, width)
+    counts = count_madds(_TensorsInTensorsOut(model), image).by_module
+    names = [name for name, _ in model.named_modules()]  # from the whole to the parts
+    return MAdds({name: counts[f"model.{name}".rstrip(".")] for name in names})
+
+
+def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int:
+    """Returns the number of parameters, each shared one once.
+
+    Args:
+        model: any module.
+        batch_norm_affine: whether BatchNorm's scale and offset count. A frozen backbone holds
+            them as buffers, and the paper's detection tables leave them out.
+    """
+    skipped = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not batch_norm_affine
+        for parameter in module.parameters(recurse=False)
+    }
+    return sum(p.numel() for p in model.parameters() if id(p) not in skipped)
+
+
+class _TensorsInTensorsOut(nn.Module):
+    """What the tracer needs around a model that speaks dictionaries and ``Instances``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        height, width = (int(length) for length in image.shape[-2:])
+        outputs = self.model([{"image": image, "height": height, "width": width}])
+        return list(_tensors(outputs))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Instances):
+        yield from _tensors(output.get_fields())
+    elif isinstance(output, Boxes):
+        yield output.tensor
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+
+
+@contextmanager
+def _quiet_logger(name: str) -> Iterator[None]:
+    # fvcore logs every operator without a handler; here those are free by rule.
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _attention(inputs: list[Any], outputs: list[Any]) -> int:
+    # Queries (..., L, D), keys (..., S, D), values (..., S, V): QK^T and the product with V.
+    query, key, value = (get_shape(entry) for entry in inputs[:3])
+    return int(prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+def _baddbmm(inputs: list[Any], outputs: list[Any]) -> int:
+    left, right = get_shape(inputs[1]), get_shape(inputs[2])
+    return int(prod(left) * right[-1])
+
+
+_ADDED_HANDLES: dict[str, Callable[[list[Any], list[Any]], int]] = {
+    "aten::scaled_dot_product_attention": _attention,
+    "aten::_scaled_dot_product_attention_math": _attention,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "aten::baddbmm": _baddbmm,
+    "aten::adaptive_avg_pool1d": elementwise_flop_counter(1, 0),
+}
