@@ -4,9 +4,26 @@
 Importing this package registers ``qbheat_toy_train`` and ``qbheat_toy_val``.
 """
 
+from .coco_json import CocoSummary, check_coco_json, check_same_classes, register_coco_json
+from .detr_mapper import DetrDatasetMapper, build_detr_crop
+from .mappers import DATASET_MAPPERS, build_mapper
 from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 
-__all__ = ["TOY_SETS", "ToySpec", "get_cache_dir", "prepare_toy_set", "register_toy_set"]
+__all__ = [
+    "DATASET_MAPPERS",
+    "TOY_SETS",
+    "CocoSummary",
+    "DetrDatasetMapper",
+    "ToySpec",
+    "build_detr_crop",
+    "build_mapper",
+    "check_coco_json",
+    "check_same_classes",
+    "get_cache_dir",
+    "prepare_toy_set",
+    "register_coco_json",
+    "register_toy_set",
+]
 
 for _name, _spec in TOY_SETS.items():
     register_toy_set(_name, _spec)

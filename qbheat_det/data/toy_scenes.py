@@ -48,11 +48,11 @@ def _star(u: FloatArray, v: FloatArray) -> BoolArray:
     angle = np.abs((angle + np.pi / 5) % (2 * np.pi / 5) - np.pi / 5)
     notch_u, notch_v = 0.42 * np.cos(np.pi / 5), 0.42 * np.sin(np.pi / 5)
     across = (1.0 - notch_u) * np.sin(angle) + notch_v * np.cos(angle)
-    return radius * across < notch_v
+    return np.asarray(radius * across < notch_v)
 
 
 def _ring(u: FloatArray, v: FloatArray) -> BoolArray:
-    return np.abs(np.hypot(u, v) - 0.75) < 0.25
+    return np.asarray(np.abs(np.hypot(u, v) - 0.75) < 0.25)
 
 
 def _cross(u: FloatArray, v: FloatArray) -> BoolArray:
@@ -239,7 +239,7 @@ def _background(rng: np.random.Generator, size: int) -> ByteArray:
     contrast = rng.uniform(20, 90)
     coarse = rng.uniform(30, 225, 3) + contrast * rng.uniform(-1, 1, (cells, cells, 3))
     smooth = cv2.resize(coarse, (size, size), interpolation=cv2.INTER_CUBIC)
-    image = np.clip(smooth, 0, 255).astype(np.uint8)
+    image: ByteArray = np.clip(smooth, 0, 255).astype(np.uint8)
     for _ in range(rng.integers(0, 9)):
         x1, y1, x2, y2 = rng.integers(-size // 4, size + size // 4, 4).tolist()
         colour = rng.integers(0, 256, 3).tolist()

@@ -1,0 +1,68 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""DETR's augmentation, composed of Detectron2's own pieces.
+
+"End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. A.4. Differs only in
+the order: the flip comes last, as in Detectron2, which changes no probability.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper
+from detectron2.data import transforms as T
+
+from qbheat_det.errors import UserError
+
+
+class DetrDatasetMapper(DatasetMapper):  # type: ignore[misc]  # Detectron2 has no types
+    """Detectron2's mapper with DETR's random crop before its resize and flip.
+
+    In training: with probability 1/2 the shorter side is resized to one of
+    ``INPUT.DETR_CROP_RESIZE`` and a part of random height and width is cut out; then resize
+    (``INPUT.MIN_SIZE_TRAIN``, ``INPUT.MAX_SIZE_TRAIN``) and flip (``INPUT.RANDOM_FLIP``) as
+    usual. Boxes are clipped to the crop, and those without area left are dropped; an image
+    that loses all of them stays, with no instances. In inference it is ``DatasetMapper``.
+
+    With masks (``MODEL.MASK_ON``) boxes are made tight around what the crop left of a mask;
+    cropping polygons needs the ``shapely`` package.
+    """
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
+        arguments: dict[str, Any] = super().from_config(cfg, is_train)
+        if is_train and len(cfg.INPUT.DETR_CROP_RESIZE):
+            crop = build_detr_crop(
+                resize_to=cfg.INPUT.DETR_CROP_RESIZE, crop_range=cfg.INPUT.DETR_CROP_RANGE
+            )
+            arguments["augmentations"].insert(0, crop)
+            arguments["recompute_boxes"] = cfg.MODEL.MASK_ON
+        return arguments
+
+
+def build_detr_crop(
+    *, resize_to: Sequence[int], crop_range: Sequence[int], probability: float = 0.5
+) -> T.Augmentation:
+    """Returns the augmentation that, some of the time, resizes and cuts out a part.
+
+    Args:
+        resize_to: lengths in pixels, one of which the shorter side gets.
+        crop_range: smallest and largest height and width of the part, in pixels, both
+            uniform and independent; a smaller image is cut no further than its own size.
+        probability: how often this happens.
+
+    Raises:
+        UserError: a length is not positive, or ``crop_range`` is not [min, max].
+    """
+    if min(resize_to, default=0) <= 0:
+        raise UserError(
+            f"INPUT.DETR_CROP_RESIZE must hold positive lengths, but is {list(resize_to)}"
+        )
+    if len(crop_range) != 2 or not 0 < crop_range[0] <= crop_range[1]:
+        raise UserError(
+            "INPUT.DETR_CROP_RANGE must be [min, max] with 0 < min <= max, "
+            f"but is {list(crop_range)}"
+        )
+    resize = T.ResizeShortestEdge(list(resize_to), sample_style="choice")
+    crop = T.RandomCrop("absolute_range", tuple(crop_range))
+    return T.RandomApply(T.AugmentationList([resize, crop]), prob=probability)
