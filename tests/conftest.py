@@ -1,0 +1,29 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What every test shares: fixed seeds, few threads, GPU tests skipped where there is no GPU."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+# Workers share the cores; more threads than cores make convolutions several times slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked ``gpu`` where torch sees no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

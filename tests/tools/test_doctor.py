@@ -1,0 +1,156 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""tools/doctor.py: what it recognises, what it advises, and its exit code."""
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "doctor.py"
+
+
+def load_tool() -> ModuleType:
+    """Imports the script, which is no package, from its path."""
+    spec = importlib.util.spec_from_file_location("doctor", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["doctor"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+doctor = load_tool()
+
+
+class Imports:
+    """Stands in for ``importlib.import_module``; errors are raised, the rest is imported."""
+
+    def __init__(self, **replaced: object) -> None:
+        self.replaced = {name.replace("__", "."): value for name, value in replaced.items()}
+
+    def __call__(self, name: str) -> object:
+        found = self.replaced.get(name) or importlib.import_module(name)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_a_bare_python_gets_the_commands_and_exit_code_1(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    run = subprocess.run([python, TOOL], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr == ""
+    assert "! torch " in run.stdout
+    assert f"{python} -m pip install" in run.stdout
+    assert "install_detectron2.py" in run.stdout
+
+
+def test_this_environment_has_all_that_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor.main([])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert f"torch                   {torch.__version__}\n" in printed
+    assert "compiled ops" in printed
+
+
+def test_an_old_python_is_told_so() -> None:
+    finding = doctor.check_python((3, 9, 1))
+    assert finding.required
+    assert "3.9.1" in finding.text
+    assert "older than 3.10" in finding.text
+    assert doctor.check_python((3, 10, 0)).command == ""
+
+
+def test_a_cpu_build_of_torch_beside_torchvision_is_recognised() -> None:
+    cpu = SimpleNamespace(
+        __version__="2.13.0+cpu",
+        get_num_threads=lambda: 2,
+        cuda=SimpleNamespace(device_count=lambda: 0),
+    )
+    error = RuntimeError("operator torchvision::nms does not exist")
+    findings = {one.name: one for one in doctor.check_torch(Imports(torch=cpu, torchvision=error))}
+    vision = findings["torchvision"]
+    assert vision.required
+    assert "does not import beside torch 2.13.0+cpu" in vision.text
+    assert "CUDA build" in vision.text
+    # Installing alone would find torch already there.
+    uninstall, install = vision.command.split(" && ")
+    assert uninstall.endswith("pip uninstall -y torch torchvision")
+    assert install.endswith("torch torchvision")
+
+
+def test_a_missing_detectron2_is_mended_by_the_tool() -> None:
+    error = ModuleNotFoundError("No module named 'detectron2'", name="detectron2")
+    (finding,) = doctor.check_detectron2(Imports(detectron2=error))
+    assert finding.required
+    assert finding.command.endswith("tools/install_detectron2.py")
+
+
+def test_a_library_that_detectron2_misses_is_the_one_to_install() -> None:
+    error = ModuleNotFoundError("No module named 'fvcore'", name="fvcore")
+    (finding,) = doctor.check_detectron2(Imports(detectron2__layers=error))
+    assert finding.command.endswith(" fvcore")
+
+
+def test_a_broken_build_of_detectron2_is_removed_first() -> None:
+    error = ImportError("_C.so: undefined symbol: foo")
+    (finding,) = doctor.check_detectron2(Imports(detectron2__layers=error))
+    assert "undefined symbol: foo" in finding.text
+    assert "uninstall -y detectron2 && " in finding.command
+
+
+@pytest.mark.parametrize(("has_padding", "kind"), [(False, "release v0.6"), (True, "main")])
+def test_release_and_main_are_told_apart(has_padding: bool, kind: str) -> None:
+    backbone = type("Backbone", (), {"padding_constraints": {}} if has_padding else {})
+    module = SimpleNamespace(Backbone=backbone)
+    first, *_ = doctor.check_detectron2(Imports(detectron2__modeling__backbone=module))
+    assert f"({kind}" in first.text
+
+
+def test_all_missing_libraries_come_by_one_command_and_optional_ones_apart() -> None:
+    gone = {
+        name: ModuleNotFoundError(f"No module named '{name}'", name=name)
+        for name in ("timm", "scipy", "faster_coco_eval")
+    }
+    missing = [one for one in doctor.check_libraries(Imports(**gone)) if one.command]
+    required = {one.command for one in missing if one.required}
+    assert len(required) == 1
+    assert required.pop().endswith("scipy timm")
+    optional = {one.name: one for one in missing if not one.required}
+    assert optional["faster-coco-eval"].command.endswith(" faster-coco-eval")
+
+
+def test_only_what_is_required_makes_the_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.report([doctor.Finding("a", "there"), doctor.Finding("b", "gone", "get b")]) == 0
+    assert doctor.report([doctor.Finding("c", "gone", "get c", required=True)]) == 1
+    printed = capsys.readouterr().out
+    assert "Everything required is there." in printed
+    assert "  get c\n" in printed
+
+
+def test_coco_is_looked_for_where_detectron2_looks(tmp_path: Path) -> None:
+    environ = {"DETECTRON2_DATASETS": str(tmp_path)}
+    root, coco = doctor.check_datasets(environ)
+    assert str(tmp_path) in root.text
+    assert "no coco folder" in coco.text
+    assert not coco.required
+
+    for name in ("train2017", "val2017", "annotations"):
+        (tmp_path / "coco" / name).mkdir(parents=True)
+    (tmp_path / "coco/annotations/instances_train2017.json").write_text(json.dumps({}))
+    _, coco = doctor.check_datasets(environ)
+    assert "no coco/annotations/instances_val2017.json" in coco.text
+
+    (tmp_path / "coco/annotations/instances_val2017.json").write_text(json.dumps({}))
+    _, coco = doctor.check_datasets(environ)
+    assert coco.text == "there"
+    assert coco.command == ""

@@ -1,0 +1,230 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""tools/install_detectron2.py on made-up archives, and what it left in this environment."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "install_detectron2.py"
+
+
+def load_tool() -> ModuleType:
+    """Imports the script, which is no package, from its path."""
+    spec = importlib.util.spec_from_file_location("install_detectron2", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+def write_sdist(path: Path, files: dict[str, str]) -> str:
+    """Packs files below one top folder and returns the archive's SHA-256."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"made-up-0.6/{name}")
+            member.size = len(text.encode())
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def bare_python(folder: Path) -> tuple[str, Path]:
+    """Makes a virtual environment with nothing in it; its interpreter and site-packages."""
+    venv.create(folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    return str(folder / "bin" / "python"), site
+
+
+@pytest.fixture
+def installed() -> Path:
+    """The folder of the Detectron2 that the tool installed here."""
+    here = importlib.metadata.distributions(name="detectron2")
+    if tool.VERSION not in [distribution.version for distribution in here]:
+        pytest.skip("this environment has another Detectron2")
+    spec = importlib.util.find_spec("detectron2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def test_an_archive_with_another_hash_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "not-even-an-archive.tar.gz"
+    path.write_bytes(b"anything")
+    with pytest.raises(tool.InstallError, match=r"has SHA-256 [0-9a-f]{64}, not 5d2e9e51"):
+        tool.read_sdist(path)
+
+
+def test_an_archive_yields_its_regular_files_and_no_links(tmp_path: Path) -> None:
+    path = tmp_path / "sdist.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        link = tarfile.TarInfo("top/detectron2/link.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+        outside = tarfile.TarInfo("top/../../outside.py")
+        outside.size = 1
+        archive.addfile(outside, io.BytesIO(b"1"))
+        inside = tarfile.TarInfo("top/detectron2/inside.py")
+        inside.size = 2
+        archive.addfile(inside, io.BytesIO(b"22"))
+    files = tool.read_sdist(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert files["detectron2/inside.py"] == b"22"
+    assert "detectron2/link.py" not in files
+    # What would climb out of the archive is not below a folder that is installed.
+    assert set(tool.adapt(files, ())) == {"detectron2/inside.py", "detectron2/_C.py"}
+
+
+def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file() -> None:
+    old = "a = np.int(1) + np.int64(2)\n"
+    rule = tool.Adaptation("a.py", r"\bnp\.int\b", "int", 1)
+    package = tool.adapt({"detectron2/a.py": old.encode(), "setup.py": b""}, [rule])
+    first, *rest = package["detectron2/a.py"].decode().splitlines()
+    assert first == "a = int(1) + np.int64(2)"
+    assert rest[0].startswith("# Changed by")
+    assert "setup.py" not in package
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_an_adaptation_that_applies_another_number_of_times_is_an_error(times: int) -> None:
+    rule = tool.Adaptation("a.py", "old", "new", times)
+    with pytest.raises(
+        tool.InstallError, match=rf"occurs 1 times in detectron2/a\.py, not {times}"
+    ):
+        tool.adapt({"detectron2/a.py": b"old"}, [rule])
+
+
+def test_an_adaptation_of_a_missing_file_is_an_error() -> None:
+    with pytest.raises(tool.InstallError, match=r"occurs 0 times in detectron2/gone\.py"):
+        tool.adapt({}, [tool.Adaptation("gone.py", "old", "new", 1)])
+
+
+def test_projects_move_below_the_package_as_in_upstreams_setup() -> None:
+    files = {"projects/PointRend/point_rend/a.py": b"", "projects/PointRend/README.md": b""}
+    assert set(tool.adapt(files, ())) == {
+        "detectron2/projects/point_rend/a.py",
+        "detectron2/_C.py",
+    }
+
+
+def test_the_wheel_installs_as_a_distribution_that_pip_can_remove(tmp_path: Path) -> None:
+    wheel = tool.build_wheel({"detectron2/a.py": b"A = 1\n"}, b"the licence", tmp_path)
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q"]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    (found,) = importlib.metadata.distributions(name="detectron2", path=[str(target)])
+    assert found.version == tool.VERSION
+    assert "torch>=1.8" in (found.requires or [])
+    assert (target / "detectron2" / "a.py").read_text() == "A = 1\n"
+    licence = target / f"detectron2-{tool.VERSION}.dist-info" / "licenses" / "LICENSE"
+    assert licence.read_text() == "the licence"
+
+
+def test_every_file_of_the_wheel_is_in_its_record_with_its_hash(tmp_path: Path) -> None:
+    wheel = tool.build_wheel({"detectron2/a.py": b"A = 1\n"}, b"", tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        (record,) = [name for name in archive.namelist() if name.endswith("RECORD")]
+        rows = dict(row.split(",", 1) for row in archive.read(record).decode().splitlines())
+        assert set(rows) == set(archive.namelist())
+    # The digest of "A = 1\n", from `printf 'A = 1\n' | sha256sum`, in base64 without padding.
+    assert rows["detectron2/a.py"] == "sha256=Bu289DNhZaJx5lJAJaZDnDyqMkb9B5bxFncieXB6UyU,6"
+
+
+def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    package = {"detectron2/a.py": b"A = 1\n"}
+    first = tool.build_wheel(package, b"", tmp_path / "1").read_bytes()
+    assert tool.build_wheel(package, b"", tmp_path / "2").read_bytes() == first
+
+
+def test_a_wrong_archive_gives_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.tar.gz"
+    write_sdist(wrong, {"setup.py": "raise SystemExit('this must not run')"})
+    command = [sys.executable, str(TOOL), "--sdist", str(wrong), "--wheel-only", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"error: {wrong} has SHA-256")
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_a_detectron2_that_is_there_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "find_installed", lambda: tool.Found("0.6", "/built/here", ""))
+    monkeypatch.setattr(tool, "run_pip", lambda *_: pytest.fail("pip was run"))
+    assert tool.main([]) == 0
+    assert capsys.readouterr().out == "Detectron2 0.6 is in /built/here: left as it is\n"
+
+
+def test_a_build_that_does_not_import_is_reported_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = tool.Found("0.6", "/built/here", "undefined symbol: foo")
+    monkeypatch.setattr(tool, "find_installed", lambda: found)
+    monkeypatch.setattr(tool, "run_pip", lambda *_: pytest.fail("pip was run"))
+    assert tool.main([]) == 2
+    assert "does not import (undefined symbol: foo)" in capsys.readouterr().err
+
+
+def test_an_empty_folder_named_detectron2_is_no_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, site = bare_python(tmp_path / "venv")
+    (tmp_path / "detectron2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert tool.find_installed(python) is None
+    (site / "detectron2").mkdir()
+    assert tool.find_installed(python) is None
+
+
+def test_a_build_that_fails_at_import_is_found_with_its_error(tmp_path: Path) -> None:
+    python, site = bare_python(tmp_path / "venv")
+    (site / "detectron2").mkdir()
+    (site / "detectron2" / "__init__.py").write_text("import torch_of_another_version\n")
+    found = tool.find_installed(python)
+    assert found.version == "of unknown version"
+    assert Path(found.path).samefile(site / "detectron2")
+    assert "No module named 'torch_of_another_version'" in found.error
+
+
+def test_the_stub_names_the_operator_that_is_missing_and_the_way_out() -> None:
+    namespace: dict[str, object] = {}
+    exec(tool.COMPILED_OPS_STUB, namespace)
+    with pytest.raises(AttributeError, match=r"'box_iou_rotated'.*use_fast_impl=False"):
+        namespace["__getattr__"]("box_iou_rotated")  # type: ignore[operator]
+
+
+def test_the_installed_package_holds_no_name_that_current_libraries_lost(installed: Path) -> None:
+    lost = re.compile(r"\bnp\.(bool|int|float|object|str)\b|\bImage\.LINEAR\b|pkg_resources")
+    for path in installed.rglob("*.py"):
+        code = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+        assert not lost.search("\n".join(code)), path
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_environment_report_that_training_logs_works_without_compiled_operators() -> None:
+    from detectron2.utils.collect_env import collect_env_info
+
+    assert "pure-Python Detectron2" in collect_env_info()
+
+
+def test_the_model_zoo_finds_its_configs_without_pkg_resources(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pkg_resources", None)
+    model_zoo = importlib.import_module("detectron2.model_zoo")
+    found = model_zoo.get_config_file("COCO-Detection/retinanet_R_50_FPN_1x.yaml")
+    expected = installed / "model_zoo/configs/COCO-Detection/retinanet_R_50_FPN_1x.yaml"
+    assert Path(found).samefile(expected)

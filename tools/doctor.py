@@ -1,0 +1,231 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Says what this Python has of all that qbheat_det needs, and how to mend what is missing.
+
+Prints versions, the device, whether Detectron2's compiled operators are there, and the dataset
+folders. Needs nothing itself. The exit code is 1 where something required is missing.
+"""
+
+from __future__ import annotations  # so that a Python that is too old can still be told so
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import ModuleType
+
+    Importer = Callable[[str], ModuleType]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Module, distribution, and what it is needed for (None: for everything).
+LIBRARIES = (
+    ("numpy", "numpy", None),
+    ("PIL", "Pillow", None),
+    ("yaml", "PyYAML", None),
+    ("scipy", "scipy", None),
+    ("fvcore", "fvcore", None),
+    ("pycocotools.mask", "pycocotools", None),
+    ("timm", "timm", None),
+    ("cv2", "opencv-python-headless", None),
+    ("faster_coco_eval", "faster-coco-eval", "faster COCO evaluation"),
+    ("transformers", "transformers", "make bench"),
+    ("onnxruntime", "onnxruntime", "running exported models"),
+)
+# Any of these brings the module; the first is what is installed where none does.
+OPENCV = ("opencv-python-headless", "opencv-python", "opencv-contrib-python")
+
+COCO_FILES = (
+    "coco/annotations/instances_train2017.json",
+    "coco/annotations/instances_val2017.json",
+    "coco/train2017",
+    "coco/val2017",
+)
+COCO_COMMAND = (
+    "mkdir -p {root}/coco && cd {root}/coco && for f in zips/train2017 zips/val2017 "
+    "annotations/annotations_trainval2017; do curl -LO http://images.cocodataset.org/$f.zip "
+    "&& unzip -q ${{f##*/}}.zip; done"
+)
+
+
+class Finding(NamedTuple):
+    """One line of the report; ``command`` mends it where it is not as it should be."""
+
+    name: str
+    text: str
+    command: str = ""
+    required: bool = False
+
+
+def pip_install(*distributions: str) -> str:
+    """Returns the command that installs into this Python, at the committed versions."""
+    constraints = ROOT / "constraints.txt"
+    pinned = ["-c", str(constraints)] if constraints.is_file() else []
+    return shlex.join([sys.executable, "-m", "pip", "install", *pinned, *distributions])
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+    """The interpreter, which must be 3.10 or newer."""
+    text = f"{'.'.join(str(part) for part in version)} ({sys.executable})"
+    if version < (3, 10):
+        command = "make install PYTHON=python3.11"
+        return Finding("python", f"{text}: older than 3.10", command, required=True)
+    return Finding("python", text)
+
+
+def check_torch(importer: Importer = importlib.import_module) -> Iterator[Finding]:
+    """torch, torchvision and whether the two fit, then the devices."""
+    try:
+        torch = importer("torch")
+    except Exception as error:
+        text = _reason(error)
+        yield Finding("torch", text, pip_install("torch", "torchvision"), required=True)
+        return
+    yield Finding("torch", torch.__version__)
+    try:
+        yield Finding("torchvision", importer("torchvision").__version__)
+    except ModuleNotFoundError as error:
+        yield Finding("torchvision", _reason(error), pip_install("torchvision"), required=True)
+    except Exception as error:  # its operators did not load
+        text = f"does not import beside torch {torch.__version__} ({_reason(error)})"
+        if "+cpu" in torch.__version__:
+            text += ": its build on the package index wants torch's CUDA build, also without a GPU"
+        uninstall = [sys.executable, "-m", "pip", "uninstall", "-y", "torch", "torchvision"]
+        command = f"{shlex.join(uninstall)} && {pip_install('torch', 'torchvision')}"
+        yield Finding("torchvision", text, command, required=True)
+    yield Finding("CPU", f"{torch.get_num_threads()} threads")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield Finding("CUDA", ", ".join(names) or "no device")
+
+
+def check_detectron2(importer: Importer = importlib.import_module) -> Iterator[Finding]:
+    """Which Detectron2, and whether its compiled operators are there."""
+    command = shlex.join([sys.executable, str(ROOT / "tools" / "install_detectron2.py")])
+    try:
+        package = importer("detectron2")
+        importer("detectron2.layers")
+        backbone = importer("detectron2.modeling.backbone").Backbone
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("detectron2", "torch", "torchvision"):
+            command = pip_install(str(error.name))
+        yield Finding("detectron2", _reason(error), command, required=True)
+        return
+    except Exception as error:
+        uninstall = shlex.join([sys.executable, "-m", "pip", "uninstall", "-y", "detectron2"])
+        text = f"does not import: {_reason(error)}"
+        yield Finding("detectron2", text, f"{uninstall} && {command}", required=True)
+        return
+    version = _version("detectron2") or package.__version__
+    kind = "main" if hasattr(backbone, "padding_constraints") else "release v0.6"
+    ours = ", pure Python from tools/install_detectron2.py" if version == "0.6+pure" else ""
+    yield Finding(
+        "detectron2", f"{version} ({kind}{ours}) in {Path(package.__file__ or '').parent}"
+    )
+    yield Finding("compiled ops", "yes" if _has_compiled_ops() else "no; qbheat_det needs none")
+
+
+def _has_compiled_ops() -> bool:
+    spec = importlib.util.find_spec("detectron2._C")
+    return spec is not None and not str(spec.origin).endswith(".py")
+
+
+def check_libraries(importer: Importer = importlib.import_module) -> Iterator[Finding]:
+    """Every other library; one command installs all the required ones that are missing."""
+    errors: dict[str, Exception] = {}
+    versions: dict[str, str] = {}
+    for module, distribution, _ in LIBRARIES:
+        try:
+            found = importer(module)
+        except Exception as error:
+            errors[distribution] = error
+            continue
+        names = OPENCV if module == "cv2" else (distribution,)
+        known = [version for name in names if (version := _version(name))]
+        versions[distribution] = (known or [str(getattr(found, "__version__", "there"))])[0]
+    required = [name for _, name, purpose in LIBRARIES if name in errors and purpose is None]
+    for _, name, purpose in LIBRARIES:
+        if name in versions:
+            yield Finding(name, versions[name])
+        elif purpose is None:
+            yield Finding(name, _reason(errors[name]), pip_install(*required), required=True)
+        else:
+            text = f"{_reason(errors[name])}; only for {purpose}"
+            yield Finding(name, text, pip_install(name))
+
+
+def check_package() -> Finding:
+    """qbheat_det itself."""
+    version = _version("qbheat_det")
+    if version:
+        return Finding("qbheat_det", version)
+    command = shlex.join([sys.executable, "-m", "pip", "install", "-e", str(ROOT)])
+    return Finding("qbheat_det", "not installed", command, required=True)
+
+
+def check_datasets(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """The folder where Detectron2 looks for data, and COCO in it."""
+    value = environ.get("DETECTRON2_DATASETS", "")
+    root = Path(value or "datasets").expanduser()
+    source = "$DETECTRON2_DATASETS" if value else "$DETECTRON2_DATASETS is not set"
+    yield Finding("datasets", f"{root} ({source})")
+    missing = [name for name in COCO_FILES if not (root / name).exists()]
+    if not missing:
+        yield Finding("COCO 2017", "there")
+        return
+    what = "no coco folder" if len(missing) == len(COCO_FILES) else f"no {', '.join(missing)}"
+    text = f"{what}; only for COCO's own recipes (20 GB)"
+    yield Finding("COCO 2017", text, COCO_COMMAND.format(root=shlex.quote(str(root))))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"no module named {error.name}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def report(findings: Sequence[Finding]) -> int:
+    """Prints the findings, then what to mend; returns the exit code."""
+    for finding in findings:
+        mark = " " if not finding.command else "!" if finding.required else "-"
+        print(f"{mark} {finding.name:<23} {finding.text}")
+    for required in (True, False):
+        wanted = [one for one in findings if one.command and one.required == required]
+        if wanted:
+            print("\nTo mend, in this order:" if required else "\nIf you want it:")
+        # One command may mend several.
+        for command in dict.fromkeys(one.command for one in wanted):
+            print(f"  {command}")
+    missing = any(finding.command and finding.required for finding in findings)
+    if missing and (ROOT / "Makefile").is_file():
+        print("\nOr make a new environment in .venv with everything in it:\n  make install")
+    if not missing:
+        print("\nEverything required is there.")
+    return int(missing)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(argv)
+    findings = [check_python(), *check_torch(), *check_detectron2(), *check_libraries()]
+    return report([*findings, check_package(), *check_datasets()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
