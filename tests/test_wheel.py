@@ -1,0 +1,65 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The wheel: what is inside, and that its configs are found without the checkout."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the wheel from a copy of the checkout, without isolation and without the network."""
+    scratch = tmp_path_factory.mktemp("wheel")
+    source = scratch / "source"
+    source.mkdir()
+    for name in ("qbheat_det", "configs", "setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in"):
+        # Links would let the build write into the checkout.
+        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-q"]
+    command += ["--no-build-isolation", "-w", str(scratch), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    (path,) = scratch.glob("qbheat_det-*.whl")
+    return path
+
+
+def files_below(folder: Path) -> set[str]:
+    """Paths relative to the folder's parent, without what Python leaves behind."""
+    return {
+        path.relative_to(folder.parent).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_every_config_is_inside(wheel: Path) -> None:
+    expected = {f"qbheat_det/{name}" for name in files_below(ROOT / "configs")}
+    assert expected
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_every_module_and_the_typing_marker_are_inside(wheel: Path) -> None:
+    expected = files_below(ROOT / "qbheat_det")
+    assert "qbheat_det/py.typed" in expected
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_package_and_its_metadata_are_all_that_is_inside(wheel: Path) -> None:
+    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert tops == {"qbheat_det", "qbheat_det-0.1.0.dist-info"}
+
+
+def test_a_config_is_found_in_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    name = sorted(path.relative_to(ROOT / "configs") for path in ROOT.glob("configs/**/*.yaml"))[0]
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from qbheat_det.config import get_config_path; print(get_config_path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), str(name)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert Path(run.stdout.strip()).samefile(tmp_path / "qbheat_det" / "configs" / name)
