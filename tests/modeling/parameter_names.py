@@ -85,17 +85,75 @@ def encoder_names(kinds: Sequence[str]) -> Names:
     return names
 
 
+ATTENTION: Names = [("in_proj_", "in_proj_"), ("out_proj.", "out.")]
+FEED_FORWARD: Names = [("0.", "fc1."), ("3.", "fc2.")]
+SEPARABLE: Names = [
+    ("depthwise.norm.", "bn1."),
+    ("depthwise.", "dw."),
+    ("pointwise.norm.", "bn2."),
+    ("pointwise.", "pw."),
+]
+QUERY_LAYER: Names = [
+    ("adapt_position.0.", "position.fc1."),
+    ("adapt_position.2.", "position.fc2."),
+    *under("cross_attention", "cross", ATTENTION),
+    ("cross_norm.", "cross_norm."),
+    *under("self_attention", "self", ATTENTION),
+    ("self_norm.", "self_norm."),
+    *under("feed_forward", "ffn", FEED_FORWARD),
+    ("feed_forward_norm.", "ffn_norm."),
+]
+TRANSFORMER_MOBILE: Names = [
+    *under("attention", "self", ATTENTION),
+    ("attention_norm.", "self_norm."),
+    *under("feed_forward", "ffn", FEED_FORWARD),
+    ("feed_forward_norm.", "ffn_norm."),
+]
+LITE_MOBILE: Names = [
+    ("depthwise.", "dw."),
+    *under("act", "act", DYNAMIC_RELU),
+    ("pointwise.", "pw."),
+]
+
+
+def decoder_names(blocks: Sequence[int]) -> Names:
+    """Names in ``MFDecoder``, for its numbers of blocks at strides 32, 16 and 8."""
+    names = [
+        ("query_position.weight", "queries"),
+        *under("down", "down", SEPARABLE),
+        ("class_embed.", "class."),
+        ("bbox_embed.hidden.0.", "box.1."),
+        ("bbox_embed.hidden.1.", "box.2."),
+        ("bbox_embed.last.", "box.3."),
+    ]
+    for step in (0, 1):
+        names += under(f"up.{step}", f"up.{step + 1}", SEPARABLE)
+        names += [(f"laterals.{step}.conv.", f"up.{step + 1}.lateral.")]
+        names += [(f"laterals.{step}.norm.", f"up.{step + 1}.lateral_norm.")]
+    for level, count in enumerate(blocks):
+        mobile = LITE_MOBILE if level else TRANSFORMER_MOBILE
+        for number in range(count):
+            ours, theirs = f"levels.{level}.{number}", f"level.{level}.{number}"
+            names += under(f"{ours}.query_layer", theirs, QUERY_LAYER)
+            names += under(f"{ours}.mobile", f"{theirs}.mobile", mobile)
+            names += under(f"{ours}.query_to_map", f"{theirs}.to_map", TO_MOBILE)
+    return names
+
+
 def randomise_(module: nn.Module, seed: int = 0) -> None:
     """Fills every parameter and statistic, so that nothing hides behind a zero or a one.
 
     Norm scales and variances lie in [0.5, 1.5]; other vectors, among them the means, have standard
-    deviation 0.2; matrices and kernels keep the size of what they multiply.
+    deviation 0.2; matrices and kernels keep the size of what they multiply; learned tokens and
+    query positions are standard normal.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in module.state_dict().items():
         if not tensor.is_floating_point():
             continue
-        if tensor.ndim >= 2:
+        if name.endswith(("tokens", "query_position.weight")):
+            value = torch.randn(tensor.shape, generator=generator)
+        elif tensor.ndim >= 2:
             noise = torch.randn(tensor.shape, generator=generator)
             value = noise * (1.5 * tensor.shape[0] / tensor.numel()) ** 0.5
         elif name.endswith(("weight", "running_var")):

@@ -1,0 +1,159 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The set loss against sums in Python loops: values, gradients, images without boxes."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from qbheat_det.modeling.detr import HungarianMatcher, SetCriterion, Targets
+
+from ..reference_set_criterion import set_criterion
+from .test_matcher import ground_truth, matcher, predictions
+
+NO_OBJECT_WEIGHT = 0.1
+COUNTS = {
+    "every image has boxes": [3, 1, 4],
+    "an image without boxes": [2, 0, 3],
+    "no image with boxes": [0, 0],
+    "more boxes than queries": [9, 1],
+    "one image": [5],
+}
+
+
+def criterion(classes: int, *, deep: bool = True) -> SetCriterion:
+    return SetCriterion(
+        matcher=matcher(),
+        num_classes=classes,
+        no_object_weight=NO_OBJECT_WEIGHT,
+        deep_supervision=deep,
+    )
+
+
+def both(
+    counts: list[int], *, deep: bool = True, queries: int = 6, blocks: int = 3
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """Losses by the package and by the reference, and the gradients of their sums."""
+    logits, boxes = predictions(blocks, len(counts), queries, classes=4)
+    labels, true_boxes = ground_truth(counts, classes=4)
+    ours = [tensor.clone().requires_grad_() for tensor in (logits, boxes)]
+    theirs = [tensor.double().requires_grad_() for tensor in (logits, boxes)]
+    outputs = dict(zip(("pred_logits", "pred_boxes"), ours, strict=True))
+    found = criterion(4, deep=deep)(outputs, Targets.stack(labels, true_boxes))
+    expected = set_criterion(
+        [
+            {"pred_logits": theirs[0][block], "pred_boxes": theirs[1][block]}
+            for block in range(0 if deep else blocks - 1, blocks)
+        ],
+        [(label, box.double()) for label, box in zip(labels, true_boxes, strict=True)],
+        NO_OBJECT_WEIGHT,
+    )
+    sum(found.values()).backward()
+    sum(expected.values()).backward()
+    gradients = []
+    for own, reference in zip(ours, theirs, strict=True):
+        assert own.grad is not None and reference.grad is not None
+        gradients.append((own.grad, reference.grad.float()))
+    return found, expected, gradients
+
+
+@pytest.mark.parametrize("deep", [True, False], ids=["deep", "last block only"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_losses_and_gradients_equal_the_naive_ones(counts: list[int], deep: bool) -> None:
+    found, expected, gradients = both(counts, deep=deep)
+    assert set(found) == set(expected)
+    for name, loss in found.items():
+        assert_close(loss, expected[name].float(), rtol=1e-5, atol=1e-6, msg=name)
+    for own, reference in gradients:
+        assert_close(own, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hundred_queries_and_a_crowd_equal_the_naive_sums() -> None:
+    found, expected, gradients = both([12, 0, 25], queries=100, blocks=1)
+    for name, loss in found.items():
+        assert_close(loss, expected[name].float(), rtol=1e-5, atol=1e-6, msg=name)
+    for own, reference in gradients:
+        assert_close(own, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_of_every_block_or_of_the_last_alone() -> None:
+    names = {"loss_ce", "loss_bbox", "loss_giou"}
+    deep, _, _ = both([2, 1])
+    last, _, _ = both([2, 1], deep=False)
+    assert set(deep) == names | {f"{name}_{block}" for name in names for block in (0, 1)}
+    assert set(last) == names
+    for name in names:
+        assert_close(last[name], deep[name])
+
+
+def test_batches_without_boxes_cost_cross_entropy_only() -> None:
+    found, _, gradients = both([0, 0])
+    for name, loss in found.items():
+        if name.startswith("loss_ce"):
+            assert float(loss) > 0
+        else:
+            assert_close(loss, torch.zeros(()), rtol=0, atol=0)
+    assert_close(gradients[1][0], torch.zeros_like(gradients[1][0]), rtol=0, atol=0)
+
+
+def test_uniform_logits_cost_the_logarithm_of_the_classes() -> None:
+    # A weighted mean of equal numbers, whatever the weights: log(K + 1).
+    boxes = predictions(1, 2, 6, classes=4)[1]
+    targets = Targets.stack(*ground_truth([2, 3], classes=4))
+    outputs = {"pred_logits": torch.zeros(1, 2, 6, 5), "pred_boxes": boxes}
+    assert_close(criterion(4)(outputs, targets)["loss_ce"], torch.tensor(math.log(5)))
+
+
+def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients() -> None:
+    labels, true_boxes = ground_truth([3, 0], classes=4)
+    logits = torch.full((1, 2, 5, 5), -30.0)
+    logits[0, :, :, 4] = 30.0
+    boxes = predictions(1, 2, 5, classes=4)[1]
+    for query, (label, box) in enumerate(zip(labels[0], true_boxes[0], strict=True)):
+        logits[0, 0, query] = -30.0
+        logits[0, 0, query, label] = 30.0
+        boxes[0, 0, query] = box
+    logits.requires_grad_(), boxes.requires_grad_()
+    losses = criterion(4)(
+        {"pred_logits": logits, "pred_boxes": boxes}, Targets.stack(labels, true_boxes)
+    )
+    for name, loss in losses.items():
+        assert_close(loss, torch.zeros(()), rtol=0, atol=1e-5, msg=name)
+    sum(losses.values()).backward()
+    assert torch.isfinite(logits.grad).all() and torch.isfinite(boxes.grad).all()
+
+
+def test_one_box_by_hand() -> None:
+    # Truth (0.5, 0.5, 0.4, 0.4); the only query predicts (0.6, 0.5, 0.4, 0.2).
+    # L1: 0.1 + 0.2 = 0.3. Overlap 0.3 x 0.2 = 0.06, union 0.16 + 0.08 - 0.06 = 0.18, hull
+    # 0.5 x 0.4 = 0.2: GIoU = 1/3 - 1/10 = 7/30. Cross-entropy of (log 3, 0, 0): log 5/3.
+    outputs = {
+        "pred_logits": torch.tensor([math.log(3), 0.0, 0.0]).view(1, 1, 1, 3),
+        "pred_boxes": torch.tensor([0.6, 0.5, 0.4, 0.2]).view(1, 1, 1, 4),
+    }
+    truth = Targets.stack([torch.tensor([0])], [torch.tensor([[0.5, 0.5, 0.4, 0.4]])])
+    losses = criterion(2)(outputs, truth)
+    assert_close(losses["loss_ce"], torch.tensor(math.log(5 / 3)))
+    assert_close(losses["loss_bbox"], torch.tensor(5 * 0.3))
+    assert_close(losses["loss_giou"], torch.tensor(2 * 23 / 30))
+
+
+def test_weights_scale_their_losses() -> None:
+    logits, boxes = predictions(2, 2, 6, classes=4)
+    targets = Targets.stack(*ground_truth([2, 3], classes=4))
+    outputs = {"pred_logits": logits, "pred_boxes": boxes}
+    scales = {"loss_ce": 3.0, "loss_bbox": 0.5, "loss_giou": 7.0}
+    plain, scaled = (
+        SetCriterion(
+            matcher=HungarianMatcher(class_weight=1, l1_weight=5, giou_weight=2),
+            num_classes=4,
+            class_weight=weights["loss_ce"],
+            l1_weight=weights["loss_bbox"],
+            giou_weight=weights["loss_giou"],
+        )(outputs, targets)
+        for weights in (dict.fromkeys(scales, 1.0), scales)
+    )
+    for name, loss in scaled.items():
+        assert_close(loss, plain[name] * scales[name.removesuffix("_0")])

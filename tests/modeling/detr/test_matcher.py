@@ -1,0 +1,142 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Hungarian matching against trying every assignment."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from qbheat_det.modeling.detr import HungarianMatcher, Targets
+from qbheat_det.modeling.detr.matcher import Matches
+
+from ..reference_set_criterion import (
+    CLASS_WEIGHT,
+    GIOU_WEIGHT,
+    L1_WEIGHT,
+    match,
+    match_by_trying_all,
+    matching_cost,
+)
+
+
+def matcher() -> HungarianMatcher:
+    return HungarianMatcher(class_weight=CLASS_WEIGHT, l1_weight=L1_WEIGHT, giou_weight=GIOU_WEIGHT)
+
+
+def random_boxes(*shape: int, generator: torch.Generator) -> Tensor:
+    """Boxes inside the image, neither thin nor aligned with it."""
+    corners = torch.rand(*shape, 2, 2, generator=generator)
+    size = 0.05 + 0.5 * corners[..., 1, :]
+    return torch.cat([size / 2 + corners[..., 0, :] * (1 - size), size], dim=-1)
+
+
+def predictions(blocks: int, images: int, queries: int, classes: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(blocks + 10 * images + 100 * queries)
+    logits = 3 * torch.randn(blocks, images, queries, classes + 1, generator=generator)
+    return logits, random_boxes(blocks, images, queries, generator=generator)
+
+
+def ground_truth(counts: list[int], classes: int) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(sum(counts))
+    labels = [torch.randint(classes, (count,), generator=generator) for count in counts]
+    return labels, [random_boxes(count, generator=generator) for count in counts]
+
+
+def as_list(matches: Matches) -> list[tuple[int, int, int, int]]:
+    fields = (matches.block, matches.image, matches.query, matches.target)
+    return list(zip(*(field.tolist() for field in fields), strict=True))
+
+
+@pytest.mark.parametrize("counts", [[3, 1, 4], [0, 2], [5, 5, 0, 1], [1]], ids=str)
+def test_it_finds_the_cheapest_of_all_assignments(counts: list[int]) -> None:
+    logits, boxes = predictions(3, len(counts), queries=5, classes=4)
+    labels, true_boxes = ground_truth(counts, classes=4)
+    expected = [
+        (block, image, query, target)
+        for block in range(3)
+        for image, truth in enumerate(zip(labels, true_boxes, strict=True))
+        for query, target in sorted(
+            match_by_trying_all(
+                matching_cost(logits[block, image], boxes[block, image], truth), len(truth[0])
+            )
+        )
+    ]
+    assert as_list(matcher()(logits, boxes, Targets.stack(labels, true_boxes))) == expected
+
+
+@pytest.mark.parametrize("counts", [[30, 7, 100], [0, 63]], ids=str)
+def test_crowded_images_match_as_scipy_does_one_by_one(counts: list[int]) -> None:
+    logits, boxes = predictions(1, len(counts), queries=50, classes=9)
+    labels, true_boxes = ground_truth(counts, classes=9)
+    expected = [
+        (0, image, query, target)
+        for image, truth in enumerate(zip(labels, true_boxes, strict=True))
+        for query, target in sorted(match(logits[0, image], boxes[0, image], truth))
+    ]
+    found = as_list(matcher()(logits, boxes, Targets.stack(labels, true_boxes)))
+    assert found == expected
+    assert len(found) == sum(min(50, count) for count in counts)
+
+
+def test_no_boxes_anywhere_give_no_matches() -> None:
+    logits, boxes = predictions(2, 3, queries=5, classes=4)
+    assert as_list(matcher()(logits, boxes, Targets.stack(*ground_truth([0] * 3, 4)))) == []
+
+
+def test_an_image_alone_matches_as_it_does_in_a_batch() -> None:
+    counts = [4, 0, 9, 2]
+    logits, boxes = predictions(2, 4, queries=12, classes=4)
+    labels, true_boxes = ground_truth(counts, classes=4)
+    together = as_list(matcher()(logits, boxes, Targets.stack(labels, true_boxes)))
+    assert len(together) == 2 * sum(counts)
+    for n in range(4):
+        truth = Targets.stack(labels[n : n + 1], true_boxes[n : n + 1])
+        alone = as_list(matcher()(logits[:, n : n + 1], boxes[:, n : n + 1], truth))
+        own = [(block, 0, *pair) for block, image, *pair in together if image == n]
+        assert alone == own
+
+
+def test_costs_equal_the_naive_ones() -> None:
+    logits, boxes = predictions(2, 2, queries=6, classes=3)
+    labels, true_boxes = ground_truth([2, 5], classes=3)
+    cost = matcher().cost(logits, boxes, Targets.stack(labels, true_boxes))
+    for block in range(2):
+        for image, truth in enumerate(zip(labels, true_boxes, strict=True)):
+            wanted = torch.tensor(matching_cost(logits[block, image], boxes[block, image], truth))
+            assert_close(cost[block, image, :, : len(truth[0])], wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        # Query 0 names the class, query 1 has the right place and shape, query 2 overlaps best
+        # per unit of distance: each weight alone prefers its own.
+        ({"class_weight": 1.0, "l1_weight": 0.0, "giou_weight": 0.0}, 0),
+        ({"class_weight": 0.0, "l1_weight": 1.0, "giou_weight": 0.0}, 1),
+        ({"class_weight": 0.0, "l1_weight": 0.0, "giou_weight": 1.0}, 2),
+    ],
+)
+def test_each_weight_decides_when_it_is_alone(weights: dict[str, float], expected: int) -> None:
+    logits = torch.tensor([[4.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    truth = torch.tensor([0.5, 0.5, 0.04, 0.04])
+    boxes = torch.tensor(
+        [
+            [0.1, 0.9, 0.5, 0.5],
+            [0.541, 0.5, 0.04, 0.04],  # L1 0.041, no overlap
+            [0.5, 0.5, 0.08, 0.08],  # L1 0.08, GIoU 1/4
+        ]
+    )
+    targets = Targets.stack([torch.tensor([0])], [truth[None]])
+    matches = HungarianMatcher(**weights)(logits[None, None], boxes[None, None], targets)
+    assert as_list(matches) == [(0, 0, expected, 0)]
+
+
+def test_a_diverged_model_does_not_crash_the_solver() -> None:
+    logits, boxes = predictions(1, 1, queries=5, classes=4)
+    targets = Targets.stack(*ground_truth([3], 4))
+    assert len(as_list(matcher()(logits * float("nan"), boxes, targets))) == 3
+
+
+def test_all_weights_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match="three matching weights are zero"):
+        HungarianMatcher(class_weight=0, l1_weight=0, giou_weight=0)
