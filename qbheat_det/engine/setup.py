@@ -6,11 +6,16 @@ import os
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_setup
 
 from qbheat_det.config import load_config
-from qbheat_det.data import check_coco_json, check_same_classes, register_coco_json
+from qbheat_det.data import (
+    CocoSummary,
+    check_coco_json,
+    check_same_classes,
+    register_coco_json,
+)
 from qbheat_det.errors import UserError
 
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
@@ -64,15 +69,19 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
     """Sets class count, names and ids of the config to those of a registered dataset.
 
     Raises:
-        UserError: nothing is known of the dataset's classes.
+        UserError: the dataset is not registered, or nothing is known of its classes.
     """
+    if dataset_name not in DatasetCatalog:
+        raise UserError(
+            f"there is no dataset '{dataset_name}'; give your own data with --train-json, "
+            "--train-images, --val-json and --val-images, or register it before"
+        )
     metadata = MetadataCatalog.get(dataset_name)
+    if not metadata.get("thing_classes"):
+        DatasetCatalog.get(dataset_name)  # Detectron2 learns the names of COCO files by reading
     names = metadata.get("thing_classes")
     if not names:
-        raise UserError(
-            f"dataset '{dataset_name}' is not registered with class names; give your own data "
-            "with --train-json, --train-images, --val-json and --val-images"
-        )
+        raise UserError(f"the metadata of dataset '{dataset_name}' has no 'thing_classes'")
     contiguous = metadata.get("thing_dataset_id_to_contiguous_id") or {}
     cfg.MODEL.CLASS_NAMES = list(names)
     cfg.MODEL.CATEGORY_IDS = sorted(contiguous, key=contiguous.get) or list(range(len(names)))
@@ -94,13 +103,18 @@ def _use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
         raise UserError("training on your own data needs --val-json and --val-images as well")
     if not args.train_json and not args.eval_only:
         raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
-    summaries = [
-        check_coco_json(json_file, images) for json_file, images in pairs.values() if json_file
-    ]
-    if len(summaries) == 2:
-        check_same_classes(*summaries)
-    register_coco_json(CUSTOM_VAL, args.val_json, args.val_images)
+    val = _use_coco_json(CUSTOM_VAL, args.val_json, args.val_images)
     cfg.DATASETS.TEST = (CUSTOM_VAL,)
     if args.train_json:
-        register_coco_json(CUSTOM_TRAIN, args.train_json, args.train_images)
+        check_same_classes(_use_coco_json(CUSTOM_TRAIN, args.train_json, args.train_images), val)
         cfg.DATASETS.TRAIN = (CUSTOM_TRAIN,)
+
+
+def _use_coco_json(name: str, json_file: str, images: str) -> CocoSummary:
+    summary = check_coco_json(json_file, images)
+    register_coco_json(name, json_file, images)
+    ids = {category: index for index, category in enumerate(summary.category_ids)}
+    MetadataCatalog.get(name).set(
+        thing_classes=list(summary.class_names), thing_dataset_id_to_contiguous_id=ids
+    )
+    return summary
