@@ -1,0 +1,241 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Counting against hand arithmetic, and the exact counts of the paper's components."""
+
+from dataclasses import astuple
+
+import pytest
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.analysis import (
+    CountingRule,
+    count_detector_madds,
+    count_madds,
+    count_parameters,
+    paper_tables,
+)
+from qbheat_det.analysis.components import (
+    Counts,
+    backbone_counts,
+    classifier_counts,
+    convolution_madds,
+    mf_decoder_counts,
+    pyramid_positions,
+    retinanet_counts,
+)
+from qbheat_det.analysis.paper_tables import PaperCell
+from qbheat_det.config import get_cfg
+from qbheat_det.modeling.backbone import build_mobile_former_fpn_backbone
+
+CORE, EXT = CountingRule
+
+
+class EveryOperator(nn.Module):
+    """One operator of each kind on a map (1, 3, 8, 6)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 3, stride=2, padding=1)
+        self.batch_norm = nn.BatchNorm2d(32)
+        self.group_norm = nn.GroupNorm(4, 32)
+        self.layer_norm = nn.LayerNorm(32)
+        self.linear = nn.Linear(32, 5)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.group_norm(self.batch_norm(self.conv(x)))  # (1, 32, 4, 3)
+        x = F.interpolate(x, size=(5, 7), mode="bilinear")
+        x = self.layer_norm(self.pool(x).flatten(1))
+        return F.softmax(self.linear(F.relu(x)), dim=1)
+
+
+def test_core_counts_convolutions_and_linear_layers_and_ext_adds_the_rest() -> None:
+    madds = count_madds(EveryOperator(), torch.zeros(1, 3, 8, 6))
+    core = 32 * 3 * 9 * 4 * 3 + 32 * 5
+    norms = (2 + 5) * 32 * 4 * 3 + 5 * 32
+    assert madds.total(CORE) == core
+    assert madds.total(EXT) == core + norms + 4 * 32 * 5 * 7 + 32 * 5 * 7
+    assert madds.total(CORE, "linear") == 32 * 5
+
+
+class Attention(nn.Module):
+    """The same attention through PyTorch's fused operator or through two products."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.kind == "fused":
+            return F.scaled_dot_product_attention(query, key, value)
+        keys = key.transpose(-2, -1)
+        if self.kind == "bmm":
+            flat = [entry.flatten(0, 1) for entry in (query, keys, value)]
+            logits = torch.baddbmm(torch.zeros(1, 1, 1), flat[0], flat[1])
+            return torch.bmm(F.softmax(logits, dim=-1), flat[2])
+        return F.softmax(query @ keys, dim=-1) @ value
+
+
+@pytest.mark.parametrize("kind", ["fused", "matmul", "bmm"])
+def test_attention_counts_its_two_products_however_it_is_written(kind: str) -> None:
+    query, key, value = torch.zeros(2, 4, 7, 8), torch.zeros(2, 4, 11, 8), torch.zeros(2, 4, 11, 16)
+    madds = count_madds(Attention(kind), query, key, value)
+    assert madds.total(CORE) == 2 * 4 * (7 * 11 * 8 + 7 * 11 * 16)
+
+
+def test_counting_leaves_the_training_mode_of_every_module_as_it_was() -> None:
+    model = EveryOperator().train()
+    model.batch_norm.eval()
+    statistics = model.batch_norm.running_mean.clone()
+    count_madds(model, torch.ones(1, 3, 8, 6))
+    assert model.training
+    assert model.conv.training
+    assert not model.batch_norm.training
+    torch.testing.assert_close(model.batch_norm.running_mean, statistics, rtol=0, atol=0)
+
+
+def test_parameters_count_once_and_the_affine_of_batch_norm_on_request() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.BatchNorm1d(4), shared, nn.LayerNorm(4))
+    assert count_parameters(model) == 20 + 8 + 8
+    assert count_parameters(model, batch_norm_affine=False) == 20 + 8
+
+
+# Components of the QB-Heat paper, from the tables of Mobile-Former's and MF-DETR's widths.
+# Backbone at 800x1333: params, params without BatchNorm's affine, core, ext.
+BACKBONES = {
+    "3.7G": (25_041_040, 24_968_880, 76_756_697_984, 77_532_842_624),
+    "1.0G": (11_778_952, 11_742_872, 20_054_429_120, 20_442_628_160),
+    "285M": (4_946_580, 4_928_348, 5_454_511_456, 5_649_480_736),
+}
+# Linear classifier at 224x224: params, core, ext.
+LINEAR = {
+    "3.7G": (28_178_040, 3_644_129_536, 3_681_312_512),
+    "1.0G": (13_475_952, 977_942_656, 996_660_864),
+    "285M": (5_859_580, 275_166_592, 284_626_688),
+}
+# Params of the classifiers with one and four transformer blocks.
+TRANSFORMER = {
+    "3.7G": {1: 35_368_056, 4: 56_631_672},
+    "1.0G": {1: 14_748_528, 4: 20_071_920},
+    "285M": {1: 5_915_260, 4: 7_249_852},
+}
+# Decoder at 800x1333: params, core, ext.
+DECODERS = {
+    ("3.7G", (5, 2, 2)): (19_413_216, 34_545_179_776, 34_638_216_576),
+    ("1.0G", (5, 2, 2)): (18_635_520, 32_185_792_576, 32_275_805_376),
+    ("285M", (5, 2, 2)): (18_246_672, 31_006_098_976, 31_094_599_776),
+    ("3.7G", (2, 1, 1)): (9_214_560, 15_636_491_392, 15_719_544_192),
+    ("1.0G", (2, 1, 1)): (8_436_864, 13_277_104_192, 13_357_132_992),
+    ("285M", (2, 1, 1)): (8_048_016, 12_097_410_592, 12_175_927_392),
+}
+# C of the expanded map, D of the tokens, width of the transformer classifier.
+WIDTHS = {"3.7G": (2880, 256, 768), "1.0G": (1440, 256, 384), "285M": (720, 192, 192)}
+
+
+def transformer_core(variant: str, depth: int) -> int:
+    """Core multiply-adds of a transformer classifier at 224x224: 196 positions."""
+    channels, token_dim, dim = WIDTHS[variant]
+    encoder = LINEAR[variant][1] - 1000 * (channels + token_dim)
+    block = 196 * 12 * dim * dim + 2 * 196 * 196 * dim
+    return encoder + 196 * channels * dim + depth * block + 1000 * (dim + token_dim)
+
+
+# One test, so that a parallel run traces each model once.
+def test_instantiated_components_have_the_exact_counts() -> None:
+    backbones = {variant: astuple(backbone_counts(variant)) for variant in BACKBONES}
+    assert backbones == BACKBONES
+    linear = {variant: classifier_counts(variant, 0) for variant in LINEAR}
+    assert {v: (c.params, c.core, c.ext) for v, c in linear.items()} == LINEAR
+    for variant, params in TRANSFORMER.items():
+        counts = {depth: classifier_counts(variant, depth) for depth in params}
+        assert {depth: c.params for depth, c in counts.items()} == params
+        for depth, found in counts.items():
+            assert found.core == transformer_core(variant, depth)
+    decoders = {key: mf_decoder_counts(*key) for key in DECODERS}
+    assert {key: (c.params, c.core, c.ext) for key, c in decoders.items()} == DECODERS
+
+
+def test_the_closed_form_of_the_pyramid_equals_a_trace_where_nothing_is_padded() -> None:
+    cfg = get_cfg()
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
+    pyramid = build_mobile_former_fpn_backbone(cfg, ShapeSpec(channels=3))
+    traced = count_madds(pyramid, torch.zeros(1, 3, 128, 256))
+    p3, p4, *above = pyramid_positions((128, 256))
+    closed = (
+        convolution_madds([pyramid.fpn_lateral3, pyramid.fpn_output3], p3)
+        + convolution_madds([pyramid.fpn_lateral4, pyramid.fpn_output4], p4)
+        + sum(
+            convolution_madds([conv], positions)
+            for conv, positions in zip(pyramid.top_block.convs, above, strict=True)
+        )
+    )
+    assert traced.total(CORE) - traced.total(CORE, "bottom_up") == closed
+    assert [p3, p4, *above] == [16 * 32, 8 * 16, 4 * 8, 2 * 4, 1 * 2]
+
+
+def test_retinanet_has_the_parameters_of_a_standard_head_on_three_pyramid_convolutions() -> None:
+    # Two subnets with their predictors, five 3x3 convolutions 256 -> 256, two laterals.
+    laterals = (48 + 120) * 256 + 2 * 256
+    assert retinanet_counts("285M").params == 6_463_220 + 5 * 590_080 + laterals
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> list[PaperCell]:
+    """The comparison on the counts above; that models have them is another test."""
+
+    def classifier(variant: str, depth: int) -> Counts:
+        params, core, ext = LINEAR[variant]
+        if depth:
+            params, core = TRANSFORMER[variant][depth], transformer_core(variant, depth)
+            ext = core + ext - LINEAR[variant][1]  # but for the norms of the decoder
+        return Counts(params, params, core, ext)
+
+    def decoder(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
+        params, core, ext = DECODERS[variant, num_blocks]
+        return Counts(params, params, core, ext)
+
+    monkeypatch.setattr(paper_tables, "backbone_counts", lambda v: Counts(*BACKBONES[v]))
+    monkeypatch.setattr(paper_tables, "classifier_counts", classifier)
+    monkeypatch.setattr(paper_tables, "mf_decoder_counts", decoder)
+    return paper_tables.compare_with_paper()
+
+
+def test_every_printed_cell_matches_except_the_known_five(cells: list[PaperCell]) -> None:
+    unmatched = {(cell.table, cell.paper, round(cell.ours, 3)) for cell in cells if not cell.match}
+    assert unmatched == {
+        (1, 5.8, 5.860),
+        (6, 1.4, 1.462),
+        (14, 178.1, 178.170),
+        (14, 17.2, 9.500),
+        (14, 61.4, 9.586),
+    }
+    assert len(cells) == 43
+
+
+def test_one_rule_for_all_cells_matches_33_of_the_37_outside_retinanet(
+    cells: list[PaperCell],
+) -> None:
+    others = [cell for cell in cells if cell.table != 14]
+    assert len(others) == 37
+    failing = {(cell.table, cell.paper) for cell in others if not cell.match_one_rule}
+    assert failing == {(1, 5.8), (5, 11.7), (6, 1.4), (6, 5.5)}
+
+
+def test_a_detector_built_from_a_config_is_counted_by_module() -> None:
+    cfg = get_cfg()
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.META_ARCHITECTURE = "MFDETR"
+    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.MF_DETR.NUM_BLOCKS = [1, 1, 1]
+    model = build_model(cfg)
+    madds = count_detector_madds(model, 64, 96)
+    alone = count_madds(model.backbone, torch.zeros(1, 3, 64, 96))
+    assert madds.total(CORE, "backbone") == alone.total(CORE)
+    assert madds.total(EXT) == madds.total(EXT, "backbone") + madds.total(EXT, "decoder")
+    assert list(madds.by_module)[:2] == ["", "backbone"]
