@@ -5,10 +5,12 @@ COCO's training file has 860,000 annotations; a pass in Python over one field of
 tenths of a second, so each check is one such pass and numpy does the rest.
 """
 
+import gc
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -49,7 +51,7 @@ class CocoFile:
         if not os.path.isfile(self.path):
             raise UserError(f"the annotation file '{self.path}' does not exist")
         try:
-            with open(self.path, encoding="utf-8-sig") as file:
+            with open(self.path, encoding="utf-8-sig") as file, _no_garbage_collection():
                 content = json.load(file)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{self.path} is not JSON: {error}") from error
@@ -219,6 +221,18 @@ class CocoFile:
         name = f"{kind} id {id_}" if id_ is not None else f"{kind} number {position + 1}"
         more = f" ({count - 1} more like it)" if count > 1 else ""
         self.fail(f"{name}: {reason}{more}")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Halves the time of reading a large file, whose millions of lists hold no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def quote(values: Collection[object]) -> str:

@@ -24,8 +24,8 @@ class DetrDatasetMapper(DatasetMapper):  # type: ignore[misc]  # Detectron2 has 
     usual. Boxes are clipped to the crop, and those without area left are dropped; an image
     that loses all of them stays, with no instances. In inference it is ``DatasetMapper``.
 
-    With masks (``MODEL.MASK_ON``) boxes are made tight around what the crop left of a mask;
-    cropping polygons needs the ``shapely`` package.
+    Masks (``MODEL.MASK_ON``) are cropped along; for ``INPUT.MASK_FORMAT: polygon`` this
+    needs the ``shapely`` package.
     """
 
     @classmethod
@@ -36,7 +36,6 @@ class DetrDatasetMapper(DatasetMapper):  # type: ignore[misc]  # Detectron2 has 
                 resize_to=cfg.INPUT.DETR_CROP_RESIZE, crop_range=cfg.INPUT.DETR_CROP_RANGE
             )
             arguments["augmentations"].insert(0, crop)
-            arguments["recompute_boxes"] = cfg.MODEL.MASK_ON
         return arguments
 
 

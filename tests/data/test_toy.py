@@ -2,20 +2,23 @@
 """The toy set: the same bytes every time, and annotations that agree with the pixels."""
 
 import json
-import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
+import torch
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog
+from detectron2.data import transforms as T
+from detectron2.data.datasets import load_coco_json
 from detectron2.data.detection_utils import read_image
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
-import qbheat_det.data
-from qbheat_det.data import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+from qbheat_det.data import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set, toy
 from qbheat_det.data.toy import (
     ANNOTATION_FILE,
     CATEGORY_IDS,
@@ -198,26 +201,53 @@ def test_detectron2_loads_a_registered_set(tmp_path: Path) -> None:
         MetadataCatalog.remove(name)
 
 
+@pytest.mark.parametrize("mask_format", ["polygon", "bitmask"])
+def test_detectron2s_mapper_reads_the_masks(mask_format: str, tiny: Path) -> None:
+    mapper = DatasetMapper(
+        is_train=True,
+        augmentations=[T.NoOpTransform()],
+        image_format="RGB",
+        use_instance_mask=True,
+        instance_mask_format=mask_format,
+    )
+    dataset = load_coco_json(str(tiny / ANNOTATION_FILE), str(tiny / "images"), "qbheat_toy_val")
+    seen = 0
+    for instances in (mapper(record)["instances"] for record in dataset):
+        if len(instances):
+            boxes = instances.gt_masks.get_bounding_boxes().tensor
+            torch.testing.assert_close(boxes, instances.gt_boxes.tensor, rtol=0, atol=0)
+            seen += len(instances)
+    assert seen > 50
+
+
 def test_the_shipped_names_are_registered_on_import_alone() -> None:
-    assert qbheat_det.data.TOY_SETS is TOY_SETS
+
     for name, spec in TOY_SETS.items():
         assert name in DatasetCatalog
         assert MetadataCatalog.get(name).thing_classes == list(CLASS_NAMES)
         assert spec.folder_name in MetadataCatalog.get(name).json_file
 
 
-def _prepare_and_stamp(cache: str) -> int:
-    folder = prepare_toy_set(SPEC, cache)
-    return (folder / ANNOTATION_FILE).stat().st_ino
+def test_of_two_that_ask_at_once_one_draws_and_both_get_the_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    # The lock belongs to an open file, so that threads exclude each other as processes do.
+    drawn = []
 
+    def draw(spec: ToySpec, folder: Path) -> None:
+        drawn.append(folder)
+        time.sleep(0.3)  # the other one arrives in the meantime
+        draw_set(spec, folder)
 
-def test_two_processes_at_once_get_the_same_folder(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    with context.Pool(2) as pool:
-        stamps = pool.map(_prepare_and_stamp, [str(tmp_path)] * 2, chunksize=1)
-    assert stamps[0] == stamps[1]
-    left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
-    assert left == [SPEC.folder_name]
+    draw_set = toy._draw
+    monkeypatch.setattr(toy, "_draw", draw)
+    with ThreadPoolExecutor(2) as pool:
+        folders = set(pool.map(prepare_toy_set, [SPEC] * 2, [tmp_path] * 2))
+    assert folders == {tmp_path / SPEC.folder_name}
+    assert len(drawn) == 1
+    # No partial folder is left behind.
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [SPEC.folder_name]
+    assert contents(tmp_path / SPEC.folder_name) == contents(tiny)
 
 
 def test_a_half_written_set_is_never_used(

@@ -1,0 +1,326 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Annotation files: what is found in good ones, and the sentence for every bad one."""
+
+import copy
+import gc
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from qbheat_det.data import (
+    ToySpec,
+    check_coco_json,
+    check_same_classes,
+    prepare_toy_set,
+    register_coco_json,
+)
+from qbheat_det.data.toy import ANNOTATION_FILE, CATEGORY_IDS
+from qbheat_det.data.toy_scenes import CLASS_NAMES
+from qbheat_det.errors import UserError
+
+Content = dict[str, Any]
+
+GOOD: Content = {
+    "images": [
+        {"id": 10, "file_name": "a.jpg", "width": 100, "height": 50},
+        {"id": 3, "file_name": "sub/b.jpg", "width": 40, "height": 60},
+        {"id": 7, "file_name": "c.jpg", "width": 40, "height": 60},
+    ],
+    "annotations": [
+        {"id": 1, "image_id": 10, "category_id": 9, "bbox": [5, 5.5, 20, 30], "iscrowd": 0},
+        {"id": 2, "image_id": 10, "category_id": 2, "bbox": [0, 0, 100, 50]},
+        {"id": 5, "image_id": 3, "category_id": 9, "bbox": [1, 1, 9, 9], "iscrowd": 1},
+    ],
+    "categories": [{"id": 9, "name": "cat"}, {"id": 2, "name": "dog"}],
+}
+
+
+def write(folder: Path, content: object) -> tuple[str, str]:
+    """Writes an annotation file and GOOD's images; returns the two paths."""
+    (folder / "images" / "sub").mkdir(parents=True, exist_ok=True)
+    for image in GOOD["images"]:
+        (folder / "images" / image["file_name"]).touch()
+    (folder / "set.json").write_text(json.dumps(content))
+    return str(folder / "set.json"), str(folder / "images")
+
+
+def changed(change: Callable[[Content], object]) -> Content:
+    content = copy.deepcopy(GOOD)
+    change(content)
+    return content
+
+
+def with_annotation(**fields: object) -> Callable[[Content], object]:
+    """Returns a change of the second annotation, which has id 2 and lies in image 10."""
+    return lambda content: content["annotations"][1].update(fields)
+
+
+def sentence(folder: Path, content: object) -> str:
+    with pytest.raises(UserError) as caught:
+        check_coco_json(*write(folder, content))
+    text = str(caught.value)
+    assert "set.json" in text and "\n" not in text
+    return text
+
+
+def test_a_good_file_is_summarised_by_hand_count(tmp_path: Path) -> None:
+    json_file, image_root = write(tmp_path, GOOD)
+    summary = check_coco_json(json_file, image_root)
+    assert summary.json_file == json_file
+    assert summary.class_names == ("dog", "cat")
+    assert summary.category_ids == (2, 9)
+    assert (summary.num_images, summary.num_boxes, summary.num_crowds) == (3, 2, 1)
+    assert summary.num_images_without_boxes == 2
+    assert summary.warnings == ()
+
+
+def test_the_toy_set_passes_and_has_detectron2s_class_order(tmp_path: Path) -> None:
+    folder = prepare_toy_set(ToySpec(name="check", num_images=30), tmp_path)
+    summary = check_coco_json(folder / ANNOTATION_FILE, folder / "images")
+    raw = json.loads((folder / ANNOTATION_FILE).read_text())
+    assert summary.class_names == CLASS_NAMES and summary.category_ids == CATEGORY_IDS
+    assert summary.num_boxes == len(raw["annotations"])
+    with_boxes = {annotation["image_id"] for annotation in raw["annotations"]}
+    assert summary.num_images_without_boxes == 30 - len(with_boxes) > 0
+    assert summary.warnings == ()
+
+
+def test_reading_leaves_garbage_collection_as_it_was(tmp_path: Path) -> None:
+    paths = write(tmp_path, GOOD)
+    check_coco_json(*paths)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        check_coco_json(*paths)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+BAD_ANNOTATIONS: dict[str, tuple[dict[str, object], list[str]]] = {
+    "id_missing": ({"id": None}, ["annotation number 2", "id must be a whole number"]),
+    "id_as_text": ({"id": "2"}, ["annotation id 2", "id must be", "'2'"]),
+    "id_twice": ({"id": 1}, ["annotation ids occur more than once: 1"]),
+    "unknown_image": ({"image_id": 11}, ["annotation id 2", "image_id 11"]),
+    "unknown_category": ({"category_id": 1}, ["annotation id 2", "category_id 1"]),
+    "category_as_truth": ({"category_id": True}, ["annotation id 2", "True"]),
+    "bbox_null": ({"bbox": None}, ["annotation id 2", "four finite numbers"]),
+    "bbox_of_three": ({"bbox": [1, 2, 3]}, ["annotation id 2", "four finite", "[1, 2, 3]"]),
+    "bbox_empty": ({"bbox": []}, ["annotation id 2", "four finite"]),
+    "bbox_of_text": ({"bbox": ["1", "2", "3", "4"]}, ["annotation id 2", "four finite"]),
+    "bbox_with_null": ({"bbox": [1, 2, None, 4]}, ["annotation id 2", "four finite"]),
+    "bbox_nan": ({"bbox": [1, 2, float("nan"), 4]}, ["annotation id 2", "finite"]),
+    "bbox_infinite": ({"bbox": [1, 2, float("inf"), 4]}, ["annotation id 2", "finite"]),
+    "bbox_negative": ({"bbox": [9, 9, -3, 4]}, ["annotation id 2", "negative"]),
+    "bbox_right_of_image": ({"bbox": [100, 9, 3, 4]}, ["annotation id 2", "outside"]),
+    "bbox_above_image": ({"bbox": [5, -9, 3, 9]}, ["annotation id 2", "outside"]),
+    "crowd_of_two": ({"iscrowd": 2}, ["annotation id 2", "iscrowd must be 0 or 1"]),
+    "ignored": ({"ignore": 1}, ["annotation id 2", "'ignore' is not supported"]),
+    "flat_polygon": ({"segmentation": [1, 1, 5, 1, 5, 5]}, ["annotation id 2", "polygons"]),
+    "rle_without_size": ({"segmentation": {"counts": "x"}}, ["annotation id 2", "counts and size"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ANNOTATIONS)
+def test_a_bad_annotation_is_named(case: str, tmp_path: Path) -> None:
+    fields, expected = BAD_ANNOTATIONS[case]
+    text = sentence(tmp_path, changed(with_annotation(**fields)))
+    for part in expected:
+        assert part in text
+
+
+BAD_CONTENTS: dict[str, tuple[Callable[[Content], object], list[str]]] = {
+    "no_images_key": (lambda c: c.pop("images"), ["'images' is missing"]),
+    "no_annotations_key": (lambda c: c.pop("annotations"), ["'annotations' is missing"]),
+    "no_categories_key": (lambda c: c.pop("categories"), ["'categories' is missing"]),
+    "images_as_object": (lambda c: c.update(images={}), ["'images' must be a list"]),
+    "image_as_text": (lambda c: c["images"].append("d.jpg"), ["images[3]", "one image"]),
+    "images_empty": (lambda c: c.update(images=[]), ["'images' is empty"]),
+    "categories_empty": (lambda c: c.update(categories=[]), ["'categories' is empty"]),
+    "no_annotations": (lambda c: c.update(annotations=[]), ["no box"]),
+    "only_crowds": (lambda c: c.update(annotations=c["annotations"][2:]), ["no box"]),
+    "image_id_twice": (lambda c: c["images"][1].update(id=10), ["image ids occur", "10"]),
+    "category_id_twice": (lambda c: c["categories"][1].update(id=9), ["category ids", "9"]),
+    "category_without_name": (
+        lambda c: c["categories"][1].pop("name"),
+        ["category id 2", "name must be a text, but is missing"],
+    ),
+    "width_missing": (lambda c: c["images"][1].pop("width"), ["image id 3", "width", "missing"]),
+    "height_as_text": (lambda c: c["images"][1].update(height="60"), ["image id 3", "height"]),
+    "height_zero": (lambda c: c["images"][1].update(height=0), ["image id 3", "height", "is 0"]),
+    "file_name_missing": (lambda c: c["images"][0].pop("file_name"), ["image id 10", "file_name"]),
+    "bbox_missing": (lambda c: c["annotations"][1].pop("bbox"), ["annotation id 2", "missing"]),
+    "relative_boxes": (
+        lambda c: [a.update(bbox=[0.1, 0.2, 0.5, 0.25]) for a in c["annotations"]],
+        ["between 0 and 1", "pixels"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONTENTS)
+def test_a_bad_file_is_explained(case: str, tmp_path: Path) -> None:
+    change, expected = BAD_CONTENTS[case]
+    text = sentence(tmp_path, changed(change))
+    for part in expected:
+        assert part in text
+
+
+def test_a_missing_annotation_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.json' does not exist"):
+        check_coco_json(tmp_path / "none.json", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{not json", b"", b"\xff\xfe\x00\x01"])
+def test_a_file_that_is_not_json_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "set.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"set\.json is not JSON"):
+        check_coco_json(tmp_path / "set.json", tmp_path)
+
+
+def test_a_list_of_results_is_not_an_annotation_file(tmp_path: Path) -> None:
+    assert "top level must be an object" in sentence(tmp_path, [{"image_id": 1}])
+
+
+def test_a_missing_image_folder_is_named(tmp_path: Path) -> None:
+    json_file, _ = write(tmp_path, GOOD)
+    with pytest.raises(UserError, match="image folder '.*nowhere'"):
+        check_coco_json(json_file, tmp_path / "nowhere")
+
+
+def test_missing_images_are_counted_and_three_are_named(tmp_path: Path) -> None:
+    names = ["d.jpg", "none/e.jpg", "sub/f.jpg", "a.jpg/g.jpg"]
+    extra = [
+        {"id": 100 + i, "file_name": name, "width": 9, "height": 9} for i, name in enumerate(names)
+    ]
+    text = sentence(tmp_path, changed(lambda content: content["images"].extend(extra)))
+    assert "4 of 7 image files" in text
+    assert "'d.jpg', 'none/e.jpg', 'sub/f.jpg', …" in text and "g.jpg" not in text
+
+
+def test_images_are_found_by_absolute_path_and_through_links(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "x.jpg").touch()
+    _, image_root = write(tmp_path, GOOD)
+    (Path(image_root) / "link").symlink_to(elsewhere)
+
+    def change(content: Content) -> None:
+        content["images"][0]["file_name"] = str(elsewhere / "x.jpg")
+        content["images"][1]["file_name"] = "link/x.jpg"
+        content["images"][2]["file_name"] = "../elsewhere/x.jpg"
+
+    assert check_coco_json(*write(tmp_path, changed(change))).num_images == 3
+
+
+def test_how_many_annotations_are_wrong_is_said(tmp_path: Path) -> None:
+    def change(content: Content) -> None:
+        for annotation in content["annotations"]:
+            annotation["bbox"] = [200, 2, 3, 4]
+
+    assert "annotation id 1: " in sentence(tmp_path, changed(change))
+    assert "(2 more like it)" in sentence(tmp_path, changed(change))
+
+
+WARNINGS: dict[str, tuple[Callable[[Content], object], str, int]] = {
+    "no_area": (with_annotation(bbox=[1, 2, 0, 5]), "1 annotations have a box without area", 1),
+    "clipped": (with_annotation(bbox=[-3, 0, 20, 9]), "1 annotations have a box beyond", 2),
+    "two_points": (with_annotation(segmentation=[[1, 1, 2, 2]]), "no polygon of three points", 1),
+    "id_zero": (with_annotation(id=0), "annotation id 0 means 'no match'", 2),
+    "same_name": (lambda c: c["categories"][0].update(name="dog"), "occur more than once", 2),
+    "unused_class": (
+        lambda c: c["categories"].append({"id": 1, "name": "bird"}),
+        "1 of 3 categories have no box: 'bird'",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WARNINGS)
+def test_what_training_copes_with_is_a_warning(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, expected, num_boxes = WARNINGS[case]
+    with caplog.at_level(logging.WARNING, logger="qbheat_det"):
+        logging.getLogger("qbheat_det").addHandler(caplog.handler)
+        try:
+            summary = check_coco_json(*write(tmp_path, changed(change)))
+        finally:
+            logging.getLogger("qbheat_det").removeHandler(caplog.handler)
+    assert any(expected in warning for warning in summary.warnings)
+    assert expected in caplog.text
+    assert summary.num_boxes == num_boxes
+
+
+def test_boxes_within_a_pixel_of_the_border_are_no_warning(tmp_path: Path) -> None:
+    content = changed(with_annotation(bbox=[-0.5, 0, 101, 50.9]))
+    assert check_coco_json(*write(tmp_path, content)).warnings == ()
+
+
+def test_a_registered_file_loads_with_contiguous_classes(tmp_path: Path) -> None:
+    json_file, image_root = write(tmp_path, GOOD)
+    name = "qbheat_test_registered_file"
+    try:
+        register_coco_json(name, json_file, image_root)
+        register_coco_json(name, Path(json_file), Path(image_root))
+        dataset = DatasetCatalog.get(name)
+        assert [record["image_id"] for record in dataset] == [3, 7, 10]
+        assert [a["category_id"] for a in dataset[2]["annotations"]] == [1, 0]
+        summary = check_coco_json(json_file, image_root)
+        assert tuple(MetadataCatalog.get(name).thing_classes) == summary.class_names
+        assert MetadataCatalog.get(name).evaluator_type == "coco"
+        with pytest.raises(UserError, match=name):
+            register_coco_json(name, json_file, tmp_path)
+    finally:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
+def test_a_relative_path_still_holds_after_a_change_of_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, GOOD)
+    name = "qbheat_test_relative_path"
+    monkeypatch.chdir(tmp_path)
+    try:
+        register_coco_json(name, "set.json", "images")
+        monkeypatch.chdir("/")
+        assert len(DatasetCatalog.get(name)) == 3
+    finally:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+
+def test_equal_classes_with_other_ids_are_the_same_classes(tmp_path: Path) -> None:
+    train = check_coco_json(*write(tmp_path / "train", GOOD))
+
+    def renumber(content: Content) -> None:
+        content["categories"] = [{"id": 1, "name": "dog"}, {"id": 2, "name": "cat"}]
+        for annotation in content["annotations"]:
+            annotation["category_id"] = 1
+
+    val = check_coco_json(*write(tmp_path / "val", changed(renumber)))
+    check_same_classes(train, val)
+    assert train.category_ids != val.category_ids
+
+
+@pytest.mark.parametrize(
+    ("categories", "expected"),
+    [
+        ({9: "cat", 2: "wolf"}, r"val/set\.json' lacks 'dog'"),
+        ({9: "cat", 2: "dog", 3: "cow"}, r"train/set\.json' lacks 'cow'"),
+        ({9: "dog", 2: "cat"}, "another order of ids: 'dog', 'cat' against 'cat', 'dog'"),
+    ],
+)
+def test_different_classes_are_explained(
+    categories: dict[int, str], expected: str, tmp_path: Path
+) -> None:
+    train = check_coco_json(*write(tmp_path / "train", GOOD))
+    rows = [{"id": id_, "name": name} for id_, name in categories.items()]
+    val = check_coco_json(*write(tmp_path / "val", changed(lambda c: c.update(categories=rows))))
+    with pytest.raises(UserError, match=expected):
+        check_same_classes(train, val)

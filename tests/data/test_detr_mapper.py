@@ -1,0 +1,232 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""DETR's mapper: boxes stay on their objects, and sizes are those of the paper."""
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper, build_detection_train_loader
+from detectron2.data import transforms as T
+from pycocotools import mask as coco_mask
+
+from qbheat_det.config import get_cfg
+from qbheat_det.data import (
+    DetrDatasetMapper,
+    build_detr_crop,
+    build_mapper,
+)
+from qbheat_det.errors import UserError
+
+BOXES = [[40, 60, 150, 220], [260, 30, 330, 90]]  # XYWH, of a red and a green object
+
+
+def make_cfg(**keys: Any) -> CfgNode:
+    cfg = get_cfg()
+    cfg.INPUT.FORMAT = "RGB"
+    cfg.INPUT.DATASET_MAPPER_NAME = "detr"
+    for key, value in keys.items():
+        cfg.INPUT[key] = value
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An image of 500 × 400 pixels whose objects are filled boxes of one colour channel."""
+    image = np.zeros((400, 500, 3), dtype=np.uint8)
+    for channel, (x, y, w, h) in enumerate(BOXES):
+        image[y : y + h, x : x + w, channel] = 255
+    path = tmp_path_factory.mktemp("images") / "boxes.png"
+    assert cv2.imwrite(str(path), image[..., ::-1])
+    annotations = [
+        {"bbox": list(box), "bbox_mode": 1, "category_id": i, "iscrowd": 0}
+        for i, box in enumerate(BOXES)
+    ]
+    return {
+        "file_name": str(path),
+        "image_id": 1,
+        "height": 400,
+        "width": 500,
+        "annotations": annotations,
+    }
+
+
+def boxes_from_pixels(image: torch.Tensor) -> dict[int, list[float]]:
+    """Returns class -> XYXY around the pixels that are more coloured than not."""
+    boxes = {}
+    for channel in range(len(BOXES)):
+        rows, columns = np.nonzero(image[channel].numpy() >= 128)
+        if len(rows):
+            x1, y1, x2, y2 = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+            boxes[channel] = [float(x1), float(y1), float(x2), float(y2)]
+    return boxes
+
+
+def assert_boxes_match_pixels(output: dict[str, Any]) -> None:
+    instances = output["instances"]
+    assert instances.image_size == tuple(output["image"].shape[1:])
+    expected = boxes_from_pixels(output["image"])
+    found = dict(
+        zip(instances.gt_classes.tolist(), instances.gt_boxes.tensor.tolist(), strict=True)
+    )
+    for channel in expected.keys() | found.keys():
+        if channel not in expected or channel not in found:
+            # A sliver under a pixel wide rounds away in one of the two.
+            x1, y1, x2, y2 = expected.get(channel) or found[channel]
+            assert min(x2 - x1, y2 - y1) <= 2
+            continue
+        # Half a pixel of rounding and one of interpolation.
+        assert found[channel] == pytest.approx(expected[channel], abs=1.6)
+
+
+def test_boxes_follow_the_pixels_through_flip_scale_and_crop(record: dict[str, Any]) -> None:
+    np.random.seed(0)
+    mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=(240, 320, 400), MAX_SIZE_TRAIN=500), True)
+    assert isinstance(mapper, DetrDatasetMapper)
+    flipped = 0
+    for _ in range(40):
+        output = mapper(record)
+        assert_boxes_match_pixels(output)
+        found = boxes_from_pixels(output["image"])
+        flipped += len(found) == 2 and found[0][0] > found[1][0]
+    assert 8 <= flipped <= 32
+    assert record["annotations"][0]["bbox"] == BOXES[0]
+
+
+def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
+    np.random.seed(0)
+    sizes = tuple(range(480, 801, 32))
+    mapper = build_mapper(
+        make_cfg(MIN_SIZE_TRAIN=sizes, MAX_SIZE_TRAIN=1333, MIN_SIZE_TRAIN_SAMPLING="choice"), True
+    )
+    short, ratios = set(), []
+    for _ in range(80):
+        height, width = mapper(record)["image"].shape[1:]
+        assert max(height, width) <= 1333
+        if max(height, width) < 1333:
+            short.add(min(height, width))
+        ratios.append(width / height)
+    assert short <= set(sizes) and len(short) > 6
+    # Uncropped, the ratio is that of the image, up to a pixel.
+    kept = sum(abs(ratio - 1.25) < 0.002 for ratio in ratios)
+    assert 25 <= kept <= 55
+
+
+@pytest.mark.parametrize(("height", "width"), [(480, 640), (100, 900), (700, 500)])
+def test_crops_lie_in_the_given_range(height: int, width: int) -> None:
+    np.random.seed(0)
+    crop = build_detr_crop(resize_to=[400, 500, 600], crop_range=[384, 600], probability=1.0)
+    image = np.zeros((height, width, 3), dtype=np.uint8)
+    for _ in range(30):
+        data = T.AugInput(image.copy())
+        crop(data)
+        assert all(384 <= side <= 600 for side in data.image.shape[:2])
+
+
+def test_an_image_smaller_than_the_crop_is_not_cropped() -> None:
+    crop = build_detr_crop(resize_to=[64], crop_range=[384, 600], probability=1.0)
+    data = T.AugInput(np.zeros((128, 192, 3), dtype=np.uint8))
+    crop(data)
+    assert data.image.shape == (64, 96, 3)
+
+
+def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[str, Any]) -> None:
+    np.random.seed(0)
+    small = {**record, "annotations": record["annotations"][1:]}
+    mapper = build_mapper(
+        make_cfg(DETR_CROP_RESIZE=[400], DETR_CROP_RANGE=[120, 160], MIN_SIZE_TRAIN=(160,)), True
+    )
+    counts = [len(mapper(small)["instances"]) for _ in range(60)]
+    assert set(counts) == {0, 1}
+
+
+def test_an_image_without_annotations_survives(record: dict[str, Any]) -> None:
+    output = build_mapper(make_cfg(), True)({**record, "annotations": []})
+    assert len(output["instances"]) == 0
+    assert output["instances"].gt_boxes.tensor.shape == (0, 4)
+    assert output["instances"].gt_classes.dtype == torch.int64
+
+
+def test_without_crop_lengths_the_augmentation_is_detectron2s(record: dict[str, Any]) -> None:
+    cfg = make_cfg(DETR_CROP_RESIZE=[])
+    outputs = []
+    for name in ("detr", "default"):
+        cfg.INPUT.DATASET_MAPPER_NAME = name
+        np.random.seed(4)
+        outputs.append(build_mapper(cfg, True)(record))
+    torch.testing.assert_close(outputs[0]["image"], outputs[1]["image"], rtol=0, atol=0)
+
+
+def test_inference_is_detectron2s_own(record: dict[str, Any]) -> None:
+    mine = build_mapper(make_cfg(), False)(record)
+    reference = DatasetMapper(make_cfg(), False)(record)
+    torch.testing.assert_close(mine["image"], reference["image"], rtol=0, atol=0)
+    assert "instances" not in mine and "annotations" not in mine
+
+
+def test_a_train_loader_yields_batches_with_correct_boxes(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    tall = tmp_path / "tall.png"
+    assert cv2.imwrite(str(tall), np.zeros((300, 200, 3), dtype=np.uint8))
+    empty = {"file_name": str(tall), "height": 300, "width": 200, "annotations": []}
+    dataset = [{**record, "image_id": i} for i in range(4)]
+    dataset += [{**empty, "image_id": i} for i in range(4, 8)]
+    cfg = make_cfg(MIN_SIZE_TRAIN=(240,), DETR_CROP_RESIZE=[300], DETR_CROP_RANGE=[200, 300])
+    loader = build_detection_train_loader(
+        dataset,
+        mapper=build_mapper(cfg, True),
+        total_batch_size=2,
+        aspect_ratio_grouping=True,
+        num_workers=0,
+    )
+    seen = 0
+    for _, batch in zip(range(8), loader, strict=False):
+        assert len(batch) == 2
+        # Grouping puts wide images with wide ones.
+        assert len({output["width"] > output["height"] for output in batch}) == 1
+        for output in batch:
+            assert output["image"].dtype == torch.uint8
+            assert_boxes_match_pixels(output)
+            height, width = output["image"].shape[1:]
+            boxes = output["instances"].gt_boxes.tensor
+            limit = torch.tensor([width, height, width, height])
+            assert bool(((boxes >= 0) & (boxes <= limit)).all())
+            assert bool((boxes[:, 2:] > boxes[:, :2]).all())
+            seen += len(boxes)
+    assert seen > 0
+
+
+def test_masks_are_cropped_with_their_boxes(record: dict[str, Any]) -> None:
+    np.random.seed(0)
+    cfg = make_cfg(MIN_SIZE_TRAIN=(240,), DETR_CROP_RESIZE=[300], DETR_CROP_RANGE=[150, 200])
+    cfg.INPUT.MASK_FORMAT = "bitmask"
+    cfg.MODEL.MASK_ON = True
+    masked = []
+    for annotation in record["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        mask = np.zeros((400, 500), dtype=np.uint8, order="F")
+        mask[y : y + h, x : x + w] = 1
+        masked.append({**annotation, "segmentation": coco_mask.encode(mask)})
+    mapper = build_mapper(cfg, True)
+    for _ in range(10):
+        instances = mapper({**record, "annotations": masked})["instances"]
+        expected = instances.gt_masks.get_bounding_boxes().tensor
+        torch.testing.assert_close(instances.gt_boxes.tensor, expected, rtol=0, atol=1.6)
+    assert len(mapper({**record, "annotations": []})["instances"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"DETR_CROP_RANGE": [600, 384]}, "DETR_CROP_RANGE"),
+        ({"DETR_CROP_RANGE": [384]}, "DETR_CROP_RANGE"),
+        ({"DETR_CROP_RESIZE": [400, 0]}, "DETR_CROP_RESIZE"),
+    ],
+)
+def test_impossible_crops_are_refused(keys: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        build_mapper(make_cfg(**keys), True)
