@@ -3,7 +3,7 @@
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -64,7 +64,10 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
     return cfg
 
 
-def _check_keys_of_file(cfg: CfgNode, path: Path) -> None:
+def _check_keys_of_file(cfg: CfgNode, path: Path, children: tuple[Path, ...] = ()) -> None:
+    path = Path(os.path.abspath(path))
+    if path in children:
+        raise UserError(f"{path} and {children[-1]} inherit from each other by _BASE_")
     if not path.is_file():
         raise UserError(f"config file '{path}' does not exist")
     try:
@@ -75,12 +78,13 @@ def _check_keys_of_file(cfg: CfgNode, path: Path) -> None:
         raise UserError(f"{path} holds no config: its top level must be a mapping of keys")
     base = content.pop("_BASE_", None)
     for parent in [base] if isinstance(base, str) else base or []:
-        _check_keys_of_file(cfg, Path(os.path.join(path.parent, os.path.expanduser(parent))))
+        above = Path(os.path.join(path.parent, os.path.expanduser(parent)))
+        _check_keys_of_file(cfg, above, (*children, path))
     for key in _dotted_keys(content):
         _check_key(cfg, key, str(path))
 
 
-def _dotted_keys(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
+def _dotted_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _dotted_keys(value, f"{prefix}{key}.")

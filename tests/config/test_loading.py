@@ -1,0 +1,94 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""YAML and overrides: what is merged, and what is refused with which sentence."""
+
+from pathlib import Path
+
+import pytest
+from detectron2.config import get_cfg as get_detectron2_cfg
+
+from qbheat_det.config import add_qbheat_config, get_config_path, load_config
+from qbheat_det.errors import UserError
+
+
+def _write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_inherits_and_overrides_win(tmp_path: Path) -> None:
+    _write(tmp_path / "base.yaml", "SOLVER: {BASE_LR: 0.5, MAX_ITER: 7}\nVERSION: 2\n")
+    leaf = _write(tmp_path / "leaf.yaml", "_BASE_: base.yaml\nSOLVER: {MAX_ITER: 8}\n")
+    cfg = load_config(leaf, ["SOLVER.IMS_PER_BATCH", "3"])
+    assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH) == (0.5, 8, 3)
+
+
+def test_the_keys_can_be_added_to_a_config_of_someone_else() -> None:
+    cfg = get_detectron2_cfg()
+    add_qbheat_config(cfg)
+    assert cfg.MODEL.MF_DETR.NUM_OBJECT_QUERIES == 100
+
+
+def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    text = f"OUTPUT_DIR: !!python/object/apply:os.system ['touch {witness}']\n"
+    with pytest.raises(UserError, match="not plain YAML"):
+        load_config(_write(tmp_path / "evil.yaml", text))
+    assert not witness.exists()
+
+
+def test_code_in_a_base_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    text = f"OUTPUT_DIR: !!python/object/apply:os.system ['touch {witness}']\n"
+    _write(tmp_path / "evil.yaml", text)
+    with pytest.raises(UserError, match=r"evil\.yaml"):
+        load_config(_write(tmp_path / "leaf.yaml", "_BASE_: evil.yaml\n"))
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("MODEL: {MF_DETR: {NUM_QUERIES: 3}}\n", r"MODEL\.MF_DETR\.NUM_OBJECT_QUERIES"),
+        ("SOLVR: {MAX_ITER: 3}\n", r"SOLVER\.MAX_ITER"),
+        ("SOLVER: {MAX_ITER: many}\n", "MAX_ITER"),
+        ("SOLVER: {MAX_ITER: {DEEP: 1}}\n", "MAX_ITER"),
+        ("- 1\n", "top level"),
+        ("a: [1\n", "not plain YAML"),
+        ("", "top level"),
+        ("_BASE_: nowhere.yaml\n", r"nowhere\.yaml.*does not exist"),
+        ("1: 2\n", "unknown config key '1'"),
+    ],
+)
+def test_a_bad_file_is_refused_with_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(_write(tmp_path / "bad.yaml", text))
+
+
+def test_files_that_inherit_each_other_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path / "a.yaml", "_BASE_: b.yaml\n")
+    with pytest.raises(UserError, match="inherit"):
+        load_config(_write(tmp_path / "b.yaml", "_BASE_: a.yaml\n"))
+
+
+@pytest.mark.parametrize(
+    ("opts", "message"),
+    [
+        (["SOLVER.MAX_ITER"], "no partner"),
+        (["SOLVER.MAXITER", "3"], r"did you mean 'SOLVER\.MAX_ITER'"),
+        (["SOLVER.MAX_ITER", "many"], "MAX_ITER"),
+        (["SOLVER", "3"], "SOLVER"),
+    ],
+)
+def test_bad_overrides_are_refused_with_a_sentence(opts: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(None, opts)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(str(tmp_path / "none.yaml"))
+
+
+def test_an_unknown_shipped_config_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"coco/mf_detr_211_285M_probe\.yaml"):
+        get_config_path("coco/mf_detr_211_285M_prob.yaml")

@@ -1,0 +1,189 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The backbone's contract with Detectron2: outputs, shapes, freezing, bad tables."""
+
+import dataclasses
+
+import pytest
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_backbone
+
+from qbheat_det.config import get_cfg
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormer
+
+SMALL = dataclasses.replace(
+    MOBILE_FORMER_ARCHS["285M"],
+    num_tokens=3,
+    token_dim=16,
+    stem=8,
+    blocks=(
+        BlockSpec("lite", 16, 8),
+        BlockSpec("down", 16, 12, 24),
+        BlockSpec("plain", 24, 12),
+        BlockSpec("down", 24, 16, 32),
+        BlockSpec("down", 32, 20, 40),
+    ),
+    expanded=48,
+)
+ALL_OUTPUTS = ("s2", "s4", "s8", "s16", "s16_expanded", "tokens")
+
+
+@pytest.mark.parametrize("name", MOBILE_FORMER_ARCHS)
+@pytest.mark.parametrize("size", [(64, 96), (33, 47), (16, 16), (1, 1)])
+def test_outputs_have_the_promised_shapes_at_any_image_size(
+    name: str, size: tuple[int, int]
+) -> None:
+    model = MobileFormer(arch=MOBILE_FORMER_ARCHS[name], out_features=ALL_OUTPUTS).eval()
+    with torch.no_grad():
+        outputs = model(torch.rand(2, 3, *size))
+    shapes = model.output_shape()
+    assert list(outputs) == list(shapes) == list(ALL_OUTPUTS)
+    for key in ALL_OUTPUTS[:-1]:
+        stride = shapes[key].stride
+        expected = (2, shapes[key].channels, -(-size[0] // stride), -(-size[1] // stride))
+        assert outputs[key].shape == expected
+    arch = MOBILE_FORMER_ARCHS[name]
+    assert outputs["tokens"].shape == (2, arch.num_tokens, arch.token_dim)
+    assert shapes["tokens"].stride is None
+    assert model.size_divisibility == 0
+
+
+def test_a_padded_batch_gives_what_each_image_gives_alone() -> None:
+    model = MobileFormer(arch=SMALL, out_features=ALL_OUTPUTS).eval()
+    sizes = [(40, 56), (23, 56), (40, 9)]
+    batch = torch.full((3, 3, 40, 56), float("nan"))
+    for image, (height, width) in zip(batch, sizes, strict=True):
+        image[:, :height, :width] = torch.rand(3, height, width)
+    with torch.no_grad():
+        together = model(batch, torch.tensor(sizes))
+        for index, (height, width) in enumerate(sizes):
+            alone = model(batch[index : index + 1, :, :height, :width])
+            for key, expected in alone.items():
+                result = together[key][index : index + 1]
+                if key != "tokens":
+                    result = result[..., : expected.shape[-2], : expected.shape[-1]]
+                torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("freeze_at", range(6))
+def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_at: int) -> None:
+    model = MobileFormer(
+        arch=SMALL, out_features=ALL_OUTPUTS, freeze_at=freeze_at, drop_path=0.5
+    ).train()
+    parts = {
+        1: ["stem.", "tokens"],
+        2: ["stages.0."],
+        3: ["stages.1."],
+        4: ["stages.2."],
+        5: ["stages.3.", "expand."],
+    }
+    frozen = tuple(name for level, names in parts.items() if level <= freeze_at for name in names)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if trainable:
+        optimizer = torch.optim.AdamW(trainable, lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        outputs = model(torch.rand(4, 3, 32, 32))
+        loss = torch.stack([output.square().mean() for output in outputs.values()]).sum()
+        if trainable:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    for key, value in model.state_dict().items():
+        if key.startswith(frozen):
+            assert torch.equal(value, before[key]), key
+        else:
+            assert not torch.equal(value, before[key]), key
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
+        name for name, _ in model.named_parameters() if name.startswith(frozen)
+    }
+
+
+def test_a_frozen_network_drops_no_path_while_training() -> None:
+    model = MobileFormer(arch=SMALL, out_features=["s16"], freeze_at=5, drop_path=0.9).train()
+    image = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(model(image)["s16"], model(image)["s16"], atol=0, rtol=0)
+
+
+def test_a_trainable_network_drops_paths_while_training_only() -> None:
+    model = MobileFormer(arch=SMALL, out_features=["s16"], drop_path=0.9, norm="FrozenBN").train()
+    image = torch.rand(8, 3, 32, 32)
+    assert not torch.equal(model(image)["s16"], model(image)["s16"])
+    model.eval()
+    torch.testing.assert_close(model(image)["s16"], model(image)["s16"], atol=0, rtol=0)
+
+
+def test_only_what_the_outputs_need_is_built() -> None:
+    model = MobileFormer(arch=SMALL, out_features=["s4"])
+    assert len(model.stages) == 2
+    assert not hasattr(model, "expand")
+    outputs = model(torch.rand(2, 3, 32, 32))
+    outputs["s4"].sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    model = MobileFormer(arch=SMALL, out_features=ALL_OUTPUTS).train()
+    torch.stack([o.square().sum() for o in model(torch.rand(2, 3, 32, 32)).values()]).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("outputs", [["res4"], [], ["s8", "s32"]])
+def test_an_unknown_output_is_refused_with_the_known_ones(outputs: list[str]) -> None:
+    with pytest.raises(ValueError, match="s16_expanded"):
+        MobileFormer(arch=SMALL, out_features=outputs)
+
+
+@pytest.mark.parametrize("freeze_at", [-1, 6])
+def test_a_freeze_at_out_of_range_is_refused(freeze_at: int) -> None:
+    with pytest.raises(ValueError, match="0 … 5"):
+        MobileFormer(arch=SMALL, out_features=["s8"], freeze_at=freeze_at)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([["lite", 20, 16, 0]], "lite block"),
+        ([["lite", 32, 20, 0]], "lite block"),
+        ([["down", 40, 28, 112]], "whole factor"),
+        ([["down", 96, 28, 0]], "no multiple"),
+        ([["down", 96, 28, 50]], "no multiple"),
+        ([["plain", 96, 27, 0]], "even widths"),
+        ([["fancy", 96, 28, 0]], "kinds"),
+        ([], "kinds"),
+        ([["lite", 32]], "BLOCKS"),
+    ],
+)
+def test_a_table_that_is_no_network_is_refused_by_block(
+    blocks: list[list[object]], message: str
+) -> None:
+    cfg = get_cfg()
+    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
+    cfg.MODEL.MOBILE_FORMER.VARIANT = "custom"
+    cfg.MODEL.MOBILE_FORMER.BLOCKS = blocks
+    with pytest.raises(UserError, match=message):
+        build_backbone(cfg)
+
+
+def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
+    cfg = get_cfg()
+    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
+    cfg.MODEL.MOBILE_FORMER.VARIANT = "508M"
+    with pytest.raises(UserError, match="285M"):
+        build_backbone(cfg, ShapeSpec(channels=3))
+
+
+def test_a_custom_table_equal_to_a_variant_gives_the_same_network() -> None:
+    cfg = get_cfg()
+    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    named = build_backbone(cfg)
+    arch = MOBILE_FORMER_ARCHS["285M"]
+    cfg.MODEL.MOBILE_FORMER.VARIANT = "custom"
+    cfg.MODEL.MOBILE_FORMER.BLOCKS = [list(dataclasses.astuple(block)) for block in arch.blocks]
+    custom = build_backbone(cfg)
+    custom.load_state_dict(named.state_dict())
+    image = torch.rand(1, 3, 32, 48)
+    for key, expected in named.eval()(image).items():
+        torch.testing.assert_close(custom.eval()(image)[key], expected)
