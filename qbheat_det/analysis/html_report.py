@@ -6,6 +6,7 @@ a light or a dark screen. All text is escaped.
 """
 
 import base64
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

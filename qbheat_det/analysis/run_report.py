@@ -78,8 +78,8 @@ def format_duration(seconds: float) -> str:
 def _backbone_name(cfg: CfgNode) -> str:
     name: str = cfg.MODEL.BACKBONE.NAME
     if "mobile_former" in name or name == "MobileFormer":
-        custom = cfg.MODEL.MOBILE_FORMER.VARIANT == "custom"
-        return "a small Mobile-Former" if custom else f"Mobile-Former {cfg.MODEL.MOBILE_FORMER.VARIANT}"
+        variant = cfg.MODEL.MOBILE_FORMER.VARIANT
+        return "a small Mobile-Former" if variant == "custom" else f"Mobile-Former {variant}"
     return name
 
 

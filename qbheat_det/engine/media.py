@@ -1,0 +1,190 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Images and videos on disk: finding them, reading them, and names for what is written."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+from detectron2.data.detection_utils import read_image
+from PIL import UnidentifiedImageError
+
+from qbheat_det.errors import UserError
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
+
+Image = npt.NDArray[np.uint8]
+
+
+class UnreadableMedia(Exception):
+    """A file that is not the image or video that its name promises; the message says why."""
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """One image or video to predict on.
+
+    ``name`` is the path below the input folder with forward slashes, or the file's own name.
+    """
+
+    path: Path
+    name: str
+
+    @property
+    def is_video(self) -> bool:
+        return self.path.suffix.lower() in VIDEO_SUFFIXES
+
+
+def find_media(inputs: Sequence[str], exclude: Path | None = None) -> list[MediaFile]:
+    """Lists the files named by ``inputs`` and the images and videos in its folders, sorted.
+
+    Args:
+        inputs: files, taken whatever their suffix, and folders, searched recursively.
+        exclude: a folder to leave out, so that earlier results are not taken for inputs.
+
+    Raises:
+        UserError: an input does not exist, or there is nothing to predict on.
+    """
+    found: dict[Path, MediaFile] = {}  # keyed by real path: a file named twice counts once
+    for name in inputs:
+        root = Path(name)
+        if root.is_file():
+            found.setdefault(root.resolve(), MediaFile(root, root.name))
+        elif root.is_dir():
+            for path in sorted(root.rglob("*")):
+                if path.suffix.lower() not in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
+                    continue
+                real = path.resolve()
+                if path.is_file() and not (exclude and real.is_relative_to(exclude.resolve())):
+                    found.setdefault(real, MediaFile(path, path.relative_to(root).as_posix()))
+        else:
+            hint = "; config overrides go last, after another flag" if name.isupper() else ""
+            raise UserError(f"input '{name}' does not exist{hint}")
+    if not found:
+        suffixes = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
+        raise UserError(f"no images or videos in {', '.join(inputs)} (looked for {suffixes})")
+    return list(found.values())
+
+
+def name_outputs(media: Sequence[MediaFile]) -> list[Path]:
+    """Returns a relative path for each file's drawn picture or video, no two of them equal.
+
+    JPEG stays JPEG, other images become PNG, videos become MP4. Where two inputs would meet, as
+    ``a.png`` and ``a.bmp`` would, the later gets a number: ``a-2.png``.
+    """
+    taken: set[str] = set()
+    outputs = []
+    for file in media:
+        suffix = ".jpg" if file.path.suffix.lower() in {".jpg", ".jpeg"} else ".png"
+        wanted = Path(file.name).with_suffix(".mp4" if file.is_video else suffix)
+        path, count = wanted, 1
+        while str(path).lower() in taken:  # some file systems do not tell a.png from A.png
+            count += 1
+            path = wanted.with_name(f"{wanted.stem}-{count}{wanted.suffix}")
+        taken.add(str(path).lower())
+        outputs.append(path)
+    return outputs
+
+
+def read_bgr(path: Path) -> Image:
+    """Reads an image upright, as its EXIF orientation says: (H, W, 3), BGR.
+
+    Raises:
+        UnreadableMedia: the file cannot be decoded.
+    """
+    try:
+        image: Image = read_image(str(path), format="BGR")
+    except UnidentifiedImageError as error:
+        raise UnreadableMedia("not an image") from error
+    except Exception as error:  # what a broken file raises depends on its format's decoder
+        raise UnreadableMedia(" ".join(str(error).split()) or type(error).__name__) from error
+    return image
+
+
+def write_image(path: Path, image: Image) -> None:
+    """Writes a (H, W, 3) BGR image; its folder is made.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = cv2.imwrite(str(path), image, [cv2.IMWRITE_JPEG_QUALITY, 92])
+    except OSError as error:
+        raise UserError(f"cannot write '{path}': {error.strerror}") from error
+    if not written:
+        raise UserError(f"cannot write '{path}'")
+
+
+class VideoReader:
+    """The frames of a video one by one, as (H, W, 3) BGR arrays.
+
+    Raises:
+        UnreadableMedia: OpenCV finds no frame in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._capture = cv2.VideoCapture(str(path))
+        found, self._first = self._capture.read()
+        if not found:
+            self._capture.release()
+            raise UnreadableMedia("not a video: no frame could be decoded")
+        fps = self._capture.get(cv2.CAP_PROP_FPS)
+        self.fps: float = fps if 0 < fps < 1000 else 25.0  # some containers do not say
+        count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        self.num_frames: int | None = count if count > 0 else None  # an estimate, for progress
+
+    def __iter__(self) -> Iterator[Image]:
+        frame, found = self._first, True
+        while found:
+            yield frame
+            found, frame = self._capture.read()
+        self._capture.release()
+
+
+class VideoWriter:
+    """Writes BGR frames of one size to an MP4, which appears under its name when complete.
+
+    MPEG-4 has even sizes only: OpenCV drops the last row or column of an odd one.
+    """
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self._path = path
+        self._partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+        self._fps = fps
+        self._writer: cv2.VideoWriter | None = None
+
+    def __enter__(self) -> "VideoWriter":
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def write(self, frame: Image) -> None:
+        """Appends a frame.
+
+        Raises:
+            UserError: OpenCV on this machine cannot write MP4 there.
+        """
+        if self._writer is None:
+            height, width = frame.shape[:2]
+            fourcc = cv2.VideoWriter.fourcc(*"mp4v")
+            self._writer = cv2.VideoWriter(str(self._partial), fourcc, self._fps, (width, height))
+            if not self._writer.isOpened():
+                raise UserError(f"OpenCV cannot write the video '{self._path}' on this machine")
+        self._writer.write(frame)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._writer is not None:
+            self._writer.release()
+            if kind is None:
+                os.replace(self._partial, self._path)
+        self._partial.unlink(missing_ok=True)

@@ -1,0 +1,320 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Prediction on images and videos with trained weights, through Detectron2's ``DefaultPredictor``.
+
+A run's folder is all that is needed: the weights, and beside them ``config.yaml``, which also
+holds the names and the ids of the classes.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultPredictor
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from detectron2.structures import Instances
+from tqdm import tqdm
+
+from qbheat_det.config import load_config
+from qbheat_det.errors import UserError
+
+from .media import (
+    Image,
+    MediaFile,
+    UnreadableMedia,
+    VideoReader,
+    VideoWriter,
+    name_outputs,
+    read_bgr,
+    write_image,
+)
+
+Draw = Callable[[Image, Instances], Image]
+
+
+def load_run_config(
+    weights: str,
+    config_file: str | None = None,
+    *,
+    device: str | None = None,
+    opts: Sequence[str] = (),
+) -> CfgNode:
+    """Returns the config that belongs to trained weights, with ``MODEL.WEIGHTS`` set to them.
+
+    Args:
+        weights: path of the weights.
+        config_file: YAML; None takes ``config.yaml`` in the folder of the weights.
+        device: "cpu" or "cuda"; None takes ``MODEL.DEVICE`` of ``opts``, else the GPU if any.
+        opts: alternating keys and values that override the file.
+
+    Raises:
+        UserError: a file is missing, the config is not sound, or there is no such device.
+    """
+    if config_file is None:
+        config_file = str(Path(weights).parent / "config.yaml")
+        if not Path(config_file).is_file():
+            raise UserError(f"no config.yaml beside '{weights}': name one with --config-file")
+    cfg = load_config(config_file, opts)
+    if device is None and "MODEL.DEVICE" not in opts[::2]:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.MODEL.DEVICE = device or cfg.MODEL.DEVICE
+    if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("device 'cuda' was asked for, but PyTorch sees no GPU: use --device cpu")
+    cfg.MODEL.WEIGHTS = weights
+    return cfg
+
+
+def build_predictor(cfg: CfgNode) -> DefaultPredictor:
+    """Returns Detectron2's predictor, its model holding exactly the tensors of the weights file.
+
+    Args:
+        cfg: as of ``load_run_config``.
+
+    Raises:
+        UserError: the weights cannot be read, or do not fit the model of the config.
+    """
+    unloaded = cfg.clone()
+    unloaded.MODEL.WEIGHTS = ""
+    predictor = DefaultPredictor(unloaded)
+    _ExactCheckpointer(predictor.model).load(check_weights_file(cfg.MODEL.WEIGHTS))
+    return predictor
+
+
+def check_weights_file(weights: str) -> str:
+    """Returns the path unchanged if it is a file that may be read.
+
+    Raises:
+        UserError: it does not exist, is a folder, or is a pickle.
+    """
+    path = Path(weights)
+    if path.is_dir():
+        raise UserError(f"'{weights}' is a folder: name the weights in it, such as model_final.pth")
+    if not path.is_file():
+        raise UserError(f"weights file '{weights}' does not exist")
+    if path.suffix.lower() in {".pkl", ".pickle"}:
+        raise UserError(
+            f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
+            ".pth where you trust it, with torch.save({'model': …})"
+        )
+    return weights
+
+
+class _ExactCheckpointer(DetectionCheckpointer):
+    """Detectron2's checkpointer, which here reads tensors only and forgives no mismatch."""
+
+    def _load_file(self, filename: str) -> dict[str, Any]:
+        try:
+            loaded = torch.load(filename, map_location="cpu", weights_only=True)
+        except Exception as error:  # a broken file can raise anything on its way through zip
+            raise UserError(
+                f"'{filename}' cannot be read as PyTorch weights; it may be truncated, or not be "
+                f"a weights file at all ({type(error).__name__})"
+            ) from error
+        state = loaded.get("model", loaded) if isinstance(loaded, dict) else None
+        tensors = isinstance(state, dict) and all(torch.is_tensor(v) for v in state.values())
+        if not tensors or not state:
+            raise UserError(f"'{filename}' holds no weights: a dict of named tensors is expected")
+        self._filename = filename
+        return {**loaded, "model": state} if state is not loaded else {"model": state}
+
+    def _log_incompatible_keys(self, incompatible: Any) -> None:
+        wrong = {key: f"{key} {old} instead of {new}" for key, old, new in _shapes(incompatible)}
+        missing = [key for key in incompatible.missing_keys if key not in wrong]
+        faults = [
+            _count(missing, "missing"),
+            _count(incompatible.unexpected_keys, "unexpected"),
+            _count(list(wrong.values()), "of another shape"),
+        ]
+        if any(faults):
+            raise UserError(
+                f"'{self._filename}' does not fit the model of the config: "
+                f"{'; '.join(filter(None, faults))}; use the config.yaml that was written beside "
+                "the weights"
+            )
+
+
+def _shapes(incompatible: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return [(key, tuple(old), tuple(new)) for key, old, new in incompatible.incorrect_shapes]
+
+
+def _count(names: Sequence[str], what: str) -> str:
+    first = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} {what} ({first})" if names else ""
+
+
+def get_category_id(cfg: CfgNode, class_index: int) -> int:
+    """Returns the annotation file's id of a contiguous class, or ``class_index + 1`` if unknown.
+
+    Raises:
+        UserError: the config lists ids, but fewer than the model has classes.
+    """
+    ids = cfg.MODEL.CATEGORY_IDS
+    if not ids:
+        return class_index + 1
+    if class_index >= len(ids):
+        raise UserError(
+            f"the model predicts class {class_index}, but MODEL.CATEGORY_IDS lists {len(ids)} ids"
+        )
+    return int(ids[class_index])
+
+
+def read_image_ids(json_file: str, media: Sequence[MediaFile]) -> list[int]:
+    """Looks up each file's image id in a COCO annotation file, by its path or else its own name.
+
+    Raises:
+        UserError: the file is not COCO's format, or does not know all of the images.
+    """
+    try:
+        images = json.loads(Path(json_file).read_text(encoding="utf-8"))["images"]
+        ids = {str(image["file_name"]): int(image["id"]) for image in images}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{json_file}' is not a COCO annotation file: {error!r}") from error
+    by_name: dict[str, set[int]] = {}
+    for file_name, image_id in ids.items():
+        by_name.setdefault(Path(file_name).name, set()).add(image_id)
+    found, unknown = [], []
+    for file in media:
+        same_name = by_name.get(file.path.name, set())
+        if file.name in ids:
+            found.append(ids[file.name])
+        elif len(same_name) == 1 and not file.is_video:
+            found.extend(same_name)
+        else:
+            unknown.append(file.name)
+    if unknown:
+        raise UserError(f"{json_file}: {_count(unknown, 'input files')} have no single image there")
+    if len(set(found)) < len(found):
+        raise UserError(f"{json_file}: two of the input files are the same image there")
+    return found
+
+
+@dataclass
+class PredictionReport:
+    """What a pass over the inputs came to; ``skipped`` pairs a file's path with the reason."""
+
+    num_images: int = 0
+    num_frames: int = 0
+    num_boxes: int = 0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+
+class MediaPredictor:
+    """Predicts on files, writes what ``draw`` makes of them, and collects COCO-format results.
+
+    ``results`` has, for each box, ``image_id``, ``file_name``, ``category_id``, ``bbox`` (XYWH,
+    pixels of the upright input image) and ``score``; ``segmentation`` (RLE) where the model
+    predicts masks; ``frame`` (from 0) in videos, where each frame has an image id of its own.
+    """
+
+    def __init__(
+        self,
+        predictor: DefaultPredictor,
+        *,
+        cfg: CfgNode,
+        score_threshold: float,
+        output_dir: Path | None,
+        draw: Draw,
+    ) -> None:
+        """
+        Args:
+            predictor: takes a (H, W, 3) BGR image, whatever ``cfg.INPUT.FORMAT`` is.
+            cfg: ``MODEL.CATEGORY_IDS`` is read.
+            score_threshold: boxes below it are neither drawn nor collected.
+            output_dir: folder for the pictures; nothing is drawn if None.
+            draw: from a BGR image and its instances to a picture, also BGR.
+        """
+        self._predictor = predictor
+        self._cfg = cfg
+        self._score_threshold = score_threshold
+        self._output_dir = output_dir
+        self._draw = draw
+        self._next_id = 1
+        self.results: list[dict[str, Any]] = []
+        self.report = PredictionReport()
+
+    def run(self, media: Sequence[MediaFile], image_ids: Sequence[int] | None = None) -> None:
+        """Predicts on every file; unreadable ones are listed in ``report`` and passed over.
+
+        Args:
+            media: as of ``find_media``.
+            image_ids: an id for each file; None numbers images and frames from 1.
+        """
+        outputs = name_outputs(media)
+        with tqdm(total=len(media), unit="file", desc="predicting") as bar:
+            for index, (file, output) in enumerate(zip(media, outputs, strict=True)):
+                try:
+                    if file.is_video:
+                        self._run_video(file, output)
+                    else:
+                        self._run_image(file, output, image_ids[index] if image_ids else None)
+                except UnreadableMedia as error:
+                    self.report.skipped.append((str(file.path), str(error)))
+                bar.update()
+
+    def _run_image(self, file: MediaFile, output: Path, image_id: int | None) -> None:
+        image = read_bgr(file.path)
+        short, long = sorted(image.shape[:2])
+        if short * self._cfg.INPUT.MAX_SIZE_TEST < long:
+            raise UnreadableMedia(f"{long} × {short} pixels is too elongated to be resized")
+        instances = self._predict(image)
+        self._collect(instances, image_id, {"file_name": file.name})
+        self.report.num_images += 1
+        if self._output_dir is not None:
+            write_image(self._output_dir / output, self._draw(image, instances))
+
+    def _run_video(self, file: MediaFile, output: Path) -> None:
+        frames = VideoReader(file.path)
+        if self._output_dir is None:
+            for _ in self._predict_frames(file, frames):
+                pass
+            return
+        with VideoWriter(self._output_dir / output, frames.fps) as writer:
+            for frame, instances in self._predict_frames(file, frames):
+                writer.write(self._draw(frame, instances))
+
+    def _predict_frames(
+        self, file: MediaFile, frames: VideoReader
+    ) -> Iterator[tuple[Image, Instances]]:
+        bar = tqdm(frames, total=frames.num_frames, unit="frame", desc=file.name, leave=False)
+        for index, frame in enumerate(bar):
+            instances = self._predict(frame)
+            self._collect(instances, None, {"file_name": file.name, "frame": index})
+            self.report.num_frames += 1
+            yield frame, instances
+
+    def _predict(self, image: Image) -> Instances:
+        instances = self._predictor(image)["instances"].to("cpu")
+        return instances[instances.scores >= self._score_threshold]
+
+    def _collect(
+        self, instances: Instances, image_id: int | None, origin: Mapping[str, Any]
+    ) -> None:
+        if image_id is None:
+            image_id, self._next_id = self._next_id, self._next_id + 1
+        for found in instances_to_coco_json(instances, image_id):
+            found["category_id"] = get_category_id(self._cfg, found["category_id"])
+            self.results.append({"image_id": image_id, **origin, **found})
+        self.report.num_boxes += len(instances)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Writes JSON so that a reader finds either the whole new file or what was there before.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise UserError(f"cannot write '{path}': {error.strerror}") from error

@@ -1,0 +1,316 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Prediction: weights that fit or are refused, pixels in the right order, results as COCO's."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.structures import Instances
+from PIL import Image
+from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
+
+from qbheat_det.engine.media import MediaFile, find_media, name_outputs
+from qbheat_det.engine.prediction import (
+    MediaPredictor,
+    build_predictor,
+    get_category_id,
+    load_run_config,
+    read_image_ids,
+    write_json,
+)
+from qbheat_det.errors import UserError
+
+RED = (255, 0, 0)
+
+
+def _save_image(path: Path, color: tuple[int, int, int] = RED, size: tuple[int, int] = (40, 30)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, color).save(path)
+    return path
+
+
+def _save_video(path: Path, num_frames: int, size: tuple[int, int] = (48, 32)) -> Path:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, size)
+    for _ in range(num_frames):
+        writer.write(np.full((size[1], size[0], 3), (0, 0, 255), np.uint8))  # BGR: red
+    writer.release()
+    return path
+
+
+def _run(
+    cfg: CfgNode, weights: str, inputs: list[Path], output: Path | None = None, **kwargs: Any
+) -> MediaPredictor:
+    cfg.MODEL.WEIGHTS = weights
+    predictor = MediaPredictor(
+        build_predictor(cfg),
+        cfg=cfg,
+        score_threshold=kwargs.pop("score_threshold", 0.0),
+        output_dir=output,
+        draw=lambda image, instances: image,
+    )
+    predictor.run(find_media([str(path) for path in inputs]), **kwargs)
+    return predictor
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> tuple[CfgNode, str]:
+    cfg = make_probe_config()
+    return cfg, save_run(cfg, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("pixel_format", "red"), [("RGB", 1.0), ("BGR", 0.0)])
+@pytest.mark.parametrize("video", [False, True], ids=["image", "video"])
+def test_the_model_sees_channels_in_the_order_of_its_config(
+    tmp_path: Path, pixel_format: str, red: float, video: bool
+) -> None:
+    cfg = make_probe_config()
+    cfg.INPUT.FORMAT = pixel_format
+    weights = save_run(cfg, tmp_path / "run")
+    source = _save_video(tmp_path / "v.mp4", 1) if video else _save_image(tmp_path / "red.png")
+    (box,) = _run(cfg, weights, [source]).results
+    assert box["score"] == pytest.approx(red, abs=0.03)
+
+
+def test_a_result_has_the_annotation_files_ids_and_pixels_of_the_input(
+    probe: tuple[CfgNode, str], tmp_path: Path
+) -> None:
+    (box,) = _run(*probe, [_save_image(tmp_path / "red.png", size=(200, 100))]).results
+    assert box == {
+        "image_id": 1,
+        "file_name": "red.png",
+        "category_id": 9,
+        "bbox": [0.0, 0.0, 100.0, 100.0],
+        "score": pytest.approx(1.0),
+    }
+
+
+def test_an_image_is_turned_upright_as_its_exif_says(
+    probe: tuple[CfgNode, str], tmp_path: Path
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held a quarter turn to the side
+    Image.new("RGB", (200, 100), RED).save(tmp_path / "turned.jpg", exif=exif)
+    run = _run(*probe, [tmp_path / "turned.jpg"], tmp_path / "out")
+    assert run.results[0]["bbox"] == [0.0, 0.0, 50.0, 200.0]
+    assert Image.open(tmp_path / "out" / "turned.jpg").size == (100, 200)
+
+
+def test_boxes_below_the_threshold_are_left_out(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
+    images = [_save_image(tmp_path / "a.png", (100, 0, 0)), _save_image(tmp_path / "b.png")]
+    run = _run(*probe, images, score_threshold=0.5)
+    assert [box["file_name"] for box in run.results] == ["b.png"]
+    assert (run.report.num_images, run.report.num_boxes) == (2, 1)
+    assert run.results[0]["image_id"] == 2
+
+
+def test_each_frame_of_a_video_is_an_image_of_its_own(
+    probe: tuple[CfgNode, str], tmp_path: Path
+) -> None:
+    inputs = [_save_image(tmp_path / "a.png"), _save_video(tmp_path / "v.avi", 3)]
+    run = _run(*probe, inputs, tmp_path / "out")
+    assert [(b["image_id"], b.get("frame")) for b in run.results] == [
+        (1, None),
+        (2, 0),
+        (3, 1),
+        (4, 2),
+    ]
+    written = cv2.VideoCapture(str(tmp_path / "out" / "v.mp4"))
+    frames = []
+    while (frame := written.read())[0]:
+        frames.append(frame[1])
+    assert [frame.shape for frame in frames] == [(32, 48, 3)] * 3
+    assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
+
+
+def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    whole = _save_image(folder / "whole.jpg", size=(64, 64)).read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "text.png").write_text("not a picture")
+    (folder / "text.mp4").write_text("not a video")
+    _save_image(folder / "thread.png", size=(3000, 1))
+    run = _run(*probe, [folder], tmp_path / "out")
+    assert [Path(path).name for path, _ in run.report.skipped] == [
+        "cut.jpg",
+        "text.mp4",
+        "text.png",
+        "thread.png",
+    ]
+    assert all(reason for _, reason in run.report.skipped)
+    assert [box["file_name"] for box in run.results] == ["whole.jpg"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole.jpg"]
+
+
+def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
+    for name in ["in/a.png", "in/a.bmp", "in/A.PNG", "in/deep/a.png", "in/out/old.png", "b/a.png"]:
+        _save_image(tmp_path / name)
+    (tmp_path / "in" / "notes.txt").write_text("")
+    inputs = [str(tmp_path / "in"), str(tmp_path / "in" / "a.png"), str(tmp_path / "b")]
+    media = find_media(inputs, exclude=tmp_path / "in" / "out")
+    assert [m.name for m in media] == ["A.PNG", "a.bmp", "a.png", "deep/a.png", "a.png"]
+    names = [path.as_posix() for path in name_outputs(media)]
+    assert names == ["A.png", "a-2.png", "a-3.png", "deep/a.png", "a-4.png"]
+
+
+def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere.jpg' does not exist"):
+        find_media([str(tmp_path / "nowhere.jpg")])
+    with pytest.raises(UserError, match="no images or videos"):
+        find_media([str(tmp_path)])
+
+
+def test_weights_bring_their_config_along(tmp_path: Path) -> None:
+    weights = save_run(make_retinanet_config(), tmp_path / "run")
+    cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "48"])
+    assert cfg.MODEL.META_ARCHITECTURE == "RetinaNet"
+    assert (cfg.INPUT.MIN_SIZE_TEST, cfg.MODEL.WEIGHTS) == (48, weights)
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(UserError, match="no config.yaml beside"):
+        load_run_config(weights)
+
+
+def test_the_model_holds_the_tensors_of_the_file(tmp_path: Path) -> None:
+    cfg = make_retinanet_config()
+    cfg.MODEL.WEIGHTS = save_run(cfg, tmp_path / "run", seed=7)
+    expected = torch.load(cfg.MODEL.WEIGHTS, weights_only=True)["model"]
+    torch.testing.assert_close(
+        build_predictor(cfg).model.state_dict(), expected, rtol=0, atol=0
+    )
+    torch.save(expected, tmp_path / "bare.pth")  # a state dict without the trainer's wrapping
+    cfg.MODEL.WEIGHTS = str(tmp_path / "bare.pth")
+    torch.testing.assert_close(
+        build_predictor(cfg).model.state_dict(), expected, rtol=0, atol=0
+    )
+
+
+def test_weights_of_another_model_are_an_error_that_counts(tmp_path: Path) -> None:
+    cfg = make_retinanet_config()
+    state = build_model(cfg).state_dict()
+    state.pop("head.cls_score.bias")
+    state["head.bbox_pred.weight"] = torch.zeros(1, 2)
+    state["strange"] = torch.zeros(1)
+    cfg.MODEL.WEIGHTS = str(tmp_path / "w.pth")
+    torch.save({"model": state}, cfg.MODEL.WEIGHTS)
+    with pytest.raises(UserError) as caught:
+        build_predictor(cfg)
+    sentence = str(caught.value)
+    assert "1 missing (head.cls_score.bias)" in sentence
+    assert "1 unexpected (strange)" in sentence
+    assert "1 of another shape (head.bbox_pred.weight (1, 2) instead of (12, 8, 3, 3))" in sentence
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(b"not weights" * 50)
+
+
+def _truncated(path: Path) -> None:
+    torch.save({"model": {"a": torch.zeros(1000)}}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def _empty(path: Path) -> None:
+    path.touch()
+
+
+def _numbers(path: Path) -> None:
+    torch.save({"model": {"a": 3}}, path)
+
+
+class _RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+def _harmful(path: Path) -> None:
+    torch.save({"model": {"a": _RunsCode()}}, path)
+
+
+@pytest.mark.parametrize("write", [_garbage, _truncated, _empty, _numbers, _harmful])
+def test_files_that_are_no_weights_give_a_sentence_and_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = make_probe_config()
+    cfg.MODEL.WEIGHTS = str(tmp_path / "w.pth")
+    write(Path(cfg.MODEL.WEIGHTS))
+    with pytest.raises(UserError, match=r"w\.pth"):
+        build_predictor(cfg)
+    assert not Path("ran").exists()
+
+
+def test_missing_files_folders_and_pickles_are_refused(tmp_path: Path) -> None:
+    cfg = make_probe_config()
+    (tmp_path / "w.pkl").write_bytes(pickle.dumps({"model": {}}))
+    for name, reason in [("none.pth", "not exist"), ("", "folder"), ("w.pkl", "can run code")]:
+        cfg.MODEL.WEIGHTS = str(tmp_path / name)
+        with pytest.raises(UserError, match=reason):
+            build_predictor(cfg)
+
+
+def test_classes_without_known_ids_count_from_one() -> None:
+    cfg = make_probe_config()
+    assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
+    with pytest.raises(UserError, match="class 2, but MODEL.CATEGORY_IDS lists 2 ids"):
+        get_category_id(cfg, 2)
+    cfg.MODEL.CATEGORY_IDS = []
+    assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
+
+
+def test_image_ids_come_from_an_annotation_file(tmp_path: Path) -> None:
+    annotations = tmp_path / "ann.json"
+    images = [("a.jpg", 30), ("x/b.jpg", 7), ("x/c.jpg", 1), ("y/c.jpg", 2)]
+    annotations.write_text(json.dumps({"images": [{"file_name": f, "id": i} for f, i in images]}))
+
+    def look_up(*names: str) -> list[int]:
+        return read_image_ids(str(annotations), [MediaFile(Path("in") / n, n) for n in names])
+
+    assert look_up("x/b.jpg", "a.jpg", "y/c.jpg") == [7, 30, 2]
+    assert look_up("b.jpg") == [7]  # by its own name, where only one image is called so
+    with pytest.raises(UserError, match=r"2 input files \(c.jpg, d.jpg\)"):
+        look_up("c.jpg", "d.jpg")
+    with pytest.raises(UserError, match="the same image"):
+        look_up("b.jpg", "x/b.jpg")
+    annotations.write_text("[]")
+    with pytest.raises(UserError, match="not a COCO annotation file"):
+        look_up("a.jpg")
+
+
+def test_masks_are_written_as_run_lengths(
+    probe: tuple[CfgNode, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pycocotools import mask as mask_util
+    from tests.engine.tiny_detectors import ChannelProbe
+
+    plain = ChannelProbe.forward
+
+    def with_masks(self: ChannelProbe, inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:
+        outputs = plain(self, inputs)
+        height, width = outputs[0]["instances"].image_size
+        mask = torch.zeros(1, height, width, dtype=torch.bool)
+        mask[:, 5:10, 3:7] = True
+        outputs[0]["instances"].pred_masks = mask
+        return outputs
+
+    monkeypatch.setattr(ChannelProbe, "forward", with_masks)
+    run = _run(*probe, [_save_image(tmp_path / "a.png")])
+    write_json(tmp_path / "r.json", run.results)
+    (box,) = json.loads((tmp_path / "r.json").read_text())
+    assert mask_util.area(box["segmentation"]) == 20
+
+
+def test_json_replaces_the_old_file_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "r.json"
+    write_json(path, [1])
+    with pytest.raises(TypeError):
+        write_json(path, [1, object()])
+    assert json.loads(path.read_text()) == [1]
+    with pytest.raises(UserError, match="cannot write"):
+        write_json(path / "below a file.json", [])

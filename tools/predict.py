@@ -1,0 +1,123 @@
+#!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Predict on images, folders and videos with trained weights.
+
+examples:
+  # a run's folder holds the weights and, beside them, the config.yaml that they need
+  python tools/predict.py --weights output/demo/training/model_final.pth \\
+      --input photo.jpg --output output/pictures
+
+  # a folder (searched recursively) and a video; boxes as a COCO results file, too
+  python tools/predict.py --weights output/run/model_final.pth \\
+      --input photos/ clip.mp4 --output output/pictures --json output/boxes.json
+
+  # every box that the model gives, under the image ids of an annotation file: what AP needs
+  python tools/predict.py --weights output/run/model_final.pth --input val2017/ \\
+      --json output/val.json --image-ids-from instances_val2017.json --score-threshold 0
+
+  # config keys can be overridden: here, larger test images
+  python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
+      --output output/pictures INPUT.MIN_SIZE_TEST 1000
+
+exit code: 0; 1 if a file could not be read and was skipped; 2 if nothing could be done.
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+# What Detectron2's own imports and torch.meshgrid say is of no use to people who predict.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+warnings.filterwarnings("ignore", message="torch.meshgrid")
+
+import numpy as np  # noqa: E402
+from detectron2.structures import Instances  # noqa: E402
+
+from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
+from qbheat_det.engine.media import Image, find_media  # noqa: E402
+from qbheat_det.engine.prediction import (  # noqa: E402
+    MediaPredictor,
+    PredictionReport,
+    build_predictor,
+    load_run_config,
+    read_image_ids,
+    write_json,
+)
+from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    summary, examples = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        description=summary,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--weights", required=True, help="trained weights (.pth)")
+    add("--config-file", help="YAML of the model (default: config.yaml beside the weights)")
+    add("--input", nargs="+", required=True, metavar="PATH", help="images, folders, videos")
+    add("--output", type=Path, metavar="DIR", help="folder for the drawn pictures and videos")
+    add("--json", type=Path, metavar="FILE", help="write the boxes in COCO's results format")
+    add("--image-ids-from", metavar="FILE", help="COCO annotations that say each image's id")
+    add("--score-threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
+    args = parser.parse_args(argv)
+    if args.output is None and args.json is None:
+        parser.error("nothing to write: name --output DIR, --json FILE or both")
+    if not 0 <= args.score_threshold <= 1:
+        parser.error("--score-threshold is a probability: from 0 to 1")
+    return args
+
+
+@exit_with_sentence
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    cfg = load_run_config(args.weights, args.config_file, device=args.device, opts=args.opts)
+    media = find_media(args.input, exclude=args.output)
+    image_ids = read_image_ids(args.image_ids_from, media) if args.image_ids_from else None
+    if args.json and args.json.is_dir():
+        raise UserError(f"--json '{args.json}' is a folder: name a file")
+    predictor = build_predictor(cfg)
+    if args.json and not cfg.MODEL.CATEGORY_IDS:
+        print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
+
+    names = cfg.MODEL.CLASS_NAMES
+
+    def draw(image: Image, instances: Instances) -> Image:
+        picture = draw_boxes(image[:, :, ::-1], DrawnBoxes.from_instances(instances), names)
+        return np.ascontiguousarray(picture[:, :, ::-1])
+
+    run = MediaPredictor(
+        predictor,
+        cfg=cfg,
+        score_threshold=args.score_threshold,
+        output_dir=args.output,
+        draw=draw,
+    )
+    run.run(media, image_ids)
+    if args.json:
+        write_json(args.json, run.results)
+    print_report(run.report, args)
+    return 1 if run.report.skipped else 0
+
+
+def print_report(report: PredictionReport, args: argparse.Namespace) -> None:
+    frames = f" and {report.num_frames} video frames" if report.num_frames else ""
+    threshold = f"with a score of {args.score_threshold} or more"
+    print(f"{report.num_boxes} boxes {threshold} on {report.num_images} images{frames}")
+    if args.output:
+        print(f"pictures: {args.output}")
+    if args.json:
+        hint = " (for AP, take all boxes: --score-threshold 0)" if args.score_threshold else ""
+        print(f"results:  {args.json}{hint}")
+    for path, reason in report.skipped:
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+    if report.skipped:
+        print(f"{len(report.skipped)} files could not be read", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
