@@ -125,7 +125,9 @@ def test_only_what_the_outputs_need_is_built() -> None:
 
 def test_every_parameter_gets_a_gradient() -> None:
     model = MobileFormer(arch=SMALL, out_features=ALL_OUTPUTS).train()
-    torch.stack([o.square().sum() for o in model(torch.rand(2, 3, 32, 32)).values()]).sum().backward()
+    torch.stack(
+        [o.square().sum() for o in model(torch.rand(2, 3, 32, 32)).values()]
+    ).sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
