@@ -3,10 +3,17 @@
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+# The toy set is drawn below the checkout, once for all runs, and not into a home folder.
+# Set before anything imports the package, which settles the folder when it registers the set.
+os.environ.setdefault(
+    "QBHEAT_CACHE", str(Path(__file__).resolve().parents[1] / "output" / "test_cache")
+)
 
 # Workers share the cores; more threads than cores make convolutions several times slower.
 if "PYTEST_XDIST_WORKER" in os.environ:
