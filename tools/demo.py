@@ -154,7 +154,9 @@ def main(argv: list[str] | None = None) -> None:
     write_report(run_report.describe_run(run, pictures), report_file)
     print()
     print(f"AP    {metrics.get('AP', float('nan')):.1f}")
-    print(f"AP50  {metrics.get('AP50', float('nan')):.1f}   (COCO metrics, {num_val} unseen images)")
+    print(
+        f"AP50  {metrics.get('AP50', float('nan')):.1f}   (COCO metrics, {num_val} unseen images)"
+    )
     print(f"took  {run_report.format_duration(seconds)}")
     print(f"open  {report_file.resolve()}")
 

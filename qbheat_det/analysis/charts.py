@@ -93,7 +93,8 @@ def select_series(
 
 def _start(theme: Theme, *, height: float) -> tuple[Figure, Axes]:
     # A Figure of its own, not pyplot: no global state, and no window system is looked for.
-    figure = Figure(figsize=(6.4, height), layout="constrained")
+    figure = Figure(figsize=(6.4, height))
+    figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
     axes = figure.add_subplot()
     axes.set_facecolor("none")
     axes.set_axisbelow(True)

@@ -118,7 +118,7 @@ def draw_boxes(
     line = max(2, round(min(size) / 220))
     for i in order:
         _outline(pen, drawn.boxes[i] * scale, get_class_color(int(drawn.classes[i])), line, size)
-    font = _font(max(12, round(min(size) / 32)))
+    font = _font(max(13, round(min(size) / 26)))
     taken: list[_Rectangle] = []
     for i in order:
         label = get_class_name(class_names, int(drawn.classes[i]))

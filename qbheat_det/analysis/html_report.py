@@ -6,7 +6,6 @@ a light or a dark screen. All text is escaped.
 """
 
 import base64
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -213,7 +212,8 @@ p { margin: 0 0 1rem; max-width: 44rem; }
 dt { color: var(--quiet); font-size: 0.85rem; }
 dd { margin: 0; }
 .value {
-  font-size: 1.9rem; line-height: 1.25; font-weight: 640; letter-spacing: -0.02em;
+  font-size: 1.7rem; line-height: 1.3; font-weight: 640; letter-spacing: -0.02em;
+  white-space: nowrap;
   font-variant-numeric: tabular-nums;
 }
 .note { color: var(--quiet); font-size: 0.8rem; }
@@ -235,6 +235,7 @@ th, td {
   font-variant-numeric: tabular-nums;
 }
 th:first-child { text-align: left; }
+tr > :last-child { padding-right: 0; }
 thead th { color: var(--quiet); font-size: 0.85rem; font-weight: 500; }
 tbody th { font-weight: 500; }
 pre {

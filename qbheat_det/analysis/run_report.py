@@ -58,13 +58,14 @@ def describe_run(run: Run, pictures: Sequence[Picture]) -> Report:
         _list_commands(run),
         Section("Environment", table=_list_environment()),
     ]
+    origin = Path(cfg.MODEL.WEIGHTS).name if cfg.MODEL.WEIGHTS else "random weights"
     return Report(
-        title="From random weights to boxes",
+        title=f"A detector trained from {origin}",
         lead=f"{cfg.MODEL.META_ARCHITECTURE} on {_backbone_name(cfg)}, trained on "
         f"{run.num_train:,} images of {cfg.DATASETS.TRAIN[0]} and evaluated with the COCO metrics "
         f"on {run.num_val:,} images that it has not seen.",
         figures=_list_figures(run),
-        sections=[section for section in sections if section is not None],
+        sections=[section for section in sections if section],
         footer="Written by tools/demo.py of qbheat_det.",
     )
 
@@ -84,15 +85,14 @@ def _backbone_name(cfg: CfgNode) -> str:
 
 
 def _list_figures(run: Run) -> list[SummaryFigure]:
-    figures = [
+    return [
         SummaryFigure(_percent(run.metrics.get("AP")), "AP", "IoU 0.50 to 0.95"),
         SummaryFigure(_percent(run.metrics.get("AP50")), "AP50", "IoU 0.50"),
         SummaryFigure(_percent(run.metrics.get("AP75")), "AP75", "IoU 0.75"),
         SummaryFigure(_in_millions(run.num_parameters), "Parameters"),
         SummaryFigure(f"{run.cfg.SOLVER.MAX_ITER:,}", "Steps", _batch(run.cfg)),
-        SummaryFigure(format_duration(run.seconds), "Wall time", "training to report"),
+        SummaryFigure(f"{run.seconds / 60:.1f} min", "Wall time", "training to report"),
     ]
-    return figures
 
 
 def _batch(cfg: CfgNode) -> str:
@@ -168,7 +168,7 @@ def _version(package: str) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.1f}"
+    return "n/a" if value is None or math.isnan(value) else f"{value:.1f}"
 
 
 def _in_millions(count: int) -> str:

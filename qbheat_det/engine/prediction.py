@@ -19,7 +19,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from qbheat_det.config import load_config
 from qbheat_det.errors import UserError
@@ -261,7 +261,7 @@ class MediaPredictor:
         image = read_bgr(file.path)
         short, long = sorted(image.shape[:2])
         if short * self._cfg.INPUT.MAX_SIZE_TEST < long:
-            raise UnreadableMedia(f"{long} × {short} pixels is too elongated to be resized")
+            raise UnreadableMedia(f"{long} x {short} pixels is too elongated to be resized")
         instances = self._predict(image)
         self._collect(instances, image_id, {"file_name": file.name})
         self.report.num_images += 1

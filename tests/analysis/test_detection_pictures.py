@@ -51,7 +51,9 @@ def test_an_image_without_boxes_stays_as_it_is_and_the_input_is_not_drawn_on() -
 
 
 def test_a_small_object_stays_visible_inside_a_large_one() -> None:
-    small_first = draw_boxes(_grey(400, 400), _drawn([5, 150, 5 + 60, 250], [5, 5, 390, 390]), NAMES)
+    small_first = draw_boxes(
+        _grey(400, 400), _drawn([5, 150, 5 + 60, 250], [5, 5, 390, 390]), NAMES
+    )
     assert tuple(small_first[200, 5]) == get_class_color(0)
 
 
@@ -114,7 +116,9 @@ def test_side_by_side_has_the_prediction_on_the_left() -> None:
 
 
 def test_a_contact_sheet_centres_pictures_of_different_sizes() -> None:
-    pictures = [np.full((h, w, 3), v, np.uint8) for h, w, v in [(4, 6, 50), (2, 6, 100), (4, 2, 150)]]
+    pictures = [
+        np.full((h, w, 3), v, np.uint8) for h, w, v in [(4, 6, 50), (2, 6, 100), (4, 2, 150)]
+    ]
     sheet = tile_pictures(pictures, columns=2, gap=2)
     assert sheet.shape == (10, 14, 3)
     np.testing.assert_array_equal(sheet[0:4, 0:6], 50)

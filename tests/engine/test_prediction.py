@@ -14,7 +14,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.structures import Instances
 from PIL import Image
-from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
+from pycocotools import mask as mask_util
 
 from qbheat_det.engine.media import MediaFile, find_media, name_outputs
 from qbheat_det.engine.prediction import (
@@ -26,6 +26,12 @@ from qbheat_det.engine.prediction import (
     write_json,
 )
 from qbheat_det.errors import UserError
+from tests.engine.tiny_detectors import (
+    ChannelProbe,
+    make_probe_config,
+    make_retinanet_config,
+    save_run,
+)
 
 RED = (255, 0, 0)
 
@@ -161,7 +167,7 @@ def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
 
 
 def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere.jpg' does not exist"):
+    with pytest.raises(UserError, match=r"nowhere\.jpg' does not exist"):
         find_media([str(tmp_path / "nowhere.jpg")])
     with pytest.raises(UserError, match="no images or videos"):
         find_media([str(tmp_path)])
@@ -171,9 +177,10 @@ def test_weights_bring_their_config_along(tmp_path: Path) -> None:
     weights = save_run(make_retinanet_config(), tmp_path / "run")
     cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "48"])
     assert cfg.MODEL.META_ARCHITECTURE == "RetinaNet"
-    assert (cfg.INPUT.MIN_SIZE_TEST, cfg.MODEL.WEIGHTS) == (48, weights)
+    assert cfg.INPUT.MIN_SIZE_TEST == 48
+    assert weights == cfg.MODEL.WEIGHTS
     (tmp_path / "run" / "config.yaml").unlink()
-    with pytest.raises(UserError, match="no config.yaml beside"):
+    with pytest.raises(UserError, match=r"no config\.yaml beside"):
         load_run_config(weights)
 
 
@@ -181,14 +188,10 @@ def test_the_model_holds_the_tensors_of_the_file(tmp_path: Path) -> None:
     cfg = make_retinanet_config()
     cfg.MODEL.WEIGHTS = save_run(cfg, tmp_path / "run", seed=7)
     expected = torch.load(cfg.MODEL.WEIGHTS, weights_only=True)["model"]
-    torch.testing.assert_close(
-        build_predictor(cfg).model.state_dict(), expected, rtol=0, atol=0
-    )
+    torch.testing.assert_close(build_predictor(cfg).model.state_dict(), expected, rtol=0, atol=0)
     torch.save(expected, tmp_path / "bare.pth")  # a state dict without the trainer's wrapping
     cfg.MODEL.WEIGHTS = str(tmp_path / "bare.pth")
-    torch.testing.assert_close(
-        build_predictor(cfg).model.state_dict(), expected, rtol=0, atol=0
-    )
+    torch.testing.assert_close(build_predictor(cfg).model.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_weights_of_another_model_are_an_error_that_counts(tmp_path: Path) -> None:
@@ -258,7 +261,7 @@ def test_missing_files_folders_and_pickles_are_refused(tmp_path: Path) -> None:
 def test_classes_without_known_ids_count_from_one() -> None:
     cfg = make_probe_config()
     assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
-    with pytest.raises(UserError, match="class 2, but MODEL.CATEGORY_IDS lists 2 ids"):
+    with pytest.raises(UserError, match=r"class 2, but MODEL\.CATEGORY_IDS lists 2 ids"):
         get_category_id(cfg, 2)
     cfg.MODEL.CATEGORY_IDS = []
     assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
@@ -286,9 +289,6 @@ def test_image_ids_come_from_an_annotation_file(tmp_path: Path) -> None:
 def test_masks_are_written_as_run_lengths(
     probe: tuple[CfgNode, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pycocotools import mask as mask_util
-    from tests.engine.tiny_detectors import ChannelProbe
-
     plain = ChannelProbe.forward
 
     def with_masks(self: ChannelProbe, inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:

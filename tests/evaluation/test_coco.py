@@ -233,7 +233,7 @@ def test_a_class_that_the_dataset_lacks_is_named(register: Register) -> None:
     dataset = _make_dataset(rng)
     predictions = _predict(rng, dataset, masks=False)
     predictions[0].pred_classes[:] = 79
-    with pytest.raises(UserError, match="class 79, but .* has 3 classes"):
+    with pytest.raises(UserError, match=r"class 79, but .* has 3 classes"):
         _evaluate(register(dataset), dataset, predictions, "auto")
 
 
