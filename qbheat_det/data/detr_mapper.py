@@ -15,7 +15,7 @@ from detectron2.data import transforms as T
 from qbheat_det.errors import UserError
 
 
-class DetrDatasetMapper(DatasetMapper):  # type: ignore[misc]  # Detectron2 has no types
+class DetrDatasetMapper(DatasetMapper):
     """Detectron2's mapper with DETR's random crop before its resize and flip.
 
     In training: with probability 1/2 the shorter side is resized to one of

@@ -84,7 +84,9 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
         raise UserError(f"the metadata of dataset '{dataset_name}' has no 'thing_classes'")
     contiguous = metadata.get("thing_dataset_id_to_contiguous_id") or {}
     cfg.MODEL.CLASS_NAMES = list(names)
-    cfg.MODEL.CATEGORY_IDS = sorted(contiguous, key=contiguous.get) or list(range(len(names)))
+    cfg.MODEL.CATEGORY_IDS = sorted(contiguous, key=contiguous.__getitem__) or list(
+        range(len(names))
+    )
     for node in (cfg.MODEL.MF_DETR, cfg.MODEL.RETINANET, cfg.MODEL.ROI_HEADS):
         node.NUM_CLASSES = len(names)
 

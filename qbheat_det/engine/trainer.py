@@ -18,7 +18,7 @@ from qbheat_det.evaluation import build_evaluator
 from qbheat_det.solver import build_optimizer
 
 
-class Trainer(DefaultTrainer):  # type: ignore[misc]
+class Trainer(DefaultTrainer):
     """Trains, evaluates and saves whatever model the config names."""
 
     def train(self) -> dict[str, Any]:

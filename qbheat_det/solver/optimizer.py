@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """AdamW or SGD with a learning rate of its own for the backbone and full-model clipping."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all there is")
     clip = cfg.SOLVER.CLIP_GRADIENTS
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
-    optimizer: type[Optimizer]
+    optimizer: Callable[..., Optimizer]
     arguments: dict[str, Any]
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer, arguments = torch.optim.AdamW, {}

@@ -64,7 +64,8 @@ def sentence(folder: Path, content: object) -> str:
     with pytest.raises(UserError) as caught:
         check_coco_json(*write(folder, content))
     text = str(caught.value)
-    assert "set.json" in text and "\n" not in text
+    assert "set.json" in text
+    assert "\n" not in text
     return text
 
 
@@ -83,7 +84,8 @@ def test_the_toy_set_passes_and_has_detectron2s_class_order(tmp_path: Path) -> N
     folder = prepare_toy_set(ToySpec(name="check", num_images=30), tmp_path)
     summary = check_coco_json(folder / ANNOTATION_FILE, folder / "images")
     raw = json.loads((folder / ANNOTATION_FILE).read_text())
-    assert summary.class_names == CLASS_NAMES and summary.category_ids == CATEGORY_IDS
+    assert summary.class_names == CLASS_NAMES
+    assert summary.category_ids == CATEGORY_IDS
     assert summary.num_boxes == len(raw["annotations"])
     with_boxes = {annotation["image_id"] for annotation in raw["annotations"]}
     assert summary.num_images_without_boxes == 30 - len(with_boxes) > 0
@@ -188,7 +190,7 @@ def test_a_list_of_results_is_not_an_annotation_file(tmp_path: Path) -> None:
 
 def test_a_missing_image_folder_is_named(tmp_path: Path) -> None:
     json_file, _ = write(tmp_path, GOOD)
-    with pytest.raises(UserError, match="image folder '.*nowhere'"):
+    with pytest.raises(UserError, match=r"image folder '.*nowhere'"):
         check_coco_json(json_file, tmp_path / "nowhere")
 
 
@@ -199,7 +201,8 @@ def test_missing_images_are_counted_and_three_are_named(tmp_path: Path) -> None:
     ]
     text = sentence(tmp_path, changed(lambda content: content["images"].extend(extra)))
     assert "4 of 7 image files" in text
-    assert "'d.jpg', 'none/e.jpg', 'sub/f.jpg', …" in text and "g.jpg" not in text
+    assert "'d.jpg', 'none/e.jpg', 'sub/f.jpg', …" in text
+    assert "g.jpg" not in text
 
 
 def test_images_are_found_by_absolute_path_and_through_links(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
         if max(height, width) < 1333:
             short.add(min(height, width))
         ratios.append(width / height)
-    assert short <= set(sizes) and len(short) > 6
+    assert short <= set(sizes)
+    assert len(short) > 6
     # Uncropped, the ratio is that of the image, up to a pixel.
     kept = sum(abs(ratio - 1.25) < 0.002 for ratio in ratios)
     assert 25 <= kept <= 55
@@ -164,7 +165,8 @@ def test_inference_is_detectron2s_own(record: dict[str, Any]) -> None:
     mine = build_mapper(make_cfg(), False)(record)
     reference = DatasetMapper(make_cfg(), False)(record)
     torch.testing.assert_close(mine["image"], reference["image"], rtol=0, atol=0)
-    assert "instances" not in mine and "annotations" not in mine
+    assert "instances" not in mine
+    assert "annotations" not in mine
 
 
 def test_a_train_loader_yields_batches_with_correct_boxes(

@@ -19,13 +19,14 @@ def test_each_name_builds_its_class_for_training_and_inference() -> None:
         cfg.INPUT.DATASET_MAPPER_NAME = name
         for is_train in (True, False):
             mapper = build_mapper(cfg, is_train)
-            assert type(mapper) is class_ and mapper.is_train is is_train
+            assert type(mapper) is class_
+            assert mapper.is_train is is_train
 
 
 def test_a_wrong_name_lists_the_right_ones() -> None:
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME = "dert"
-    with pytest.raises(UserError, match="'dert'.*default, detr"):
+    with pytest.raises(UserError, match=r"'dert'.*default, detr"):
         build_mapper(cfg, True)
 
 

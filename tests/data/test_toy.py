@@ -150,8 +150,11 @@ def test_the_set_has_empty_crowded_small_large_and_occluded_objects() -> None:
         for index, item in enumerate(scene.items)
         if item.label >= 0
     ]
-    assert 0 in counts and max(counts) >= 8 and 2 <= np.mean(counts) <= 4
-    assert min(sides) <= 12 and max(sides) >= 60
+    assert 0 in counts
+    assert max(counts) >= 8
+    assert 2 <= np.mean(counts) <= 4
+    assert min(sides) <= 12
+    assert max(sides) >= 60
     assert np.mean(np.array(shares) < 0.8) > 0.1
     classes = [a["category_id"] for image in annotations for a in image]
     assert min(classes.count(id_) for id_ in CATEGORY_IDS) > 0.1 * len(classes)
@@ -193,7 +196,8 @@ def test_detectron2_loads_a_registered_set(tmp_path: Path) -> None:
         assert [c["name"] for c in raw["categories"]] == metadata.thing_classes
         assert len(dataset) == SPEC.num_images
         id_map = metadata.thing_dataset_id_to_contiguous_id
-        assert list(id_map) == list(CATEGORY_IDS) and list(id_map.values()) == list(range(6))
+        assert list(id_map) == list(CATEGORY_IDS)
+        assert list(id_map.values()) == list(range(6))
         assert all(Path(record["file_name"]).is_file() for record in dataset)
         assert sum(len(record["annotations"]) for record in dataset) == len(raw["annotations"])
     finally:

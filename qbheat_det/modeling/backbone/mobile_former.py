@@ -129,7 +129,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
 
 
 @BACKBONE_REGISTRY.register()
-class MobileFormer(Backbone):  # type: ignore[misc]
+class MobileFormer(Backbone):
     """A convolutional network with a few global tokens beside it.
 
     Outputs are named by stride: "s2", "s4", "s8", "s16" are the maps after the last block at that
@@ -314,15 +314,21 @@ def _build_block(
 ) -> nn.Module:
     if spec.kind == "lite":
         return LiteBottleneck(channels=channels, hidden=spec.hidden, norm=norm)
-    widths = {"in_channels": channels, "hidden": spec.hidden, "out_channels": spec.out}
-    shared = {"token_dim": token_dim, "norm": norm, "drop_path": drop_path}
+    shared: dict[str, Any] = {
+        "in_channels": channels,
+        "hidden": spec.hidden,
+        "out_channels": spec.out,
+        "token_dim": token_dim,
+        "norm": norm,
+        "drop_path": drop_path,
+    }
     return MobileFormerBlock(
         to_former=MobileToFormer(token_dim=token_dim, channels=channels),
         former=Former(token_dim=token_dim, drop_path=drop_path),
         mobile=(
-            DownMobile(**widths, second_hidden=spec.second_hidden, **shared)
+            DownMobile(**shared, second_hidden=spec.second_hidden)
             if spec.kind == "down"
-            else Mobile(**widths, **shared)
+            else Mobile(**shared)
         ),
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )

@@ -63,6 +63,8 @@ class MFDETR(nn.Module):
         self.in_features = list(in_features)
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
+        self.pixel_mean: Tensor
+        self.pixel_std: Tensor
         self._masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
 
     @classmethod

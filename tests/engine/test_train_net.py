@@ -1,0 +1,168 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The main job from the command line: train, save, evaluate, resume, refuse."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils import events
+
+from qbheat_det.config import load_config
+from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.engine.setup import CUSTOM_TRAIN, CUSTOM_VAL
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST = [
+    "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2", "DATALOADER.NUM_WORKERS", "0",
+    "INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", "64",
+]  # fmt: skip
+Run = Callable[..., Any]
+
+
+def _train_net() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_net", ROOT / "tools" / "train_net.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = prepare_toy_set(
+        ToySpec(name="tiny", num_images=6, image_size=64), tmp_path_factory.mktemp("cache")
+    )
+    return Path(folder)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, toy: Path) -> Any:
+    """Runs tools/train_net.py in this process on the tiny set; returns its results."""
+    module = _train_net()
+
+    def go(config: str, *opts: str, flags: tuple[str, ...] = ()) -> Any:
+        results: list[Any] = []
+        monkeypatch.setattr(
+            module, "launch", lambda main, *_, args, **__: results.append(main(*args))
+        )
+        json_file, images = str(toy / "annotations.json"), str(toy / "images")
+        data = ["--train-json", json_file, "--train-images", images]
+        data += ["--val-json", json_file, "--val-images", images]
+        argv = ["train_net.py", "--config-file", str(ROOT / "configs" / config), *data, *flags]
+        monkeypatch.setattr(sys, "argv", [*argv, *FAST, *opts])
+        module.invoke_main()
+        return results[0]
+
+    yield go
+    for name in (CUSTOM_TRAIN, CUSTOM_VAL):
+        if name in DatasetCatalog:
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+    events._CURRENT_STORAGE_STACK.clear()
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ("quick_schedules/mf_detr_211_285M_toy.yaml", "bbox"),
+        ("quick_schedules/retinanet_285M_toy.yaml", "bbox"),
+        ("quick_schedules/faster_rcnn_285M_toy.yaml", "bbox"),
+        ("quick_schedules/mask_rcnn_285M_toy.yaml", "segm"),
+    ],
+)
+def test_a_detector_trains_and_evaluates_by_four_flags(
+    run: Run, tmp_path: Path, config: str, task: str
+) -> None:
+    keep_all = ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.0")
+    results = run(config, "OUTPUT_DIR", str(tmp_path), *keep_all)
+    assert "AP" in results[task]
+    assert (tmp_path / "model_final.pth").is_file()
+    losses = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert any(torch.isfinite(torch.tensor(entry.get("total_loss", torch.nan))) for entry in losses)
+
+
+def test_the_runs_config_holds_classes_with_the_holes_in_their_ids(
+    run: Run, toy: Path, tmp_path: Path
+) -> None:
+    run("quick_schedules/retinanet_285M_toy.yaml", "OUTPUT_DIR", str(tmp_path))
+    cfg = load_config(tmp_path / "config.yaml")
+    categories = json.loads((toy / "annotations.json").read_text())["categories"]
+    assert cfg.MODEL.CATEGORY_IDS == [category["id"] for category in categories]
+    assert cfg.MODEL.CLASS_NAMES == [category["name"] for category in categories]
+    assert cfg.MODEL.RETINANET.NUM_CLASSES == len(categories)
+    assert max(cfg.MODEL.CATEGORY_IDS) > len(categories)
+
+
+def test_evaluating_saved_weights_gives_the_results_of_training(run: Run, tmp_path: Path) -> None:
+    config = "quick_schedules/retinanet_285M_toy.yaml"
+    opts = ("OUTPUT_DIR", str(tmp_path), "MODEL.RETINANET.SCORE_THRESH_TEST", "0.0")
+    trained = run(config, *opts)
+    weights = ("MODEL.WEIGHTS", str(tmp_path / "model_final.pth"))
+    evaluated = run(config, *opts, *weights, flags=("--eval-only",))
+    assert json.dumps(evaluated) == json.dumps(trained)
+
+
+def test_a_resumed_run_goes_on_where_it_stopped(run: Run, tmp_path: Path) -> None:
+    config, opts = "quick_schedules/retinanet_285M_toy.yaml", ("OUTPUT_DIR", str(tmp_path))
+    run(config, *opts)
+    run(config, *opts, "SOLVER.MAX_ITER", "3", flags=("--resume",))
+    state = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    assert state["iteration"] == 2
+
+
+def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: Path) -> None:
+    config = "quick_schedules/mf_detr_211_285M_toy.yaml"
+    run(config, "OUTPUT_DIR", str(tmp_path / "start"), "SOLVER.MAX_ITER", "1")
+    start = tmp_path / "start" / "model_final.pth"
+    run(
+        config, "OUTPUT_DIR", str(tmp_path / "probe"), "MODEL.BACKBONE.FREEZE_AT", "5",
+        "MODEL.WEIGHTS", str(start),
+    )  # fmt: skip
+    before = torch.load(start, weights_only=True)["model"]
+    after = torch.load(tmp_path / "probe" / "model_final.pth", weights_only=True)["model"]
+    backbone = [key for key in after if key.startswith("backbone.")]
+    assert backbone
+    for key in backbone:
+        assert torch.equal(after[key], before[key]), key
+    assert any(not torch.equal(after[key], before[key]) for key in after if "decoder" in key)
+
+
+@pytest.mark.parametrize(
+    ("opts", "flags", "sentence"),
+    [
+        (("SOLVER.MAXITER", "3"), (), "SOLVER.MAX_ITER"),
+        (("INPUT.DATASET_MAPPER_NAME", "dter"), (), "detr"),
+        ((), ("--eval-only",), "MODEL.WEIGHTS"),
+        (("MODEL.WEIGHTS", "/nowhere/w.pth"), (), "does not exist"),
+        (("MODEL.WEIGHTS", __file__ + ".pkl"), (), ".pkl"),
+        (("OUTPUT_DIR", "/proc/nowhere"), (), "OUTPUT_DIR"),
+        (("SOLVER.OPTIMIZER", "LION"), (), "ADAMW"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence_and_a_status(
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    opts: tuple[str, ...],
+    flags: tuple[str, ...],
+    sentence: str,
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(
+            "quick_schedules/retinanet_285M_toy.yaml",
+            *("OUTPUT_DIR", str(tmp_path)),
+            *opts,
+            flags=flags,
+        )
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.splitlines()[-1].startswith("error: ")
+    assert sentence in message
