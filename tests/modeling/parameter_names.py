@@ -140,12 +140,12 @@ def decoder_names(blocks: Sequence[int]) -> Names:
     return names
 
 
-def randomise_(module: nn.Module, seed: int = 0) -> None:
+def randomise_(module: nn.Module, *, gain: float = 1.2, seed: int = 0) -> None:
     """Fills every parameter and statistic, so that nothing hides behind a zero or a one.
 
     Norm scales and variances lie in [0.5, 1.5]; other vectors, among them the means, have standard
-    deviation 0.2; matrices and kernels keep the size of what they multiply; learned tokens and
-    query positions are standard normal.
+    deviation 0.2; matrices and kernels multiply sizes by ``gain``; learned tokens and query
+    positions are standard normal.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in module.state_dict().items():
@@ -155,7 +155,7 @@ def randomise_(module: nn.Module, seed: int = 0) -> None:
             value = torch.randn(tensor.shape, generator=generator)
         elif tensor.ndim >= 2:
             noise = torch.randn(tensor.shape, generator=generator)
-            value = noise * (1.5 * tensor.shape[0] / tensor.numel()) ** 0.5
+            value = noise * gain * (tensor.shape[0] / tensor.numel()) ** 0.5
         elif name.endswith(("weight", "running_var")):
             value = 0.5 + torch.rand(tensor.shape, generator=generator)
         else:

@@ -1,0 +1,207 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Whole MF-DETR: a batch of differently sized images gives what the images give one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from detectron2.structures import Boxes, ImageList, Instances
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
+from qbheat_det.modeling.detr import HungarianMatcher, MFDecoder, SetCriterion
+from qbheat_det.modeling.meta_arch import MFDETR
+
+from .parameter_names import randomise_
+
+BATCHES = [
+    [(64, 96), (96, 64)],
+    [(64, 96), (64, 96), (64, 95)],
+    [(50, 77), (33, 120), (97, 31)],
+    [(9, 200), (200, 9), (65, 65)],
+    [(1, 1), (40, 56), (2, 97), (31, 3)],
+    [(32, 32), (33, 33), (128, 160)],
+]
+
+
+def build(variant: str = "285M", blocks: tuple[int, int, int] = (2, 1, 1)) -> MFDETR:
+    features = ["s8", "s16_expanded"]
+    backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=features)
+    shapes = backbone.output_shape()
+    weights = {"class_weight": 1.0, "l1_weight": 5.0, "giou_weight": 2.0}
+    return MFDETR(
+        backbone=backbone,
+        decoder=MFDecoder(
+            input_shape=[shapes[name] for name in features], num_classes=6, num_blocks=blocks
+        ),
+        criterion=SetCriterion(matcher=HungarianMatcher(**weights), num_classes=6, **weights),
+        in_features=features,
+        pixel_mean=[123.675, 116.28, 103.53],
+        pixel_std=[58.395, 57.12, 57.375],
+    )
+
+
+def random_model(*args: Any) -> MFDETR:
+    """Random everywhere, with moderate weights and the BatchNorm statistics of its activations.
+
+    As in a trained model, activations then neither grow nor fade with depth. Otherwise attention
+    saturates and amplifies float32's rounding to 1e-2, for one image alone as well.
+    """
+    model = build(*args)
+    randomise_(model, gain=0.5)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    model.eval()
+    for norm in norms:
+        norm.train()
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model(entries([(96, 128)] * 2))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> MFDETR:
+    return random_model()
+
+
+def image(size: tuple[int, int], seed: int) -> Tensor:
+    noise = torch.rand(3, *size, generator=torch.Generator().manual_seed(seed))
+    return 255 * noise
+
+
+def entries(sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [{"image": image(size, seed)} for seed, size in enumerate(sizes)]
+
+
+def raw_outputs(model: MFDETR, images: ImageList) -> dict[str, Tensor]:
+    """Predictions of every block: (L, N, Q, ...)."""
+    features, padding = model.extract_features(images)
+    return model.decoder.predict(model.decoder.refine_queries(features, padding))
+
+
+@torch.no_grad()
+def check_raw_outputs(model: MFDETR, sizes: list[tuple[int, int]], garbage: float = 0.0) -> None:
+    inputs = entries(sizes)
+    images = model.preprocess_image(inputs)
+    for padded, (height, width) in zip(images.tensor, sizes, strict=True):
+        padded[:, height:] = garbage
+        padded[:, :, width:] = garbage
+    together = raw_outputs(model, images)
+    for n, entry in enumerate(inputs):
+        alone = raw_outputs(model, model.preprocess_image([entry]))
+        for key, tensor in alone.items():
+            assert_close(
+                together[key][:, n], tensor[:, 0], rtol=0, atol=1e-4, msg=f"{key} of image {n}"
+            )
+
+
+@pytest.mark.parametrize("sizes", BATCHES, ids=str)
+def test_predictions_of_every_block_agree(model: MFDETR, sizes: list[tuple[int, int]]) -> None:
+    check_raw_outputs(model, sizes)
+
+
+def test_the_comparison_notices_a_model_that_takes_padding_for_image(model: MFDETR) -> None:
+    inputs = entries(BATCHES[2])
+    images = model.preprocess_image(inputs)
+    with torch.no_grad():
+        features = model.backbone(images.tensor)
+        blind = model.decoder([features[name] for name in model.in_features])["pred_boxes"]
+        for n, entry in enumerate(inputs):
+            alone = raw_outputs(model, model.preprocess_image([entry]))["pred_boxes"]
+            assert float((blind[-1, n] - alone[-1, 0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("garbage", [-1000.0, 3.0, float("inf"), float("nan")])
+def test_what_the_padding_holds_does_not_matter(model: MFDETR, garbage: float) -> None:
+    check_raw_outputs(model, [(50, 77), (33, 120), (97, 31)], garbage)
+
+
+def test_the_largest_model_agrees_too() -> None:
+    check_raw_outputs(random_model("3.7G", (5, 2, 2)), [(50, 77), (40, 96)])
+
+
+def test_a_freshly_initialised_model_agrees() -> None:
+    check_raw_outputs(build().eval(), [(50, 77), (33, 120), (97, 31)])
+
+
+@pytest.mark.parametrize("sizes", BATCHES[:4], ids=str)
+def test_detections_agree(model: MFDETR, sizes: list[tuple[int, int]]) -> None:
+    inputs = entries(sizes)
+    inputs[0].update(height=300, width=451)  # the size of the picture before resizing
+    with torch.no_grad():
+        together = model(inputs)
+        for n, entry in enumerate(inputs):
+            found, alone = together[n]["instances"], model([entry])[0]["instances"]
+            assert found.image_size == alone.image_size
+            assert len(found) == len(alone) > 0
+            assert_close(found.scores, alone.scores, rtol=0, atol=1e-4)
+            height, width = alone.image_size
+            scale = torch.tensor([width, height, width, height])
+            corners, corners_alone = (each.pred_boxes.tensor / scale for each in (found, alone))
+            assert_close(corners, corners_alone, rtol=0, atol=1e-4)
+            # Classes agree wherever the best is not within the tolerance of the second.
+            assert (found.pred_classes == alone.pred_classes).float().mean() > 0.98
+
+
+def test_in_double_precision_nothing_leaks_at_all() -> None:
+    model = random_model().double()
+    sizes = [(50, 77), (33, 120), (97, 31), (64, 8)]
+    inputs = [{"image": entry["image"].double()} for entry in entries(sizes)]
+    with torch.no_grad():
+        states = model.decoder.refine_queries(
+            *model.extract_features(model.preprocess_image(inputs))
+        )
+        for n, entry in enumerate(inputs):
+            alone = model.decoder.refine_queries(
+                *model.extract_features(model.preprocess_image([entry]))
+            )
+            assert_close(states[:, n], alone[:, 0], rtol=0, atol=1e-9, msg=f"image {n}")
+
+
+def test_the_order_of_the_batch_does_not_matter(model: MFDETR) -> None:
+    inputs, order = entries(BATCHES[2]), [2, 0, 1]
+    with torch.no_grad():
+        outputs = raw_outputs(model, model.preprocess_image(inputs))
+        shuffled = raw_outputs(model, model.preprocess_image([inputs[n] for n in order]))
+    for key, tensor in outputs.items():
+        assert_close(shuffled[key], tensor[:, order], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("deep", [True, False], ids=["deep", "last block only"])
+def test_every_parameter_gets_a_gradient_in_training(deep: bool) -> None:
+    model = random_model("285M", (2, 2, 2)).train()
+    model.criterion.deep_supervision = deep
+    inputs = entries([(64, 96), (50, 77), (40, 40)])
+    for count, entry in zip((3, 0, 1), inputs, strict=True):
+        height, width = entry["image"].shape[1:]
+        corners = torch.tensor([[0.1, 0.2, 0.5, 0.9], [0.3, 0.3, 0.4, 0.6], [0.5, 0.0, 1.0, 0.7]])
+        boxes = corners[:count] * torch.tensor([width, height, width, height])
+        labels = torch.arange(count)
+        entry["instances"] = Instances((height, width), gt_boxes=Boxes(boxes), gt_classes=labels)
+    losses = model(inputs)
+    assert len(losses) == (18 if deep else 3)
+    sum(losses.values()).backward()
+    # The first block adapts its positions from queries that are all zero.
+    silent = "decoder.levels.0.0.query_layer.adapt_position.0.weight"
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        if name != silent:
+            assert float(parameter.grad.abs().max()) > 0, f"the gradient of {name} is zero"
+
+
+def test_losses_of_a_padded_batch_follow_from_the_images_alone() -> None:
+    # Stored statistics and no dropout: each image is on its own. One box an image gives all the
+    # same share of the normalisers, so that the batch's losses are the mean.
+    model = random_model()
+    for module in (model, model.decoder):
+        module.training = True
+    inputs = entries([(50, 77), (33, 120), (97, 31)])
+    for n, entry in enumerate(inputs):
+        size = tuple(entry["image"].shape[1:])
+        box = torch.tensor([[0.2, 0.1 * (n + 1), 0.7, 0.9]]) * torch.tensor([size[1], size[0]] * 2)
+        entry["instances"] = Instances(size, gt_boxes=Boxes(box), gt_classes=torch.tensor([n]))
+    together, alone = model(inputs), [model([entry]) for entry in inputs]
+    for name, loss in together.items():
+        mean = torch.stack([each[name] for each in alone]).mean()
+        assert_close(loss, mean, rtol=1e-4, atol=1e-4, msg=name)
