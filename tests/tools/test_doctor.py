@@ -43,7 +43,10 @@ class Imports:
         return found
 
 
-def test_a_bare_python_gets_the_commands_and_exit_code_1(tmp_path: Path) -> None:
+def test_a_bare_python_gets_the_commands_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     run = subprocess.run([python, TOOL], capture_output=True, text=True, check=False)
