@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.config import load_config
 from qbheat_det.errors import UserError
 
@@ -82,70 +82,8 @@ def build_predictor(cfg: CfgNode) -> DefaultPredictor:
     unloaded = cfg.clone()
     unloaded.MODEL.WEIGHTS = ""
     predictor = DefaultPredictor(unloaded)
-    _ExactCheckpointer(predictor.model).load(check_weights_file(cfg.MODEL.WEIGHTS))
+    ExactCheckpointer(predictor.model).load(cfg.MODEL.WEIGHTS)
     return predictor
-
-
-def check_weights_file(weights: str) -> str:
-    """Returns the path unchanged if it is a file that may be read.
-
-    Raises:
-        UserError: it does not exist, is a folder, or is a pickle.
-    """
-    path = Path(weights)
-    if path.is_dir():
-        raise UserError(f"'{weights}' is a folder: name the weights in it, such as model_final.pth")
-    if not path.is_file():
-        raise UserError(f"weights file '{weights}' does not exist")
-    if path.suffix.lower() in {".pkl", ".pickle"}:
-        raise UserError(
-            f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
-            ".pth where you trust it, with torch.save({'model': …})"
-        )
-    return weights
-
-
-class _ExactCheckpointer(DetectionCheckpointer):
-    """Detectron2's checkpointer, which here reads tensors only and forgives no mismatch."""
-
-    def _load_file(self, filename: str) -> dict[str, Any]:
-        try:
-            loaded = torch.load(filename, map_location="cpu", weights_only=True)
-        except Exception as error:  # a broken file can raise anything on its way through zip
-            raise UserError(
-                f"'{filename}' cannot be read as PyTorch weights; it may be truncated, or not be "
-                f"a weights file at all ({type(error).__name__})"
-            ) from error
-        state = loaded.get("model", loaded) if isinstance(loaded, dict) else None
-        tensors = isinstance(state, dict) and all(torch.is_tensor(v) for v in state.values())
-        if not tensors or not state:
-            raise UserError(f"'{filename}' holds no weights: a dict of named tensors is expected")
-        self._filename = filename
-        return {**loaded, "model": state} if state is not loaded else {"model": state}
-
-    def _log_incompatible_keys(self, incompatible: Any) -> None:
-        wrong = {key: f"{key} {old} instead of {new}" for key, old, new in _shapes(incompatible)}
-        missing = [key for key in incompatible.missing_keys if key not in wrong]
-        faults = [
-            _count(missing, "missing"),
-            _count(incompatible.unexpected_keys, "unexpected"),
-            _count(list(wrong.values()), "of another shape"),
-        ]
-        if any(faults):
-            raise UserError(
-                f"'{self._filename}' does not fit the model of the config: "
-                f"{'; '.join(filter(None, faults))}; use the config.yaml that was written beside "
-                "the weights"
-            )
-
-
-def _shapes(incompatible: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(key, tuple(old), tuple(new)) for key, old, new in incompatible.incorrect_shapes]
-
-
-def _count(names: Sequence[str], what: str) -> str:
-    first = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} {what} ({first})" if names else ""
 
 
 def get_category_id(cfg: CfgNode, class_index: int) -> int:
@@ -188,7 +126,10 @@ def read_image_ids(json_file: str, media: Sequence[MediaFile]) -> list[int]:
         else:
             unknown.append(file.name)
     if unknown:
-        raise UserError(f"{json_file}: {_count(unknown, 'input files')} have no single image there")
+        raise UserError(
+            f"{json_file} has no single image for {len(unknown)} of the input files, such as "
+            f"'{unknown[0]}'"
+        )
     if len(set(found)) < len(found):
         raise UserError(f"{json_file}: two of the input files are the same image there")
     return found

@@ -1,17 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The one trainer of the package: Detectron2's, with mapper, optimizer and evaluator by config."""
 
+import weakref
 from typing import Any
 
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_train_loader
-from detectron2.engine import DefaultTrainer
+from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.evaluation import DatasetEvaluator
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer
 from qbheat_det.data import build_mapper
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
@@ -30,6 +31,14 @@ class Trainer(DefaultTrainer):
         """
         super().train()
         return dict(getattr(self, "_last_eval_results", None) or {})
+
+    def build_hooks(self) -> list[HookBase | None]:
+        """Detectron2's hooks, the one that saves with a checkpointer that reads safely."""
+        # DefaultTrainer makes its checkpointer without asking, then calls this method.
+        self.checkpointer = SafeCheckpointer(
+            self.checkpointer.model, self.cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
+        )
+        return list(super().build_hooks())
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
@@ -54,11 +63,11 @@ def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
         Results by task, as ``Trainer.train``.
 
     Raises:
-        UserError: there are no weights to evaluate.
+        UserError: there are no weights to evaluate, or they do not fit the model exactly.
     """
     if not cfg.MODEL.WEIGHTS and not resume:
         raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
     model = Trainer.build_model(cfg)
-    checkpointer = DetectionCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
+    checkpointer = ExactCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     return dict(Trainer.test(cfg, model))
