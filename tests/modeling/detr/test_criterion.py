@@ -54,7 +54,8 @@ def both(
     sum(expected.values()).backward()
     gradients = []
     for own, reference in zip(ours, theirs, strict=True):
-        assert own.grad is not None and reference.grad is not None
+        assert own.grad is not None
+        assert reference.grad is not None
         gradients.append((own.grad, reference.grad.float()))
     return found, expected, gradients
 
@@ -122,7 +123,8 @@ def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients() -> None:
     for name, loss in losses.items():
         assert_close(loss, torch.zeros(()), rtol=0, atol=1e-5, msg=name)
     sum(losses.values()).backward()
-    assert torch.isfinite(logits.grad).all() and torch.isfinite(boxes.grad).all()
+    assert torch.isfinite(logits.grad).all()
+    assert torch.isfinite(boxes.grad).all()
 
 
 def test_one_box_by_hand() -> None:
