@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Dynamic ReLU: its start, its formula and its range."""
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -69,3 +70,20 @@ def test_without_gradients_a_single_image_gives_the_same() -> None:
         single = act(x, token)
     both = act(torch.cat([x, x]), torch.cat([token, token]))
     torch.testing.assert_close(single, both[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("a1", [0.0, 2.0])
+def test_one_image_without_gradients_keeps_slopes_at_their_limits(
+    dtype: torch.dtype, a1: float
+) -> None:
+    # theta saturates exactly: a1 = 0 or 2 beside a2 = -1; no ratio of the two may leak or overflow.
+    activation = DynamicReLU(token_dim=4, channels=1)
+    for parameter in activation.parameters():
+        torch.nn.init.zeros_(parameter)
+    activation.slopes.bias.data = torch.tensor([3 * a1 - 3, -9.0])
+    activation.to(dtype)
+    x = torch.tensor([-50.0, -1.0, 0.0, 1.0, 50.0], dtype=dtype).reshape(1, 1, 1, 5)
+    with torch.no_grad():
+        y = activation(x, torch.zeros(1, 4, dtype=dtype))
+    assert_close(y, torch.maximum(a1 * x, -x), rtol=1e-6, atol=1e-6)
