@@ -45,9 +45,8 @@ class DynamicReLU(nn.Module):
         a1, a2 = 2 * positive, 2 * negative - 1
         # max(a1 u, a2 u) = lo u + (hi - lo) relu(u): one branch to keep for the backward, not two.
         low, high = torch.minimum(a1, a2), torch.maximum(a1, a2)
-        if len(x) == 1 and not torch.is_grad_enabled():
-            # Two passes over the map in place of three. The clamp keeps the ratio finite.
-            high = high.clamp(min=1e-6)
-            slope = (low / high).flatten().to(x.dtype)
-            return F.prelu(x, slope).mul_(high)
-        return torch.addcmul(low * x, high - low, F.relu(x))
+        positive_part = F.relu(x)
+        if torch.is_grad_enabled():
+            return (low * x).addcmul_(high - low, positive_part)
+        # In one buffer: on a CPU fresh memory for a large map costs more than the arithmetic.
+        return positive_part.mul_(high - low).addcmul_(x, low)

@@ -77,7 +77,7 @@ def test_without_gradients_a_single_image_gives_the_same() -> None:
 def test_one_image_without_gradients_keeps_slopes_at_their_limits(
     dtype: torch.dtype, a1: float
 ) -> None:
-    # theta saturates exactly: a1 = 0 or 2 beside a2 = -1; no ratio of the two may leak or overflow.
+    # theta saturates exactly: a1 = 0 or 2 beside a2 = -1.
     activation = DynamicReLU(token_dim=4, channels=1)
     for parameter in activation.parameters():
         torch.nn.init.zeros_(parameter)
