@@ -34,25 +34,29 @@ setup(
     package_data={"qbheat_det": ["py.typed"]},
     cmdclass={"build_py": BuildWithConfigs},
     python_requires=">=3.10",
+    # The lowest versions here, on Python 3.10, are those that the tests were last run with, beside
+    # the newest. torch.load reads no pickled code by default since 2.6.
     # Detectron2 is missing on purpose: the index has none under its own name, and a user's own
     # build must not be replaced. tools/install_detectron2.py brings it; importing says so.
     install_requires=[
-        "torch>=2.6",  # torch.load reads no pickled code by default since 2.6
+        "torch>=2.6",
         "torchvision>=0.21",
         "fvcore>=0.1.5.post20221221",
+        "matplotlib>=3.8",
         "numpy>=1.24",
         "Pillow>=9.4",
         "pycocotools>=2.0.6",
-        "PyYAML>=6.0",
+        "PyYAML>=6.0.1",
         "scipy>=1.10",
-        "timm>=1.0",
+        "timm>=1.0.3",
+        "tqdm>=4.64",
     ],
     extras_require={
         # Detectron2's Visualizer imports cv2 and leaves the choice of the build to its users.
         "opencv": ["opencv-python-headless>=4.7"],
         "eval": ["faster-coco-eval>=1.6"],
-        "bench": ["transformers>=4.50"],  # DETR-R50, measured beside ours
-        "export": ["onnx>=1.16", "onnxruntime>=1.19", "onnxscript>=0.1"],
+        "bench": ["transformers>=5.20"],  # DETR-R50, measured beside ours
+        "export": ["onnx>=1.16", "onnxruntime>=1.19", "onnxscript>=0.1"],  # minima not tested
         "dev": ["mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=70.1", "types-PyYAML"],
     },
     classifiers=[
