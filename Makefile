@@ -9,11 +9,11 @@ ARGS ?=
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-# Every pip below installs the committed versions, also inside the builds of source archives.
-# Relative, because pip splits this variable at spaces.
-export PIP_CONSTRAINT := constraints.txt
-export PIP_BUILD_CONSTRAINT := constraints.txt
-export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Every pip that installs takes the committed versions, also inside the builds of source archives.
+# The paths are relative because pip splits these variables at spaces.
+$(INSTALLED): export PIP_CONSTRAINT := constraints.txt
+$(INSTALLED): export PIP_BUILD_CONSTRAINT := constraints.txt
+$(INSTALLED): export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all check bench doctor

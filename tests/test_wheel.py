@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The wheel: what is inside, and that its configs are found without the checkout."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -22,7 +23,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-q"]
     command += ["--no-build-isolation", "-w", str(scratch), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
+    # pip refuses a caller's PIP_BUILD_CONSTRAINT beside --no-build-isolation.
+    env = {name: value for name, value in os.environ.items() if "CONSTRAINT" not in name}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
     (path,) = scratch.glob("qbheat_det-*.whl")
     return path
 
