@@ -5,8 +5,12 @@ Importing the package registers its backbones, meta-architectures and the toy da
 else happens.
 """
 
-from . import data, modeling
-from .config import add_qbheat_config, get_cfg
+from ._detectron2 import require_detectron2
+
+require_detectron2()  # a sentence that says how to get it, before the imports that need it
+
+from . import data, modeling  # noqa: E402
+from .config import add_qbheat_config, get_cfg  # noqa: E402
 
 __all__ = ["add_qbheat_config", "data", "get_cfg", "modeling"]
 __version__ = "0.1.0"

@@ -119,11 +119,6 @@ def test_the_trainer_suits_both_signatures_of_amp_trainer(
     assert trainer._trainer is built[0]
 
 
-@pytest.mark.xfail(
-    "state_dict" not in vars(defaults.DefaultTrainer),
-    reason="Trainer leaves to Detectron2's DefaultTrainer what v0.6 does not save",
-    strict=True,
-)
 def test_a_resumed_run_has_the_optimizers_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

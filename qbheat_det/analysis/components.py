@@ -77,7 +77,7 @@ def classifier_counts(variant: str, depth: int) -> Counts:
 def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
     """Counts MF-DETR's decoder on a backbone's maps of an 800x1333 image.
 
-    It has 100 queries and 91 classes; the heads count once, on the last block's queries.
+    It has 100 queries and 91 classes; in inference the heads read the last block's queries alone.
     """
     shape = _backbone(variant).output_shape()
     shapes = [shape["s8"], shape["s16_expanded"]]
@@ -86,22 +86,7 @@ def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
         torch.zeros(1, _channels(spec), *_map_size(DETECTION_SIZE, spec.stride or 1))
         for spec in shapes
     ]
-    madds = count_madds(decoder, features)
-    heads = sum(madds.total(CountingRule.CORE, name) for name in ("class_embed", "bbox_embed"))
-    queries = decoder.query_position.num_embeddings
-    heads_once = queries * sum(
-        layer.weight.numel()
-        for head in (decoder.class_embed, decoder.bbox_embed)
-        for layer in head.modules()
-        if isinstance(layer, nn.Linear)
-    )
-    repeated = heads - heads_once  # the traced forward also predicts from the earlier blocks
-    return Counts(
-        params=count_parameters(decoder),
-        params_no_bn=count_parameters(decoder, batch_norm_affine=False),
-        core=madds.total(CountingRule.CORE) - repeated,
-        ext=madds.total(CountingRule.EXT) - repeated,
-    )
+    return _count(decoder, features)
 
 
 @cache
@@ -176,8 +161,8 @@ def _backbone(variant: str) -> MobileFormer:
     return backbone
 
 
-def _count(model: nn.Module, image: torch.Tensor) -> Counts:
-    madds = count_madds(model, image)
+def _count(model: nn.Module, inputs: object) -> Counts:
+    madds = count_madds(model, inputs)
     return Counts(
         params=count_parameters(model),
         params_no_bn=count_parameters(model, batch_norm_affine=False),

@@ -35,10 +35,19 @@ class Trainer(DefaultTrainer):
     def build_hooks(self) -> list[HookBase | None]:
         """Detectron2's hooks, the one that saves with a checkpointer that reads safely."""
         # DefaultTrainer makes its checkpointer without asking, then calls this method.
-        self.checkpointer = SafeCheckpointer(
+        self.checkpointer: SafeCheckpointer = SafeCheckpointer(
             self.checkpointer.model, self.cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
         )
         return list(super().build_hooks())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to resume; v0.6 of Detectron2 forgets the inner trainer."""
+        return {**super().state_dict(), "_trainer": self._trainer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what ``state_dict`` gave, the optimizer's state included."""
+        super().load_state_dict(state_dict)
+        self._trainer.load_state_dict(state_dict["_trainer"])
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
