@@ -35,7 +35,7 @@ CATEGORY_IDS = (1, 2, 4, 7, 9, 12)  # in the order of CLASS_NAMES
 ANNOTATION_FILE = "annotations.json"
 
 # To be raised with every change of the pictures or the annotations: old caches are then unused.
-_GENERATOR_VERSION = 1
+_GENERATOR_VERSION = 2
 _JPEG_QUALITY = 95
 
 

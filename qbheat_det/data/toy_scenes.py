@@ -19,9 +19,10 @@ FloatArray = NDArray[np.float64]
 
 # An object is painted only if this share of it stays in view, outside the image and behind
 # later objects counted as hidden. Nothing in a picture is therefore left without annotation.
-MIN_VISIBLE = 0.4
+MIN_VISIBLE = 0.5
 MIN_PIXELS = 24
-SIZE_RANGE = (0.08, 0.55)  # diameter of an object relative to the side of the image
+SIZE_RANGE = (0.11, 0.55)  # diameter of an object relative to the side of the image
+MAX_TILT = 0.5  # radians: a square stays a square and not a diamond
 
 
 def _polar(u: FloatArray, v: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -160,7 +161,7 @@ def sample_scene(rng: np.random.Generator, size: int) -> Scene:
     noise = rng.integers(-amplitude, amplitude + 1, size=(size, size, 3), dtype=np.int16)
     scene = Scene(background=_background(rng, size), noise=noise)
     distractors = list(DISTRACTORS.values())
-    for _ in range(rng.integers(0, 4)):
+    for _ in range(rng.integers(0, 3)):
         shape = distractors[rng.integers(len(distractors))]
         scene.add(_sample_item(rng, scene.background, -1, shape, rng.uniform(0, size, 2)))
 
@@ -194,7 +195,7 @@ def _sample_item(
     low, high = SIZE_RANGE
     diameter = size * low * (high / low) ** rng.beta(1.7, 1.5)
     side = int(np.ceil(diameter * 1.15)) + 2
-    angle = rng.uniform(0, 2 * np.pi)
+    angle = rng.uniform(-MAX_TILT, MAX_TILT)
     aspect = rng.uniform(0.87, 1.15)
     axis = (np.arange(side) - (side - 1) / 2) / (diameter / 2)
     x, y = axis[None, :], axis[:, None]
@@ -209,10 +210,10 @@ def _texture(rng: np.random.Generator, side: int, behind: ByteArray) -> ByteArra
     """Draws a (side, side, 3) texture whose main colour differs from the one behind it."""
     main = rng.integers(0, 256, 3)
     for _ in range(8):
-        if np.abs(main - behind.astype(np.int64)).sum() >= 150:
+        if np.abs(main - behind.astype(np.int64)).sum() >= 180:
             break
         main = rng.integers(0, 256, 3)
-    second = np.clip(main + rng.integers(-110, 111, 3), 0, 255)
+    second = np.clip(main + rng.integers(-70, 71, 3), 0, 255)
     angle, phase = rng.uniform(0, 2 * np.pi, 2)
     wave = 2 * np.pi / rng.uniform(4, 12)
     axis = np.arange(side)
@@ -236,11 +237,11 @@ def _texture(rng: np.random.Generator, side: int, behind: ByteArray) -> ByteArra
 def _background(rng: np.random.Generator, size: int) -> ByteArray:
     """Draws slow changes of colour with thin lines over them, (size, size, 3)."""
     cells = int(rng.integers(2, 9))
-    contrast = rng.uniform(20, 90)
+    contrast = rng.uniform(10, 50)
     coarse = rng.uniform(30, 225, 3) + contrast * rng.uniform(-1, 1, (cells, cells, 3))
     smooth = cv2.resize(coarse, (size, size), interpolation=cv2.INTER_CUBIC)
     image: ByteArray = np.clip(smooth, 0, 255).astype(np.uint8)
-    for _ in range(rng.integers(0, 9)):
+    for _ in range(rng.integers(0, 5)):
         x1, y1, x2, y2 = rng.integers(-size // 4, size + size // 4, 4).tolist()
         colour = rng.integers(0, 256, 3).tolist()
         cv2.line(image, (x1, y1), (x2, y2), colour, int(rng.integers(1, 3)))
