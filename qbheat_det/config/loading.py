@@ -65,8 +65,8 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
 
 
 def _check_keys_of_file(cfg: CfgNode, path: Path, children: tuple[Path, ...] = ()) -> None:
-    path = Path(os.path.abspath(path))
-    if path in children:
+    absolute = Path(os.path.abspath(path))
+    if absolute in children:
         raise UserError(f"{path} and {children[-1]} inherit from each other by _BASE_")
     if not path.is_file():
         raise UserError(f"config file '{path}' does not exist")
@@ -79,7 +79,7 @@ def _check_keys_of_file(cfg: CfgNode, path: Path, children: tuple[Path, ...] = (
     base = content.pop("_BASE_", None)
     for parent in [base] if isinstance(base, str) else base or []:
         above = Path(os.path.join(path.parent, os.path.expanduser(parent)))
-        _check_keys_of_file(cfg, above, (*children, path))
+        _check_keys_of_file(cfg, above, (*children, absolute))
     for key in _dotted_keys(content):
         _check_key(cfg, key, str(path))
 

@@ -72,6 +72,9 @@ def parameter_groups(
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
     """
+    overrides = {"tokens": {"weight_decay": 0.0}}
+    if weight_decay_bias is not None:  # Detectron2 knows biases by the name "bias" alone
+        overrides["in_proj_bias"] = {"weight_decay": weight_decay_bias}
     groups: list[dict[str, Any]] = []
     for name, child in model.named_children():
         groups += detectron2_build.get_default_optimizer_params(
@@ -80,7 +83,7 @@ def parameter_groups(
             weight_decay=weight_decay,
             weight_decay_norm=weight_decay_norm,
             weight_decay_bias=weight_decay_bias,
-            overrides={"tokens": {"weight_decay": 0.0}},
+            overrides=overrides,
         )
     return groups
 
