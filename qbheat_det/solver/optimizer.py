@@ -83,7 +83,7 @@ def parameter_groups(
             weight_decay=weight_decay,
             weight_decay_norm=weight_decay_norm,
             weight_decay_bias=weight_decay_bias,
-            overrides=overrides,
+            overrides=dict(overrides),  # which it writes to
         )
     return groups
 
