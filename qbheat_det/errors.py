@@ -32,7 +32,12 @@ def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             if os.environ.get("QBHEAT_TRACEBACK") == "1":
                 traceback.print_exc()
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {_sentence(error)}", file=sys.stderr)
             raise SystemExit(2) from None
 
     return wrapped
+
+
+def _sentence(error: UserError) -> str:
+    """Drops the traceback that a data loader's worker puts before the sentence."""
+    return str(error).rsplit(f"{UserError.__module__}.{UserError.__name__}: ", 1)[-1].strip()

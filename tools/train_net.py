@@ -6,9 +6,9 @@ Examples:
   Train on the built-in toy set:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
   Train on boxes of your own (COCO format; class names and count come from the file):
-    tools/train_net.py --config-file configs/coco/retinanet_285M_quick.yaml \\
+    tools/train_net.py --config-file configs/custom/retinanet_285M_scratch.yaml \\
         --train-json train.json --train-images images/ --val-json val.json --val-images images/
-  Evaluate:
+  Evaluate (with the same --val-json and --val-images, where the data are your own):
     tools/train_net.py --config-file output/config.yaml --eval-only \\
         MODEL.WEIGHTS output/model_final.pth
   Eight GPUs:
@@ -21,7 +21,7 @@ from typing import Any
 from detectron2.engine import default_argument_parser, launch
 
 import qbheat_det  # noqa: F401  registers models and data
-from qbheat_det.engine import Trainer, add_data_flags, build_config, evaluate, setup
+from qbheat_det.engine import Trainer, add_data_flags, build_config, check_gpus, evaluate, setup
 from qbheat_det.errors import exit_with_sentence
 
 
@@ -40,6 +40,7 @@ def invoke_main() -> None:
     parser = default_argument_parser(epilog=__doc__)
     add_data_flags(parser)
     args = parser.parse_args()
+    check_gpus(args.num_gpus)
     launch(
         main,
         args.num_gpus,

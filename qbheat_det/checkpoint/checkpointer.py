@@ -25,7 +25,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             UserError: the file does not exist, is a pickle, or holds no weights.
         """
         if path:
-            _check_weights_file(path)
+            check_weights_file(path)
         return super().load(path, *args, **kwargs)
 
     def _load_file(self, filename: str) -> dict[str, Any]:
@@ -67,7 +67,12 @@ class ExactCheckpointer(SafeCheckpointer):
             )
 
 
-def _check_weights_file(weights: str) -> None:
+def check_weights_file(weights: str) -> None:
+    """Checks, without reading it, that a path can be weights.
+
+    Raises:
+        UserError: it does not exist, is a folder, or is a pickle.
+    """
     path = Path(weights)
     if path.suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(

@@ -100,6 +100,8 @@ def _check_key(cfg: CfgNode, key: str, where: str) -> None:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{where}: unknown config key '{key}'; did you mean '{near[0]}'?")
         node = node[part]
+    if isinstance(node, CfgNode):
+        raise UserError(f"{where}: '{key}' is a group of keys and takes no value of its own")
 
 
 def _sentence(error: BaseException) -> str:

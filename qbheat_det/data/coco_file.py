@@ -51,7 +51,7 @@ class CocoFile:
         if not os.path.isfile(self.path):
             raise UserError(f"the annotation file '{self.path}' does not exist")
         try:
-            with open(self.path, encoding="utf-8-sig") as file, _no_garbage_collection():
+            with open(self.path, encoding="utf-8") as file, _no_garbage_collection():
                 content = json.load(file)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{self.path} is not JSON: {error}") from error

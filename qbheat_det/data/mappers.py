@@ -2,10 +2,12 @@
 """Dataset mappers by name."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
+from detectron2.data.detection_utils import SizeMismatchError
 
 from qbheat_det.errors import UserError
 
@@ -27,6 +29,9 @@ subclass of Detectron2's ``DatasetMapper`` fits as it is.
 def build_mapper(cfg: CfgNode, is_train: bool) -> Mapper:
     """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
+    Called on an image that cannot be read, or is not of the size that the annotations say, it
+    raises a ``UserError`` that names the file.
+
     Raises:
         UserError: there is no mapper of that name; the sentence lists the right ones.
     """
@@ -36,4 +41,18 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> Mapper:
             f"INPUT.DATASET_MAPPER_NAME is '{name}', but the mappers are "
             f"{', '.join(sorted(DATASET_MAPPERS))}"
         )
-    return DATASET_MAPPERS[name](cfg, is_train)
+    return _NamesBadImages(DATASET_MAPPERS[name](cfg, is_train))
+
+
+@dataclass(frozen=True)
+class _NamesBadImages:
+    mapper: Mapper
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self.mapper(dataset_dict)
+        except (OSError, SizeMismatchError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"image '{dataset_dict['file_name']}' cannot be used: {reason}"
+            ) from error

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from detectron2.data.detection_utils import read_image
 from PIL import UnidentifiedImageError
+from PIL.Image import open as open_image
 
 from qbheat_det.errors import UserError
 
@@ -98,7 +99,12 @@ def read_bgr(path: Path) -> Image:
         UnreadableMedia: the file cannot be decoded.
     """
     try:
+        with open_image(path) as header:
+            if header.mode.startswith("I"):  # Pillow would turn all above 255 into white
+                raise UnreadableMedia("16 bits of grey: convert it to 8 first")
         image: Image = read_image(str(path), format="BGR")
+    except UnreadableMedia:
+        raise
     except UnidentifiedImageError as error:
         raise UnreadableMedia("not an image") from error
     except Exception as error:  # what a broken file raises depends on its format's decoder
@@ -114,7 +120,8 @@ def write_image(path: Path, image: Image) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = cv2.imwrite(str(path), image, [cv2.IMWRITE_JPEG_QUALITY, 92])
+        jpeg = path.suffix.lower() in {".jpg", ".jpeg"}
+        written = cv2.imwrite(str(path), image, [cv2.IMWRITE_JPEG_QUALITY, 92] if jpeg else [])
     except OSError as error:
         raise UserError(f"cannot write '{path}': {error.strerror}") from error
     if not written:

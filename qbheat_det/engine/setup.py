@@ -3,14 +3,17 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_setup
 
+from qbheat_det.checkpoint import check_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.data import (
+    TOY_SETS,
     CocoSummary,
     check_coco_json,
     check_same_classes,
@@ -18,6 +21,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.errors import UserError
 
+_GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 
 
@@ -26,7 +30,9 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data of your own, in COCO format")
     group.add_argument("--train-json", metavar="FILE", help="annotations to train on")
     group.add_argument("--train-images", metavar="DIR", help="folder of their images")
-    group.add_argument("--val-json", metavar="FILE", help="annotations to evaluate on")
+    group.add_argument(
+        "--val-json", metavar="FILE", help="annotations to evaluate on; training needs them too"
+    )
     group.add_argument("--val-images", metavar="DIR", help="folder of their images")
 
 
@@ -40,12 +46,30 @@ def build_config(args: argparse.Namespace) -> CfgNode:
         UserError: the config or the data is not sound.
     """
     cfg = load_config(args.config_file or None, args.opts)
-    if "MODEL.DEVICE" not in args.opts[::2] and not torch.cuda.is_available():
-        cfg.MODEL.DEVICE = "cpu"
+    _choose_device(cfg, asked_for="MODEL.DEVICE" in args.opts[::2])
+    if cfg.MODEL.WEIGHTS:  # before anything is written
+        check_weights_file(cfg.MODEL.WEIGHTS)
     _use_data_flags(cfg, args)
-    use_classes_of(cfg, (cfg.DATASETS.TEST if args.eval_only else cfg.DATASETS.TRAIN)[0])
+    used = cfg.DATASETS.TEST if args.eval_only else (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+    if not used or not (args.eval_only or cfg.DATASETS.TRAIN):
+        raise UserError(f"the config names no dataset; {_GIVE_YOUR_OWN}")
+    for name in used:
+        _check_dataset(name)
+    use_classes_of(cfg, used[0])
+    if args.eval_only and cfg.MODEL.WEIGHTS:
+        _check_classes_of_weights(cfg)
     cfg.freeze()
     return cfg
+
+
+def check_gpus(num_gpus: int) -> None:
+    """
+    Raises:
+        UserError: this machine has fewer GPUs than asked for.
+    """
+    there = torch.cuda.device_count()
+    if num_gpus > max(there, 1):
+        raise UserError(f"--num-gpus {num_gpus}, but PyTorch sees {there} on this machine")
 
 
 def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
@@ -62,20 +86,20 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
         ) from error
     if not os.access(cfg.OUTPUT_DIR, os.W_OK):
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
+    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
+    # An evaluation must not change what belongs to the weights that lie beside it.
+    kept = config_file.read_bytes() if args.eval_only and config_file.is_file() else None
     default_setup(cfg, args)
+    if kept is not None:
+        config_file.write_bytes(kept)
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
     """Sets class count, names and ids of the config to those of a registered dataset.
 
     Raises:
-        UserError: the dataset is not registered, or nothing is known of its classes.
+        UserError: nothing is known of the dataset's classes.
     """
-    if dataset_name not in DatasetCatalog:
-        raise UserError(
-            f"there is no dataset '{dataset_name}'; give your own data with --train-json, "
-            "--train-images, --val-json and --val-images, or register it before"
-        )
     metadata = MetadataCatalog.get(dataset_name)
     if not metadata.get("thing_classes"):
         DatasetCatalog.get(dataset_name)  # Detectron2 learns the names of COCO files by reading
@@ -89,6 +113,38 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
     )
     for node in (cfg.MODEL.MF_DETR, cfg.MODEL.RETINANET, cfg.MODEL.ROI_HEADS):
         node.NUM_CLASSES = len(names)
+
+
+def _choose_device(cfg: CfgNode, *, asked_for: bool) -> None:
+    if torch.cuda.is_available() or not cfg.MODEL.DEVICE.startswith("cuda"):
+        return
+    if asked_for:
+        raise UserError(f"MODEL.DEVICE is '{cfg.MODEL.DEVICE}', but PyTorch sees no GPU: use cpu")
+    cfg.MODEL.DEVICE = "cpu"
+
+
+def _check_dataset(name: str) -> None:
+    if name not in DatasetCatalog:
+        raise UserError(f"there is no dataset '{name}'; {_GIVE_YOUR_OWN}, or register it before")
+    json_file = MetadataCatalog.get(name).get("json_file")
+    if json_file and name not in TOY_SETS and not os.path.isfile(json_file):  # toys draw themselves
+        raise UserError(
+            f"dataset '{name}' has no annotations at '{json_file}': set $DETECTRON2_DATASETS "
+            f"(`python tools/doctor.py` shows what is looked for), or {_GIVE_YOUR_OWN}"
+        )
+
+
+def _check_classes_of_weights(cfg: CfgNode) -> None:
+    """Compares the data's class names with those in the config.yaml beside the weights, if any."""
+    config_file = Path(cfg.MODEL.WEIGHTS).parent / "config.yaml"
+    if not config_file.is_file():
+        return
+    trained = load_config(config_file).MODEL.CLASS_NAMES
+    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
+        raise UserError(
+            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data to "
+            f"evaluate on have {list(cfg.MODEL.CLASS_NAMES)}: another name or order is another AP"
+        )
 
 
 def _use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:

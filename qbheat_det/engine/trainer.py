@@ -5,7 +5,7 @@ import weakref
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.data import build_detection_train_loader
+from detectron2.data import build_detection_test_loader, build_detection_train_loader
 from detectron2.engine import DefaultTrainer, HookBase
 from detectron2.evaluation import DatasetEvaluator
 from torch import nn
@@ -50,6 +50,20 @@ class Trainer(DefaultTrainer):
         self._trainer.load_state_dict(state_dict["_trainer"])
 
     @classmethod
+    def build_model(cls, cfg: CfgNode) -> nn.Module:
+        """Detectron2's ``build_model``, on the configured device.
+
+        Raises:
+            UserError: the config describes no model; the sentence is the constructor's.
+        """
+        try:
+            return super().build_model(cfg)
+        except (AssertionError, IndexError, KeyError, ValueError) as error:
+            raise UserError(
+                f"no model can be built from this config: {error} (QBHEAT_TRACEBACK=1 shows where)"
+            ) from error
+
+    @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
         """See ``qbheat_det.solver.build_optimizer``."""
         return build_optimizer(cfg, model)
@@ -58,6 +72,12 @@ class Trainer(DefaultTrainer):
     def build_train_loader(cls, cfg: CfgNode) -> DataLoader[Any]:
         """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names."""
         return build_detection_train_loader(cfg, mapper=build_mapper(cfg, is_train=True))
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader[Any]:
+        """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names."""
+        mapper = build_mapper(cfg, is_train=False)
+        return build_detection_test_loader(cfg, dataset_name, mapper=mapper)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
@@ -78,5 +98,7 @@ def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
         raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
     model = Trainer.build_model(cfg)
     checkpointer = ExactCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
+    if not cfg.MODEL.WEIGHTS and not checkpointer.has_checkpoint():
+        raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
     checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     return dict(Trainer.test(cfg, model))

@@ -76,7 +76,7 @@ def test_files_that_inherit_each_other_are_refused(tmp_path: Path) -> None:
         (["SOLVER.MAX_ITER"], "no partner"),
         (["SOLVER.MAXITER", "3"], r"did you mean 'SOLVER\.MAX_ITER'"),
         (["SOLVER.MAX_ITER", "many"], "MAX_ITER"),
-        (["SOLVER", "3"], "SOLVER"),
+        (["SOLVER", "3"], "group of keys"),
     ],
 )
 def test_bad_overrides_are_refused_with_a_sentence(opts: list[str], message: str) -> None:

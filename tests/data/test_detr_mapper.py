@@ -85,7 +85,7 @@ def assert_boxes_match_pixels(output: dict[str, Any]) -> None:
 def test_boxes_follow_the_pixels_through_flip_scale_and_crop(record: dict[str, Any]) -> None:
     np.random.seed(0)
     mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=(240, 320, 400), MAX_SIZE_TRAIN=500), True)
-    assert isinstance(mapper, DetrDatasetMapper)
+    assert isinstance(mapper.mapper, DetrDatasetMapper)
     flipped = 0
     for _ in range(40):
         output = mapper(record)

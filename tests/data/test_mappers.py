@@ -10,7 +10,7 @@ from qbheat_det.errors import UserError
 
 
 def test_the_default_is_detectron2s_own_mapper() -> None:
-    assert type(build_mapper(get_cfg(), True)) is DatasetMapper
+    assert type(build_mapper(get_cfg(), True).mapper) is DatasetMapper
 
 
 def test_each_name_builds_its_class_for_training_and_inference() -> None:
@@ -19,7 +19,7 @@ def test_each_name_builds_its_class_for_training_and_inference() -> None:
         cfg.INPUT.DATASET_MAPPER_NAME = name
         for is_train in (True, False):
             mapper = build_mapper(cfg, is_train)
-            assert type(mapper) is class_
+            assert type(mapper.mapper) is class_
             assert mapper.is_train is is_train
 
 
@@ -37,4 +37,4 @@ def test_a_mapper_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(DATASET_MAPPERS, "mine", Mine)
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME = "mine"
-    assert type(build_mapper(cfg, True)) is Mine
+    assert type(build_mapper(cfg, True).mapper) is Mine

@@ -149,6 +149,10 @@ def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: 
         (("MODEL.WEIGHTS", __file__ + ".pkl"), (), ".pkl"),
         (("OUTPUT_DIR", "/proc/nowhere"), (), "OUTPUT_DIR"),
         (("SOLVER.OPTIMIZER", "LION"), (), "ADAMW"),
+        (("MODEL.BACKBONE.FREEZE_AT", "9"), (), "FREEZE_AT"),
+        (("MODEL.META_ARCHITECTURE", "Bogus"), (), "Bogus"),
+        (("MODEL.MOBILE_FORMER.DROP_PATH", "1.5"), (), "DROP_PATH"),
+        ((), ("--eval-only", "--resume"), "no checkpoint"),
     ],
 )
 def test_bad_input_ends_with_a_sentence_and_a_status(
@@ -170,3 +174,70 @@ def test_bad_input_ends_with_a_sentence_and_a_status(
     message = capsys.readouterr().err
     assert message.splitlines()[-1].startswith("error: ")
     assert sentence in message
+
+
+def test_a_dataset_that_is_not_there_is_named_before_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "configs" / "coco" / "retinanet_285M_probe.yaml")
+    monkeypatch.setattr(sys, "argv", ["train_net.py", "--config-file", config])
+    with pytest.raises(SystemExit) as stopped:
+        _train_net().invoke_main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "coco_2017_train" in message
+    assert "--train-json" in message
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="the GPUs are there")
+def test_more_gpus_than_there_are_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_net.py", "--num-gpus", "64"])
+    with pytest.raises(SystemExit):
+        _train_net().invoke_main()
+    assert "--num-gpus 64" in capsys.readouterr().err
+
+
+def test_evaluating_keeps_the_config_beside_the_weights_and_minds_the_classes(
+    run: Run, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, opts = "quick_schedules/retinanet_285M_toy.yaml", ("OUTPUT_DIR", str(tmp_path))
+    run(config, *opts)
+    kept = (tmp_path / "config.yaml").read_bytes()
+    weights = ("MODEL.WEIGHTS", str(tmp_path / "model_final.pth"))
+    run(config, *opts, *weights, "TEST.DETECTIONS_PER_IMAGE", "7", flags=("--eval-only",))
+    assert (tmp_path / "config.yaml").read_bytes() == kept
+
+    content = json.loads((toy / "annotations.json").read_text())
+    content["categories"][0]["name"] = "other"
+    renamed = tmp_path / "renamed.json"
+    renamed.write_text(json.dumps(content))
+    for name in (CUSTOM_TRAIN, CUSTOM_VAL):
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+    both = ("--eval-only", "--val-json", str(renamed), "--train-json", str(renamed))
+    with pytest.raises(SystemExit):
+        run(config, *opts, *weights, flags=both)
+    assert "was trained on the classes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_image_of_another_size_than_annotated_is_named(
+    run: Run, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    content = json.loads((toy / "annotations.json").read_text())
+    for image in content["images"]:
+        image["width"] = 65
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps(content))
+    flags = ("--train-json", str(wrong), "--val-json", str(wrong))
+    with pytest.raises(SystemExit) as stopped:
+        run(
+            "quick_schedules/retinanet_285M_toy.yaml",
+            *("OUTPUT_DIR", str(tmp_path), "DATALOADER.NUM_WORKERS", workers),
+            flags=flags,
+        )
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: image '")

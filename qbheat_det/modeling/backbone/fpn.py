@@ -4,7 +4,8 @@
 Papers: "Feature Pyramid Networks", Lin et al., arXiv:1612.03144; "Focal Loss for Dense Object
 Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 16, so P5 too is a
 strided convolution, on P4. That agrees with the multiply-adds which the QB-Heat paper prints for
-MF-285M (Table 14); its P6 is not the same for all three sizes and cannot be recovered.
+MF-285M (Table 14); its P6 is not the same for all three sizes and cannot be recovered. Detectron2's
+detectors hand over no image sizes, so on this pyramid padding counts as image, as it does there.
 """
 
 from detectron2.config import CfgNode

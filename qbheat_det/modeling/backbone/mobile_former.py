@@ -160,8 +160,8 @@ class MobileFormer(Backbone):
             in_channels: channels of the image.
 
         Raises:
-            ValueError: an unknown output name or a ``freeze_at`` out of range; the message lists
-                what is possible.
+            ValueError: an unknown output name, or a ``freeze_at`` or ``drop_path`` out of range;
+                the message says what is possible.
         """
         super().__init__()
         groups = _split_into_stages(arch.blocks)
@@ -171,6 +171,8 @@ class MobileFormer(Backbone):
         known = [*self._stage_names, self._expanded_name, "tokens"]
         if not out_features or set(out_features) - set(known):
             raise ValueError(f"outputs of MobileFormer are {known}, not {list(out_features)}")
+        if not 0 <= drop_path < 1:
+            raise ValueError(f"DROP_PATH is a rate in [0, 1), not {drop_path}")
         if not 0 <= freeze_at <= len(groups) + 1:
             raise ValueError(f"FREEZE_AT is 0 … {len(groups) + 1} here, not {freeze_at}")
         self._out_features = list(out_features)

@@ -130,7 +130,8 @@ class MFDecoder(nn.Module):
             norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
 
         Raises:
-            ValueError: the input strides are not 8 and 16, or a level has no block.
+            ValueError: the input strides are not 8 and 16, or there is no query, or a level has no
+                block.
         """
         super().__init__()
         if [shape.stride for shape in input_shape] != [8, 16]:
@@ -140,6 +141,8 @@ class MFDecoder(nn.Module):
             )
         if len(num_blocks) != 3 or min(num_blocks) < 1:
             raise ValueError(f"NUM_BLOCKS wants three counts >= 1, not {list(num_blocks)}")
+        if num_queries < 1:
+            raise ValueError(f"NUM_OBJECT_QUERIES is at least 1, not {num_queries}")
         widths = widths or DecoderWidths()
         fine, coarse = (cast(int, shape.channels) for shape in input_shape)
         self.position_encoding = SinePositionEncoding(channels=widths.dim)

@@ -7,6 +7,7 @@ logits are over K + 1 contiguous classes (DETR: 92 for COCO's ids).
 """
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from qbheat_det.modeling.detr import (
     Targets,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @META_ARCH_REGISTRY.register()
 class MFDETR(nn.Module):
@@ -33,7 +36,8 @@ class MFDETR(nn.Module):
 
     Any Detectron2 backbone with maps at strides 8 and 16 fits. Where its ``forward`` takes
     ``image_sizes``, as ``MobileFormer``'s does, a batch of differently sized images gives what
-    the images give one by one.
+    the images give one by one; with another backbone a padded batch does not, and a warning says
+    so. While training, the statistics of BatchNorm include the padding, as in Detectron2.
     """
 
     @configurable
@@ -66,12 +70,23 @@ class MFDETR(nn.Module):
         self.pixel_mean: Tensor
         self.pixel_std: Tensor
         self._masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
+        if not self._masks_padding:
+            logger.warning(
+                "%s takes no image_sizes: where a batch is padded, its features are not those of "
+                "the images alone",
+                type(backbone).__name__,
+            )
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node = cfg.MODEL.MF_DETR
         backbone = build_backbone(cfg)
         shapes = backbone.output_shape()
+        if set(node.IN_FEATURES) - set(shapes):
+            raise ValueError(
+                f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
+                f"backbone's outputs {list(shapes)}"
+            )
         weights = {
             "class_weight": node.CLASS_WEIGHT,
             "l1_weight": node.L1_WEIGHT,
