@@ -123,6 +123,7 @@ def register_toy_set(
         json_file=json_file,
         image_root=image_root,
         evaluator_type="coco",
+        drawn_on_first_use=True,  # so that no one misses the json_file before
         thing_classes=list(CLASS_NAMES),
         thing_dataset_id_to_contiguous_id={id_: i for i, id_ in enumerate(CATEGORY_IDS)},
     )

@@ -13,7 +13,6 @@ from detectron2.engine import default_setup
 from qbheat_det.checkpoint import check_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.data import (
-    TOY_SETS,
     CocoSummary,
     check_coco_json,
     check_same_classes,
@@ -126,8 +125,9 @@ def _choose_device(cfg: CfgNode, *, asked_for: bool) -> None:
 def _check_dataset(name: str) -> None:
     if name not in DatasetCatalog:
         raise UserError(f"there is no dataset '{name}'; {_GIVE_YOUR_OWN}, or register it before")
-    json_file = MetadataCatalog.get(name).get("json_file")
-    if json_file and name not in TOY_SETS and not os.path.isfile(json_file):  # toys draw themselves
+    metadata = MetadataCatalog.get(name)
+    json_file = None if metadata.get("drawn_on_first_use") else metadata.get("json_file")
+    if json_file and not os.path.isfile(json_file):
         raise UserError(
             f"dataset '{name}' has no annotations at '{json_file}': set $DETECTRON2_DATASETS "
             f"(`python tools/doctor.py` shows what is looked for), or {_GIVE_YOUR_OWN}"

@@ -18,8 +18,8 @@ def test_each_name_builds_its_class_for_training_and_inference() -> None:
     for name, class_ in {"default": DatasetMapper, "detr": DetrDatasetMapper}.items():
         cfg.INPUT.DATASET_MAPPER_NAME = name
         for is_train in (True, False):
-            mapper = build_mapper(cfg, is_train)
-            assert type(mapper.mapper) is class_
+            mapper = build_mapper(cfg, is_train).mapper
+            assert type(mapper) is class_
             assert mapper.is_train is is_train
 
 
