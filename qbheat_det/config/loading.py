@@ -56,7 +56,9 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
     for key, value in zip(opts[::2], opts[1::2], strict=True):
-        _check_key(cfg, key, "command line")
+        present = _check_key(cfg, key, "command line")
+        if isinstance(present, float) and value.lstrip("+-").isdecimal():
+            value = f"{value}.0"  # yacs takes no integer where a float stands
         try:
             cfg.merge_from_list([key, value])
         except (ValueError, KeyError, AssertionError) as error:
@@ -92,7 +94,8 @@ def _dotted_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _check_key(cfg: CfgNode, key: str, where: str) -> None:
+def _check_key(cfg: CfgNode, key: str, where: str) -> object:
+    """Returns the present value of a key, or raises a ``UserError``."""
     node: object = cfg
     for part in key.split("."):
         if not isinstance(node, CfgNode) or part not in node:
@@ -102,6 +105,7 @@ def _check_key(cfg: CfgNode, key: str, where: str) -> None:
         node = node[part]
     if isinstance(node, CfgNode):
         raise UserError(f"{where}: '{key}' is a group of keys and takes no value of its own")
+    return node
 
 
 def _sentence(error: BaseException) -> str:

@@ -92,3 +92,9 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_shipped_config_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"coco/mf_detr_211_285M_probe\.yaml"):
         get_config_path("coco/mf_detr_211_285M_prob.yaml")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", 0.0), ("-1", -1.0), ("0.5", 0.5)])
+def test_an_integer_will_do_where_a_float_stands(value: str, expected: float) -> None:
+    result = load_config(None, ["MODEL.RETINANET.SCORE_THRESH_TEST", value])
+    assert result.MODEL.RETINANET.SCORE_THRESH_TEST == expected
