@@ -2,7 +2,8 @@
 """Backbones; importing this package registers them."""
 
 from .fpn import build_mobile_former_fpn_backbone
-from .mobile_former import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormer, MobileFormerArch
+from .mobile_former import MobileFormer
+from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
 
 __all__ = [
     "MOBILE_FORMER_ARCHS",

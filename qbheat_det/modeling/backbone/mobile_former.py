@@ -5,15 +5,11 @@ Papers: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:
 three sizes of "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.,
 arXiv:2211.13228, Table 8: twelve blocks, six global tokens, last stage at stride 16.
 
-Deviations from the printed table: MF-1.0G block 7 is 576 -> 176 (the table repeats the row above,
-288 -> 96, which contradicts the printed parameter count); the second hidden width of a
-down-sampling block is not printed and is 4, 3, 4 times the output width at strides 4, 8, 16, the
-only triple of multiples that gives the multiply-adds of Table 5.
+Deviations: see the table of widths in ``mobile_former_archs.py``.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode, configurable
@@ -38,94 +34,7 @@ from qbheat_det.layers import (
     zero_padding,
 )
 
-BlockKind = Literal["lite", "down", "plain"]
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """One block: its kind, expanded width, output width and, in a "down" block, the second width.
-
-    "lite" has no tokens, "down" halves the map and starts a stage, "plain" keeps the resolution.
-    """
-
-    kind: BlockKind
-    hidden: int
-    out: int
-    second_hidden: int = 0
-
-
-@dataclass(frozen=True)
-class MobileFormerArch:
-    """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper."""
-
-    num_tokens: int
-    token_dim: int
-    stem: int
-    blocks: tuple[BlockSpec, ...]
-    expanded: int
-
-    def __post_init__(self) -> None:
-        kinds = [block.kind for block in self.blocks]
-        if not kinds or set(kinds) - {"lite", "down", "plain"}:
-            raise ValueError(f"block kinds are 'lite', 'down' and 'plain', not {kinds}")
-        if self.token_dim % 4:
-            raise ValueError(f"the token width must be divisible by 4, not {self.token_dim}")
-        channels = self.stem
-        for number, block in enumerate(self.blocks, start=1):
-            self._check(number, block, channels)
-            channels = block.out
-
-    @staticmethod
-    def _check(number: int, block: BlockSpec, channels: int) -> None:
-        where = f"block {number} ({block.kind}, {channels} -> {block.hidden} -> {block.out})"
-        if block.kind == "lite" and (block.hidden % channels or block.out != channels):
-            raise ValueError(f"{where}: a lite block keeps its width and expands by a whole factor")
-        if block.kind == "down" and block.hidden % channels:
-            raise ValueError(f"{where}: the depthwise convolution expands by a whole factor")
-        if block.kind == "down" and (not block.second_hidden or block.second_hidden % block.out):
-            raise ValueError(f"{where}: second width {block.second_hidden} is no multiple of out")
-        if block.kind != "lite" and (channels % 2 or block.out % 2):
-            raise ValueError(f"{where}: the bridges have two heads and need even widths")
-
-
-def _blocks(*rows: tuple[BlockKind, int, int] | tuple[BlockKind, int, int, int]) -> Any:
-    return tuple(BlockSpec(*row) for row in rows)
-
-
-# fmt: off
-MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
-    "285M": MobileFormerArch(
-        num_tokens=6, token_dim=192, stem=16, expanded=720,
-        blocks=_blocks(
-            ("lite", 32, 16),                                                         # 1/2
-            ("down", 96, 28, 112), ("plain", 84, 28),                                 # 1/4
-            ("down", 168, 48, 144), ("plain", 144, 48), ("plain", 144, 48),           # 1/8
-            ("down", 240, 80, 320), ("plain", 320, 88), ("plain", 480, 88),           # 1/16
-            ("plain", 528, 120), ("plain", 720, 120), ("plain", 720, 120),
-        ),
-    ),
-    "1.0G": MobileFormerArch(
-        num_tokens=6, token_dim=256, stem=32, expanded=1440,
-        blocks=_blocks(
-            ("lite", 64, 32),
-            ("down", 192, 56, 224), ("plain", 168, 56),
-            ("down", 336, 96, 288), ("plain", 288, 96), ("plain", 288, 96),
-            ("down", 576, 176, 704), ("plain", 704, 176), ("plain", 704, 176),
-            ("plain", 1056, 240), ("plain", 1440, 240), ("plain", 1440, 240),
-        ),
-    ),
-    "3.7G": MobileFormerArch(
-        num_tokens=6, token_dim=256, stem=64, expanded=2880,
-        blocks=_blocks(
-            ("lite", 128, 64),
-            ("down", 384, 112, 448), ("plain", 336, 112),
-            ("down", 672, 192, 576), ("plain", 576, 192), ("plain", 576, 192),
-            ("down", 1152, 352, 1408), ("plain", 1408, 352), ("plain", 1408, 352),
-            ("plain", 2112, 480), ("plain", 2880, 480), ("plain", 2880, 480),
-        ),
-    ),
-}
-# fmt: on
+from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
 
 
 @BACKBONE_REGISTRY.register()
@@ -187,21 +96,13 @@ class MobileFormer(Backbone):
             bias=False,
             norm=get_norm(norm, arch.stem),
         )
-        self.stages = nn.ModuleList()
-        rates = iter(torch.linspace(0, drop_path, len(arch.blocks)).tolist())
-        channels = arch.stem
+        built = groups[: self._num_stages_needed()]
+        self.stages, channels = _build_stages(built, arch, norm, drop_path)
         widths: dict[str, tuple[int, int | None]] = {"tokens": (arch.token_dim, None)}
-        for name, stride, group in zip(
-            self._stage_names, strides, groups[: self._num_stages_needed()], strict=False
-        ):
-            stage = nn.ModuleList()
-            for spec in group:
-                stage.append(_build_block(spec, channels, arch.token_dim, norm, next(rates)))
-                channels = spec.out
-            self.stages.append(stage)
-            widths[name] = (channels, stride)
+        for name, width, stride in zip(self._stage_names, channels, strides, strict=False):
+            widths[name] = (width, stride)
         if self._expanded_name in self._out_features:
-            self.expand = pointwise(channels, arch.expanded, norm)
+            self.expand = pointwise(channels[-1], arch.expanded, norm)
             widths[self._expanded_name] = (arch.expanded, strides[-1])
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {name: widths[name][0] for name in self._out_features}
@@ -295,7 +196,7 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
             num_tokens=node.NUM_TOKENS,
             token_dim=node.TOKEN_DIM,
             stem=node.STEM_CHANNELS,
-            blocks=_blocks(*(tuple(row) for row in node.BLOCKS)),
+            blocks=tuple(BlockSpec(*row) for row in node.BLOCKS),
             expanded=node.EXPANDED_CHANNELS,
         )
     except (TypeError, ValueError) as error:
@@ -309,6 +210,22 @@ def _split_into_stages(blocks: Iterable[BlockSpec]) -> list[list[BlockSpec]]:
             stages.append([])
         stages[-1].append(block)
     return stages
+
+
+def _build_stages(
+    groups: list[list[BlockSpec]], arch: MobileFormerArch, norm: str, drop_path: float
+) -> tuple[nn.ModuleList, list[int]]:
+    """Returns the stages and the width after each."""
+    rates = iter(torch.linspace(0, drop_path, len(arch.blocks)).tolist())
+    stages, widths, channels = nn.ModuleList(), [], arch.stem
+    for group in groups:
+        stage = nn.ModuleList()
+        for spec in group:
+            stage.append(_build_block(spec, channels, arch.token_dim, norm, next(rates)))
+            channels = spec.out
+        stages.append(stage)
+        widths.append(channels)
+    return stages, widths
 
 
 def _build_block(

@@ -1,0 +1,105 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Widths of Mobile-Former in the three sizes of the QB-Heat paper.
+
+Paper: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228,
+Table 8.
+
+Deviations from the printed table: MF-1.0G block 7 is 576 -> 176 (the table repeats the row above,
+288 -> 96, which contradicts the printed parameter count); the second hidden width of a
+down-sampling block is not printed and is 4, 3, 4 times the output width at strides 4, 8, 16, the
+only triple of multiples that gives the multiply-adds of Table 5.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+BlockKind = Literal["lite", "down", "plain"]
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block: its kind, expanded width, output width and, in a "down" block, the second width.
+
+    "lite" has no tokens, "down" halves the map and starts a stage, "plain" keeps the resolution.
+    """
+
+    kind: BlockKind
+    hidden: int
+    out: int
+    second_hidden: int = 0
+
+
+@dataclass(frozen=True)
+class MobileFormerArch:
+    """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper."""
+
+    num_tokens: int
+    token_dim: int
+    stem: int
+    blocks: tuple[BlockSpec, ...]
+    expanded: int
+
+    def __post_init__(self) -> None:
+        kinds = [block.kind for block in self.blocks]
+        if not kinds or set(kinds) - {"lite", "down", "plain"}:
+            raise ValueError(f"block kinds are 'lite', 'down' and 'plain', not {kinds}")
+        if self.token_dim % 4:
+            raise ValueError(f"the token width must be divisible by 4, not {self.token_dim}")
+        channels = self.stem
+        for number, block in enumerate(self.blocks, start=1):
+            self._check(number, block, channels)
+            channels = block.out
+
+    @staticmethod
+    def _check(number: int, block: BlockSpec, channels: int) -> None:
+        where = f"block {number} ({block.kind}, {channels} -> {block.hidden} -> {block.out})"
+        if block.kind == "lite" and (block.hidden % channels or block.out != channels):
+            raise ValueError(f"{where}: a lite block keeps its width and expands by a whole factor")
+        if block.kind == "down" and block.hidden % channels:
+            raise ValueError(f"{where}: the depthwise convolution expands by a whole factor")
+        if block.kind == "down" and (not block.second_hidden or block.second_hidden % block.out):
+            raise ValueError(f"{where}: second width {block.second_hidden} is no multiple of out")
+        if block.kind != "lite" and (channels % 2 or block.out % 2):
+            raise ValueError(f"{where}: the bridges have two heads and need even widths")
+
+
+def _blocks(
+    *rows: tuple[BlockKind, int, int] | tuple[BlockKind, int, int, int],
+) -> tuple[BlockSpec, ...]:
+    return tuple(BlockSpec(*row) for row in rows)
+
+
+# fmt: off
+MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
+    "285M": MobileFormerArch(
+        num_tokens=6, token_dim=192, stem=16, expanded=720,
+        blocks=_blocks(
+            ("lite", 32, 16),                                                         # 1/2
+            ("down", 96, 28, 112), ("plain", 84, 28),                                 # 1/4
+            ("down", 168, 48, 144), ("plain", 144, 48), ("plain", 144, 48),           # 1/8
+            ("down", 240, 80, 320), ("plain", 320, 88), ("plain", 480, 88),           # 1/16
+            ("plain", 528, 120), ("plain", 720, 120), ("plain", 720, 120),
+        ),
+    ),
+    "1.0G": MobileFormerArch(
+        num_tokens=6, token_dim=256, stem=32, expanded=1440,
+        blocks=_blocks(
+            ("lite", 64, 32),
+            ("down", 192, 56, 224), ("plain", 168, 56),
+            ("down", 336, 96, 288), ("plain", 288, 96), ("plain", 288, 96),
+            ("down", 576, 176, 704), ("plain", 704, 176), ("plain", 704, 176),
+            ("plain", 1056, 240), ("plain", 1440, 240), ("plain", 1440, 240),
+        ),
+    ),
+    "3.7G": MobileFormerArch(
+        num_tokens=6, token_dim=256, stem=64, expanded=2880,
+        blocks=_blocks(
+            ("lite", 128, 64),
+            ("down", 384, 112, 448), ("plain", 336, 112),
+            ("down", 672, 192, 576), ("plain", 576, 192), ("plain", 576, 192),
+            ("down", 1152, 352, 1408), ("plain", 1408, 352), ("plain", 1408, 352),
+            ("plain", 2112, 480), ("plain", 2880, 480), ("plain", 2880, 480),
+        ),
+    ),
+}
+# fmt: on
