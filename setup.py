@@ -57,7 +57,13 @@ setup(
         "eval": ["faster-coco-eval>=1.6"],
         "bench": ["transformers>=5.20"],  # DETR-R50, measured beside ours
         "export": ["onnx>=1.16", "onnxruntime>=1.19", "onnxscript>=0.1"],  # minima not tested
-        "dev": ["mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=70.1", ],
+        "dev": [
+            "mypy",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "setuptools>=70.1",
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3 :: Only",
