@@ -31,11 +31,50 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.INPUT.DETR_CROP_RESIZE = [400, 500, 600]
     cfg.INPUT.DETR_CROP_RANGE = [384, 600]
 
-    cfg.SOLVER.OPTIMIZER = "SGD"  # "SGD" or "ADAMW"
-    cfg.SOLVER.BACKBONE_MULTIPLIER = 1.0  # learning rate of the backbone relative to the rest
+    # Read the header and the last bytes of every image file before training.
+    cfg.DATASETS.CHECK_IMAGES = True
 
+    _add_solver(cfg)
+
+    cfg.TEST.EVAL_EPOCHS = 0.0  # where not 0, TEST.EVAL_PERIOD is worked out from it
+    # "task/metric" of the evaluation that decides which checkpoint is the best; higher is better.
+    cfg.TEST.BEST_METRIC = "bbox/AP"
     # "auto": faster-coco-eval where it is installed, else pycocotools; or one of the two names.
     cfg.TEST.COCO_EVAL_LIBRARY = "auto"
+
+
+def _add_solver(cfg: CfgNode) -> None:
+    cfg.SOLVER.OPTIMIZER = "SGD"  # "SGD" or "ADAMW"
+    cfg.SOLVER.BACKBONE_MULTIPLIER = 1.0  # learning rate of the backbone relative to the rest
+    # Factor on the learning rate from each layer of the backbone to the one before it.
+    cfg.SOLVER.LAYER_DECAY = 1.0
+
+    # SOLVER.IMS_PER_BATCH is the batch of one optimizer step, over all processes. Each process
+    # works through its share in this many parts, one after another, to save memory.
+    cfg.SOLVER.ACCUMULATE = 1
+    cfg.SOLVER.AMP.PRECISION = "float16"  # "float16" or "bfloat16", with SOLVER.AMP.ENABLED
+
+    # Schedules in epochs. Where one is not 0 (or not empty), the key in iterations is worked out
+    # from it and the number of training images: MAX_ITER, STEPS, WARMUP_ITERS, CHECKPOINT_PERIOD.
+    cfg.SOLVER.EPOCHS = 0.0
+    cfg.SOLVER.STEP_EPOCHS = []
+    cfg.SOLVER.WARMUP_EPOCHS = 0.0
+    cfg.SOLVER.CHECKPOINT_EPOCHS = 0.0
+
+    # Images per step that SOLVER.BASE_LR is meant for; 0 takes SOLVER.BASE_LR as it is.
+    cfg.SOLVER.REFERENCE_BATCH_SIZE = 0
+    # How the rate follows the batch: "linear" as for SGD, or "sqrt" as for AdamW.
+    cfg.SOLVER.LR_SCALING = "linear"
+
+    # A moving average of all weights and buffers, which is what is evaluated and exported.
+    cfg.SOLVER.EMA = CfgNode()
+    cfg.SOLVER.EMA.ENABLED = False
+    cfg.SOLVER.EMA.DECAY = 0.9998
+    cfg.SOLVER.EMA.WARMUP = True  # averages over fewer steps at the start
+
+    cfg.SOLVER.CHECKPOINTS_KEPT = 3  # newest ones; the best and the last are kept besides. 0: all
+    cfg.SOLVER.LOG_PERIOD = 20  # iterations between two lines of the log
+    cfg.SOLVER.WANDB_PROJECT = ""  # logs to Weights & Biases too, with the extra "wandb"
 
 
 def _add_mobile_former(cfg: CfgNode) -> None:
