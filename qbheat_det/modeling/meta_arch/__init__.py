@@ -2,5 +2,6 @@
 """Meta-architectures; importing this package registers them."""
 
 from .mf_detr import MFDETR
+from .retinanet import SyncRetinaNet
 
-__all__ = ["MFDETR"]
+__all__ = ["MFDETR", "SyncRetinaNet"]
