@@ -32,12 +32,17 @@ def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             if os.environ.get("QBHEAT_TRACEBACK") == "1":
                 traceback.print_exc()
-            print(f"error: {_sentence(error)}", file=sys.stderr)
+            print(f"error: {find_sentence(str(error)) or error}", file=sys.stderr)
             raise SystemExit(2) from None
 
     return wrapped
 
 
-def _sentence(error: UserError) -> str:
-    """Drops the traceback that a data loader's worker puts before the sentence."""
-    return str(error).rsplit(f"{UserError.__module__}.{UserError.__name__}: ", 1)[-1].strip()
+def find_sentence(text: str) -> str | None:
+    """Returns the sentence of the ``UserError`` that ended a printed traceback, if one did.
+
+    Errors of a data loader's worker and of a spawned process arrive as such a text.
+    """
+    _, marker, sentence = text.rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
+    # A traceback that goes on after it ended with another error.
+    return sentence.strip() if marker and "Traceback (most recent call" not in sentence else None

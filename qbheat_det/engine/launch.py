@@ -1,0 +1,164 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""One process or many: torchrun's environment, or Detectron2's ``launch``."""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from detectron2.engine.launch import DEFAULT_TIMEOUT, launch
+from detectron2.utils import comm
+from torch.distributed.rendezvous import rendezvous
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from qbheat_det.config import load_config
+from qbheat_det.errors import UserError, find_sentence
+
+R = TypeVar("R")
+
+# What torchrun gives to each process that it starts.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distributed.md)"
+
+
+def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R | None:
+    """Calls ``main(args)`` in every process that the command line or torchrun asks for.
+
+    Under torchrun this process joins the others: by NCCL where the config uses GPUs, else by
+    gloo. Otherwise Detectron2 starts ``args.num_gpus`` processes on this machine.
+
+    Args:
+        main: a function of a module, since started processes import it.
+        args: those of Detectron2's ``default_argument_parser``.
+
+    Returns:
+        What ``main`` returned in this process; None where others were started for it.
+
+    Raises:
+        UserError: the processes asked for cannot be had, or one of them met bad input. Of
+            several processes under torchrun that met it, one raises, the rest exit with code 2.
+    """
+    if all(name in os.environ for name in _RANK_VARIABLES):
+        return _run_as_rank(main, args)
+    _check_launch(args)
+    if args.num_gpus * args.num_machines <= 1:
+        return main(args)
+    # Detectron2's default port is the same for every run of a user: take a free one.
+    local = args.num_machines == 1 and args.dist_url.startswith("tcp://127.0.0.1")
+    try:
+        launch(
+            main,
+            args.num_gpus,
+            num_machines=args.num_machines,
+            machine_rank=args.machine_rank,
+            dist_url="auto" if local else args.dist_url,
+            args=(args,),
+        )
+    except ProcessRaisedException as error:
+        sentence = find_sentence(str(error))
+        if sentence is None:
+            raise
+        raise UserError(sentence) from error
+    return None
+
+
+def _check_launch(args: argparse.Namespace) -> None:
+    if args.num_gpus * args.num_machines <= 1:
+        return
+    there = torch.cuda.device_count()
+    if args.num_gpus > there:
+        raise UserError(
+            f"--num-gpus {args.num_gpus}, but PyTorch sees {there} on this machine; processes on "
+            f"the CPU are started by {_TORCHRUN}"
+        )
+    if not _uses_gpus(args):
+        raise UserError(
+            f"--num-gpus {args.num_gpus}, but MODEL.DEVICE is not 'cuda'; processes on the CPU "
+            f"are started by {_TORCHRUN}"
+        )
+    if not 0 <= args.machine_rank < args.num_machines:
+        raise UserError(
+            f"--machine-rank {args.machine_rank} is not one of 0 to {args.num_machines - 1}, "
+            f"the ranks of --num-machines {args.num_machines}"
+        )
+    if args.num_machines > 1 and args.dist_url == "auto":
+        raise UserError("--dist-url auto is for one machine: name tcp://HOST:PORT of machine 0")
+
+
+def _uses_gpus(args: argparse.Namespace) -> bool:
+    device = load_config(args.config_file or None, args.opts).MODEL.DEVICE
+    return device.startswith("cuda") and torch.cuda.is_available()
+
+
+def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:
+    missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"RANK is set, but {' and '.join(missing)} is not: start with {_TORCHRUN}, or unset it"
+        )
+    store, rank, world_size = next(rendezvous("env://"))
+    try:
+        backend = _choose_backend(args)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=DEFAULT_TIMEOUT
+        )
+        _create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
+        comm.synchronize()
+        result = main(args)
+        comm.synchronize()
+    except UserError:
+        # Most bad input is met by every process: the first to come here says it.
+        if store.add("qbheat_det/user_error", 1) == 1:
+            raise
+        time.sleep(1)  # torchrun ends all processes after the first exit: let it speak
+        raise SystemExit(2) from None
+    _leave_process_group()
+    return result
+
+
+def _choose_backend(args: argparse.Namespace) -> str:
+    """Returns the backend's name, with this process's GPU made the current one."""
+    if args.num_gpus > 1 or args.num_machines > 1:
+        raise UserError(
+            "torchrun starts the processes itself: leave out --num-gpus and --num-machines"
+        )
+    local_rank, local_size = (int(os.environ[name]) for name in _RANK_VARIABLES[2:])
+    if int(os.environ["WORLD_SIZE"]) % local_size:
+        raise UserError("every machine must run equally many processes: --nproc-per-node differs")
+    if not _uses_gpus(args):
+        return "gloo"
+    there = torch.cuda.device_count()
+    if local_size > there:
+        raise UserError(
+            f"torchrun started {local_size} processes, but PyTorch sees {there} GPUs on this "
+            f"machine: --nproc-per-node {there}, or MODEL.DEVICE cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return "nccl"
+
+
+def _create_local_process_group(size: int) -> None:
+    """Makes the group of this machine's processes known to Detectron2, as its launch does."""
+    if hasattr(comm, "create_local_process_group"):  # Detectron2's main branch
+        comm.create_local_process_group(size)
+        return
+    machine = dist.get_rank() // size
+    for index in range(dist.get_world_size() // size):
+        # Every process takes part in making every group, also those that it is not in.
+        group = dist.new_group(list(range(index * size, (index + 1) * size)))
+        if index == machine:
+            comm._LOCAL_PROCESS_GROUP = group
+
+
+def _leave_process_group() -> None:
+    """Undoes all, so that the same Python process could join another group."""
+    dist.destroy_process_group()
+    comm._LOCAL_PROCESS_GROUP = None
+    for name in ("create_local_process_group", "_get_global_gloo_group"):
+        cached = getattr(comm, name, None)
+        if cached is not None:
+            cached.cache_clear()
