@@ -1,0 +1,281 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A failed step: what its file holds, and that it is run again with the same result."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import META_ARCH_REGISTRY, build_model
+from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
+from torch import Tensor, nn
+
+from qbheat_det.config import get_cfg
+from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, failed_step, read_failure
+from qbheat_det.engine.plain_data import from_plain, to_plain
+from qbheat_det.engine.replay import replay_failure
+from qbheat_det.engine.seeding import seed_step
+from qbheat_det.errors import UserError
+from tests.engine.tiny_detectors import make_retinanet_config
+
+
+@META_ARCH_REGISTRY.register()
+class Explosive(nn.Module):
+    """Takes the logarithm of the mean pixel, so that a black image breaks it; has dropout."""
+
+    def __init__(self, cfg: CfgNode) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
+        self.logarithm = Logarithm()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("offset", torch.zeros(1), persistent=False)
+
+    def forward(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        means = torch.stack([entry["image"].float().mean()[None] for entry in batch])
+        hidden = self.norm(self.inner(means / 255)) if len(batch) > 1 else self.inner(means / 255)
+        return {
+            "loss_hidden": hidden.square().mean() + self.offset.sum(),
+            "loss_logarithm": self.logarithm(means).square().mean() * self.inner[0].bias.sum(),
+        }
+
+
+class Logarithm(nn.Module):
+    """The one place where infinity arises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+def make_config() -> CfgNode:
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE = "Explosive"
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    return cfg
+
+
+def make_entry(number: int, *, black: bool = False) -> dict[str, Any]:
+    image = torch.zeros(3, 8, 6) if black else torch.full((3, 8, 6), 100.0 + number)
+    instances = Instances((8, 6), gt_boxes=Boxes([[0, 0, 3, 4]]), gt_classes=torch.tensor([1]))
+    return {
+        "file_name": f"{number}.jpg",
+        "image_id": number,
+        "image": image,
+        "instances": instances,
+    }
+
+
+def fail(path: Path, batches: list[Any], *, iteration: int = 5) -> dict[str, float]:
+    """Runs a step as training does, and dumps it; returns the last losses."""
+    cfg = make_config()
+    torch.manual_seed(1)
+    model = build_model(cfg).train()
+    model.offset.fill_(0.25)
+    seed_step(3, iteration, 1)
+    for batch in batches:
+        losses = {name: loss * len(batch) / 2 for name, loss in model(batch).items()}
+        sum(losses.values()).backward()
+    values = {name: float(loss.detach()) for name, loss in losses.items()}
+    dump_failure(
+        path,
+        cfg=cfg,
+        model=model,
+        batched_inputs=batches,
+        iteration=iteration,
+        seed=3,
+        rank=1,
+        losses=values,
+    )
+    return values
+
+
+def test_detectron2s_structures_survive_as_plain_tensors() -> None:
+    instances = Instances(
+        (8, 6),
+        gt_boxes=Boxes([[0.5, 1, 2, 3]]),
+        gt_classes=torch.tensor([2]),
+        gt_masks=PolygonMasks([[np.array([0.0, 0, 3, 0, 3, 3])]]),
+        gt_bits=BitMasks(torch.ones(1, 8, 6, dtype=torch.bool)),
+    )
+    entry = {"instances": instances, "height": np.int64(8), "path": Path("a.jpg"), "size": (8, 6)}
+    plain = to_plain([entry])
+    kinds = {type(leaf) for leaf in _leaves(plain)}
+    assert kinds <= {Tensor, int, float, str, bool, type(None)}
+    (back,) = from_plain(plain)
+    assert back["height"] == 8
+    assert back["size"] == [8, 6]
+    found = back["instances"]
+    assert found.image_size == (8, 6)
+    torch.testing.assert_close(found.gt_boxes.tensor, instances.gt_boxes.tensor)
+    torch.testing.assert_close(found.gt_bits.tensor, instances.gt_bits.tensor)
+    np.testing.assert_array_equal(found.gt_masks.polygons[0][0], instances.gt_masks.polygons[0][0])
+
+
+def _leaves(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(element)
+    else:
+        yield value
+
+
+def test_a_view_of_a_large_tensor_does_not_bring_the_tensor_along(tmp_path: Path) -> None:
+    entry = make_entry(1)
+    entry["image"] = torch.rand(100, 3, 64, 64)[7]
+    fail(tmp_path / "step.pt", [[entry, entry]])
+    assert (tmp_path / "step.pt").stat().st_size < 3 * entry["image"].numel() * 4
+
+
+def test_the_file_holds_gradients_weights_and_place_and_is_alone_in_its_folder(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "step.pt"
+    fail(path, [[make_entry(1), make_entry(2)]])
+    failed = read_failure(path)
+    assert (failed.iteration, failed.seed, failed.rank) == (5, 3, 1)
+    assert failed.gradients["inner.0.weight"] is not None
+    assert failed.weights["inner.0.weight"].shape == (4, 1)
+    assert failed.buffers["offset"].item() == 0.25
+    assert failed.batches[0][1]["instances"].gt_boxes.tensor.tolist() == [[0, 0, 3, 4]]
+    assert [file.name for file in tmp_path.iterdir()] == ["step.pt"]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_replay_draws_the_same_dropout_and_gives_the_same_losses(
+    tmp_path: Path, num_micro_batches: int
+) -> None:
+    path = tmp_path / "step.pt"
+    entries = [make_entry(number) for number in range(2 * num_micro_batches)]
+    values = fail(path, [entries[i::num_micro_batches] for i in range(num_micro_batches)])
+    torch.manual_seed(99)
+    report = replay_failure(path)
+    assert report.losses == pytest.approx(values, rel=1e-6)
+    assert report.is_same
+    assert report.first_module is None
+    assert report.bad_gradients == []
+    assert "Every module's output is finite" in str(report)
+
+
+def test_a_replay_names_the_module_the_image_and_the_gradients(tmp_path: Path) -> None:
+    path = tmp_path / "step.pt"
+    fail(path, [[make_entry(1), make_entry(2, black=True)]])
+    report = replay_failure(path)
+    assert report.first_module == "logarithm (Logarithm)"
+    assert report.first_module_values == (1, 2)
+    assert report.first_module_has_finite_inputs
+    assert report.bad_weights == []
+    assert "inner.0.bias" in report.bad_gradients
+    assert report.is_same
+    finite = [all(np.isfinite(list(image.losses.values()))) for image in report.images]
+    assert finite == [True, False]
+    text = str(report)
+    assert "First output that is not finite: logarithm (Logarithm), 1 of 2 values" in text
+    assert "2.jpg (id 2)  6 x 8, 1 box, loss" in text
+
+
+def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
+    cfg = make_retinanet_config()
+    cfg.SOLVER.IMS_PER_BATCH = 1
+    model = build_model(cfg).train()
+    name, weight = next(iter(model.named_parameters()))
+    with torch.no_grad():
+        weight.view(-1)[0] = torch.nan
+    entry = make_entry(4)
+    entry["image"] = torch.rand(3, 64, 64)
+    entry["instances"] = Instances(
+        (64, 64), gt_boxes=Boxes([[5, 5, 5, 9], [0, 0, 99, 9]]), gt_classes=torch.tensor([0, 1])
+    )
+    path = tmp_path / "step.pt"
+    dump_failure(path, cfg=cfg, model=model, batched_inputs=[entry], iteration=0, seed=0)
+    report = replay_failure(path)
+    assert report.bad_weights == [name]
+    assert report.first_module is not None
+    assert not report.first_module_has_finite_weights
+    assert report.images[0].faults == ("a box without area", "a box beyond the image")
+    assert report.failed.gradients[name] is None
+
+
+def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> None:
+    path = tmp_path / "step.pt"
+    entry = make_entry(1)
+    fail(path, [[entry, entry]])
+    content = torch.load(path, weights_only=True)
+    content["batches"][0][0]["image"] = "not an image"
+    content["batches"][0].pop()
+    torch.save(content, path)
+    report = replay_failure(path, each_image=False)
+    assert report.error.startswith("AttributeError")
+    assert "The step raised AttributeError" in str(report)
+
+
+def test_the_sentence_names_file_command_and_cures(tmp_path: Path) -> None:
+    cfg, batch = make_config(), [make_entry(1)]
+    error = failed_step(
+        str(tmp_path),
+        cfg=cfg,
+        model=build_model(cfg),
+        batched_inputs=batch,
+        iteration=12,
+        seed=3,
+        rank=0,
+        losses={"loss_a": float("nan")},
+    )
+    assert isinstance(error, NonFiniteLoss)
+    path = tmp_path / "failure_0000012_0.pt"
+    assert path.is_file()
+    for part in ("iteration 12 (loss_a nan)", f"--replay {path}", "SOLVER.BASE_LR", "bfloat16"):
+        assert part in str(error)
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cfg = make_config()
+    error = failed_step(
+        str(tmp_path / "file"),
+        cfg=cfg,
+        model=build_model(cfg),
+        batched_inputs=[make_entry(1)],
+        iteration=1,
+        seed=0,
+        rank=0,
+    )
+    assert "no file to replay it was written (cannot write" in str(error)
+
+
+@pytest.mark.parametrize("content", [b"", b"half a file", None])
+def test_another_file_is_refused_by_a_sentence(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "step.pt"
+    if content is None:
+        torch.save({"model": {}}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"step\.pt"):
+        replay_failure(path)
+    with pytest.raises(UserError, match="there is no file"):
+        replay_failure(tmp_path / "missing.pt")
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    path, mark = tmp_path / "step.pt", tmp_path / "ran"
+
+    class Attack:
+        def __reduce__(self) -> Any:
+            return (mark.write_text, ("x",))
+
+    torch.save({"format": "qbheat_det failed step, 1", "config": Attack()}, path)
+    with pytest.raises(UserError, match="cannot be read"):
+        replay_failure(path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("key", ["config", "weights"])
+def test_a_config_or_weights_of_another_model_end_with_a_sentence(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "step.pt"
+    fail(path, [[make_entry(1), make_entry(2)]])
+    content = torch.load(path, weights_only=True)
+    content[key] = {"config": "MODEL:\n  NO_KEY: 1\n", "weights": {"a": torch.ones(1)}}[key]
+    torch.save(content, path)
+    with pytest.raises(UserError, match=r"step\.pt"):
+        replay_failure(path)
