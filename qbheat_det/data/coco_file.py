@@ -3,15 +3,17 @@
 
 COCO's training file has 860,000 annotations; a pass in Python over one field of them takes
 tenths of a second, so each check is one such pass and numpy does the rest.
+
+A check returns the entries that are sound and notes a fault for each of the others, so that one
+look finds everything: a later check only meets what the earlier ones let through.
 """
 
 import gc
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,41 +21,52 @@ from numpy.typing import NDArray
 
 from qbheat_det.errors import UserError
 
+from .faults import Fault
+
 Entry = dict[str, Any]
 BoolArray = NDArray[np.bool_]
 
 _LISTS = {"images": "image", "annotations": "annotation", "categories": "category"}
+_MAX_ID = 2**53  # above, COCO evaluation in floating point takes one id for another
+_MAX_SIDE = 2**31 - 1  # of any image format, in pixels
 
 
 class CocoFile:
     """An annotation file while it is checked.
 
-    Every method raises :class:`UserError` with the file's name, and the entry's id where it
-    has one.
-
     Attributes:
         path: the annotation file.
+        faults: what is wrong, in the order of the checks.
         warnings: what was odd but can be worked with, one sentence each.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.faults: list[Fault] = []
         self.warnings: list[str] = []
 
     def fail(self, reason: str) -> NoReturn:
+        """
+        Raises:
+            UserError: always; for a file of which nothing more can be said.
+        """
         raise UserError(f"{self.path}: {reason}")
 
     def warn(self, reason: str) -> None:
         self.warnings.append(f"{self.path}: {reason}")
 
     def read(self) -> dict[str, list[Entry]]:
-        """Returns the entries of ``images``, ``annotations`` and ``categories``."""
+        """Returns the entries of ``images``, ``annotations`` and ``categories``.
+
+        Raises:
+            UserError: the file does not exist, is not JSON, or has not these three lists.
+        """
         if not os.path.isfile(self.path):
             raise UserError(f"the annotation file '{self.path}' does not exist")
         try:
             with open(self.path, encoding="utf-8") as file, _no_garbage_collection():
                 content = json.load(file)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self.path} is not JSON: {error}") from error
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -62,165 +75,176 @@ class CocoFile:
                 "not COCO's instance format: the top level must be an object with the lists "
                 f"{', '.join(_LISTS)}, but is a {type(content).__name__}"
             )
-        for key, kind in _LISTS.items():
+        for key in _LISTS:
             if not isinstance(content.get(key), list):
                 state = "must be a list" if key in content else "is missing"
                 self.fail(f"not COCO's instance format: '{key}' {state}")
-            for position, entry in enumerate(content[key]):
-                if type(entry) is not dict:
-                    self.fail(f"{key}[{position}] must be an object that describes one {kind}")
-        return {key: content[key] for key in _LISTS}
+        return {key: self._objects(content[key], key, kind) for key, kind in _LISTS.items()}
 
-    def column(
+    def keep(
+        self,
+        entries: list[Entry],
+        kind: str,
+        good: BoolArray | list[bool],
+        fault: str,
+        reason: str | Callable[[Entry], str],
+    ) -> list[Entry]:
+        """Returns the good entries, and notes a fault with its reason for each of the others."""
+        if all(good) if isinstance(good, list) else good.all():
+            return entries
+        kept = []
+        for position, (entry, is_good) in enumerate(zip(entries, good, strict=True)):
+            if is_good:
+                kept.append(entry)
+            else:
+                id_ = entry.get("id")
+                name = f"id {short(id_)}" if id_ is not None else f"number {position + 1}"
+                text = reason if isinstance(reason, str) else reason(entry)
+                self.faults.append(Fault(fault, f"{self.path}: {kind} {name}", text))
+        return kept
+
+    def with_type(
         self, entries: list[Entry], kind: str, key: str, type_: type, must: str
-    ) -> list[Any]:
-        """Returns one field of all entries, which must exist and be of a type."""
-        values = [entry.get(key) for entry in entries]
+    ) -> list[Entry]:
+        """Returns the entries that have a field of a type."""
         # By exact type, since Python counts ``true`` among the whole numbers.
-        if not set(map(type, values)) <= {type_}:
-            bad = next(i for i, value in enumerate(values) if type(value) is not type_)
-            value = f"is {_short(values[bad])}" if key in entries[bad] else "is missing"
-            self._fail_at(entries, kind, bad, f"{key} must be {must}, but {value}")
-        return values
+        good = [type(entry.get(key)) is type_ for entry in entries]
+        return self.keep(
+            entries, kind, good, f"{kind} without a sound {key}", lambda e: must_be(e, key, must)
+        )
 
-    def ids(self, entries: list[Entry], kind: str) -> list[int]:
-        """Returns the ids of all entries, which must be whole numbers and occur once."""
-        ids: list[int] = self.column(entries, kind, "id", int, "a whole number")
-        if len(set(ids)) < len(ids):
-            twice = [id_ for id_, count in Counter(ids).items() if count > 1]
-            self.fail(f"{len(twice)} {kind} ids occur more than once: {quote(twice)}")
-        return ids
+    def with_ids(self, entries: list[Entry], kind: str) -> list[Entry]:
+        """Returns the entries whose id is a whole number that no earlier entry has."""
+        entries = self.with_type(entries, kind, "id", int, "a whole number")
+        good = [-_MAX_ID < entry["id"] < _MAX_ID for entry in entries]
+        reason = "the id must be below 2**53, above which evaluation mixes ids up"
+        entries = self.keep(entries, kind, good, f"{kind} id too large", reason)
+        count = Counter(entry["id"] for entry in entries)
+        if len(count) == len(entries):
+            return entries
+        last = {entry["id"]: i for i, entry in reversed(list(enumerate(entries)))}
+        good = [last[entry["id"]] == i for i, entry in enumerate(entries)]
+        return self.keep(
+            entries,
+            kind,
+            good,
+            f"{kind} id twice",
+            lambda e: (
+                f"the id occurs more than once, here again; {count[e['id']]} {kind} "
+                "entries have it and need one each"
+            ),
+        )
 
-    def sizes(self, images: list[Entry]) -> NDArray[np.float64]:
-        """Returns width and height of all images, (N, 2), in pixels."""
-        columns = []
-        for key in ("width", "height"):
-            must = "a positive whole number of pixels"
-            values = self.column(images, "image", key, int, must)
-            if min(values) <= 0:
-                bad = next(i for i, value in enumerate(values) if value <= 0)
-                reason = f"{key} must be {must}, but is {values[bad]}"
-                self._fail_at(images, "image", bad, reason)
-            columns.append(values)
-        return np.array(columns, dtype=np.float64).T
+    def with_sizes(self, images: list[Entry]) -> list[Entry]:
+        """Returns the images whose width and height can be those of an image."""
+        return self._with_side(self._with_side(images, "width"), "height")
 
-    def image_files(self, images: list[Entry], image_root: str) -> None:
-        """Checks that every image file exists, by listing the folders that are named."""
-        names = self.column(images, "image", "file_name", str, "a file name")
+    def with_files(self, images: list[Entry], image_root: str) -> list[Entry]:
+        """Returns the images whose file exists, by listing the folders that are named.
+
+        Raises:
+            UserError: the image folder does not exist.
+        """
+        images = self.with_type(images, "image", "file_name", str, "a file name")
         if not os.path.isdir(image_root):
             raise UserError(f"the image folder '{image_root}' of {self.path} does not exist")
+        paths = [os.path.split(os.path.join(image_root, image["file_name"])) for image in images]
         folders: dict[str, set[str]] = defaultdict(set)
-        paths = [os.path.split(os.path.join(image_root, name)) for name in names]
         for folder in {folder for folder, _ in paths}:
             if os.path.isdir(folder):
                 folders[folder].update(os.listdir(folder))
-        missing = [
-            name
-            for name, (folder, base) in zip(names, paths, strict=True)
-            if base not in folders[folder]
-        ]
-        if missing:
-            self.fail(
-                f"{len(missing)} of {len(names)} image files are not in '{image_root}': "
-                f"{quote(missing)}; file_name must be relative to that folder"
-            )
+        good = [base in folders[folder] for folder, base in paths]
+        there = f"in '{image_root}' ({good.count(True)} of {len(images)} files are there)"
+        hint = "file_name must be relative to that folder"
+        return self.keep(
+            images,
+            "image",
+            good,
+            "missing image file",
+            lambda e: f"there is no file {short(e['file_name'])} {there}; {hint}",
+        )
 
-    def references(
-        self, annotations: list[Entry], kind: str, known: Sequence[int]
-    ) -> NDArray[np.int64]:
-        """Returns which of the known images or categories each annotation belongs to, (A,)."""
-        key = f"{kind}_id"
-        values = self.column(annotations, "annotation", key, int, "a whole number")
-        position = {id_: i for i, id_ in enumerate(known)}
-        indices = np.array([position.get(value, -1) for value in values], dtype=np.int64)
-        unknown = np.flatnonzero(indices < 0)
-        if len(unknown):
-            first = int(unknown[0])
-            reason = f"{key} {values[first]} is not the id of any {kind}"
-            self._fail_at(annotations, "annotation", first, reason, len(unknown))
-        return indices
-
-    def crowds(self, annotations: list[Entry]) -> BoolArray:
-        """Returns which annotations are crowds, (A,); refuses ``ignore``, as Detectron2 does."""
-        flags = {}
-        for key in ("iscrowd", "ignore"):
-            flags[key] = [annotation.get(key, 0) for annotation in annotations]
-            bad = [i for i, flag in enumerate(flags[key]) if flag not in (0, 1)]
-            if bad:
-                self._fail_at(annotations, "annotation", bad[0], f"{key} must be 0 or 1", len(bad))
-        ignored = np.flatnonzero(np.array(flags["ignore"], dtype=bool))
-        if len(ignored):
-            reason = "'ignore' is not supported by Detectron2; remove the annotation or the key"
-            self._fail_at(annotations, "annotation", int(ignored[0]), reason, len(ignored))
-        return np.array(flags["iscrowd"], dtype=bool)
-
-    def segmentations(self, annotations: list[Entry]) -> BoolArray:
-        """Returns which annotations have no segmentation or one that Detectron2 takes, (A,)."""
-        left_out = np.zeros(len(annotations), dtype=bool)
-        for i, annotation in enumerate(annotations):
-            value = annotation.get("segmentation")
-            if not value:
-                continue
-            if type(value) is list and all(type(polygon) is list for polygon in value):
-                # Detectron2 leaves out an object of which no polygon has three points.
-                left_out[i] = all(len(polygon) < 6 or len(polygon) % 2 for polygon in value)
-            elif not (type(value) is dict and {"counts", "size"} <= value.keys()):
-                reason = "segmentation must be a list of polygons, or RLE with counts and size"
-                self._fail_at(annotations, "annotation", i, reason)
-        self._warn_about(annotations, left_out, "have no polygon of three points and are left out")
-        return ~left_out
-
-    def boxes(self, annotations: list[Entry], sizes: NDArray[np.float64]) -> BoolArray:
-        """Returns which annotations have a box with an area, (A,).
+    def with_known(
+        self, annotations: list[Entry], kind: str, known: Collection[int], sound: Collection[int]
+    ) -> list[Entry]:
+        """Returns the annotations that belong to a sound image or category.
 
         Args:
-            sizes: (A, 2), width and height of each annotation's image, in pixels.
+            known: all ids of the file, of which an annotation must name one.
+            sound: those without a fault. What belongs to the others falls with them, silently.
         """
-        must = "four finite numbers [x, y, width, height] in pixels"
-        rows = self.column(annotations, "annotation", "bbox", list, must)
-        types = set(map(type, chain.from_iterable(rows)))
-        if not (set(map(len, rows)) <= {4} and types <= {int, float}):
-            for i, row in enumerate(rows):
-                if len(row) != 4 or not set(map(type, row)) <= {int, float}:
-                    reason = f"bbox must be {must}, but is {_short(row)}"
-                    self._fail_at(annotations, "annotation", i, reason)
-        boxes = np.fromiter(chain.from_iterable(rows), np.float64, 4 * len(rows)).reshape(-1, 4)
-        low, high = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
-
-        def refuse(bad: BoolArray, reason: str) -> None:
-            if bad.any():
-                first = int(bad.argmax())
-                reason = f"bbox {rows[first]} {reason}"
-                self._fail_at(annotations, "annotation", first, reason, int(bad.sum()))
-
-        refuse(~_every(np.isfinite(boxes)), f"must be {must}")
-        refuse(~_every(boxes[:, 2:] >= 0), "has a negative width or height")
-        if len(boxes) and boxes.max() <= 1 and (boxes % 1).any():
-            self.fail("all boxes lie between 0 and 1; bbox must be in pixels, not relative")
-        has_area = _every(boxes[:, 2:] > 0)
-        refuse(
-            has_area & ~_every((high > 0) & (low < sizes)),
-            "lies wholly outside its image; bbox must be [x, y, width, height] in pixels",
+        key = f"{kind}_id"
+        annotations = self.with_type(annotations, "annotation", key, int, "a whole number")
+        good = [annotation[key] in known for annotation in annotations]
+        annotations = self.keep(
+            annotations,
+            "annotation",
+            good,
+            f"unknown {kind}",
+            lambda e: f"{key} {short(e[key])} is not the id of any {kind}",
         )
-        # No error, since COCO's own training file has two of them; Detectron2 drops them.
-        self._warn_about(annotations, ~has_area, "have a box without area and are left out")
-        # One pixel is rounding, which COCO's own file has.
-        beyond = ~_every((low >= -1) & (high <= sizes + 1))
-        self._warn_about(annotations, beyond, "have a box beyond the image, which is clipped")
-        return has_area
+        if len(sound) == len(known):
+            return annotations
+        return [annotation for annotation in annotations if annotation[key] in sound]
 
-    def _warn_about(self, annotations: list[Entry], which: BoolArray, what: str) -> None:
-        if which.any():
-            first = annotations[int(which.argmax())]["id"]
-            self.warn(f"{which.sum()} annotations {what}, the first with id {first}")
+    def with_flags(self, annotations: list[Entry]) -> list[Entry]:
+        """Returns the annotations without ``ignore``, as Detectron2 wants it, and a sound crowd."""
+        for key in ("iscrowd", "ignore"):
+            good = [annotation.get(key, 0) in (0, 1) for annotation in annotations]
+            fault = f"annotation without a sound {key}"
+            annotations = self.keep(annotations, "annotation", good, fault, f"{key} must be 0 or 1")
+        reason = "'ignore' is not supported by Detectron2; remove the annotation or the key"
+        good = [annotation.get("ignore", 0) == 0 for annotation in annotations]
+        return self.keep(annotations, "annotation", good, "ignored annotation", reason)
 
-    def _fail_at(
-        self, entries: list[Entry], kind: str, position: int, reason: str, count: int = 1
-    ) -> NoReturn:
-        id_ = entries[position].get("id")
-        name = f"{kind} id {id_}" if id_ is not None else f"{kind} number {position + 1}"
-        more = f" ({count - 1} more like it)" if count > 1 else ""
-        self.fail(f"{name}: {reason}{more}")
+    def warn_about(
+        self, annotations: list[Entry], which: BoolArray | list[bool], what: str
+    ) -> None:
+        """Warns of annotations with their number and the first id, if there are any."""
+        found = np.flatnonzero(which)
+        if len(found):
+            first = annotations[int(found[0])]["id"]
+            self.warn(f"{len(found)} annotations {what}, the first with id {first}")
+
+    def warn_if_repeated(self, values: list[str], what: str) -> None:
+        """Warns of values that occur more than once, if there are any."""
+        twice = [value for value, count in Counter(values).items() if count > 1]
+        if twice:
+            self.warn(f"{len(twice)} {what} occur more than once: {quote(twice)}")
+
+    def _objects(self, entries: list[Any], key: str, kind: str) -> list[Entry]:
+        objects = [entry for entry in entries if type(entry) is dict]
+        for position, entry in enumerate(entries if len(objects) < len(entries) else ()):
+            if type(entry) is not dict:
+                reason = f"must be an object that describes one {kind}, but is {short(entry)}"
+                where = f"{self.path}: {key}[{position}]"
+                self.faults.append(Fault(f"{kind} of a wrong type", where, reason))
+        return objects
+
+    def _with_side(self, images: list[Entry], key: str) -> list[Entry]:
+        must = "a positive whole number of pixels"
+        images = self.with_type(images, "image", key, int, must)
+        good = [0 < image[key] <= _MAX_SIDE for image in images]
+        fault = f"image without a sound {key}"
+        return self.keep(images, "image", good, fault, lambda e: must_be(e, key, must))
+
+
+def must_be(entry: Entry, key: str, must: str) -> str:
+    """Says what a field of an entry must be, and what it is."""
+    found = f"is {short(entry[key])}" if key in entry else "is missing"
+    return f"{key} must be {must}, but {found}"
+
+
+def short(value: object) -> str:
+    """Returns a value as it stands in Python, cut to 60 characters, on one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def quote(values: Collection[object]) -> str:
+    """Returns the first three values, quoted, and whether there are more."""
+    shown = ", ".join(short(value) for value in list(values)[:3])
+    return shown + (", …" if len(values) > 3 else "")
 
 
 @contextmanager
@@ -233,19 +257,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def quote(values: Collection[object]) -> str:
-    """Returns the first three values, quoted, and whether there are more."""
-    shown = ", ".join(repr(value) for value in list(values)[:3])
-    return shown + (", …" if len(values) > 3 else "")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
-
-
-def _every(conditions: BoolArray) -> BoolArray:
-    """Returns for each row whether all of it is true."""
-    return np.asarray(conditions.all(axis=1))

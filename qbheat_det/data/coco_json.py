@@ -7,9 +7,8 @@ id. What Detectron2 copes with, and COCO's own files contain, is a warning with 
 
 import logging
 import os
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
 
 import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -17,11 +16,15 @@ from detectron2.data.datasets import register_coco_instances
 
 from qbheat_det.errors import UserError
 
-from .coco_file import CocoFile, quote
+from .coco_file import CocoFile, Entry, quote
+from .coco_shapes import has_area, has_polygon, keep_boxes, keep_keypoints, keep_segmentations
+from .faults import Fault, raise_first
 
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
+
+_PLURAL = {"image": "images", "category": "categories"}
 
 
 @dataclass(frozen=True)
@@ -99,53 +102,108 @@ def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoSummary:
 
     Raises:
         UserError: file or images are missing; the file is not JSON or not COCO; ids occur
-            twice or point to nothing; sizes or boxes make no sense; no image, category or box.
+            twice or point to nothing; sizes, boxes or masks make no sense; no image, category
+            or box. The sentence is that of the first fault and counts the others.
+    """
+    content = read_coco_json(json_file, image_root)
+    raise_first(content.faults)
+    for warning in content.summary.warnings:
+        logger.warning(warning)
+    return content.summary
+
+
+@dataclass(frozen=True)
+class CocoContent:
+    """An annotation file, taken apart into what is sound and what is not.
+
+    Attributes:
+        images: entries without a fault, as they stand in the file.
+        annotations: those of sound images and categories that have no fault themselves.
+        categories: entries without a fault.
+        summary: counts of what is sound, and warnings.
+        faults: one for each thing that is wrong.
+    """
+
+    images: list[Entry]
+    annotations: list[Entry]
+    categories: list[Entry]
+    summary: CocoSummary
+    faults: tuple[Fault, ...]
+
+
+def read_coco_json(json_file: PathLike, image_root: PathLike) -> CocoContent:
+    """Reads an annotation file and finds everything that is wrong with it.
+
+    Raises:
+        UserError: nothing can be said of single entries: the file or the image folder does not
+            exist, the file is not JSON, or not COCO, or has no images or no categories.
     """
     file = CocoFile(str(json_file))
     content = file.read()
-    images, annotations = content["images"], content["annotations"]
     for key in ("images", "categories"):
         if not content[key]:
             file.fail(f"the list '{key}' is empty")
-    class_names, category_ids = _classes(file, content["categories"])
-    image_ids, sizes = file.ids(images, "image"), file.sizes(images)
-    file.image_files(images, str(image_root))
-    annotation_ids = file.ids(annotations, "annotation")
-    image_of = file.references(annotations, "image", image_ids)
-    category_of = file.references(annotations, "category", category_ids)
-    crowds = file.crowds(annotations)
-    valid = file.segmentations(annotations) & file.boxes(annotations, sizes[image_of])
-    usable = valid & ~crowds
-    if not usable.any():
-        file.fail("there is no box to train on or to evaluate with")
-    if 0 in annotation_ids:
+    categories = _check_categories(file, content["categories"])
+    images = file.with_sizes(file.with_ids(content["images"], "image"))
+    images = file.with_files(images, str(image_root))
+    file.warn_if_repeated([image["file_name"] for image in images], "image file names")
+    annotations = file.with_ids(content["annotations"], "annotation")
+    for kind, sound in (("image", images), ("category", categories)):
+        known = _ids(content[_PLURAL[kind]])
+        annotations = file.with_known(annotations, kind, known, _ids(sound))
+    size_of = {image["id"]: (image["width"], image["height"]) for image in images}
+    annotations = file.with_flags(annotations)
+    annotations = keep_keypoints(file, keep_segmentations(file, annotations, size_of))
+    annotations = keep_boxes(file, annotations, size_of)
+    summary = _summarise(file, images, annotations, categories)
+    return CocoContent(images, annotations, categories, summary, tuple(file.faults))
+
+
+def _check_categories(file: CocoFile, entries: list[Entry]) -> list[Entry]:
+    """Returns the sound categories in contiguous order: by id, as Detectron2 sorts them."""
+    entries = file.with_ids(entries, "category")
+    entries = file.with_type(entries, "category", "name", str, "a text")
+    good = [_can_be_written(entry["name"]) for entry in entries]
+    reason = "the name holds half a character (a lone surrogate), which no file can store"
+    entries = file.keep(entries, "category", good, "category without a sound name", reason)
+    file.warn_if_repeated([entry["name"] for entry in entries], "category names")
+    return sorted(entries, key=itemgetter("id"))
+
+
+def _summarise(
+    file: CocoFile, images: list[Entry], annotations: list[Entry], categories: list[Entry]
+) -> CocoSummary:
+    crowds = np.array([bool(a.get("iscrowd", 0)) for a in annotations], dtype=bool)
+    usable = has_area(annotations) & has_polygon(annotations) & ~crowds
+    used = [annotation for annotation, is_used in zip(annotations, usable, strict=True) if is_used]
+    if not used and not file.faults:
+        reason = "there is no box to train on or to evaluate with"
+        file.faults.append(Fault("no boxes", file.path, reason))
+    if any(annotation["id"] == 0 for annotation in annotations):
         file.warn("annotation id 0 means 'no match' to pycocotools; number annotations from 1")
-    boxes_of = np.bincount(category_of[usable], minlength=len(category_ids))
-    without = [name for name, count in zip(class_names, boxes_of, strict=True) if not count]
-    if without:
-        file.warn(f"{len(without)} of {len(class_names)} categories have no box: {quote(without)}")
-    for warning in file.warnings:
-        logger.warning(warning)
+    present = {annotation["category_id"] for annotation in used}
+    without = [entry["name"] for entry in categories if entry["id"] not in present]
+    if without and used:
+        file.warn(f"{len(without)} of {len(categories)} categories have no box: {quote(without)}")
     return CocoSummary(
         json_file=file.path,
         num_images=len(images),
-        num_images_without_boxes=len(images) - len(np.unique(image_of[usable])),
-        num_boxes=int(usable.sum()),
+        num_images_without_boxes=len(images) - len({annotation["image_id"] for annotation in used}),
+        num_boxes=len(used),
         num_crowds=int(crowds.sum()),
-        class_names=class_names,
-        category_ids=category_ids,
+        class_names=tuple(entry["name"] for entry in categories),
+        category_ids=tuple(entry["id"] for entry in categories),
         warnings=tuple(file.warnings),
     )
 
 
-def _classes(
-    file: CocoFile, categories: list[dict[str, Any]]
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns names and ids in contiguous order: by id, as Detectron2 sorts them."""
-    ids = file.ids(categories, "category")
-    names = file.column(categories, "category", "name", str, "a text")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        file.warn(f"{len(twice)} category names occur more than once: {quote(twice)}")
-    order = sorted(range(len(ids)), key=ids.__getitem__)
-    return tuple(names[i] for i in order), tuple(ids[i] for i in order)
+def _ids(entries: list[Entry]) -> set[int]:
+    return {entry["id"] for entry in entries if type(entry.get("id")) is int}
+
+
+def _can_be_written(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -140,7 +140,9 @@ def _read_like_training(path: str, record: dict[str, Any]) -> tuple[str, str] | 
     try:
         height, width = read_image(path, "RGB").shape[:2]
     except Exception as error:
-        reason = f"the header says {size[0]} × {size[1]}, but the pixels cannot be read"
+        reason = (
+            f"the header says width {size[0]} and height {size[1]}, but the pixels cannot be read"
+        )
         return "truncated or damaged image", f"{reason}: {_sentence(error)}; is the file whole?"
     return _compare_sizes((width, height), record)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pycocotools.mask
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
@@ -19,6 +21,7 @@ from qbheat_det.data import (
     prepare_toy_set,
     register_coco_json,
 )
+from qbheat_det.data.coco_json import read_coco_json
 from qbheat_det.data.toy import ANNOTATION_FILE, CATEGORY_IDS
 from qbheat_det.data.toy_scenes import CLASS_NAMES
 from qbheat_det.errors import UserError
@@ -106,8 +109,10 @@ def test_reading_leaves_garbage_collection_as_it_was(tmp_path: Path) -> None:
 
 BAD_ANNOTATIONS: dict[str, tuple[dict[str, object], list[str]]] = {
     "id_missing": ({"id": None}, ["annotation number 2", "id must be a whole number"]),
-    "id_as_text": ({"id": "2"}, ["annotation id 2", "id must be", "'2'"]),
-    "id_twice": ({"id": 1}, ["annotation ids occur more than once: 1"]),
+    "id_as_text": ({"id": "2"}, ["annotation id '2'", "id must be", "whole number"]),
+    "id_too_large": ({"id": 2**53}, ["annotation id 9007199254740992", "below 2**53"]),
+    "image_of_endless_id": ({"image_id": 10**400}, ["annotation id 2", "image_id 1000"]),
+    "id_twice": ({"id": 1}, ["annotation id 1", "more than once", "2 annotation entries"]),
     "unknown_image": ({"image_id": 11}, ["annotation id 2", "image_id 11"]),
     "unknown_category": ({"category_id": 1}, ["annotation id 2", "category_id 1"]),
     "category_as_truth": ({"category_id": True}, ["annotation id 2", "True"]),
@@ -123,8 +128,21 @@ BAD_ANNOTATIONS: dict[str, tuple[dict[str, object], list[str]]] = {
     "bbox_above_image": ({"bbox": [5, -9, 3, 9]}, ["annotation id 2", "outside"]),
     "crowd_of_two": ({"iscrowd": 2}, ["annotation id 2", "iscrowd must be 0 or 1"]),
     "ignored": ({"ignore": 1}, ["annotation id 2", "'ignore' is not supported"]),
+    "bbox_endless": ({"bbox": [1, 2, 10**400, 4]}, ["annotation id 2", "four finite"]),
+    "bbox_without_area": ({"bbox": [1, 2, 0, 5]}, ["annotation id 2", "has no area"]),
+    "polygon_of_text": ({"segmentation": [["1"] * 6]}, ["annotation id 2", "finite coordinates"]),
+    "polygon_with_nan": ({"segmentation": [[1, 1, 5, float("nan"), 5, 5]]}, ["annotation id 2"]),
+    "polygon_far_away": ({"segmentation": [[1, 1, 5, 1, 5, 1e7]]}, ["near the image"]),
+    "keypoints_of_two": ({"keypoints": [1, 2]}, ["annotation id 2", "[x, y, visibility"]),
+    "keypoints_as_object": ({"keypoints": {"x": 1}}, ["annotation id 2", "keypoints must"]),
+    "rle_of_another_size": (
+        {"segmentation": {"counts": [5000], "size": [100, 50]}},
+        ["annotation id 2", "size [height, width]"],
+    ),
+    "rle_too_short": ({"segmentation": {"counts": [9], "size": [50, 100]}}, ["every pixel"]),
+    "rle_of_noise": ({"segmentation": {"counts": "@@!", "size": [50, 100]}}, ["every pixel"]),
     "flat_polygon": ({"segmentation": [1, 1, 5, 1, 5, 5]}, ["annotation id 2", "polygons"]),
-    "rle_without_size": ({"segmentation": {"counts": "x"}}, ["annotation id 2", "counts and size"]),
+    "rle_without_size": ({"segmentation": {"counts": "x"}}, ["annotation id 2", "and size"]),
 }
 
 
@@ -146,12 +164,24 @@ BAD_CONTENTS: dict[str, tuple[Callable[[Content], object], list[str]]] = {
     "categories_empty": (lambda c: c.update(categories=[]), ["'categories' is empty"]),
     "no_annotations": (lambda c: c.update(annotations=[]), ["no box"]),
     "only_crowds": (lambda c: c.update(annotations=c["annotations"][2:]), ["no box"]),
-    "image_id_twice": (lambda c: c["images"][1].update(id=10), ["image ids occur", "10"]),
-    "category_id_twice": (lambda c: c["categories"][1].update(id=9), ["category ids", "9"]),
+    "image_id_twice": (lambda c: c["images"][1].update(id=10), ["image id 10", "more than once"]),
+    "category_id_twice": (
+        lambda c: c["categories"][1].update(id=9),
+        ["category id 9", "more than once"],
+    ),
     "category_without_name": (
         lambda c: c["categories"][1].pop("name"),
         ["category id 2", "name must be a text, but is missing"],
     ),
+    "category_of_half_a_character": (
+        lambda c: c["categories"][0].update(name="c\ud83d"),
+        ["category id 9", "half a character"],
+    ),
+    "image_id_too_large": (
+        lambda c: c["images"][2].update(id=2**53 + 1),
+        ["image id 9007199254740993", "below 2**53"],
+    ),
+    "width_endless": (lambda c: c["images"][0].update(width=10**400), ["image id 10", "width"]),
     "width_missing": (lambda c: c["images"][1].pop("width"), ["image id 3", "width", "missing"]),
     "height_as_text": (lambda c: c["images"][1].update(height="60"), ["image id 3", "height"]),
     "height_zero": (lambda c: c["images"][1].update(height=0), ["image id 3", "height", "is 0"]),
@@ -194,15 +224,15 @@ def test_a_missing_image_folder_is_named(tmp_path: Path) -> None:
         check_coco_json(json_file, tmp_path / "nowhere")
 
 
-def test_missing_images_are_counted_and_three_are_named(tmp_path: Path) -> None:
+def test_missing_images_are_named_and_counted(tmp_path: Path) -> None:
     names = ["d.jpg", "none/e.jpg", "sub/f.jpg", "a.jpg/g.jpg"]
     extra = [
         {"id": 100 + i, "file_name": name, "width": 9, "height": 9} for i, name in enumerate(names)
     ]
     text = sentence(tmp_path, changed(lambda content: content["images"].extend(extra)))
-    assert "4 of 7 image files" in text
-    assert "'d.jpg', 'none/e.jpg', 'sub/f.jpg', …" in text
-    assert "g.jpg" not in text
+    assert "image id 100: there is no file 'd.jpg' in " in text
+    assert "(3 of 7 files are there)" in text
+    assert text.endswith("(3 more like it)")
 
 
 def test_images_are_found_by_absolute_path_and_through_links(tmp_path: Path) -> None:
@@ -229,9 +259,67 @@ def test_how_many_annotations_are_wrong_is_said(tmp_path: Path) -> None:
     assert "(2 more like it)" in sentence(tmp_path, changed(change))
 
 
+def test_a_few_boxes_without_area_among_many_are_a_warning_as_in_coco(tmp_path: Path) -> None:
+    def repeat(content: Content) -> None:
+        box = content["annotations"][1]
+        content["annotations"] = [{**box, "id": i} for i in range(1, 20_001)]
+        content["annotations"][7]["bbox"] = [1, 2, 0, 5]
+
+    summary = check_coco_json(*write(tmp_path, changed(repeat)))
+    assert summary.num_boxes == 19_999
+    assert any("1 annotations have a box without area" in text for text in summary.warnings)
+
+
+def test_every_fault_is_found_at_once_and_only_what_is_sound_stays(tmp_path: Path) -> None:
+    def spoil(content: Content) -> None:
+        content["images"] += [
+            {"id": 8, "file_name": "none.jpg", "width": 9, "height": 9},
+            {"id": 9, "file_name": "a.jpg", "width": 9.5, "height": 9},
+            "text",
+        ]
+        fields: list[Content] = [
+            {"bbox": [200, 2, 3, 4]},
+            {"bbox": [1, 2, 3]},
+            {"category_id": 77},
+            {"image_id": 8},  # of an image that is at fault itself: no fault of its own
+            {"image_id": 99},
+            {"iscrowd": 5},
+        ]
+        good = content["annotations"][1]
+        content["annotations"] += [{**good, "id": 20 + i, **f} for i, f in enumerate(fields)]
+        content["annotations"].append(dict(good))
+
+    content = read_coco_json(*write(tmp_path, changed(spoil)))
+    where = [fault.where.split("set.json: ")[1] for fault in content.faults]
+    assert sorted(where) == [
+        "annotation id 2",
+        *(f"annotation id {20 + i}" for i in (0, 1, 2, 4, 5)),
+        "image id 8",
+        "image id 9",
+        "images[5]",
+    ]
+    assert {image["id"] for image in content.images} == {10, 3, 7}
+    assert {annotation["id"] for annotation in content.annotations} == {1, 2, 5}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_that_pycocotools_writes_are_taken(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(seed)
+    pixels = random.random((50, 100)) < random.choice([0.0, 0.01, 0.5, 1.0])
+    encoded = pycocotools.mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
+    rle = {"counts": encoded["counts"].decode(), "size": [50, 100]}
+    check_coco_json(*write(tmp_path, changed(with_annotation(segmentation=rle))))
+    shorter = {**rle, "counts": rle["counts"][:-1]}
+    assert "every pixel" in sentence(tmp_path, changed(with_annotation(segmentation=shorter)))
+
+
 WARNINGS: dict[str, tuple[Callable[[Content], object], str, int]] = {
-    "no_area": (with_annotation(bbox=[1, 2, 0, 5]), "1 annotations have a box without area", 1),
     "clipped": (with_annotation(bbox=[-3, 0, 20, 9]), "1 annotations have a box beyond", 2),
+    "file_named_twice": (
+        lambda c: c["images"][1].update(file_name="a.jpg"),
+        "1 image file names occur more than once: 'a.jpg'",
+        2,
+    ),
     "two_points": (with_annotation(segmentation=[[1, 1, 2, 2]]), "no polygon of three points", 1),
     "id_zero": (with_annotation(id=0), "annotation id 0 means 'no match'", 2),
     "same_name": (lambda c: c["categories"][0].update(name="dog"), "occur more than once", 2),
