@@ -16,10 +16,10 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from qbheat_det.checkpoint.atomic import write_atomically
 from qbheat_det.errors import UserError
 
 from .plain_data import from_plain, to_plain
-from .whole_files import replacing
 
 BatchedInputs = list[dict[str, Any]]
 _FORMAT = "qbheat_det failed step, 1"
@@ -28,23 +28,25 @@ _FORMAT = "qbheat_det failed step, 1"
 class NonFiniteLoss(UserError):
     """Training cannot go on: a loss is infinite or not a number."""
 
-    def __init__(self, iteration: int, losses: Mapping[str, float], written: str) -> None:
+    def __init__(
+        self, iteration: int, losses: Mapping[str, float], path: str | os.PathLike[str]
+    ) -> None:
         """
         Args:
             iteration: number of the step.
             losses: by name.
-            written: path of the file that ``dump_failure`` wrote, or why there is none.
+            path: the file that ``dump_failure`` wrote, or a sentence that says why there is none.
         """
         values = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
         found = f"a loss is not finite at iteration {iteration} ({values or 'no loss was reached'})"
-        if os.path.isfile(written):
+        if os.path.isfile(path):
             found += (
-                f"; the batch, the config and the gradients are in '{written}': "
-                f"'python tools/train_net.py --replay {written}' runs the step again and names "
+                f"; the batch, the config and the gradients are in '{path}': "
+                f"'python tools/train_net.py --replay {path}' runs the step again and names "
                 "the first module that fails"
             )
         else:
-            found += f"; {written}"
+            found += f"; {path}"
         super().__init__(
             f"{found}. Usual cures: a lower SOLVER.BASE_LR or a longer warm-up, "
             "SOLVER.CLIP_GRADIENTS.ENABLED True, and SOLVER.AMP.PRECISION bfloat16 in place of "
@@ -52,11 +54,11 @@ class NonFiniteLoss(UserError):
         )
         self.iteration = iteration
         self.losses = dict(losses)
-        self.path = written
+        self.path = str(path)
 
 
 def failed_step(output_dir: str, *, iteration: int, rank: int, **state: Any) -> NonFiniteLoss:
-    """Writes ``OUTPUT_DIR/failure_<iteration>_<rank>.pt`` and returns what is to be raised.
+    """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns what is to be raised.
 
     A disk that is full does not hide the failure: the sentence then says that no file was written.
 
@@ -66,7 +68,7 @@ def failed_step(output_dir: str, *, iteration: int, rank: int, **state: Any) -> 
         rank: of this process.
         state: the other arguments of ``dump_failure``.
     """
-    path = os.path.join(output_dir, f"failure_{iteration:07d}_{rank}.pt")
+    path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
     try:
         dump_failure(path, iteration=iteration, rank=rank, **state)
     except UserError as error:
@@ -123,11 +125,7 @@ def dump_failure(
         "buffers": to_plain({k: v for k, v in bare.named_buffers() if k not in weights}),
         "gradients": {name: to_plain(p.grad) for name, p in bare.named_parameters()},
     }
-    with replacing(path) as partial:
-        try:
-            torch.save(content, partial)
-        except RuntimeError as error:  # how torch's writer reports a full disk
-            raise OSError(f"torch.save failed, perhaps for want of space: {error}") from error
+    write_atomically(path, lambda stream: torch.save(content, stream))
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def test_the_sentence_names_file_command_and_cures(tmp_path: Path) -> None:
         losses={"loss_a": float("nan")},
     )
     assert isinstance(error, NonFiniteLoss)
-    path = tmp_path / "failure_0000012_0.pt"
+    path = tmp_path / "failure_0000012_rank0.pt"
     assert path.is_file()
     for part in ("iteration 12 (loss_a nan)", f"--replay {path}", "SOLVER.BASE_LR", "bfloat16"):
         assert part in str(error)
