@@ -5,6 +5,8 @@ Paper: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3
 blocks are computed in one pass; the sums are those of the paper.
 """
 
+from collections.abc import Sequence
+
 import torch
 from detectron2.utils import comm
 from torch import Tensor, nn
@@ -47,12 +49,19 @@ class SetCriterion(nn.Module):
         self.no_object_weight = no_object_weight
         self.deep_supervision = deep_supervision
 
-    def forward(self, outputs: dict[str, Tensor], targets: Targets) -> dict[str, Tensor]:
+    def forward(
+        self,
+        outputs: dict[str, Tensor],
+        targets: Targets,
+        normalizers: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """
         Args:
             outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
                 of the unpadded image, one entry of L a block.
             targets: ground truth of the N images.
+            normalizers: (2,), mean of what ``normalizers`` returns over all parts of the
+                effective batch; over the processes of this call if None.
 
         Returns:
             "loss_ce", "loss_bbox", "loss_giou" of the last block, and the same with "_0", "_1", …
@@ -61,9 +70,13 @@ class SetCriterion(nn.Module):
         first = 0 if self.deep_supervision else -1
         logits, boxes = (outputs[key][first:].float() for key in ("pred_logits", "pred_boxes"))
         matches = self.matcher(logits, boxes, targets)
+        if normalizers is None:
+            counts = self.normalizers(targets.counts, logits.shape[2])
+            normalizers = _mean_over_processes(logits.new_tensor(counts))
+        classes, num_boxes = normalizers
         losses = {
-            "loss_ce": self.class_weight * self.classification(logits, targets, matches),
-            **self.localisation(boxes, targets, matches),
+            "loss_ce": self.class_weight * self.classification(logits, targets, matches) / classes,
+            **self.localisation(boxes, targets, matches, num_boxes),
         }
         last = len(logits) - 1
         return {
@@ -72,28 +85,38 @@ class SetCriterion(nn.Module):
             for name, loss in losses.items()
         }
 
+    def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
+        """Returns what a batch's sums are divided by, were it alone: of classes, and of boxes.
+
+        Args:
+            counts: boxes of each image.
+            num_queries: Q.
+        """
+        # The same for every block: each takes as many matches as there are boxes and queries for.
+        matched = sum(min(count, num_queries) for count in counts)
+        unmatched = len(counts) * num_queries - matched
+        return matched + self.no_object_weight * unmatched, float(sum(counts))
+
     def classification(self, logits: Tensor, targets: Targets, matches: Matches) -> Tensor:
-        """Returns (L,): cross-entropy over all queries, as a weighted mean over the whole batch."""
+        """Returns (L,): weighted sum of the cross-entropy over all queries of the batch."""
         wanted = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
         labels = targets.labels[matches.image, matches.target]
         wanted[matches.block, matches.image, matches.query] = labels
         weight = logits.new_ones(self.num_classes + 1)
         weight[-1] = self.no_object_weight
         loss = F.cross_entropy(logits.permute(0, 3, 1, 2), wanted, weight, reduction="none")
-        # The same for every block: each takes as many matches as there are boxes and queries for.
-        matched = sum(min(count, logits.shape[2]) for count in targets.counts)
-        unmatched = logits.shape[1] * logits.shape[2] - matched
-        normaliser = _mean_over_processes(matched + self.no_object_weight * unmatched, logits)
-        return loss.sum(dim=(1, 2)) / normaliser
+        return loss.sum(dim=(1, 2))
 
-    def localisation(self, boxes: Tensor, targets: Targets, matches: Matches) -> dict[str, Tensor]:
-        """Returns weighted "loss_bbox" and "loss_giou", (L,) each, as means over the boxes."""
+    def localisation(
+        self, boxes: Tensor, targets: Targets, matches: Matches, num_boxes: Tensor
+    ) -> dict[str, Tensor]:
+        """Returns weighted "loss_bbox" and "loss_giou", (L,) each, divided by ``num_boxes``."""
         predicted = boxes[matches.block, matches.image, matches.query]  # (P, 4)
         wanted = targets.boxes[matches.image, matches.target]
         distance = (predicted - wanted).abs().sum(dim=-1)
         corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (predicted, wanted))
         overlap = torch.vmap(generalized_box_iou)(*corners)[:, 0, 0]
-        num_boxes = _mean_over_processes(sum(targets.counts), boxes).clamp(min=1)
+        num_boxes = num_boxes.clamp(min=1e-6)  # without a box anywhere, the sums are zero
         by_block = boxes.new_zeros(len(boxes))
         return {
             "loss_bbox": by_block.index_add(0, matches.block, distance)
@@ -103,9 +126,8 @@ class SetCriterion(nn.Module):
         }
 
 
-def _mean_over_processes(value: float, like: Tensor) -> Tensor:
-    """Averages a count, so that the mean of all processes' gradients is that of the whole batch."""
-    total = like.new_full((), value)
+def _mean_over_processes(values: Tensor) -> Tensor:
+    """Averages counts, so that the mean of all processes' gradients is that of the whole batch."""
     if comm.get_world_size() > 1:
-        torch.distributed.all_reduce(total)
-    return total / comm.get_world_size()
+        torch.distributed.all_reduce(values)
+    return values / comm.get_world_size()

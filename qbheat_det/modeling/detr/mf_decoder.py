@@ -146,6 +146,7 @@ class MFDecoder(nn.Module):
         widths = widths or DecoderWidths()
         fine, coarse = (cast(int, shape.channels) for shape in input_shape)
         self.position_encoding = SinePositionEncoding(channels=widths.dim)
+        self.num_queries = num_queries
         self.query_position = nn.Embedding(num_queries, widths.dim)
         self.down = SeparableConv(coarse, widths.dim, norm, stride=2)
         self.up = nn.ModuleList(SeparableConv(widths.dim, widths.dim, norm) for _ in range(2))

@@ -125,12 +125,16 @@ class MFDETR(nn.Module):
         """Where the model lives."""
         return self.pixel_mean.device
 
-    def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
+    def forward(
+        self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
+    ) -> Any:
         """
         Args:
             batched_inputs: dicts of a dataset mapper: "image" (3, H, W), in training "instances"
                 with ``gt_boxes`` (absolute XYXY) and ``gt_classes``; "height" and "width" of the
                 wanted output in inference, the image's own by default.
+            normalizers: in training, the mean of ``loss_normalizers`` over all parts of the
+                effective batch; over the processes of this call if None.
 
         Returns:
             A dict of losses in training; else a list of {"instances": Instances} with
@@ -140,12 +144,22 @@ class MFDETR(nn.Module):
         features, padding = self.extract_features(images)
         outputs = self.decoder(features, padding)
         if self.training:
-            return self.criterion(outputs, self.prepare_targets(batched_inputs))
+            return self.criterion(outputs, self.prepare_targets(batched_inputs), normalizers)
         results = self.inference(outputs, images.image_sizes)
         return [
             {"instances": detector_postprocess(result, *_output_size(entry, result))}
             for entry, result in zip(batched_inputs, results, strict=True)
         ]
+
+    def loss_normalizers(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns (2,): what the sums of the classes' and boxes' losses of a batch are divided by.
+
+        Known from the ground truth alone, so that a step that is cut into micro-batches can be
+        normalised as a whole.
+        """
+        counts = [len(entry["instances"]) for entry in batched_inputs]
+        normalizers = self.criterion.normalizers(counts, self.decoder.num_queries)
+        return self.pixel_mean.new_tensor(normalizers)
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""

@@ -1,0 +1,212 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The endless stream of training batches, which starts at any step without loading what is before.
+
+Which images a step sees, and how each is augmented, is a function of the seed alone: neither the
+number of processes nor that of workers changes it. The samplers are Detectron2's; what is ours is
+that batches are formed of indices before anything is loaded, for all processes together.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetFromList, get_detection_dataset_dicts
+from detectron2.data.samplers import (
+    RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
+    TrainingSampler,
+)
+from detectron2.utils import comm
+from torch.utils.data import DataLoader, Dataset
+
+from qbheat_det.errors import UserError
+
+from .mappers import Mapper, build_mapper
+from .seeding import IMAGE, preserved_randomness, seed_place
+
+Entry = tuple[int, int]
+"""Position in the stream of images, and index in the dataset."""
+BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler]
+T = TypeVar("T")
+
+MAX_TRIES = 1000  # of a mapper that returns None for images that it does not want
+
+
+class TrainStream(Iterable[list[dict[str, Any]]]):
+    """This process's share of every batch, for ever; workers live as long as the iterator."""
+
+    def __init__(
+        self,
+        dataset: Sequence[dict[str, Any]],
+        *,
+        mapper: Mapper,
+        build_sampler: BuildSampler | None = None,
+        batch_size: int,
+        aspect_ratio_grouping: bool = False,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            dataset: Detectron2's dicts of images.
+            mapper: from a dict to what the model takes; None leaves an image out.
+            build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
+            batch_size: images of one step over all processes. Shares may differ by one.
+            aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
+                padding; every dict then needs "width" and "height".
+            num_workers: loading processes; 0 loads in this one.
+            seed: of order and augmentation.
+
+        Raises:
+            UserError: there are no images, or fewer in a batch than processes.
+        """
+        if len(dataset) == 0:
+            raise UserError("the training set has no images")
+        if batch_size < comm.get_world_size():
+            raise UserError(
+                f"SOLVER.IMS_PER_BATCH is {batch_size}, but each of the {comm.get_world_size()} "
+                "processes needs an image in every step"
+            )
+        self.num_images = len(dataset)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.start = 0
+        """Step that the next iterator begins with."""
+        self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
+        # One array of bytes, which forked workers share instead of copying.
+        self._dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
+        self._mapper = mapper
+        size = len(dataset)
+        self._build_sampler = build_sampler or (lambda seed: TrainingSampler(size, seed=seed))
+        self._num_workers = num_workers
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        # A generator, so that neither workers nor reading begin before the first batch is asked
+        # for: ``start`` and ``seed`` of a resumed run are known only after construction.
+        yield from DataLoader(
+            _SeededImages(self._dataset, self._mapper, self.seed),
+            batch_sampler=_Shares(self),
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+
+    def batches(self) -> Iterator[list[Entry]]:
+        """Yields the batches of all processes together, from step ``start`` on."""
+        # Detectron2's samplers give every process its part only through __iter__.
+        indices = self._build_sampler(self.seed)._infinite_indices()
+        entries = enumerate(indices)
+        if self._wide is None:
+            groups = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
+        else:
+            groups = _group(entries, self._wide, self.batch_size)
+        yield from itertools.islice(groups, self.start, None)
+
+
+class _Shares(Iterable[list[Entry]]):
+    """What this process takes of each batch."""
+
+    def __init__(self, stream: TrainStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[list[Entry]]:
+        rank, world_size = comm.get_rank(), comm.get_world_size()
+        for batch in self._stream.batches():
+            yield cut(batch, world_size)[rank]
+
+
+class _SeededImages(Dataset[dict[str, Any]]):
+    """Images by position and index, each augmented under a seed of its own."""
+
+    def __init__(self, dataset: DatasetFromList, mapper: Mapper, seed: int) -> None:
+        self._dataset = dataset
+        self._mapper = mapper
+        self._seed = seed
+
+    def __getitem__(self, entry: Entry) -> dict[str, Any]:
+        position, index = entry
+        with preserved_randomness():
+            seed_place(self._seed, IMAGE, position)
+            for offset in range(MAX_TRIES):
+                mapped = self._mapper(self._dataset[(index + offset) % len(self._dataset)])
+                if mapped is not None:
+                    return mapped
+        raise UserError(f"the mapper wanted none of {MAX_TRIES} images in a row")
+
+
+def cut(items: Sequence[T], parts: int) -> list[list[T]]:
+    """Cuts a sequence into consecutive parts whose lengths differ by one at most."""
+    bounds = [part * len(items) // parts for part in range(parts + 1)]
+    return [list(items[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def build_train_stream(cfg: CfgNode) -> TrainStream:
+    """Builds the stream of ``DATASETS.TRAIN`` through the mapper and the sampler of the config.
+
+    Raises:
+        UserError: no image is left to train on, or the sampler is not known.
+    """
+    with_keypoints = cfg.MODEL.KEYPOINT_ON
+    dataset = get_detection_dataset_dicts(
+        cfg.DATASETS.TRAIN,
+        filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+        min_keypoints=cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE if with_keypoints else 0,
+        proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
+    )
+    return TrainStream(
+        dataset,
+        mapper=build_mapper(cfg, is_train=True),
+        build_sampler=_choose_sampler(cfg, dataset),
+        batch_size=cfg.SOLVER.IMS_PER_BATCH,
+        aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+        seed=max(cfg.SEED, 0),
+    )
+
+
+def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:
+    name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(dataset)
+    if name == "TrainingSampler":
+        return lambda seed: TrainingSampler(size, seed=seed)
+    if name == "RandomSubsetTrainingSampler":
+        ratio = cfg.DATALOADER.RANDOM_SUBSET_RATIO
+        return lambda seed: RandomSubsetTrainingSampler(
+            size, ratio, seed_shuffle=seed, seed_subset=seed
+        )
+    if name == "RepeatFactorTrainingSampler":
+        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+            dataset, cfg.DATALOADER.REPEAT_THRESHOLD
+        )
+        return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
+    raise UserError(
+        f"DATALOADER.SAMPLER_TRAIN is '{name}', but must be TrainingSampler, "
+        "RandomSubsetTrainingSampler or RepeatFactorTrainingSampler"
+    )
+
+
+def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:
+    """Yields batches of images that are all wide or all tall, as soon as each is full."""
+    waiting: tuple[list[Entry], list[Entry]] = ([], [])
+    for entry in entries:
+        bucket = waiting[int(wide[entry[1]])]
+        bucket.append(entry)
+        if len(bucket) == size:
+            yield list(bucket)
+            bucket.clear()
+
+
+def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Returns (len(dataset),): whether each image is wider than tall, as Detectron2 groups."""
+    if any("width" not in entry or "height" not in entry for entry in dataset):
+        raise UserError(
+            "DATALOADER.ASPECT_RATIO_GROUPING needs the width and the height of every image in "
+            "the dataset's dicts: add them, or set it to False"
+        )
+    return np.array([entry["width"] > entry["height"] for entry in dataset])
+
+
+def _as_it_is(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return batch
