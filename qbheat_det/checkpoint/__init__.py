@@ -1,6 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reading weights without running what is hidden in a file."""
+"""Weights: read without running what is hidden in a file, accounted for, and written whole."""
 
-from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_weights_file
+from .atomic import remove_leftovers, write_atomically
+from .checkpointer import ExactCheckpointer, SafeCheckpointer
+from .load_report import GroupReport, LoadReport
+from .weights_file import check_weights_file, class_names_of, info_of, read_weights, save_weights
+from .weights_info import WeightsInfo
 
-__all__ = ["ExactCheckpointer", "SafeCheckpointer", "check_weights_file"]
+__all__ = [
+    "ExactCheckpointer",
+    "GroupReport",
+    "LoadReport",
+    "SafeCheckpointer",
+    "WeightsInfo",
+    "check_weights_file",
+    "class_names_of",
+    "info_of",
+    "read_weights",
+    "remove_leftovers",
+    "save_weights",
+    "write_atomically",
+]

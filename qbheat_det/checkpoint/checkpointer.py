@@ -1,96 +1,278 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's checkpointer, reading tensors only.
+"""Detectron2's checkpointer, reading tensors only and writing files that are whole or not there.
 
-Detectron2 unpickles ``.pkl`` files, and a pickle can run code; here they are refused. Everything
-else, from heuristic name matching to saving, is Detectron2's.
+Detectron2 unpickles ``.pkl`` files, and a pickle can run code; here they are refused. Detectron2
+logs what does not fit and goes on; here it is an error unless asked for.
 """
 
+import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from torch import nn
 
 from qbheat_det.errors import UserError
 
+from .atomic import remove_leftovers, write_atomically
+from .fitting import fit_weights
+from .load_report import LoadReport
+from .resumable import find_fault, newest_whole
+from .weights_file import WeightsFile, check_weights_file, class_names_beside, read_weights_file
+from .weights_info import WeightsInfo
+
 
 class SafeCheckpointer(DetectionCheckpointer):
-    """Reads PyTorch files of named tensors; reports what does not fit, as Detectron2 does."""
+    """Saves whole checkpoints, resumes from them, and starts new runs from others' weights.
+
+    After ``load``, ``report`` says what became of each tensor, and ``info`` what the file says of
+    itself; both None where nothing was loaded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        save_dir: str = "",
+        *,
+        class_names: Sequence[str] = (),
+        allow_partial: bool = False,
+        save_to_disk: bool | None = None,
+        **checkpointables: Any,
+    ) -> None:
+        """
+        Args:
+            model: to load into and to save.
+            save_dir: folder of the checkpoints.
+            class_names: the model's classes, contiguous order; empty if unknown.
+            allow_partial: load what fits, even where a file promises more.
+            save_to_disk: None saves on the main process alone.
+            checkpointables: objects with ``state_dict`` and ``load_state_dict``.
+        """
+        super().__init__(model, save_dir, save_to_disk=save_to_disk, **checkpointables)
+        self.class_names = tuple(class_names)
+        self.allow_partial = allow_partial
+        self.report: LoadReport | None = None
+        self.info: WeightsInfo | None = None
+        self._resuming = False
+        self._file = WeightsFile({})
+        self._filename = ""
+        if self.save_dir and self.save_to_disk:
+            remove_leftovers(self.save_dir)
+
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Writes ``name``.pth, then names it in ``last_checkpoint``; does so whole or not at all.
+
+        Args:
+            name: file name without its ending.
+            kwargs: more to save, made of tensors, numbers, strings, lists and dicts.
+
+        Raises:
+            UserError: the file cannot be written; earlier checkpoints are untouched.
+        """
+        if not self.save_dir or not self.save_to_disk:
+            return
+        content = {"model": self.model.state_dict()}
+        content.update({key: item.state_dict() for key, item in self.checkpointables.items()})
+        content.update(kwargs)
+        path = Path(self.save_dir) / f"{name}.pth"
+        self.logger.info("Saving checkpoint to %s", path)
+        remove_leftovers(self.save_dir)
+        write_atomically(path, lambda stream: torch.save(content, stream))
+        self.tag_last_checkpoint(path.name)
+
+    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        """Names the file that ``resume_or_load`` goes on from."""
+        tag = Path(self.save_dir) / "last_checkpoint"
+        write_atomically(tag, lambda stream: stream.write(last_filename_basename.encode()))
 
     def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads a file into the model; an empty path leaves the model as it is.
 
+        Args:
+            path: ``.safetensors`` or PyTorch's format, here or behind an address.
+            args: ``checkpointables``, as in Detectron2: the names of those to load, all if None.
+            kwargs: the same.
+
+        Returns:
+            What else the file holds, such as "iteration" and "info".
+
         Raises:
-            UserError: the file does not exist, is a pickle, or holds no weights.
+            UserError: the file cannot be read, or holds less than it promises; the model is as
+                it was before.
         """
+        self.report = self.info = None
         if path:
             check_weights_file(path)
-        return super().load(path, *args, **kwargs)
+            path = self._fetch(path)
+        # fvcore's own: Detectron2's reads options for its heuristic from behind a "?" in the path,
+        # and its main trips over them in the next load where one has failed.
+        return dict(super(DetectionCheckpointer, self).load(path, *args, **kwargs))
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is a tag to resume from, or a checkpoint that a kill left without one."""
+        return super().has_checkpoint() or bool(self._newest_whole())
+
+    def get_all_checkpoint_files(self) -> list[str]:
+        """Returns the paths of all ``.pth`` files in the folder."""
+        return list(super().get_all_checkpoint_files()) if os.path.isdir(self.save_dir) else []
+
+    def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
+        """Goes on from the last checkpoint if ``resume`` and there is one; else loads ``path``.
+
+        Where the last one is missing or damaged, the newest whole one takes its place, and the
+        log says so.
+
+        Returns:
+            As ``load``.
+
+        Raises:
+            UserError: as ``load``; or there are checkpoints to resume from, but none is whole.
+        """
+        if not (resume and self.has_checkpoint()):
+            return self.load(path, checkpointables=[])
+        self._resuming = True
+        try:
+            return self.load(self.find_checkpoint_to_resume())
+        finally:
+            self._resuming = False
+
+    def find_checkpoint_to_resume(self) -> str:
+        """Returns the path of the last checkpoint, or else of the newest whole one.
+
+        Raises:
+            UserError: none is whole.
+        """
+        last = self.get_checkpoint_file()
+        fault = find_fault(last) if last else f"'{self.save_dir}' has no file 'last_checkpoint'"
+        if not fault:
+            return last
+        other = self._newest_whole()
+        if not other:
+            raise UserError(
+                f"cannot resume: {fault}, and '{self.save_dir}' has no other whole checkpoint; "
+                "start anew without --resume"
+            )
+        self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", fault, other)
+        return other
+
+    def get_checkpoint_file(self) -> str:
+        """Returns the path that ``last_checkpoint`` names; empty if it does not name one."""
+        try:
+            named = (Path(self.save_dir) / "last_checkpoint").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return ""
+        return os.path.join(self.save_dir, os.path.basename(named)) if named else ""
+
+    def _newest_whole(self) -> str:
+        return newest_whole(self.get_all_checkpoint_files(), needs=tuple(self.checkpointables))
+
+    def _fetch(self, path: str) -> str:
+        try:
+            return str(self.path_manager.get_local_path(path)) if "://" in path else path
+        except Exception as error:  # each kind of address has its own errors
+            raise UserError(f"'{path}' cannot be fetched: {error}") from error
 
     def _load_file(self, filename: str) -> dict[str, Any]:
-        try:
-            loaded = torch.load(filename, map_location="cpu", weights_only=True)
-        except Exception as error:  # a broken file can raise anything on its way through zip
-            raise UserError(
-                f"'{filename}' cannot be read as PyTorch weights; it may be truncated, or not be "
-                f"a weights file at all ({type(error).__name__})"
-            ) from error
-        state = loaded.get("model", loaded) if isinstance(loaded, dict) else None
-        tensors = isinstance(state, dict) and all(torch.is_tensor(v) for v in state.values())
-        if not tensors or not state:
-            raise UserError(f"'{filename}' holds no weights: a dict of named tensors is expected")
-        self._filename = filename
-        return {**loaded, "model": state} if state is not loaded else {"model": state}
+        self._filename, self._file = filename, read_weights_file(filename)
+        return {**self._file.rest, "model": self._file.state}
+
+    def _load_model(self, checkpoint: dict[str, Any]) -> None:
+        own_state = self.model.state_dict()
+        info = self._file.info
+        fitting, report = fit_weights(
+            checkpoint.pop("model"),
+            own_state,
+            file=self._filename,
+            old_classes=info.class_names if info else class_names_beside(self._filename),
+            classes=self.class_names,
+        )
+        self._file = WeightsFile({})
+        self._check(report)
+        # The tensors stand for the model's own modules now, whatever modules saved them: a
+        # version that another class wrote must not start a conversion.
+        state = OrderedDict(fitting)
+        state._metadata = own_state._metadata  # type: ignore[attr-defined]
+        self.model.load_state_dict(state, strict=False)
+        self.report, self.info = report, info
+        self.logger.info("Loaded '%s': %s", self._filename, report)
+        self._compare_pixels()
+
+    def _check(self, report: LoadReport) -> None:
+        if self._resuming:
+            check_exact(
+                report, "resume with the config of the run, or start anew from MODEL.WEIGHTS"
+            )
+            return
+        check_promise(report, allow_partial=self.allow_partial)
+
+    def _compare_pixels(self) -> None:
+        """Warns where the model sees other pixel values than the weights were trained on."""
+        for name in ("pixel_mean", "pixel_std"):
+            trained, now = getattr(self.info, name, ()), getattr(self.model, name, None)
+            if not trained or not torch.is_tensor(now):
+                continue
+            values = now.detach().cpu().double().flatten()
+            expected = torch.tensor(trained, dtype=torch.float64)
+            if values.shape != expected.shape or not torch.allclose(values, expected, rtol=1e-4):
+                self.logger.warning(
+                    "'%s' was trained with %s %s in format %s, but the model has %s: set "
+                    "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD to those of the weights",
+                    self._filename,
+                    name,
+                    list(trained),
+                    getattr(self.info, "pixel_format", "") or "unknown",
+                    values.tolist(),
+                )
 
 
 class ExactCheckpointer(SafeCheckpointer):
-    """For trained models: every tensor of the file and of the model must find its partner."""
+    """For trained models: every tensor of the file and of the model must find its partner.
 
-    def _log_incompatible_keys(self, incompatible: Any) -> None:
-        """
-        Raises:
-            UserError: the weights do not fit the model.
-        """
-        wrong = {key: f"{key} {old} instead of {new}" for key, old, new in _shapes(incompatible)}
-        missing = [key for key in incompatible.missing_keys if key not in wrong]
-        faults = [
-            _count(missing, "missing"),
-            _count(incompatible.unexpected_keys, "unexpected"),
-            _count(list(wrong.values()), "of another shape"),
-        ]
-        if any(faults):
-            raise UserError(
-                f"'{self._filename}' does not fit the model of the config: "
-                f"{'; '.join(filter(None, faults))}; use the config.yaml that was written beside "
-                "the weights"
-            )
-
-
-def check_weights_file(weights: str) -> None:
-    """Checks, without reading it, that a path can be weights.
-
-    Raises:
-        UserError: it does not exist, is a folder, or is a pickle.
+    The classes too: weights of other names, or of another order, are refused.
     """
-    path = Path(weights)
-    if path.suffix.lower() in {".pkl", ".pickle"}:
+
+    def _check(self, report: LoadReport) -> None:
+        check_exact(report, "use the config.yaml that was written beside the weights")
+
+
+def check_promise(report: LoadReport, *, allow_partial: bool) -> None:
+    """
+    Raises:
+        UserError: part of the file has no place, or part of the model is filled in part; with
+            ``allow_partial``, only where the file is of another architecture.
+    """
+    faults = report.find_faults(new_parts=True)
+    if report.is_of_another_architecture:
         raise UserError(
-            f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
-            ".pth where you trust it, with torch.save({'model': …})"
+            f"'{report.file}' is of another architecture: {report.num_placed} of its "
+            f"{report.num_stored} tensors fit the model ({'; '.join(faults)}); use the config that "
+            "belongs to these weights"
         )
-    if "://" in weights:  # fetched by Detectron2's path manager
-        return
-    if path.is_dir():
-        raise UserError(f"'{weights}' is a folder: name the weights in it, such as model_final.pth")
-    if not path.is_file():
-        raise UserError(f"weights file '{weights}' does not exist")
+    if faults and not allow_partial:
+        note = f"; {report.note}" if report.note else ""
+        raise UserError(
+            f"'{report.file}' does not fill what it promises: {'; '.join(faults)}{note}; use the "
+            "config that belongs to these weights, or load what fits with --allow-partial"
+        )
 
 
-def _shapes(incompatible: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(key, tuple(old), tuple(new)) for key, old, new in incompatible.incorrect_shapes]
-
-
-def _count(names: Sequence[str], what: str) -> str:
-    first = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{len(names)} {what} ({first})" if names else ""
+def check_exact(report: LoadReport, way_out: str) -> None:
+    """
+    Raises:
+        UserError: the file does not fill the whole model, or is of other classes.
+    """
+    change = report.class_change
+    if change is not None:
+        raise UserError(
+            f"'{report.file}' was trained on the classes {list(change.old)}, but the model's are "
+            f"{list(change.now)}: another name or order is another meaning of the same score; "
+            f"{way_out}"
+        )
+    faults = report.find_faults(new_parts=False)
+    if faults:
+        raise UserError(
+            f"'{report.file}' does not fit the model of the config: {'; '.join(faults)}; {way_out}"
+        )

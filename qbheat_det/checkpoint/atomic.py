@@ -1,0 +1,113 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Files that are whole or not there: what a run writes must survive a kill and a full disk."""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from qbheat_det.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
+
+# No reader takes a hidden file with this ending for a checkpoint.
+_ENDING = ".incomplete"
+_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space, or choose another folder",
+    errno.EDQUOT: "your share of the disk is used up; free some space, or choose another folder",
+    errno.EFBIG: "no file may grow that large there; raise the limit, or choose another folder",
+    errno.EACCES: "you may not write there; change the folder's rights, or choose another one",
+    errno.EPERM: "you may not write there; change the folder's rights, or choose another one",
+    errno.EROFS: "that file system is read-only; choose another folder",
+}
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file so that, whatever happens, its name holds the whole new content or the old.
+
+    A temporary file in the same folder takes the content, is brought to the disk and then takes
+    the name; the folder is made where it is missing.
+
+    Args:
+        path: name of the file.
+        write: puts the content into the stream that it is given.
+
+    Raises:
+        UserError: the file cannot be written; what stood there before is untouched.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_ENDING}")
+        try:
+            _write_to_disk(partial, write)
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_folder(target.parent)
+    except OSError as error:
+        reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+        raise UserError(
+            f"cannot write '{target}': {reason} (what stood there before is untouched)"
+        ) from error
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> None:
+    """Removes what killed processes left half-written; files in the making are left alone."""
+    for partial in Path(folder).glob(f".*{_ENDING}"):
+        # Locked by the process that is writing it, gone by now, or not ours to remove.
+        with contextlib.suppress(OSError), open(partial, "r+b") as stream:
+            _lock(stream)
+            partial.unlink()
+
+
+class _Stream(io.BufferedWriter):
+    """Remembers why a write failed: ``torch.save`` makes another error of it."""
+
+    fault: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.fault = error
+            raise
+
+
+def _write_to_disk(partial: Path, write: Callable[[BinaryIO], object]) -> None:
+    stream = _Stream(io.FileIO(partial, "xb"))
+    try:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            _lock(stream)
+        write(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+        stream.close()
+    except Exception:
+        if stream.fault is not None:
+            raise stream.fault from None
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # closing writes the rest of the buffer once more
+            stream.close()
+
+
+def _lock(stream: BinaryIO) -> None:
+    if sys.platform != "win32":
+        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems cannot, and the file itself is whole
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

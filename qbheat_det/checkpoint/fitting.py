@@ -1,0 +1,120 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The hand-over of weights: from a file's tensors to a model's state, with an account of each."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qbheat_det.errors import UserError
+
+from .class_rows import ClassChange, carry_over_rows, compare_classes, is_class_layer
+from .load_report import GroupReport, LoadReport
+from .name_matching import is_optional, match_names
+
+_BELOW_FPN = "backbone.bottom_up."
+_UNNAMED = "the file does not name its classes: their rows are taken in order where the number fits"
+
+
+@dataclass
+class _Group:
+    num_loaded: int = 0
+    adapted: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+
+    def report(self) -> GroupReport:
+        lists = (tuple(names) for names in (self.adapted, self.missing, self.misfits))
+        return GroupReport(self.num_loaded, *lists)
+
+
+def fit_weights(
+    stored: Mapping[str, Tensor],
+    model_state: Mapping[str, Tensor],
+    *,
+    file: str,
+    old_classes: Sequence[str] = (),
+    classes: Sequence[str] = (),
+) -> tuple[dict[str, Tensor], LoadReport]:
+    """Finds the place of each tensor of a file; changes nothing.
+
+    Args:
+        stored: the file's tensors by name.
+        model_state: the model's, freshly initialised.
+        file: name of the file, for sentences.
+        old_classes: names of the classes in the file, contiguous order; empty if unknown.
+        classes: names of the model's classes; empty if unknown.
+
+    Returns:
+        Tensors for ``load_state_dict``, by the model's names, and the report. Nothing is said
+        about whether what fits is enough.
+
+    Raises:
+        UserError: a tensor holds NaN or infinity, or names are ambiguous.
+    """
+    check_finite(stored, file)
+    change = compare_classes(old_classes, classes, file=file)
+    places = match_names(model_state, stored, file=file)
+    group_of = _group_names(model_state)
+    groups = {group: _Group() for group in group_of.values()}
+    fitting: dict[str, Tensor] = {}
+    for stored_name, name in places.items():
+        if name not in model_state:
+            continue
+        tensor, fresh = stored[stored_name], model_state[name]
+        fitted = _fit(name, tensor, fresh, change)
+        if fitted is None:
+            misfit = f"{name} {tuple(tensor.shape)} instead of {tuple(fresh.shape)}"
+            groups[group_of[name]].misfits.append(misfit)
+            continue
+        fitting[name] = fitted
+        if fitted is tensor:
+            groups[group_of[name]].num_loaded += 1
+        else:
+            groups[group_of[name]].adapted.append(name)
+    taken = set(places.values())
+    for name in model_state:
+        if name not in taken and not is_optional(name):
+            groups[group_of[name]].missing.append(name)
+    has_classes = any(is_class_layer(name) for name in taken & set(model_state))
+    return fitting, LoadReport(
+        file=file,
+        num_stored=len(places),
+        groups={name: group.report() for name, group in groups.items()},
+        left_over=tuple(
+            key for key, name in places.items() if name not in model_state and not is_optional(name)
+        ),
+        class_change=change if has_classes else None,
+        note=_UNNAMED if has_classes and classes and not old_classes else "",
+    )
+
+
+def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
+    """
+    Raises:
+        UserError: a tensor holds NaN or infinity.
+    """
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged; take an "
+                "earlier checkpoint"
+            )
+
+
+def _fit(name: str, tensor: Tensor, fresh: Tensor, change: ClassChange | None) -> Tensor | None:
+    """Returns ``tensor`` itself, or its rows in another order; None where it does not fit."""
+    if change is not None and is_class_layer(name):
+        return carry_over_rows(name, tensor, fresh, change)
+    return tensor if tensor.shape == fresh.shape else None
+
+
+def _group_names(names: Iterable[str]) -> dict[str, str]:
+    """The model's child that each tensor belongs to; of a pyramid, "backbone" below it or "fpn"."""
+    groups = {name: name.split(".")[0] if "." in name else "model" for name in names}
+    if any(name.startswith(_BELOW_FPN) for name in groups):
+        for name, group in groups.items():
+            if group == "backbone" and not name.startswith(_BELOW_FPN):
+                groups[name] = "fpn"
+    return groups

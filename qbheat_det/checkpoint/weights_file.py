@@ -1,0 +1,218 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Files of weights, read as tensors only: ``.safetensors``, and PyTorch's own format."""
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+import yaml
+from torch import Tensor
+
+from qbheat_det.errors import UserError
+
+from .atomic import write_atomically
+from .weights_info import WeightsInfo
+
+# safetensors holds strings by name. One name only: the order of several changes from run to run,
+# and equal weights should give equal files.
+_METADATA_KEY = "qbheat_det"
+# Where others' training scripts put the weights, the plain ones before their moving average.
+_STATE_KEYS = (
+    "model", "state_dict", "model_state_dict", "model_state",
+    "model_ema", "state_dict_ema", "ema_state_dict",
+)  # fmt: skip
+
+
+@dataclass
+class WeightsFile:
+    """What a file holds: named tensors, what else a checkpoint keeps, and its own description."""
+
+    state: dict[str, Tensor]
+    rest: dict[str, Any] = field(default_factory=dict)
+    info: WeightsInfo | None = None
+
+
+def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
+    """Returns a file's tensors by name, and what it says of itself if it does.
+
+    Raises:
+        UserError: see ``read_weights_file``.
+    """
+    file = read_weights_file(path)
+    return file.state, file.info
+
+
+def read_weights_file(path: str) -> WeightsFile:
+    """Reads ``.safetensors``, or any other ending as PyTorch's format, into the CPU's memory.
+
+    Raises:
+        UserError: there is no such file, it is damaged or no weights, or reading it could run
+            code.
+    """
+    check_weights_file(path)
+    file = _read_safetensors(path) if _is_safetensors(path) else _read_pytorch(path)
+    for name, tensor in file.state.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise UserError(f"'{path}': '{name}' is not a plain tensor of numbers")
+    return file
+
+
+def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
+    """Writes weights with their description as ``.safetensors``, whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    # Tensors that share memory, as tied weights do, are written one by one.
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in state_dict.items()
+    }
+    content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(info.to_dict())})
+    write_atomically(path, lambda stream: stream.write(content))
+
+
+def info_of(path: str) -> WeightsInfo | None:
+    """Returns what a file says of itself, or None, without bringing its tensors into memory.
+
+    Raises:
+        UserError: see ``read_weights_file``.
+    """
+    check_weights_file(path)
+    if "://" in path:
+        return None
+    if _is_safetensors(path):
+        with _open_safetensors(path) as opened:
+            return _parse_metadata(opened.metadata())
+    loaded = load_pytorch(path, mmap=True)
+    return WeightsInfo.from_dict(loaded.get("info")) if isinstance(loaded, dict) else None
+
+
+def class_names_of(path: str) -> tuple[str, ...]:
+    """Returns the names of the classes that weights were trained on; empty if nothing says so.
+
+    They stand in the file, or else in the ``config.yaml`` beside it.
+
+    Raises:
+        UserError: see ``read_weights_file``.
+    """
+    info = info_of(path)
+    return class_names_beside(path) if info is None else info.class_names
+
+
+def class_names_beside(path: str) -> tuple[str, ...]:
+    """Returns ``MODEL.CLASS_NAMES`` of the ``config.yaml`` in a file's folder; else nothing."""
+    try:
+        text = (Path(path).parent / "config.yaml").read_text(encoding="utf-8")
+        names = yaml.safe_load(text)["MODEL"]["CLASS_NAMES"]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, RecursionError):
+        return ()
+    info = WeightsInfo.from_dict({"class_names": names})
+    return info.class_names if info else ()
+
+
+def check_weights_file(weights: str) -> None:
+    """Checks, without reading it, that a path can be weights.
+
+    Raises:
+        UserError: it does not exist, is a folder, is empty or is a pickle.
+    """
+    path = Path(weights)
+    if path.suffix.lower() in {".pkl", ".pickle"}:
+        raise UserError(
+            f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
+            ".pth where you trust it, with torch.save({'model': …})"
+        )
+    if "://" in weights:  # fetched by Detectron2's path manager
+        return
+    if path.is_dir():
+        raise UserError(f"'{weights}' is a folder: name the weights in it, such as model_final.pth")
+    if not path.is_file():
+        raise UserError(f"weights file '{weights}' does not exist")
+    if not path.stat().st_size:
+        raise UserError(f"weights file '{weights}' is empty: fetch or copy it again")
+
+
+def load_pytorch(path: str, *, mmap: bool = False) -> Any:
+    """``torch.load`` that builds nothing but tensors and plain containers.
+
+    Args:
+        path: file.
+        mmap: leave the tensors on the disk until they are used.
+
+    Raises:
+        UserError: the file is damaged, of another kind, or holds more than tensors.
+    """
+    try:
+        # PyTorch's old format, before 1.6, was no zip and cannot be mapped.
+        mapped = mmap and zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # a broken file can raise anything on its way through zip
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
+            raise UserError(
+                f"'{path}' is refused: it holds objects besides tensors, and building these can "
+                "run code hidden in the file; save its state_dict() alone where you trust it"
+            ) from error
+        raise UserError(
+            f"'{path}' cannot be read as PyTorch weights; it may be truncated, or not be a "
+            f"weights file at all ({type(error).__name__})"
+        ) from error
+
+
+def _read_pytorch(path: str) -> WeightsFile:
+    loaded = load_pytorch(path)
+    if isinstance(loaded, dict):
+        for key in _STATE_KEYS:
+            if _is_state(loaded.get(key)):
+                rest = {name: value for name, value in loaded.items() if name != key}
+                info = WeightsInfo.from_dict(rest.get("info"))
+                return WeightsFile(dict(loaded[key]), rest, info)
+        if _is_state(loaded):
+            return WeightsFile(dict(loaded))
+    raise UserError(f"'{path}' holds no weights: a dict of named tensors is expected")
+
+
+def _read_safetensors(path: str) -> WeightsFile:
+    with _open_safetensors(path) as opened:
+        info = _parse_metadata(opened.metadata())
+    state = safetensors.torch.load_file(path)
+    if not state:
+        raise UserError(f"'{path}' holds no weights: there is no tensor in it")
+    return WeightsFile(state, {} if info is None else {"info": info.to_dict()}, info)
+
+
+def _open_safetensors(path: str) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise UserError(
+            f"'{path}' cannot be read as safetensors; it may be truncated, or not be such a file "
+            f"at all ({error})"
+        ) from error
+
+
+def _parse_metadata(metadata: Mapping[str, str] | None) -> WeightsInfo | None:
+    try:
+        return WeightsInfo.from_dict(json.loads((metadata or {}).get(_METADATA_KEY, "null")))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_state(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and torch.is_tensor(item) for name, item in value.items())
+    )
+
+
+def _is_safetensors(path: str | os.PathLike[str]) -> bool:
+    return Path(path).suffix.lower() == ".safetensors"
