@@ -1,0 +1,66 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Evaluation on the test sets of a config, with loaders and evaluators that are built once."""
+
+from collections.abc import Callable
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.evaluation import DatasetEvaluator, inference_on_dataset, print_csv_format
+from detectron2.utils import comm
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Evaluation:
+    """Evaluates models on ``DATASETS.TEST``; annotations are read and workers started once."""
+
+    def __init__(
+        self,
+        cfg: CfgNode,
+        *,
+        build_loader: Callable[[CfgNode, str], DataLoader[Any]],
+        build_evaluator: Callable[[CfgNode, str], DatasetEvaluator],
+    ) -> None:
+        """
+        Args:
+            cfg: names the test sets.
+            build_loader: from config and dataset to this process's part of the images.
+            build_evaluator: from config and dataset to its evaluator.
+        """
+        self._cfg = cfg
+        self._build_loader = build_loader
+        self._build_evaluator = build_evaluator
+        self._parts: dict[str, tuple[DataLoader[Any], DatasetEvaluator]] = {}
+
+    def __call__(self, model: nn.Module) -> dict[str, Any]:
+        """Returns results by task, as ``{"bbox": {"AP": …}}``; by dataset where there are several.
+
+        Empty on processes other than the main one.
+        """
+        results = {name: self._evaluate(name, model) for name in self._cfg.DATASETS.TEST}
+        if not comm.is_main_process():
+            return {}
+        return next(iter(results.values())) if len(results) == 1 else results
+
+    def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
+        if name not in self._parts:
+            loader = persistent(self._build_loader(self._cfg, name))
+            self._parts[name] = loader, self._build_evaluator(self._cfg, name)
+        results = dict(inference_on_dataset(model, *self._parts[name]) or {})
+        if comm.is_main_process():
+            print_csv_format(results)
+        return results
+
+
+def persistent(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Returns the same loader with workers that wait for the next pass instead of ending."""
+    if loader.num_workers == 0 or isinstance(loader.dataset, IterableDataset):
+        return loader
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=loader.sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        persistent_workers=True,
+    )

@@ -1,0 +1,142 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What happens between steps: the moving average, evaluation, saving."""
+
+import logging
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from detectron2.engine import HookBase
+from detectron2.evaluation.testing import flatten_results_dict
+from detectron2.utils import comm
+from timm.utils import ModelEmaV3, distribute_bn
+from torch import nn
+
+from qbheat_det.errors import UserError
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
+_PERIODIC = re.compile(r"model_\d{7,}\.pth")
+
+
+class MovingAverage(HookBase):
+    """Keeps a moving average of all weights and buffers, by timm."""
+
+    def __init__(self, average: ModelEmaV3, model: nn.Module) -> None:
+        """
+        Args:
+            average: what is updated after each step.
+            model: what is averaged, bare of any wrapper.
+        """
+        self._average = average
+        self._model = model
+
+    def after_step(self) -> None:
+        """Takes the new weights in."""
+        self._average.update(self._model, step=self.trainer.iter)
+
+
+class EvaluateAndSave(HookBase):
+    """Evaluates and saves, each in its period and both at the end.
+
+    Evaluation comes first, so that a checkpoint knows all results up to its iteration, and a
+    resumed run leaves none out. Should evaluation fail, the checkpoint is saved all the same.
+    """
+
+    trainer: "Trainer"
+
+    def __init__(self, *, eval_period: int, save_period: int, best_metric: str, kept: int) -> None:
+        """
+        Args:
+            eval_period: iterations; 0 evaluates at the end only.
+            save_period: iterations.
+            best_metric: "task/metric" that decides which weights are the best; higher is better.
+            kept: how many periodic checkpoints stay; 0 for all.
+        """
+        self._eval_period = eval_period
+        self._save_period = save_period
+        self._best_metric = best_metric
+        self._kept = kept
+        self.best: dict[str, float] = {}
+        """``value`` and ``iteration`` of the best evaluation so far."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best evaluation so far."""
+        return dict(self.best)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what ``state_dict`` gave."""
+        self.best = dict(state_dict)
+
+    def after_step(self) -> None:
+        """Evaluates and saves where it is time to."""
+        done = self.trainer.iter + 1
+        is_last = done >= self.trainer.max_iter
+        evaluates = is_last or _is_due(done, self._eval_period)
+        saves = is_last or _is_due(done, self._save_period)
+        if evaluates or saves:
+            self._average_batch_statistics()
+        if evaluates and self.trainer.cfg.DATASETS.TEST:
+            try:
+                self._evaluate()
+            except Exception:
+                self.trainer.save(f"model_{self.trainer.iter:07d}")
+                raise
+        if saves:
+            self.trainer.save("model_final" if is_last else f"model_{self.trainer.iter:07d}")
+            self._remove_old()
+        if is_last:
+            self.trainer.export("model_final")
+
+    def _average_batch_statistics(self) -> None:
+        """Makes BatchNorm's statistics the same on all processes, as saved and as evaluated."""
+        if comm.get_world_size() > 1:
+            for model in {self.trainer.bare_model, self.trainer.evaluated_model}:
+                distribute_bn(model, comm.get_world_size(), reduce=True)
+
+    def _evaluate(self) -> None:
+        results = self.trainer.evaluate()
+        if not comm.is_main_process():
+            return
+        metrics = flatten_results_dict(results)
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.trainer.storage.put_scalars(smoothing_hint=False, **finite)
+        if self._best_metric not in metrics:
+            logger.warning(
+                "TEST.BEST_METRIC '%s' is not among the metrics, so no weights are called the "
+                "best: %s", self._best_metric, ", ".join(metrics),
+            )  # fmt: skip
+        elif finite.get(self._best_metric, -math.inf) > self.best.get("value", -math.inf):
+            self.best = {"value": finite[self._best_metric], "iteration": self.trainer.iter}
+            self.trainer.export("model_best", metrics=finite)
+            logger.info(
+                "Best %s so far: %.2f, in model_best.safetensors",
+                self._best_metric,
+                self.best["value"],
+            )
+
+    def _remove_old(self) -> None:
+        if not (self._kept and comm.is_main_process()):
+            return
+        folder = Path(self.trainer.cfg.OUTPUT_DIR)
+        periodic = sorted(path for path in folder.iterdir() if _PERIODIC.fullmatch(path.name))
+        for path in periodic[: -self._kept]:
+            path.unlink()
+
+
+def build_average(model: nn.Module, *, decay: float, warmup: bool) -> ModelEmaV3:
+    """Returns timm's moving average of ``model``, buffers too.
+
+    Raises:
+        UserError: the decay is not in [0, 1).
+    """
+    if not 0 <= decay < 1:
+        raise UserError(f"SOLVER.EMA.DECAY must lie in [0, 1), but is {decay}")
+    return ModelEmaV3(model, decay=decay, use_warmup=warmup)
+
+
+def _is_due(done: int, period: int) -> bool:
+    return period > 0 and done % period == 0

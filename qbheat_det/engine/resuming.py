@@ -1,0 +1,131 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Two verbs that are never mixed: continuing a run, and starting one from weights."""
+
+import argparse
+import fnmatch
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from detectron2.config import CfgNode
+
+from qbheat_det.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# What may change when a run goes on: where and how it computes, how far, and what it tells. All
+# else would make another run of it.
+_FREE = (
+    "CUDNN_BENCHMARK",
+    "DATALOADER.NUM_WORKERS",
+    "DATASETS.CHECK_IMAGES",
+    "DATASETS.TEST",
+    "FLOAT32_PRECISION",
+    "MODEL.DEVICE",
+    "MODEL.WEIGHTS",
+    "OUTPUT_DIR",
+    "SOLVER.ACCUMULATE",
+    "SOLVER.CHECKPOINT*",
+    "SOLVER.LOG_PERIOD",
+    "SOLVER.WANDB_PROJECT",
+    "TEST.*",
+    "VIS_PERIOD",
+)
+# Taken from the checkpoint, whatever the config says.
+_KEPT = ("SEED",)
+_END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
+
+
+def check_continues(saved: str, cfg: CfgNode) -> None:
+    """Checks that a config is that of the run whose checkpoint is continued.
+
+    Args:
+        saved: YAML of the run's config, as the checkpoint holds it; empty where it holds none.
+        cfg: of the command that resumes it, resolved.
+
+    Raises:
+        UserError: something differs that would make it another run.
+    """
+    before = dict(_leaves(yaml.safe_load(saved) or {}))
+    now = dict(_leaves(yaml.safe_load(cfg.dump())))
+    changed = [key for key in now if key in before and before[key] != now[key]]
+    refused = [
+        f"{key} {before[key]} -> {now[key]}"
+        for key in changed
+        if key not in (*_END, *_KEPT) and not any(fnmatch.fnmatch(key, free) for free in _FREE)
+    ]
+    if refused:
+        raise UserError(
+            f"--resume continues a run as it was, but the config has changed: "
+            f"{'; '.join(refused)}. Undo that, or start a new run from its weights: MODEL.WEIGHTS "
+            "FILE and another OUTPUT_DIR, without --resume"
+        )
+    for key in changed:
+        if key in _END:
+            logger.warning("The run's end moved: %s %s -> %s", key, before[key], now[key])
+        elif key not in _KEPT:
+            logger.info("Changed since the checkpoint: %s %s -> %s", key, before[key], now[key])
+
+
+def check_verbs(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Checks that a command either continues a run or starts one, before anything is written.
+
+    Raises:
+        UserError: ``--resume`` with other weights than the run began with, or a new run in a
+            folder that holds one.
+    """
+    if args.eval_only:
+        return
+    folder = Path(cfg.OUTPUT_DIR)
+    tag = folder / "last_checkpoint"
+    if not tag.is_file():
+        return
+    last = tag.read_text(encoding="utf-8").strip()
+    if not args.resume:
+        raise UserError(
+            f"'{folder}' holds a run up to {last}: add --resume to continue it, or name another "
+            "OUTPUT_DIR for a new run"
+        )
+    asked_for = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in args.opts[::2] else ""
+    if asked_for and asked_for != _weights_of(folder):
+        raise UserError(
+            f"--resume continues the run in '{folder}' from {last}, but MODEL.WEIGHTS "
+            f"'{asked_for}' starts a new one: leave MODEL.WEIGHTS out to continue, or leave "
+            "--resume out and name another OUTPUT_DIR to start"
+        )
+
+
+def describe_resumption(*, iteration: int, processes: tuple[int, int]) -> str:
+    """Returns the line that says where a run goes on and what is not as before.
+
+    Args:
+        iteration: the last one that is done.
+        processes: how many there were and are.
+    """
+    before, now = processes
+    line = f"Continuing after iteration {iteration}"
+    if before == now:
+        return f"{line}, with the same images, augmentations and dropout as without a break."
+    return (
+        f"{line} with {now} processes instead of {before}: the batches are the same images, "
+        "augmented the same; dropout and the batch statistics of BatchNorm differ."
+    )
+
+
+def _weights_of(folder: Path) -> str:
+    """Returns what the run in a folder began from, as its config.yaml says."""
+    config_file = folder / "config.yaml"
+    if not config_file.is_file():
+        return ""
+    content = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+    return str(content.get("MODEL", {}).get("WEIGHTS", ""))
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,188 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""One optimizer step: micro-batches, precision, losses normalised over the effective batch.
+
+Detectron2's ``SimpleTrainer`` and ``AMPTrainer`` in one, with what their users ask for. The
+effective batch is what all processes and all micro-batches of a step see together; gradients are
+those of one process that takes it whole. What stays local is the statistics of BatchNorm.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from detectron2.engine import SimpleTrainer
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from qbheat_det.data import cut
+from qbheat_det.errors import UserError
+
+from .seeding import seed_step
+
+PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+BatchedInputs = list[dict[str, Any]]
+OnFailure = Callable[[BatchedInputs, dict[str, float]], None]
+
+
+class StepTrainer(SimpleTrainer):
+    """Takes one batch of the loader and makes one step of the optimizer.
+
+    A model that divides its losses by counts, such as that of the boxes, may offer
+    ``loss_normalizers(batched_inputs) -> Tensor`` (D,), the counts of a batch, and take their mean
+    over all micro-batches and processes as a second argument of ``forward``. One that divides by
+    counts over all processes without help sets ``normalizes_losses = True``. The losses of any
+    other model are taken for means over images.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_loader: Iterable[BatchedInputs],
+        optimizer: Optimizer,
+        *,
+        batch_size: int,
+        accumulate: int = 1,
+        precision: torch.dtype | None = None,
+        seed: int = 0,
+        log_period: int = 20,
+        on_failure: OnFailure | None = None,
+    ) -> None:
+        """
+        Args:
+            model: a meta-architecture, wrapped for distributed training where there are several
+                processes.
+            data_loader: gives this process's share of each batch.
+            optimizer: over the model's parameters.
+            batch_size: images of a step over all processes.
+            accumulate: micro-batches that a share is cut into.
+            precision: of autocast; None computes as the weights are.
+            seed: of what is random in the model.
+            log_period: iterations between two readings of what would cost a synchronisation.
+            on_failure: called with the micro-batch and its losses where one is not finite.
+        """
+        super().__init__(model, data_loader, optimizer)
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.precision = precision
+        self.seed = seed
+        self.log_period = log_period
+        self.on_failure = on_failure
+        self._bare = model.module if isinstance(model, DistributedDataParallel) else model
+        self._device = next(model.parameters()).device
+        half = precision == torch.float16
+        self.grad_scaler = torch.amp.GradScaler(self._device.type, enabled=half)
+
+    def run_step(self) -> None:
+        """Draws a batch, sums up the gradients of its parts, steps, and logs.
+
+        Raises:
+            UserError: the share has fewer images than micro-batches, or a loss is not finite on
+                some process; then every process raises.
+        """
+        start = time.perf_counter()
+        batches = self._micro_batches(next(self._data_loader_iter))
+        data_time = time.perf_counter() - start
+        seed_step(self.seed, self.iter, comm.get_rank())
+        normalizers = self._mean_normalizers(batches)
+        logged: dict[str, float] = {}
+        for index, batch in enumerate(batches):
+            with self._gradients_synchronized(last=index == len(batches) - 1):
+                losses = self._weighted_losses(batch, normalizers)
+                for name, value in self._checked_values(losses, batch).items():
+                    logged[name] = logged.get(name, 0.0) + value
+                if index == 0:  # until here the gradients are those of the step before
+                    self.optimizer.zero_grad()
+                self.grad_scaler.scale(sum(losses.values())).backward()
+        self.grad_scaler.unscale_(self.optimizer)  # before the optimizer clips
+        self.grad_scaler.step(self.optimizer)
+        self.grad_scaler.update()
+        self._log(logged, data_time)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimizer and of the scale of fp16 gradients."""
+        return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        if state_dict.get("grad_scaler"):
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def _micro_batches(self, share: BatchedInputs) -> list[BatchedInputs]:
+        if len(share) < self.accumulate:
+            raise UserError(
+                f"SOLVER.ACCUMULATE is {self.accumulate}, but a process has {len(share)} images "
+                "of a step: lower it, or raise SOLVER.IMS_PER_BATCH"
+            )
+        return cut(share, self.accumulate)
+
+    def _mean_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
+        """Returns (D,), the mean of the model's counts over micro-batches and processes, if any."""
+        if not hasattr(self._bare, "loss_normalizers"):
+            return ()
+        total = torch.stack([self._bare.loss_normalizers(batch) for batch in batches]).sum(dim=0)
+        _all_reduce(total)
+        return (total / (len(batches) * comm.get_world_size()),)
+
+    def _weighted_losses(
+        self, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
+        """Returns losses whose sum over micro-batches and mean over processes is the loss."""
+        with self._autocast():
+            losses = self.model(batch, *normalizers)
+        if isinstance(losses, Tensor):
+            losses = {"loss": losses}
+        if normalizers or getattr(self._bare, "normalizes_losses", False):
+            weight = 1 / self.accumulate
+        else:
+            weight = len(batch) * comm.get_world_size() / self.batch_size
+        return losses if weight == 1 else {name: loss * weight for name, loss in losses.items()}
+
+    def _checked_values(self, losses: dict[str, Tensor], batch: BatchedInputs) -> dict[str, float]:
+        """Returns the means over all processes; one transfer from the device."""
+        own = torch.stack([loss.detach().float() for loss in losses.values()])
+        mean = own.clone()
+        _all_reduce(mean)
+        here, everywhere = torch.stack([own, mean / comm.get_world_size()]).tolist()
+        values = dict(zip(losses, everywhere, strict=True))
+        if all(map(math.isfinite, everywhere)):
+            return values
+        if self.on_failure is not None and not all(map(math.isfinite, here)):
+            self.on_failure(batch, dict(zip(losses, here, strict=True)))
+        raise UserError(f"a loss is not finite at iteration {self.iter}: {values}")
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self.precision)
+
+    def _gradients_synchronized(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Averages gradients over processes once a step, with the last micro-batch."""
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.model.no_sync()
+
+    def _log(self, losses: dict[str, float], data_time: float) -> None:
+        storage = get_event_storage()
+        storage.put_scalars(data_time=data_time, total_loss=sum(losses.values()))
+        if len(losses) > 1:
+            storage.put_scalars(**losses)
+        if (self.iter + 1) % self.log_period:
+            return
+        norm = getattr(self.optimizer, "gradient_norm", None)
+        if norm is not None:
+            storage.put_scalar("gradient_norm", float(norm), smoothing_hint=False)
+        if self.grad_scaler.is_enabled():
+            scale = self.grad_scaler.get_scale()
+            storage.put_scalar("gradient_scale", scale, smoothing_hint=False)
+
+
+def _all_reduce(values: Tensor) -> None:
+    if comm.get_world_size() > 1:
+        torch.distributed.all_reduce(values)

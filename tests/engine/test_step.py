@@ -1,0 +1,237 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""One optimizer step: parts that add up to the whole, precision, what is logged, what stops it."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
+
+from qbheat_det.config import get_cfg
+from qbheat_det.engine.step import StepTrainer
+from qbheat_det.errors import UserError
+
+Batch = list[dict[str, Any]]
+
+
+class MeanOverImages(nn.Module):
+    """Two losses, each a mean over the images of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        inputs = torch.stack([entry["image"] for entry in batch])
+        error = (inputs * self.weight).sum(dim=1) - 1
+        return {"loss_square": error.square().mean(), "loss_size": error.abs().mean()}
+
+
+class MeanOverBoxes(MeanOverImages):
+    """One loss: the sum over images, divided by the count of boxes that all of them have."""
+
+    def loss_normalizers(self, batch: Batch) -> Tensor:
+        return torch.tensor([float(sum(entry["boxes"] for entry in batch))])
+
+    def forward(self, batch: Batch, normalizers: Tensor | None = None) -> dict[str, Tensor]:
+        if normalizers is None:
+            normalizers = self.loss_normalizers(batch)
+        inputs = torch.stack([entry["image"] * entry["boxes"] for entry in batch])
+        return {"loss": (inputs * self.weight).square().sum() / normalizers[0].clamp(min=1e-6)}
+
+
+class Dropping(MeanOverImages):
+    def forward(self, batch: Batch) -> Tensor:
+        return self.dropout(self.weight).sum()
+
+
+def images(count: int) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"image": torch.randn(2, generator=generator), "boxes": index % 4} for index in range(count)
+    ]
+
+
+def make(model: nn.Module, data: Batch, **options: Any) -> StepTrainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"batch_size": len(data), **options}
+    return StepTrainer(model, itertools.repeat(data), optimizer, **options)
+
+
+def step(trainer: StepTrainer, iteration: int = 0) -> dict[str, float]:
+    """Runs one step; returns the latest logged scalars."""
+    trainer.iter = iteration
+    with EventStorage(iteration) as storage:
+        trainer.run_step()
+        return {name: value for name, (value, _) in storage.latest().items()}
+
+
+@pytest.mark.parametrize("build", [MeanOverImages, MeanOverBoxes])
+@pytest.mark.parametrize(("count", "accumulate"), [(6, 2), (6, 3), (5, 2), (7, 3), (4, 4)])
+def test_parts_of_a_batch_give_the_gradients_and_losses_of_the_whole(
+    build: Callable[[], MeanOverImages], count: int, accumulate: int
+) -> None:
+    whole, parts = build(), build()
+    expected = step(make(whole, images(count)))
+    found = step(make(parts, images(count), accumulate=accumulate))
+    assert parts.weight.grad is not None
+    torch.testing.assert_close(parts.weight.grad, whole.weight.grad)
+    torch.testing.assert_close(parts.weight, whole.weight)
+    names = {name for name in expected if "loss" in name}
+    assert names >= {"total_loss"}
+    torch.testing.assert_close({n: found[n] for n in names}, {n: expected[n] for n in names})
+
+
+def test_a_part_without_any_box_adds_nothing() -> None:
+    data = images(4)
+    for entry, boxes in zip(data, (0, 0, 2, 1), strict=True):
+        entry["boxes"] = boxes
+    whole, parts = MeanOverBoxes(), MeanOverBoxes()
+    step(make(whole, data))
+    step(make(parts, data, accumulate=2))
+    torch.testing.assert_close(parts.weight.grad, whole.weight.grad)
+
+
+def mf_detr() -> nn.Module:
+    from detectron2.modeling import build_model
+
+    cfg = get_cfg()
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.META_ARCHITECTURE = "MFDETR"
+    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 5
+    former = cfg.MODEL.MOBILE_FORMER
+    former.VARIANT, former.NUM_TOKENS, former.TOKEN_DIM, former.STEM_CHANNELS = "custom", 2, 16, 4
+    former.BLOCKS = [
+        ["lite", 8, 4, 0],
+        ["down", 16, 8, 16],
+        ["down", 16, 8, 16],
+        ["down", 16, 8, 16],
+    ]
+    former.EXPANDED_CHANNELS = 16
+    head = cfg.MODEL.MF_DETR
+    head.NUM_BLOCKS, head.HIDDEN_DIM, head.NHEADS, head.DIM_FEEDFORWARD = [1, 1, 1], 16, 2, 32
+    head.NUM_OBJECT_QUERIES, head.NUM_CLASSES, head.DROPOUT = 5, 3, 0.0
+    head.NORM = "FrozenBN"  # no statistics of a batch
+    torch.manual_seed(0)
+    return build_model(cfg)
+
+
+def scenes(counts: tuple[int, ...]) -> Batch:
+    """Images of equal size with that many boxes each."""
+    generator = torch.Generator().manual_seed(2)
+    entries = []
+    for count in counts:
+        corners = torch.rand(count, 2, generator=generator) * 30
+        entries.append(
+            {
+                "image": torch.rand(3, 64, 64, generator=generator) * 255,
+                "instances": Instances(
+                    (64, 64),
+                    gt_boxes=Boxes(torch.cat([corners, corners + 20], dim=1)),
+                    gt_classes=torch.randint(0, 3, (count,), generator=generator),
+                ),
+            }
+        )
+    return entries
+
+
+@pytest.mark.parametrize("counts", [(1, 4, 0, 2), (0, 0, 3, 7), (0, 0, 0, 0), (2, 1, 3)])
+def test_mf_detr_normalises_over_the_effective_batch(counts: tuple[int, ...]) -> None:
+    gradients = []
+    for accumulate in (1, 2, 3):
+        model = mf_detr()
+        step(make(model, scenes(counts), accumulate=accumulate))
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert any(g is not None and bool(g.abs().sum() > 0) for g in gradients[0].values())
+    for other in gradients[1:]:
+        for name, expected in gradients[0].items():
+            torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_dropout_is_that_of_the_seed_the_step_and_the_process() -> None:
+    def draw(seed: int, iteration: int) -> Tensor:
+        torch.rand(3)  # what happened before does not matter
+        model = Dropping()
+        step(make(model, images(2), seed=seed), iteration)
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    torch.testing.assert_close(draw(1, 7), draw(1, 7))
+    others = torch.stack([draw(seed, i) for seed in (1, 2) for i in range(8)])
+    assert len(others.unique(dim=0)) == 4  # each of two weights is dropped or kept
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_low_precision_comes_near_the_step_in_full(precision: torch.dtype) -> None:
+    class Layered(MeanOverImages):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, batch: Batch) -> dict[str, Tensor]:
+            inputs = self.layer(torch.stack([entry["image"] for entry in batch]))
+            self.seen = inputs.dtype
+            return {"loss": inputs.float().square().mean()}
+
+    full, low = Layered(), Layered()
+    step(make(full, images(8)))
+    trainer = make(low, images(8), precision=precision)
+    step(trainer)
+    assert low.seen == precision
+    assert low.layer.weight.dtype == torch.float32
+    torch.testing.assert_close(low.layer.weight.grad, full.layer.weight.grad, rtol=0.03, atol=0.02)
+    assert trainer.grad_scaler.is_enabled() == (precision == torch.float16)
+
+
+def test_a_step_whose_half_precision_gradients_overflow_is_left_out() -> None:
+    model = MeanOverImages()
+    trainer = make(model, images(2), precision=torch.float16)
+    trainer.grad_scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
+    before = model.weight.detach().clone()
+    step(trainer)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+    assert trainer.grad_scaler.get_scale() < 3e38
+
+
+def test_the_gradient_scale_is_part_of_the_state() -> None:
+    trainer, other = (make(MeanOverImages(), images(2), precision=torch.float16) for _ in range(2))
+    trainer.grad_scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    step(trainer)
+    other.load_state_dict(trainer.state_dict())
+    assert other.grad_scaler.get_scale() == trainer.grad_scaler.get_scale() == 16.0
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_gradients_are_lost() -> None:
+    model, calls = MeanOverImages(), []
+    trainer = make(model, images(2), on_failure=lambda batch, losses: calls.append((batch, losses)))
+    step(trainer)
+    last = model.weight.grad
+    weights = model.weight.detach().clone()
+    trainer._data_loader_iter = itertools.repeat([{"image": torch.tensor([math.nan, 1.0])}] * 2)
+    with pytest.raises(UserError, match="not finite at iteration 1"):
+        step(trainer, 1)
+    (batch, losses) = calls[0]
+    assert math.isnan(losses["loss_square"])
+    assert len(batch) == 2
+    assert model.weight.grad is last
+    torch.testing.assert_close(model.weight.detach(), weights, rtol=0, atol=0)
+
+
+def test_more_micro_batches_than_images_are_refused() -> None:
+    with pytest.raises(UserError, match=r"SOLVER.ACCUMULATE is 3, but a process has 2 images"):
+        step(make(MeanOverImages(), images(2), accumulate=3))
+
+
+def test_the_norm_of_the_gradients_is_logged_in_its_period() -> None:
+    trainer = make(MeanOverImages(), images(2), log_period=2)
+    trainer.optimizer.gradient_norm = torch.tensor(4.0)
+    assert "gradient_norm" not in step(trainer, 0)
+    assert step(trainer, 1)["gradient_norm"] == 4.0
