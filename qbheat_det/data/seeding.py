@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-
 # First number after the seed, so that no image shares the randomness of a step.
 IMAGE, STEP = 1, 2
 
