@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from detectron2.engine import SimpleTrainer
@@ -27,7 +27,7 @@ from .seeding import seed_step
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 BatchedInputs = list[dict[str, Any]]
-OnFailure = Callable[[BatchedInputs, dict[str, float]], None]
+OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], None]
 
 
 class StepTrainer(SimpleTrainer):
@@ -64,7 +64,9 @@ class StepTrainer(SimpleTrainer):
             precision: of autocast; None computes as the weights are.
             seed: of what is random in the model.
             log_period: iterations between two readings of what would cost a synchronisation.
-            on_failure: called with the micro-batch and its losses where one is not finite.
+            on_failure: called where a loss is not finite on this process, before gradients or
+                weights change: with the micro-batches up to that one, its losses, and what the
+                model was given to divide them by.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -94,7 +96,10 @@ class StepTrainer(SimpleTrainer):
         for index, batch in enumerate(batches):
             with self._gradients_synchronized(last=index == len(batches) - 1):
                 losses = self._weighted_losses(batch, normalizers)
-                for name, value in self._checked_values(losses, batch).items():
+                here, everywhere = self._values(losses)
+                if not all(map(math.isfinite, everywhere.values())):
+                    self._fail(batches[: index + 1], here, normalizers)
+                for name, value in everywhere.items():
                     logged[name] = logged.get(name, 0.0) + value
                 if index == 0:  # until here the gradients are those of the step before
                     self.optimizer.zero_grad()
@@ -144,18 +149,23 @@ class StepTrainer(SimpleTrainer):
             weight = len(batch) * comm.get_world_size() / self.batch_size
         return losses if weight == 1 else {name: loss * weight for name, loss in losses.items()}
 
-    def _checked_values(self, losses: dict[str, Tensor], batch: BatchedInputs) -> dict[str, float]:
-        """Returns the means over all processes; one transfer from the device."""
+    def _values(self, losses: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns losses of this process and their means over all; one transfer from the device."""
         own = torch.stack([loss.detach().float() for loss in losses.values()])
         mean = own.clone()
         _all_reduce(mean)
         here, everywhere = torch.stack([own, mean / comm.get_world_size()]).tolist()
-        values = dict(zip(losses, everywhere, strict=True))
-        if all(map(math.isfinite, everywhere)):
-            return values
-        if self.on_failure is not None and not all(map(math.isfinite, here)):
-            self.on_failure(batch, dict(zip(losses, here, strict=True)))
-        raise UserError(f"a loss is not finite at iteration {self.iter}: {values}")
+        return dict(zip(losses, here, strict=True)), dict(zip(losses, everywhere, strict=True))
+
+    def _fail(
+        self,
+        batches: list[BatchedInputs],
+        losses: dict[str, float],
+        normalizers: tuple[Tensor, ...],
+    ) -> NoReturn:
+        if self.on_failure is not None and not all(map(math.isfinite, losses.values())):
+            self.on_failure(batches, losses, normalizers[0] if normalizers else None)
+        raise UserError(f"a loss is not finite at iteration {self.iter}: {losses} on this process")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision is None:

@@ -211,16 +211,17 @@ def test_the_gradient_scale_is_part_of_the_state() -> None:
 
 def test_a_loss_that_is_not_finite_stops_before_the_gradients_are_lost() -> None:
     model, calls = MeanOverImages(), []
-    trainer = make(model, images(2), on_failure=lambda batch, losses: calls.append((batch, losses)))
+    trainer = make(model, images(2), on_failure=lambda *failed: calls.append(failed))
     step(trainer)
     last = model.weight.grad
     weights = model.weight.detach().clone()
     trainer._data_loader_iter = itertools.repeat([{"image": torch.tensor([math.nan, 1.0])}] * 2)
     with pytest.raises(UserError, match="not finite at iteration 1"):
         step(trainer, 1)
-    (batch, losses) = calls[0]
+    (batches, losses, normalizers) = calls[0]
     assert math.isnan(losses["loss_square"])
-    assert len(batch) == 2
+    assert [len(batch) for batch in batches] == [2]
+    assert normalizers is None
     assert model.weight.grad is last
     torch.testing.assert_close(model.weight.detach(), weights, rtol=0, atol=0)
 
