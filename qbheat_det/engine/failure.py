@@ -16,7 +16,7 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qbheat_det.checkpoint.atomic import write_atomically
+from qbheat_det.checkpoint import write_atomically
 from qbheat_det.errors import UserError
 
 from .plain_data import from_plain, to_plain

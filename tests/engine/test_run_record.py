@@ -1,0 +1,123 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""run.json: one entry a start, the commit of the code and not of another repository."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qbheat_det.engine.run_record import (
+    CodeVersion,
+    find_code_version,
+    find_commit,
+    read_run_record,
+    write_run_record,
+)
+from qbheat_det.errors import UserError
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    (folder / "qbheat_det").mkdir(parents=True)
+    (folder / "qbheat_det" / "__init__.py").write_text("")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "first")
+    find_code_version.cache_clear()
+    return folder
+
+
+def test_every_start_adds_an_entry(tmp_path: Path) -> None:
+    write_run_record(tmp_path / "new", command=["train_net.py", "SEED", "1"], seed=1)
+    write_run_record(
+        tmp_path / "new",
+        command=["train_net.py", "--resume"],
+        resumed_from="model_0000019.pth",
+        device="cpu",
+        processes=2,
+        seed=1,
+    )
+    first, second = json.loads((tmp_path / "new" / "run.json").read_text())
+    assert first["command"] == ["train_net.py", "SEED", "1"]
+    assert first["resumed_from"] is None
+    assert second["resumed_from"] == "model_0000019.pth"
+    assert (second["processes"], second["seed"], second["device"]) == (2, 1, "cpu")
+    assert first["started"].endswith("+00:00")
+    names = {"python", "torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy"}
+    assert set(first["versions"]) == names
+    assert first["versions"]["torch"].startswith("2.")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.json"]
+
+
+def test_nothing_of_the_environment_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
+    write_run_record(tmp_path, command=["train_net.py"])
+    assert "a-secret-of-mine" not in (tmp_path / "run.json").read_text()
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '[{"sta', ""])
+def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"run\.json' is no list"):
+        write_run_record(tmp_path, command=[])
+    assert path.read_text() == content
+    assert read_run_record(tmp_path / "missing.json") == []
+
+
+def test_the_commit_and_changes_of_the_code_are_seen(checkout: Path) -> None:
+    commit = git(checkout, "rev-parse", "HEAD")
+    (checkout / "output").mkdir()
+    (checkout / "output" / "log.txt").write_text("no code")
+    assert find_code_version(checkout) == CodeVersion(commit, dirty=False)
+    find_code_version.cache_clear()
+    (checkout / "qbheat_det" / "new.py").write_text("")
+    assert find_code_version(checkout) == CodeVersion(commit, dirty=True)
+
+
+def test_a_wheel_in_someones_repository_has_no_commit(checkout: Path) -> None:
+    installed = checkout / "venv" / "site-packages"
+    (installed / "qbheat_det").mkdir(parents=True)
+    (installed / "qbheat_det" / "__init__.py").write_text("")
+    assert find_code_version(installed) is None
+    assert find_code_version(checkout / "no such folder") is None
+
+
+def test_the_repository_of_a_git_hook_is_not_taken_for_ours(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = git(checkout, "rev-parse", "HEAD")
+    git(tmp_path, "init", "-q", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    found = find_code_version(checkout)
+    assert found is not None
+    assert found.commit == commit
+
+
+def test_the_commit_of_weights_tells_changed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "qbheat_det.engine.run_record.find_code_version"
+    for version, expected in (
+        (CodeVersion("1f2e", dirty=True), "1f2e-dirty"),
+        (CodeVersion("1f2e", dirty=False), "1f2e"),
+        (None, ""),
+    ):
+        monkeypatch.setattr(module, lambda version=version: version)
+        assert find_commit() == expected
+
+
+@pytest.mark.skipif(os.name == "nt", reason="rights of folders")
+def test_without_git_there_is_no_commit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert find_code_version(checkout) is None
