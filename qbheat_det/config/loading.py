@@ -2,7 +2,9 @@
 """Reading YAML and command-line overrides without running what a stranger wrote."""
 
 import difflib
+import functools
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from detectron2.config import CfgNode
 from qbheat_det.errors import UserError
 
 from .defaults import get_cfg
+from .epoch_keys import switch_off_overruled_epochs
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -38,6 +41,9 @@ def get_config_path(name: str) -> str:
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
     """Returns the package's default config with a YAML file and ``KEY VALUE`` pairs merged in.
 
+    A schedule in iterations switches off one in epochs that came before it, and the other way
+    round: the last word holds.
+
     Args:
         path: YAML file, or None for the defaults alone. Python tags in it are refused.
         opts: alternating keys and values, as after ``tools/train_net.py``'s flags.
@@ -47,12 +53,9 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             that the config does not know.
     """
     cfg = get_cfg()
+    layers = [] if path is None else _read_layers(cfg, Path(path))
     if path is not None:
-        _check_keys_of_file(cfg, Path(path))
-        try:
-            cfg.merge_from_file(str(path), allow_unsafe=False)
-        except (ValueError, KeyError, AssertionError) as error:
-            raise UserError(f"{path}: {_sentence(error)}") from error
+        _merge_file(cfg, str(path), dict(ChainMap(*reversed(layers))))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
     for key, value in zip(opts[::2], opts[1::2], strict=True):
@@ -63,10 +66,36 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             cfg.merge_from_list([key, value])
         except (ValueError, KeyError, AssertionError) as error:
             raise UserError(f"command line, {key}: {_sentence(error)}") from error
+    switch_off_overruled_epochs(cfg, [*layers, dict(zip(opts[::2], opts[1::2], strict=True))])
     return cfg
 
 
-def _check_keys_of_file(cfg: CfgNode, path: Path, children: tuple[Path, ...] = ()) -> None:
+def _merge_file(cfg: CfgNode, path: str, values: Mapping[str, object]) -> None:
+    """Merges a file whose keys are known to exist; an integer may stand for a float."""
+    integers = {
+        key: value
+        for key, value in values.items()
+        if type(value) is int and isinstance(_check_key(cfg, key, path), float)
+    }
+    for key in integers:  # yacs takes no integer where a float stands
+        _put(cfg, key, 0)
+    try:
+        cfg.merge_from_file(path, allow_unsafe=False)
+    except (ValueError, KeyError, AssertionError) as error:
+        raise UserError(f"{path}: {_sentence(error)}") from error
+    for key, value in integers.items():
+        _put(cfg, key, float(value))
+
+
+def _put(cfg: CfgNode, key: str, value: float) -> None:
+    *parents, leaf = key.split(".")
+    functools.reduce(lambda node, part: node[part], parents, cfg)[leaf] = value
+
+
+def _read_layers(
+    cfg: CfgNode, path: Path, children: tuple[Path, ...] = ()
+) -> list[dict[str, object]]:
+    """Returns the dotted keys and values of a file and of those below it, the lowest first."""
     absolute = Path(os.path.abspath(path))
     if absolute in children:
         raise UserError(f"{path} and {children[-1]} inherit from each other by _BASE_")
@@ -79,19 +108,22 @@ def _check_keys_of_file(cfg: CfgNode, path: Path, children: tuple[Path, ...] = (
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no config: its top level must be a mapping of keys")
     base = content.pop("_BASE_", None)
+    layers = []
     for parent in [base] if isinstance(base, str) else base or []:
         above = Path(os.path.join(path.parent, os.path.expanduser(parent)))
-        _check_keys_of_file(cfg, above, (*children, absolute))
-    for key in _dotted_keys(content):
+        layers += _read_layers(cfg, above, (*children, absolute))
+    values = dict(_leaves(content))
+    for key in values:
         _check_key(cfg, key, str(path))
+    return [*layers, values]
 
 
-def _dotted_keys(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _dotted_keys(value, f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
 
 
 def _check_key(cfg: CfgNode, key: str, where: str) -> object:
@@ -99,7 +131,7 @@ def _check_key(cfg: CfgNode, key: str, where: str) -> object:
     node: object = cfg
     for part in key.split("."):
         if not isinstance(node, CfgNode) or part not in node:
-            known = list(_dotted_keys(cfg))
+            known = [name for name, _ in _leaves(cfg)]
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UserError(f"{where}: unknown config key '{key}'; did you mean '{near[0]}'?")
         node = node[part]

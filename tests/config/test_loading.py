@@ -98,3 +98,12 @@ def test_an_unknown_shipped_config_names_the_nearest() -> None:
 def test_an_integer_will_do_where_a_float_stands(value: str, expected: float) -> None:
     result = load_config(None, ["MODEL.RETINANET.SCORE_THRESH_TEST", value])
     assert result.MODEL.RETINANET.SCORE_THRESH_TEST == expected
+
+
+@pytest.mark.parametrize(("below", "above"), [("3", "0.5"), ("0.5", "3"), ("2", "1")])
+def test_an_integer_will_do_in_a_file_too(tmp_path: Path, below: str, above: str) -> None:
+    _write(tmp_path / "base.yaml", f"SOLVER:\n  BASE_LR: {below}\nVERSION: 2\n")
+    text = f"_BASE_: base.yaml\nSOLVER:\n  BASE_LR: {above}\n  GAMMA: 1\n"
+    cfg = load_config(_write(tmp_path / "top.yaml", text))
+    assert (cfg.SOLVER.BASE_LR, type(cfg.SOLVER.BASE_LR)) == (float(above), float)
+    assert (cfg.SOLVER.GAMMA, type(cfg.SOLVER.GAMMA)) == (1.0, float)
