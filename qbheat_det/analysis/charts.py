@@ -44,7 +44,7 @@ def plot_class_ap(
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("AP (%)")
     axes.grid(axis="x", color=_LINE[theme])
-    return _encode(figure, theme, format)
+    return encode(figure, theme, format)
 
 
 def plot_curve(
@@ -57,7 +57,7 @@ def plot_curve(
 ) -> bytes:
     """Draws one line per entry of ``values`` over the iterations; gaps where a value is nan."""
     figure, axes = _start(theme, height=3.2)
-    colors = [_ACCENT[theme], "#e8833a", "#2bb673", "#b26bff"]
+    colors = list_colors(theme)
     for index, (name, line) in enumerate(values.items()):
         marker = "o" if len(iterations) < 25 else ""
         color = colors[index % len(colors)]
@@ -68,7 +68,7 @@ def plot_curve(
     axes.set_xlabel("iteration")
     axes.set_ylabel(label)
     axes.grid(color=_LINE[theme])
-    return _encode(figure, theme, format)
+    return encode(figure, theme, format)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -96,6 +96,12 @@ def _start(theme: Theme, *, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.4, height))
     figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
     axes = figure.add_subplot()
+    style_axes(axes, theme)
+    return figure, axes
+
+
+def style_axes(axes: Axes, theme: Theme) -> None:
+    """Gives axes the look of all charts: quiet ticks, one spine."""
     axes.set_facecolor("none")
     axes.set_axisbelow(True)
     axes.tick_params(colors=_QUIET[theme], length=0, labelsize=9)
@@ -104,10 +110,16 @@ def _start(theme: Theme, *, height: float) -> tuple[Figure, Axes]:
         spine.set_color(_LINE[theme])
     axes.xaxis.label.set_color(_QUIET[theme])
     axes.yaxis.label.set_color(_QUIET[theme])
-    return figure, axes
+    axes.title.set_color(_INK[theme])
 
 
-def _encode(figure: Figure, theme: Theme, format: Format) -> bytes:
+def list_colors(theme: Theme) -> list[str]:
+    """Colours of lines, in the order in which they are used."""
+    return [_ACCENT[theme], "#e8833a", "#2bb673", "#b26bff", "#d64550", "#8a8f98"]
+
+
+def encode(figure: Figure, theme: Theme, format: Format) -> bytes:
+    """Returns the file of a figure, on the page colour of its theme."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=format, facecolor=_PAGE[theme], dpi=160)
     return buffer.getvalue()
