@@ -27,6 +27,7 @@ _LOG_SCALE_FROM = 100.0
 class _Panel:
     title: str
     series: Series
+    may_be_log: bool = False
 
 
 def draw_training_curves(
@@ -56,8 +57,11 @@ def draw_training_curves(
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(5.6 * columns, 3.1 * rows))
     figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
+    end = max(its[-1] for panel in panels for its, _ in panel.series.values())
     for index, panel in enumerate(panels):
-        _draw_panel(figure.add_subplot(rows, columns, index + 1), panel)
+        axes = figure.add_subplot(rows, columns, index + 1)
+        _draw_panel(axes, panel)
+        axes.set_xlim(0, 1.03 * max(end, 1.0))
     picture = encode(figure, "light", "png")
     write_atomically(output_png, lambda stream: stream.write(picture))
     return True
@@ -94,10 +98,14 @@ def _list_panels(records: Sequence[Mapping[str, Any]]) -> list[_Panel]:
     losses.sort(key=lambda name: name != "total_loss")
     precision = [name for name in names if re.search(r"/AP(50|75)?$", name)]
     return [
-        _Panel("Loss", collect_series(records, losses[:_MAX_LINES])),
+        _Panel("Loss", collect_series(records, losses[:_MAX_LINES]), may_be_log=True),
         _Panel("AP (%)", collect_series(records, precision[:_MAX_LINES])),
         _Panel("Learning rate", collect_series(records, ["lr"])),
-        _Panel("Norm of the gradients", collect_series(records, ["gradient_norm"])),
+        _Panel(
+            "Norm of the gradients",
+            collect_series(records, ["gradient_norm"]),
+            may_be_log=True,
+        ),
     ]
 
 
@@ -117,7 +125,7 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
         )
     if len(panel.series) > 1:
         axes.legend(frameon=False, fontsize=8)
-    if _is_wide(panel.series):
+    if panel.may_be_log and _is_wide(panel.series):
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
