@@ -45,8 +45,16 @@ def match_names(
     """
     model = set(model_names)
     bare = _without_wrappers(model, [name for name in file_names if name != _NO_WEIGHTS])
-    added = _longest_agreement(model, set(bare.values()))
-    taken = _longest_agreement(set(bare.values()), model)
+    names = set(bare.values())
+    added, taken = _longest_agreement(model, names), _longest_agreement(names, model)
+    if len(added) > 1:
+        whole = [p for p in added if _num_placed(_Shift("", p), model, names) == len(names)]
+        if len(whole) > 1:
+            raise UserError(
+                f"'{file}' fits in more than one place of the model ({', '.join(whole)}): name its "
+                "tensors in full, as the model does"
+            )
+        added = whole  # of parts that fit here as well as there, none is meant
     shifts = [
         _Shift("", ""),
         _Shift(_BACKBONE, _BELOW_FPN),
@@ -54,12 +62,7 @@ def match_names(
         *(_Shift("", prefix) for prefix in added),
         *(_Shift(prefix, "") for prefix in taken),
     ]
-    best = max(shifts, key=lambda shift: _num_placed(shift, model, bare.values()))
-    if best.old == "" and best.new != "" and len(added) > 1:
-        raise UserError(
-            f"'{file}' fits in more than one place of the model ({', '.join(added)}): name its "
-            "tensors in full, as the model does"
-        )
+    best = max(shifts, key=lambda shift: _num_placed(shift, model, names))
     return {name: best(short) for name, short in bare.items()}
 
 

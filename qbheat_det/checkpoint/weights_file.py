@@ -156,7 +156,7 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
         mapped = mmap and zipfile.is_zipfile(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a broken file can raise anything on its way through zip
-        if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
                 f"'{path}' is refused: it holds objects besides tensors, and building these can "
                 "run code hidden in the file; save its state_dict() alone where you trust it"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import yaml
 from detectron2.config import CfgNode
 
 T = TypeVar("T")
@@ -45,7 +46,8 @@ class WeightsInfo:
             pixel_format=str(cfg.INPUT.FORMAT),
             pixel_mean=tuple(float(value) for value in cfg.MODEL.PIXEL_MEAN),
             pixel_std=tuple(float(value) for value in cfg.MODEL.PIXEL_STD),
-            config=cfg.dump(),
+            # Detectron2 dumps a list that stands in two places as a reference to the first.
+            config=yaml.dump(yaml.safe_load(cfg.dump()), Dumper=_WithoutReferences),
             commit=commit,
             iteration=iteration,
         )
@@ -72,6 +74,13 @@ class WeightsInfo:
             return cls(**{key: _READERS[key](value) for key, value in known.items()})
         except (TypeError, ValueError, OverflowError):
             return None
+
+
+class _WithoutReferences(yaml.SafeDumper):
+    """Writes everything out, so that a reader need not follow what a stranger refers to."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 def _string(value: object) -> str:

@@ -1,0 +1,155 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Files that are whole or not there: full disks, limits, kills, forbidden folders."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+import qbheat_det
+from qbheat_det import checkpoint
+from qbheat_det.checkpoint import SafeCheckpointer, remove_leftovers, write_atomically
+from qbheat_det.errors import UserError
+from tests.checkpoint.tiny_models import TinyDetector
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def _largest_file(num_bytes: int) -> Iterator[None]:
+    """The operating system's own refusal to let a file grow on."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_new_file_takes_the_place_of_the_old_one_and_makes_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    for content in (b"old", b"new"):
+        write_atomically(path, lambda stream, content=content: stream.write(content))
+        assert path.read_bytes() == content
+    assert _names(path.parent) == ["file"]
+
+
+def test_rights_of_a_new_file_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "file", lambda stream: stream.write(b"x"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1000, 1000)
+    checkpointer = SafeCheckpointer(model, str(tmp_path))
+    checkpointer.save("model_0000001", iteration=1)
+    before = (tmp_path / "model_0000001.pth").read_bytes()
+    with _largest_file(1_000_000), pytest.raises(UserError, match="no file may grow that large"):
+        checkpointer.save("model_0000001", iteration=2)
+    with _largest_file(1_000_000), pytest.raises(UserError, match=r"model_0000003\.pth"):
+        checkpointer.save("model_0000003", iteration=3)
+    assert (tmp_path / "model_0000001.pth").read_bytes() == before
+    assert _names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
+    assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_0000001.pth")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "disk is full"), (errno.EDQUOT, "share of the disk"), (errno.EIO, "error")],
+)
+def test_a_full_disk_is_one_sentence_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, advice: str
+) -> None:
+    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path))
+    checkpointer.save("model_0000001", iteration=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(UserError, match=advice) as caught:
+        checkpointer.save("model_0000001", iteration=2)
+    assert "model_0000001.pth" in str(caught.value)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_defect_while_writing_keeps_its_traceback_and_leaves_nothing(tmp_path: Path) -> None:
+    def write(stream: BinaryIO) -> None:
+        stream.write(b"half")
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        write_atomically(tmp_path / "file", write)
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_rights_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="may not write there"):
+        write_atomically(tmp_path / "file", lambda stream: stream.write(b"x"))
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match=r"run/model\.pth"):
+        SafeCheckpointer(TinyDetector(), str(tmp_path / "run")).save("model")
+
+
+# The package's own start, which imports PyTorch, is left out to save seconds.
+_WRITER = """
+import sys, time, types
+for name, folder in (("qbheat_det", sys.argv[2]), ("qbheat_det.checkpoint", sys.argv[3])):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from qbheat_det.checkpoint.atomic import write_atomically
+def write(stream):
+    stream.write(b"half of it")
+    stream.flush()
+    print("writing", flush=True)
+    time.sleep(60)
+write_atomically(sys.argv[1], write)
+"""
+
+
+def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_open(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model_0000001.pth"
+    folders = [str(Path(module.__file__).parent) for module in (qbheat_det, checkpoint)]
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(path), *folders], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        # It is being written: nobody else may remove it.
+        remove_leftovers(tmp_path)
+        (partial,) = tmp_path.iterdir()
+        assert partial.read_bytes() == b"half of it"
+    finally:
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate()
+    reader = SafeCheckpointer(TinyDetector(), str(tmp_path), save_to_disk=False)
+    assert partial.exists()  # a process that does not write leaves the folder as it is
+    assert not reader.has_checkpoint()
+    assert reader.get_all_checkpoint_files() == []
+    SafeCheckpointer(TinyDetector(), str(tmp_path))
+    assert _names(tmp_path) == []

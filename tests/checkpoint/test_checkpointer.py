@@ -1,0 +1,344 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Loading with an account of every tensor, and resuming from what is whole."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.layers import FrozenBatchNorm2d
+from fvcore.common.checkpoint import PeriodicCheckpointer
+from torch import nn
+
+from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
+from qbheat_det.errors import UserError
+from tests.checkpoint.tiny_models import CLASSES, TinyBackbone, TinyDetector, save_detector
+
+
+class _Counter:
+    """Something besides the model that a run keeps."""
+
+    value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_whole_file_fills_the_model_and_the_log_counts_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = save_detector(tmp_path / "w.safetensors")
+    model = TinyDetector(seed=9)
+    checkpointer = SafeCheckpointer(model, class_names=CLASSES)
+    rest = checkpointer.load(str(tmp_path / "w.safetensors"))
+    torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
+    assert "9/9 backbone tensors; 4/4 decoder tensors" in caplog.text
+    assert rest["info"]["class_names"] == list(CLASSES)
+    assert checkpointer.info == WeightsInfo(class_names=CLASSES)
+
+
+def test_other_classes_keep_their_rows_by_name_and_are_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = save_detector(tmp_path / "w.safetensors", ("cat", "dog", "bird"))
+    model = TinyDetector(2, seed=9)
+    fresh = _state(model)
+    checkpointer = SafeCheckpointer(model, class_names=("zebra", "dog"))
+    checkpointer.load(str(tmp_path / "w.safetensors"))
+    for name in ("decoder.class_embed.weight", "decoder.class_embed.bias"):
+        expected = torch.stack([fresh[name][0], stored[name][1], stored[name][3]])
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=0, atol=0)
+    assert str(checkpointer.report) == (
+        "9/9 backbone tensors; decoder: 2 adapted, 0 missing, 2 as stored\n"
+        "classes kept by name (1): dog; new (1): zebra; dropped (2): cat, bird"
+    )
+    assert str(checkpointer.report) in caplog.text
+
+
+def test_a_run_of_other_classes_is_neither_resumed_nor_evaluated(tmp_path: Path) -> None:
+    info = WeightsInfo(class_names=CLASSES).to_dict()
+    SafeCheckpointer(TinyDetector(), str(tmp_path)).save("model_0000001", iteration=1, info=info)
+    for names in (("dog", "cat", "bird"), ("cat", "dog", "cow")):
+        for kind in (SafeCheckpointer, ExactCheckpointer):
+            checkpointer = kind(TinyDetector(), str(tmp_path), class_names=names)
+            with pytest.raises(UserError, match="was trained on the classes"):
+                checkpointer.resume_or_load("", resume=True)
+        with pytest.raises(UserError, match="was trained on the classes"):
+            ExactCheckpointer(TinyDetector(), class_names=names).load(
+                str(tmp_path / "model_0000001.pth")
+            )
+
+
+def test_unnamed_classes_are_taken_in_order_where_their_number_fits(tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    torch.save(TinyDetector(seed=1).state_dict(), path)
+    model = TinyDetector()
+    checkpointer = SafeCheckpointer(model, class_names=CLASSES)
+    checkpointer.load(str(path))
+    torch.testing.assert_close(_state(model), _state(TinyDetector(seed=1)), rtol=0, atol=0)
+    assert "does not name its classes" in str(checkpointer.report)
+
+    fewer = TinyDetector(2)
+    fresh = _state(fewer)
+    with pytest.raises(UserError, match="does not name its classes"):
+        SafeCheckpointer(fewer, class_names=("cat", "dog")).load(str(path))
+    torch.testing.assert_close(_state(fewer), fresh, rtol=0, atol=0)
+    SafeCheckpointer(fewer, class_names=("cat", "dog"), allow_partial=True).load(str(path))
+    for name, tensor in fewer.state_dict().items():
+        expected = fresh[name] if "class_embed" in name else TinyDetector(seed=1).state_dict()[name]
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+
+
+def test_names_in_the_config_beside_the_weights_count_too(tmp_path: Path) -> None:
+    torch.save(TinyDetector(seed=1).state_dict(), tmp_path / "w.pth")
+    (tmp_path / "config.yaml").write_text("MODEL: {CLASS_NAMES: [cat, dog, bird]}")
+    model = TinyDetector()
+    SafeCheckpointer(model, class_names=("bird", "cat", "dog")).load(str(tmp_path / "w.pth"))
+    stored = TinyDetector(seed=1).decoder.class_embed.bias
+    torch.testing.assert_close(model.decoder.class_embed.bias, stored[[2, 0, 1, 3]])
+
+
+def test_a_backbone_alone_starts_a_detector(tmp_path: Path) -> None:
+    backbone = TinyDetector(seed=3).backbone
+    save_weights(str(tmp_path / "b.safetensors"), backbone.state_dict(), WeightsInfo())
+    model = TinyDetector(pyramid=True)
+    checkpointer = SafeCheckpointer(model, class_names=CLASSES)
+    checkpointer.load(str(tmp_path / "b.safetensors"))
+    torch.testing.assert_close(_state(model.backbone.bottom_up), _state(backbone), rtol=0, atol=0)
+    assert str(checkpointer.report).startswith("9/9 backbone tensors; fpn: new")
+
+
+def _drop(state: dict[str, Any]) -> None:
+    del state["backbone.stem.0.weight"]
+
+
+def _add(state: dict[str, Any]) -> None:
+    state["classifier.weight"] = torch.zeros(2)
+
+
+def _reshape(state: dict[str, Any]) -> None:
+    state["backbone.expand.weight"] = torch.zeros(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (_drop, r"1 missing \(backbone.stem.0.weight\)"),
+        (_add, r"1 unexpected \(classifier.weight\)"),
+        (_reshape, r"1 of another shape \(backbone.expand.weight \(4, 5\) instead of \(4, 4\)\)"),
+    ],
+)
+def test_less_than_a_file_promises_is_an_error_unless_asked_for(
+    tmp_path: Path, change: Any, fault: str
+) -> None:
+    state = _state(TinyDetector(seed=1))
+    change(state)
+    torch.save({"model": state}, tmp_path / "w.pth")
+    model = TinyDetector()
+    before = _state(model)
+    with pytest.raises(UserError, match=fault) as caught:
+        SafeCheckpointer(model).load(str(tmp_path / "w.pth"))
+    assert "--allow-partial" in str(caught.value)
+    torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
+
+    partial = SafeCheckpointer(model, allow_partial=True)
+    partial.load(str(tmp_path / "w.pth"))
+    after = _state(model)
+    for name in before:
+        same_shape = name in state and state[name].shape == before[name].shape
+        expected = state[name] if same_shape else before[name]
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=0)
+    with pytest.raises(UserError, match=fault):
+        ExactCheckpointer(model, allow_partial=True).load(str(tmp_path / "w.pth"))
+
+
+@pytest.mark.parametrize("allow_partial", [False, True])
+def test_another_architecture_is_called_so_whatever_is_allowed(
+    tmp_path: Path, allow_partial: bool
+) -> None:
+    # Two names and shapes agree by accident.
+    state = {f"layer{i}.0.conv1.weight": torch.zeros(4, 4, 3, 3) for i in range(20)}
+    state |= {"expand.weight": torch.zeros(4, 4), "expand.bias": torch.zeros(4)}
+    torch.save(state, tmp_path / "resnet.pth")
+    model = TinyDetector()
+    before = _state(model)
+    with pytest.raises(UserError, match="another architecture: 2 of its 22 tensors"):
+        SafeCheckpointer(model, allow_partial=allow_partial).load(str(tmp_path / "resnet.pth"))
+    torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float) -> None:
+    state = _state(TinyDetector())
+    state["backbone.expand.bias"][2] = value
+    save_weights(str(tmp_path / "w.safetensors"), state, WeightsInfo())
+    with pytest.raises(UserError, match=r"w\.safetensors': 'backbone\.expand\.bias' holds NaN"):
+        SafeCheckpointer(TinyDetector(), allow_partial=True).load(str(tmp_path / "w.safetensors"))
+
+
+def test_counters_of_norms_and_what_the_config_sets_may_be_missing_or_left(tmp_path: Path) -> None:
+    state = {key: t for key, t in _state(TinyDetector()).items() if "num_batches" not in key}
+    state["pixel_mean"] = torch.zeros(3, 1, 1)
+    torch.save(state, tmp_path / "w.pth")
+    checkpointer = ExactCheckpointer(TinyDetector())
+    checkpointer.load(str(tmp_path / "w.pth"))
+    assert str(checkpointer.report) == "8/8 backbone tensors; 4/4 decoder tensors"
+
+
+def test_a_frozen_norm_gets_the_statistics_of_a_trained_one_bit_for_bit(tmp_path: Path) -> None:
+    trained = TinyDetector(seed=1)
+    SafeCheckpointer(trained, str(tmp_path)).save("model")
+    frozen = FrozenBatchNorm2d.convert_frozen_batchnorm(TinyDetector())
+    ExactCheckpointer(frozen).load(str(tmp_path / "model.pth"))
+    for name, tensor in frozen.state_dict().items():
+        torch.testing.assert_close(tensor, trained.state_dict()[name], rtol=0, atol=0)
+
+
+def test_other_pixels_than_the_weights_were_trained_on_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = TinyDetector()
+    model.register_buffer("pixel_mean", torch.tensor([103.53, 116.28, 123.675]).view(-1, 1, 1), 0)
+    info = WeightsInfo(pixel_format="BGR", pixel_mean=(103.53, 116.28, 123.675))
+    save_weights(str(tmp_path / "bgr.safetensors"), model.state_dict(), info)
+    SafeCheckpointer(model).load(str(tmp_path / "bgr.safetensors"))
+    assert "INPUT.FORMAT" not in caplog.text
+    info = WeightsInfo(pixel_format="RGB", pixel_mean=(123.675, 116.28, 103.53))
+    save_weights(str(tmp_path / "rgb.safetensors"), model.state_dict(), info)
+    SafeCheckpointer(model).load(str(tmp_path / "rgb.safetensors"))
+    assert "pixel_mean [123.675, 116.28, 103.53] in format RGB" in caplog.text
+
+
+def _run_of(folder: Path, iterations: tuple[int, ...]) -> None:
+    """A run's folder: each checkpoint's counter is its iteration, and its weights its seed."""
+    for iteration in iterations:
+        counter = _Counter()
+        counter.value = iteration
+        model = TinyDetector(seed=iteration)
+        checkpointer = SafeCheckpointer(model, str(folder), counter=counter)
+        checkpointer.save(f"model_{iteration:07d}", iteration=iteration)
+
+
+def _resume(folder: Path) -> tuple[nn.Module, _Counter, dict[str, Any]]:
+    model, counter = TinyDetector(seed=99), _Counter()
+    checkpointer = SafeCheckpointer(model, str(folder), counter=counter)
+    return model, counter, checkpointer.resume_or_load("", resume=True)
+
+
+def test_resuming_takes_up_the_last_checkpoint_with_all_that_the_run_keeps(tmp_path: Path) -> None:
+    _run_of(tmp_path, (3, 7))
+    model, counter, rest = _resume(tmp_path)
+    torch.testing.assert_close(_state(model), _state(TinyDetector(seed=7)), rtol=0, atol=0)
+    assert (counter.value, rest["iteration"]) == (7, 7)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(path: Path) -> None:
+    """Damage inside a tensor, which PyTorch does not see."""
+    content = bytearray(path.read_bytes())
+    found = content.find(TinyDetector(seed=11).state_dict()["backbone.expand.weight"].numpy())
+    content[found] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_broken_last_checkpoint_gives_way_to_the_newest_whole_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any
+) -> None:
+    _run_of(tmp_path, (3, 7, 11))
+    os.utime(tmp_path / "model_0000003.pth")  # copying changes times, so they say nothing
+    torch.save({"model": TinyDetector(seed=50).state_dict()}, tmp_path / "weights.pth")
+    damage(tmp_path / "model_0000011.pth")
+    model, counter, rest = _resume(tmp_path)
+    torch.testing.assert_close(_state(model), _state(TinyDetector(seed=7)), rtol=0, atol=0)
+    assert (counter.value, rest["iteration"]) == (7, 7)
+    (warning,) = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert "model_0000011.pth" in warning.getMessage()
+    assert "resuming from the newest whole checkpoint" in warning.getMessage()
+
+
+def test_a_tag_that_is_missing_or_senseless_is_no_end_of_the_run(tmp_path: Path) -> None:
+    _run_of(tmp_path, (3, 7))
+    for tag in (None, b"", b"\xff\xfe", b"model_0000009.pth", b"../elsewhere/model_0000007.pth"):
+        (tmp_path / "last_checkpoint").unlink(missing_ok=True)
+        if tag is not None:
+            (tmp_path / "last_checkpoint").write_bytes(tag)
+        assert _resume(tmp_path)[2]["iteration"] == 7
+
+
+def test_resuming_where_nothing_is_whole_is_an_error(tmp_path: Path) -> None:
+    _run_of(tmp_path, (3,))
+    _cut(tmp_path / "model_0000003.pth")
+    with pytest.raises(UserError, match=r"cannot resume: .*model_0000003\.pth.*no other whole"):
+        _resume(tmp_path)
+
+
+def test_a_folder_without_checkpoints_starts_from_weights(tmp_path: Path) -> None:
+    stored = save_detector(tmp_path / "w.safetensors")
+    for folder in (tmp_path / "empty", tmp_path / "missing"):
+        model = TinyDetector()
+        checkpointer = SafeCheckpointer(model, str(folder), class_names=CLASSES)
+        assert not checkpointer.has_checkpoint()
+        assert checkpointer.get_all_checkpoint_files() == []
+        checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
+        torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
+
+
+def test_starting_from_a_checkpoints_weights_leaves_the_rest_of_that_run_alone(
+    tmp_path: Path,
+) -> None:
+    _run_of(tmp_path, (7,))
+    counter = _Counter()
+    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
+    checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
+    assert counter.value == 0
+
+
+def test_a_failed_load_does_not_hinder_the_next(tmp_path: Path) -> None:
+    stored = save_detector(tmp_path / "w.safetensors")
+    (tmp_path / "text.pth").write_text("text")
+    model = TinyDetector()
+    checkpointer = SafeCheckpointer(model)
+    with pytest.raises(UserError):
+        checkpointer.load(str(tmp_path / "text.pth"))
+    assert checkpointer.report is None
+    checkpointer.load(str(tmp_path / "w.safetensors"))
+    torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
+
+
+def test_an_address_that_cannot_be_fetched_is_named() -> None:
+    with pytest.raises(UserError, match=r"'https://127\.0\.0\.1:9/w\.pth' cannot be fetched"):
+        SafeCheckpointer(TinyBackbone()).load("https://127.0.0.1:9/w.pth")
+
+
+def test_fvcores_periodic_checkpointer_keeps_the_newest(tmp_path: Path) -> None:
+    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path))
+    periodic = PeriodicCheckpointer(checkpointer, period=2, max_iter=10, max_to_keep=2)
+    for iteration in range(10):
+        periodic.step(iteration)
+    names = sorted(os.path.basename(path) for path in checkpointer.get_all_checkpoint_files())
+    assert names == ["model_0000007.pth", "model_0000009.pth", "model_final.pth"]
+    assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_final.pth")
+
+
+def test_a_process_that_does_not_save_writes_nothing(tmp_path: Path) -> None:
+    SafeCheckpointer(TinyDetector(), str(tmp_path), save_to_disk=False).save("model")
+    SafeCheckpointer(TinyDetector()).save("model")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,253 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Weights on disk: what is read back, and a sentence for everything that is no weights."""
+
+import json
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+
+from qbheat_det.checkpoint import (
+    SafeCheckpointer,
+    WeightsInfo,
+    class_names_of,
+    info_of,
+    read_weights,
+    save_weights,
+)
+from qbheat_det.config import get_config_path, load_config
+from qbheat_det.errors import UserError
+from tests.checkpoint.tiny_models import CLASSES, TinyDetector, save_detector
+
+INFO = WeightsInfo(
+    class_names=("Katze", "狗", "a 'b' \"c\""),
+    category_ids=(1, 3, 90),
+    pixel_format="RGB",
+    pixel_mean=(123.675, 116.28, 103.53),
+    pixel_std=(58.395, 57.12, 57.375),
+    config="MODEL:\n  DEVICE: cpu\n",
+    commit="0123abcd",
+    iteration=7,
+)
+
+
+def test_safetensors_bring_back_every_bit_and_the_description(tmp_path: Path) -> None:
+    path = str(tmp_path / "w.safetensors")
+    table = torch.randn(3, 4, dtype=torch.float64)
+    state = {
+        "a": torch.randn(2, 3),
+        "half": torch.randn(5).bfloat16(),
+        "count": torch.tensor(9),
+        "turned": table.T,  # not contiguous
+        "row": table[1],  # shares memory
+    }
+    save_weights(path, state, INFO)
+    tensors, info = read_weights(path)
+    torch.testing.assert_close(tensors, state, rtol=0, atol=0)
+    assert info == INFO == info_of(path)
+    assert class_names_of(path) == INFO.class_names
+
+
+def test_equal_weights_give_equal_files(tmp_path: Path) -> None:
+    state = TinyDetector().state_dict()
+    save_weights(str(tmp_path / "a.safetensors"), state, INFO)
+    save_weights(str(tmp_path / "b.safetensors"), dict(reversed(state.items())), INFO)
+    first, second = ((tmp_path / f"{name}.safetensors").read_bytes() for name in "ab")
+    assert first == second
+
+
+def test_checkpoints_of_a_run_describe_themselves_too(tmp_path: Path) -> None:
+    model = TinyDetector()
+    SafeCheckpointer(model, str(tmp_path)).save("model", iteration=7, info=INFO.to_dict())
+    tensors, info = read_weights(str(tmp_path / "model.pth"))
+    torch.testing.assert_close(tensors, dict(model.state_dict()), rtol=0, atol=0)
+    assert info == INFO == info_of(str(tmp_path / "model.pth"))
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "model_ema", None])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_weights_are_found_where_training_scripts_put_them(
+    tmp_path: Path, key: str | None, zipped: bool
+) -> None:
+    state = {"a": torch.ones(2)}
+    content = {key: state, "epoch": 3} if key else state
+    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
+    tensors, info = read_weights(str(tmp_path / "w.pth"))
+    torch.testing.assert_close(tensors, state)
+    assert info is None
+    assert info_of(str(tmp_path / "w.pth")) is None
+
+
+def test_plain_weights_come_before_their_average(tmp_path: Path) -> None:
+    content = {"model_ema": {"a": torch.ones(1)}, "model": {"a": torch.zeros(1)}}
+    torch.save(content, tmp_path / "w.pth")
+    torch.testing.assert_close(read_weights(str(tmp_path / "w.pth"))[0]["a"], torch.zeros(1))
+
+
+class _RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+def _half(path: Path) -> None:
+    whole = path.with_name(f"whole{path.suffix}")
+    save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
+    save({"a": torch.zeros(1000)}, whole)
+    path.write_bytes(whole.read_bytes()[:2000])
+
+
+def _zip_of_texts(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "no tensors here")
+
+
+def _header(header: object, data: bytes = b"\0" * 8) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+    return write
+
+
+def _tensor(shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[str, object]:
+    return {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "reason"),
+    [
+        ("w.pth", lambda path: path.touch(), "is empty"),
+        ("w.pth", lambda path: path.write_text("not weights\n" * 50), "cannot be read"),
+        ("w.pth", lambda path: path.mkdir(), "is a folder"),
+        ("w.pth", lambda path: None, "does not exist"),
+        ("w.pth", _half, "truncated"),
+        ("w.pth", _zip_of_texts, "cannot be read"),
+        ("w.pth", lambda path: torch.save({"a": _RunsCode()}, path), "run code"),
+        ("w.pth", lambda path: torch.save([1, 2], path), "holds no weights"),
+        ("w.pth", lambda path: torch.save({"model": {}}, path), "holds no weights"),
+        ("w.pth", lambda path: torch.save({"model": {"a": 3}}, path), "holds no weights"),
+        ("w.pth", lambda path: torch.save({3: torch.ones(1)}, path), "holds no weights"),
+        ("w.pth", lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path), "plain tensor"),
+        ("w.pth", lambda path: torch.save({"a": torch.ones(1, device="meta")}, path), "plain"),
+        ("w.pkl", lambda path: path.write_bytes(b"\x80\x04."), "can run code"),
+        ("w.PKL", lambda path: path.write_bytes(b"\x80\x04."), "can run code"),
+        ("w.safetensors", lambda path: path.touch(), "is empty"),
+        ("w.safetensors", lambda path: path.write_text("not weights\n" * 50), "safetensors"),
+        ("w.safetensors", _half, "truncated"),
+        ("w.safetensors", _zip_of_texts, "safetensors"),
+        ("w.safetensors", lambda path: torch.save({"a": torch.ones(1)}, path), "safetensors"),
+        ("w.safetensors", lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "safetensors"),
+        ("w.safetensors", _header(b"{"), "safetensors"),
+        ("w.safetensors", _header({}, b""), "no tensor"),
+        ("w.safetensors", _header(_tensor([2**40], [0, 8])), "safetensors"),
+        ("w.safetensors", _header(_tensor([2], [0, 4000])), "safetensors"),
+        ("w.safetensors", _header(_tensor([2], [8, 0])), "safetensors"),
+        ("w.safetensors", _header(_tensor([2], [0, 8], "X1")), "safetensors"),
+        ("w.safetensors", _header(_tensor([-2], [0, 8])), "safetensors"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
+def test_what_is_no_weights_gives_one_sentence_and_runs_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    write: Callable[[Path], object],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    write(path)
+    model = TinyDetector()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for read in (read_weights, SafeCheckpointer(model).load):
+        with pytest.raises(UserError, match=reason) as caught:
+            read(str(path))
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert not Path("ran").exists()
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json",
+        "[" * 100_000,
+        "3",
+        '{"class_names": "cat"}',
+        '{"class_names": [1]}',
+        '{"category_ids": ["1"]}',
+        '{"category_ids": [true]}',
+        '{"pixel_mean": [NaN]}',
+        '{"pixel_mean": [1' + "0" * 400 + "]}",
+        '{"iteration": 1.5}',
+        '{"config": null}',
+    ],
+)
+def test_a_strangers_metadata_that_makes_no_sense_says_nothing(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "w.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"qbheat_det": text})
+    tensors, info = read_weights(str(path))
+    assert list(tensors) == ["a"]
+    assert info is None
+    assert class_names_of(str(path)) == ()
+
+
+def test_fields_of_a_later_version_are_passed_over() -> None:
+    content = {**INFO.to_dict(), "licence": "CC0"}
+    assert WeightsInfo.from_dict(json.loads(json.dumps(content))) == INFO
+    assert WeightsInfo.from_dict({"class_names": ["cat"]}) == WeightsInfo(class_names=("cat",))
+
+
+def test_class_names_stand_in_the_file_or_else_in_the_config_beside_it(tmp_path: Path) -> None:
+    beside = tmp_path / "config.yaml"
+    torch.save({"a": torch.ones(1)}, tmp_path / "old.pth")
+    save_detector(tmp_path / "own.safetensors")
+    assert class_names_of(str(tmp_path / "old.pth")) == ()
+    beside.write_text("MODEL:\n  CLASS_NAMES: [apple, pear]\n  KEY_OF_ANOTHER_PROJECT: 3\n")
+    assert class_names_of(str(tmp_path / "old.pth")) == ("apple", "pear")
+    assert class_names_of(str(tmp_path / "own.safetensors")) == CLASSES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "MODEL: 3",
+        "MODEL: {CLASS_NAMES: cat}",
+        "MODEL: {CLASS_NAMES: [1]}",
+        "- a",
+        "{",
+        "[" * 1000,
+        "a: !!python/object/apply:os.system [touch ran]",
+        "a: 2001-99-99",
+    ],
+)
+def test_a_config_beside_that_makes_no_sense_says_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    torch.save({"a": torch.ones(1)}, tmp_path / "w.pth")
+    assert class_names_of(str(tmp_path / "w.pth")) == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["coco/mf_detr_211_285M_finetune.yaml", "coco/mask_rcnn_285M.yaml"]
+)
+def test_a_runs_description_holds_its_whole_config_as_plain_yaml(tmp_path: Path, name: str) -> None:
+    cfg = load_config(get_config_path(name))
+    cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS = ["cat", "dog"], [4, 9]
+    info = WeightsInfo.from_config(cfg, iteration=11, commit="abc")
+    assert (info.class_names, info.category_ids, info.iteration) == (("cat", "dog"), (4, 9), 11)
+    assert (info.pixel_format, info.commit) == (cfg.INPUT.FORMAT, "abc")
+    assert list(info.pixel_mean) == pytest.approx(cfg.MODEL.PIXEL_MEAN)
+    # Prediction refuses aliases, with which a stranger's small file could fill the memory.
+    events = yaml.parse(info.config, Loader=yaml.SafeLoader)
+    assert not any(isinstance(event, yaml.AliasEvent) for event in events)
+    (tmp_path / "config.yaml").write_text(info.config)
+    again = load_config(tmp_path / "config.yaml")
+    assert yaml.safe_load(again.dump()) == yaml.safe_load(cfg.dump())
