@@ -1,6 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Optimizers; schedules are Detectron2's."""
+"""Optimizers, and schedules in epochs on Detectron2's learning-rate schedulers."""
 
+from .layers import layers_above
 from .optimizer import build_optimizer, parameter_groups
+from .schedule import build_lr_scheduler, describe_schedule, resolve_schedule
 
-__all__ = ["build_optimizer", "parameter_groups"]
+__all__ = [
+    "build_lr_scheduler",
+    "build_optimizer",
+    "describe_schedule",
+    "layers_above",
+    "parameter_groups",
+    "resolve_schedule",
+]

@@ -1,53 +1,62 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""AdamW or SGD with a learning rate of its own for the backbone and full-model clipping."""
+"""AdamW or SGD with learning rates of its own for the backbone, and full-model clipping."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.layers import batch_norm
 from detectron2.solver import build as detectron2_build
 from torch import nn
 from torch.optim import Optimizer
 
 from qbheat_det.errors import UserError
 
+from .layers import layers_above
+
 _OPTIMIZERS = ("SGD", "ADAMW")
+_CLIP_TYPES = ("value", "norm", "full_model")
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters.
+    """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
     ``SOLVER.CLIP_GRADIENTS`` takes one more type than Detectron2's: "full_model" clips the norm
-    over all parameters together, as DETR does.
+    over all parameters together, as DETR does. The optimizer's attribute ``gradient_norm`` is
+    then this norm before clipping in the last step, a 0-d tensor that is not waited for; it is
+    None before the first step and with other clipping.
 
     Raises:
-        UserError: the optimizer has no such name, or nothing is left to train.
+        UserError: the optimizer or the clipping has no such name, a setting is out of range, or
+            nothing is left to train.
     """
+    clip = cfg.SOLVER.CLIP_GRADIENTS
+    full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
+    optimizer: Callable[..., Optimizer]
+    arguments: dict[str, Any]
+    _check_settings(cfg)
+    if cfg.SOLVER.OPTIMIZER == "ADAMW":
+        optimizer, arguments = torch.optim.AdamW, {}
+    else:
+        optimizer = torch.optim.SGD
+        arguments = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
+    if not full_model:
+        optimizer = detectron2_build.maybe_add_gradient_clipping(cfg, optimizer)
     groups = parameter_groups(
         model,
         lr=cfg.SOLVER.BASE_LR,
         backbone_multiplier=cfg.SOLVER.BACKBONE_MULTIPLIER,
+        layer_decay=cfg.SOLVER.LAYER_DECAY,
+        bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
         weight_decay=cfg.SOLVER.WEIGHT_DECAY,
         weight_decay_norm=cfg.SOLVER.WEIGHT_DECAY_NORM,
         weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS,
     )
     if not groups:
         raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all there is")
-    clip = cfg.SOLVER.CLIP_GRADIENTS
-    full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
-    optimizer: Callable[..., Optimizer]
-    arguments: dict[str, Any]
-    if cfg.SOLVER.OPTIMIZER == "ADAMW":
-        optimizer, arguments = torch.optim.AdamW, {}
-    elif cfg.SOLVER.OPTIMIZER == "SGD":
-        optimizer = torch.optim.SGD
-        arguments = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
-    else:
-        raise UserError(f"SOLVER.OPTIMIZER is one of {_OPTIMIZERS}, not '{cfg.SOLVER.OPTIMIZER}'")
-    if not full_model:
-        optimizer = detectron2_build.maybe_add_gradient_clipping(cfg, optimizer)
     built = optimizer(groups, lr=cfg.SOLVER.BASE_LR, **arguments)
+    _store_gradient_norm(built, None)
     if full_model:
         clip_before_step(built, max_norm=clip.CLIP_VALUE, norm_type=clip.NORM_TYPE)
     return built
@@ -61,38 +70,116 @@ def parameter_groups(
     weight_decay: float,
     weight_decay_norm: float,
     weight_decay_bias: float | None,
+    layer_decay: float = 1.0,
+    bias_lr_factor: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Groups the trainable parameters by learning rate and weight decay, each in one group.
 
+    A parameter of the backbone that lies k layers below the backbone's last has the learning rate
+    ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``. There are as many
+    groups as there are different pairs of learning rate and weight decay.
+
     Args:
-        model: a meta-architecture; its child ``backbone`` may have another learning rate.
+        model: a meta-architecture; its child ``backbone`` may have learning rates of its own.
         lr: learning rate.
         backbone_multiplier: the backbone's learning rate relative to ``lr``.
         weight_decay: of weights; the global tokens of a Mobile-Former have none.
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
+        layer_decay: factor from each layer of the backbone to the one before it.
+        bias_lr_factor: the learning rate of biases relative to that of weights.
+
+    Raises:
+        UserError: ``layer_decay`` is not 1, and the backbone does not say what its layers are.
     """
     overrides = {"tokens": {"weight_decay": 0.0}}
-    if weight_decay_bias is not None:  # Detectron2 knows biases by the name "bias" alone
-        overrides["in_proj_bias"] = {"weight_decay": weight_decay_bias}
-    groups: list[dict[str, Any]] = []
-    for name, child in model.named_children():
-        groups += detectron2_build.get_default_optimizer_params(
-            child,
-            base_lr=lr * backbone_multiplier if name == "backbone" else lr,
-            weight_decay=weight_decay,
-            weight_decay_norm=weight_decay_norm,
-            weight_decay_bias=weight_decay_bias,
-            overrides=dict(overrides),  # which it writes to
-        )
-    return groups
+    # Detectron2 knows biases by the name "bias" alone.
+    of_bias = {} if weight_decay_bias is None else {"weight_decay": weight_decay_bias}
+    overrides["in_proj_bias"] = {"lr": lr * bias_lr_factor, **of_bias}
+    groups = detectron2_build.get_default_optimizer_params(
+        model,
+        base_lr=lr,
+        weight_decay=weight_decay,
+        weight_decay_norm=weight_decay_norm,
+        bias_lr_factor=bias_lr_factor,
+        weight_decay_bias=weight_decay_bias,
+        overrides=overrides,
+    )
+    factors = _backbone_factors(model, backbone_multiplier, layer_decay)
+    norms = _norms_unknown_to_detectron2(model)
+    single = []
+    for group in groups:
+        for parameter in group["params"]:
+            settings = {**group, "params": [parameter]}
+            settings["lr"] *= factors.get(parameter, 1.0)
+            if parameter in norms:
+                settings["weight_decay"] = weight_decay_norm
+            single.append(settings)
+    return list(detectron2_build.reduce_param_groups(single))
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Makes each step of ``optimizer`` first clip the norm of all its gradients together."""
+    """Makes each step of ``optimizer`` first clip the norm of all its gradients together.
+
+    The norm before clipping is then ``optimizer.gradient_norm``. A gradient scaler that skips a
+    step leaves the norm of the step before.
+    """
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        _store_gradient_norm(stepped, norm.detach())
 
     optimizer.register_step_pre_hook(clip)
+
+
+def _store_gradient_norm(optimizer: Optimizer, norm: torch.Tensor | None) -> None:
+    optimizer.gradient_norm = norm  # type: ignore[attr-defined]
+
+
+def _backbone_factors(
+    model: nn.Module, multiplier: float, layer_decay: float
+) -> dict[nn.Parameter, float]:
+    """Returns the factors on the learning rate of the backbone's parameters."""
+    backbone = getattr(model, "backbone", None)
+    if not isinstance(backbone, nn.Module):
+        if layer_decay != 1.0 or multiplier != 1.0:
+            raise UserError(
+                f"{type(model).__name__} has no backbone that SOLVER.BACKBONE_MULTIPLIER or "
+                "SOLVER.LAYER_DECAY could act on: set both to 1.0"
+            )
+        return {}
+    if layer_decay == 1.0:
+        return dict.fromkeys(backbone.parameters(), multiplier)
+    above = layers_above(backbone)
+    return {p: multiplier * layer_decay ** above[name] for name, p in backbone.named_parameters()}
+
+
+def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of norms which Detectron2's own groups take for weights.
+
+    Both are its own: the norms of RetinaNet's head, and "LN" of the main branch.
+    """
+    kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
+    return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
+
+
+def _check_settings(cfg: CfgNode) -> None:
+    solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
+    if solver.OPTIMIZER not in _OPTIMIZERS:
+        raise UserError(f"SOLVER.OPTIMIZER is one of {_OPTIMIZERS}, not '{solver.OPTIMIZER}'")
+    if not 0 < solver.LAYER_DECAY <= 1:
+        raise UserError(f"SOLVER.LAYER_DECAY is a factor in (0, 1], not {solver.LAYER_DECAY}")
+    if not solver.BACKBONE_MULTIPLIER >= 0:
+        raise UserError(
+            f"SOLVER.BACKBONE_MULTIPLIER is a factor from 0 on, not {solver.BACKBONE_MULTIPLIER}"
+        )
+    if clip.ENABLED and clip.CLIP_TYPE not in _CLIP_TYPES:
+        raise UserError(
+            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is one of {_CLIP_TYPES}, not '{clip.CLIP_TYPE}'"
+        )
+    if clip.ENABLED and not clip.CLIP_VALUE > 0:
+        raise UserError(
+            f"SOLVER.CLIP_GRADIENTS.CLIP_VALUE {clip.CLIP_VALUE} would leave no gradient: it must "
+            "be above 0"
+        )

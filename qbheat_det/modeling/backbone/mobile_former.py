@@ -172,6 +172,16 @@ class MobileFormer(Backbone):
             self.expand = _freeze(self.expand)
         return self
 
+    @staticmethod
+    def group_matcher(coarse: bool = False) -> dict[str, str]:
+        """Says which parameters make one layer, as timm's models do, for layer-wise decay.
+
+        Stem and global tokens come first, then each block (each stage, if ``coarse``), and last
+        the final convolution, where it is built.
+        """
+        blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
+        return {"stem": r"^(?:stem\.|tokens$)", "blocks": blocks, "expand": r"^expand\."}
+
     def _num_stages_needed(self) -> int:
         last = [self._expanded_name, "tokens"]
         if set(last) & set(self._out_features):
@@ -216,7 +226,7 @@ def _build_stages(
     groups: list[list[BlockSpec]], arch: MobileFormerArch, norm: str, drop_path: float
 ) -> tuple[nn.ModuleList, list[int]]:
     """Returns the stages and the width after each."""
-    rates = iter(torch.linspace(0, drop_path, len(arch.blocks)).tolist())
+    rates = iter(torch.linspace(0, drop_path, len(arch.blocks), device="cpu").tolist())
     stages, widths, channels = nn.ModuleList(), [], arch.stem
     for group in groups:
         stage = nn.ModuleList()

@@ -1,0 +1,66 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Which layer of a backbone a parameter belongs to, for layer-wise decay of the learning rate."""
+
+from timm.models import group_parameters
+from torch import nn
+
+from qbheat_det.errors import UserError
+
+# Detectron2's backbones by class name (v0.6 has the first two only), written as timm's models
+# write theirs: entries in order, and in each the numbers that a pattern catches count up.
+# A parameter that no pattern matches lies above all others.
+_DETECTRON2_MATCHERS: dict[str, dict[str, object]] = {
+    "ResNet": {"stem": r"^stem\.", "blocks": r"^res(\d+)\.(\d+)\."},
+    "AnyNet": {"stem": r"^stem\.", "blocks": r"^s(\d+)\.b(\d+)\."},  # RegNet
+    "ViT": {
+        "stem": r"^(?:patch_embed\.|pos_embed$)",
+        "blocks": r"^blocks\.(\d+)\.(?!residual\.)",  # which have no pre-trained weights
+    },
+    "MViT": {"stem": r"^(?:patch_embed\.|pos_embed$)", "blocks": r"^blocks\.(\d+)\."},
+    "SwinTransformer": {
+        "stem": r"^(?:patch_embed\.|absolute_pos_embed$)",
+        "blocks": [
+            (r"^layers\.(\d+)\.blocks\.(\d+)\.", None),
+            (r"^layers\.(\d+)\.downsample\.", (99999,)),  # timm's sign: with the block before
+        ],
+    },
+}
+# The child that holds the layers, where a feature pyramid stands on them.
+_BELOW_PYRAMID = ("bottom_up", "net")
+
+
+def layers_above(backbone: nn.Module) -> dict[str, int]:
+    """Returns for every parameter of a backbone how many layers lie above its own.
+
+    Layers are timm's layer groups: a backbone with a method ``group_matcher(coarse)`` says what
+    they are, as ``MobileFormer`` and timm's models do; Detectron2's backbones are known here, each
+    block a layer. A feature pyramid's own parameters stand level with the last layer below them.
+
+    Returns:
+        Numbers by parameter name; 0 for the last layer.
+
+    Raises:
+        UserError: nothing is known of this backbone's layers.
+    """
+    if not hasattr(backbone, "group_matcher"):
+        for name in _BELOW_PYRAMID:
+            child = getattr(backbone, name, None)
+            if isinstance(child, nn.Module):
+                inside = {f"{name}.{key}": above for key, above in layers_above(child).items()}
+                return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
+    layers: dict[str, int] = group_parameters(backbone, _group_matcher(backbone), reverse=True)
+    last = max(layers.values(), default=0)
+    return {key: last - layer for key, layer in layers.items()}
+
+
+def _group_matcher(backbone: nn.Module) -> object:
+    matcher = getattr(backbone, "group_matcher", None)
+    if callable(matcher):
+        return matcher(coarse=False)
+    for base in type(backbone).__mro__:
+        if base.__module__.startswith("detectron2.") and base.__name__ in _DETECTRON2_MATCHERS:
+            return _DETECTRON2_MATCHERS[base.__name__]
+    raise UserError(
+        f"SOLVER.LAYER_DECAY needs the layers of the backbone, and {type(backbone).__name__} does "
+        "not say what they are: give it timm's `group_matcher(coarse)`, or set LAYER_DECAY to 1.0"
+    )
