@@ -3,8 +3,8 @@
 """Predict on images, folders and videos with trained weights.
 
 examples:
-  # a run's folder holds the weights and, beside them, the config.yaml that they need
-  python tools/predict.py --weights output/demo/training/model_final.pth \\
+  # the weights of a run hold the config and the names of the classes
+  python tools/predict.py --weights output/demo/training/model_final.safetensors \\
       --input photo.jpg --output output/pictures
 
   # a folder (searched recursively) and a video; boxes as a COCO results file, too
@@ -55,8 +55,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--weights", required=True, help="trained weights (.pth)")
-    add("--config-file", help="YAML of the model (default: config.yaml beside the weights)")
+    add("--weights", required=True, help="trained weights (.safetensors, .pth)")
+    add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
     add("--input", nargs="+", required=True, metavar="PATH", help="images, folders, videos")
     add("--output", type=Path, metavar="DIR", help="folder for the drawn pictures and videos")
     add("--json", type=Path, metavar="FILE", help="write the boxes in COCO's results format")

@@ -99,7 +99,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     weights = save_run(make_probe_config(), tmp_path / "run")
     base = ["--output", str(tmp_path / "out")]
     cases = [
-        (["--weights", "none.pth", "--input", str(photos), *base], "config.yaml"),
+        (["--weights", "none.pth", "--input", str(photos), *base], "'none.pth' does not exist"),
         (["--weights", weights, "--input", "nowhere", *base], "'nowhere' does not exist"),
         (["--weights", weights, "--input", str(photos)], "nothing to write"),
         (["--weights", weights, "--input", str(photos), *base, "A.B", "1"], "unknown config key"),
