@@ -201,6 +201,10 @@ class MFDecoder(nn.Module):
         for scale, blocks in enumerate(self.levels):
             if scale:
                 x = self._go_up(scale, x, (coarse, fine)[scale - 1], masks)
+            if len(x) == 1 and x.requires_grad:
+                # The gradient arrives in channels-last order. Of one image, PyTorch's BatchNorm
+                # on the CPU reads it as if it were contiguous (2.15): wrong, without an error.
+                x.register_hook(lambda gradient: gradient.contiguous())
             level = LevelMap(
                 x=x.flatten(2).transpose(1, 2).contiguous(),
                 position=self.position_encoding(x.shape[-2:], masks[scale]),
