@@ -1,0 +1,265 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Epochs in iterations and rates by batch, against hand arithmetic and a counter of images."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+
+from qbheat_det.config import get_cfg, load_config
+from qbheat_det.errors import UserError
+from qbheat_det.solver import build_lr_scheduler, describe_schedule, resolve_schedule
+
+COCO = 118287
+
+
+def config(**solver: object) -> CfgNode:
+    """The defaults with keys of SOLVER changed."""
+    cfg = get_cfg()
+    for key, value in solver.items():
+        assert key in cfg.SOLVER, key
+        cfg.SOLVER[key] = value
+    return cfg
+
+
+def rates(cfg: CfgNode) -> list[float]:
+    """The learning rate of every iteration."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    optimizer = torch.optim.SGD([parameter], lr=cfg.SOLVER.BASE_LR)
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    found = []
+    for _ in range(cfg.SOLVER.MAX_ITER):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_coco_in_epochs_is_what_the_paper_trains() -> None:
+    cfg = config(
+        EPOCHS=500.0,
+        STEP_EPOCHS=[400],
+        WARMUP_EPOCHS=0.5,
+        CHECKPOINT_EPOCHS=5.0,
+        IMS_PER_BATCH=16,
+    )
+    cfg.TEST.EVAL_EPOCHS = 10.0
+    resolved = resolve_schedule(cfg, num_images=COCO)
+    # An epoch is 118,287 / 16 = 7,392.9375 iterations.
+    assert resolved.SOLVER.MAX_ITER == 3696469
+    assert resolved.SOLVER.STEPS == (2957175,)
+    assert resolved.SOLVER.WARMUP_ITERS == 3697
+    assert resolved.SOLVER.CHECKPOINT_PERIOD == 36965
+    assert resolved.TEST.EVAL_PERIOD == 73930
+
+
+@pytest.mark.parametrize("epochs", [0.1, 0.7, 1.0, 2.5, 3.0, 1e-5])
+@pytest.mark.parametrize("batch", [1, 7, 16, 64])
+@pytest.mark.parametrize("num_images", [1, 10, 30, 448])
+def test_iterations_are_the_first_by_which_the_epochs_are_seen(
+    epochs: float, batch: int, num_images: int
+) -> None:
+    resolved = resolve_schedule(
+        config(EPOCHS=epochs, IMS_PER_BATCH=batch, STEPS=()), num_images=num_images
+    )
+    wanted = round(epochs * num_images * 100000)  # in parts of an image, without rounding
+    seen = count = 0
+    while seen < wanted:
+        seen += batch * 100000
+        count += 1
+    assert resolved.SOLVER.MAX_ITER == count
+
+
+def test_epochs_of_zero_leave_the_iterations_alone() -> None:
+    cfg = config(MAX_ITER=77, STEPS=(11, 22), WARMUP_ITERS=3, CHECKPOINT_PERIOD=9)
+    cfg.TEST.EVAL_PERIOD = 5
+    assert resolve_schedule(cfg, num_images=COCO) == cfg
+
+
+def test_a_config_stays_as_it_is_and_frozen_if_it_was() -> None:
+    cfg = config(EPOCHS=2.0, STEPS=(), REFERENCE_BATCH_SIZE=4)
+    before = cfg.dump()
+    cfg.freeze()
+    resolved = resolve_schedule(cfg, num_images=100)
+    assert cfg.dump() == before
+    assert resolved.is_frozen()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reference", "batch", "expected"),
+    [
+        ("linear", 16, 4, 0.25),
+        ("linear", 16, 64, 4.0),
+        ("linear", 16, 16, 1.0),
+        ("sqrt", 16, 4, 0.5),
+        ("sqrt", 16, 64, 2.0),
+        ("linear", 0, 64, 1.0),
+    ],
+)
+def test_the_rate_follows_the_batch(
+    scaling: str, reference: int, batch: int, expected: float
+) -> None:
+    cfg = config(
+        BASE_LR=1.0, LR_SCALING=scaling, REFERENCE_BATCH_SIZE=reference, IMS_PER_BATCH=batch
+    )
+    resolved = resolve_schedule(cfg, num_images=100)
+    assert resolved.SOLVER.BASE_LR == pytest.approx(expected)
+    assert resolved.SOLVER.REFERENCE_BATCH_SIZE == (batch if reference else 0)
+
+
+@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
+def test_the_config_of_a_finished_run_trains_the_same_again(scaling: str, tmp_path: Path) -> None:
+    cfg = config(
+        EPOCHS=9.0,
+        STEP_EPOCHS=[6, 8],
+        WARMUP_EPOCHS=0.3,
+        CHECKPOINT_EPOCHS=1.0,
+        BASE_LR=0.3,
+        LR_SCALING=scaling,
+        REFERENCE_BATCH_SIZE=16,
+        IMS_PER_BATCH=6,
+    )
+    cfg.TEST.EVAL_EPOCHS = 2.0
+    first = resolve_schedule(cfg, num_images=1000)
+    (tmp_path / "config.yaml").write_text(first.dump())
+    written = load_config(tmp_path / "config.yaml")
+    again = resolve_schedule(written, num_images=1000)
+    assert (again.SOLVER, again.TEST) == (first.SOLVER, first.TEST)
+
+    # Another batch or other data then are what they would have been from the start.
+    for batch, num_images in ((12, 1000), (6, 3000), (5, 77)):
+        cfg.SOLVER.IMS_PER_BATCH = written.SOLVER.IMS_PER_BATCH = batch
+        again = resolve_schedule(written, num_images=num_images)
+        direct = resolve_schedule(cfg, num_images=num_images)
+        assert again.SOLVER.BASE_LR == pytest.approx(direct.SOLVER.BASE_LR, rel=1e-12)
+        again.SOLVER.BASE_LR = direct.SOLVER.BASE_LR
+        assert (again.SOLVER, again.TEST) == (direct.SOLVER, direct.TEST)
+
+
+def test_the_end_of_a_cosine_scales_with_its_beginning() -> None:
+    cfg = config(REFERENCE_BATCH_SIZE=8, IMS_PER_BATCH=16, BASE_LR=0.1, MAX_ITER=100, STEPS=())
+    cfg.SOLVER.LR_SCHEDULER_NAME = "WarmupCosineLR"
+    cfg.SOLVER.WARMUP_ITERS = 0
+    if "BASE_LR_END" not in cfg.SOLVER:
+        pytest.skip("v0.6 of Detectron2 always ends at 0")
+    cfg.SOLVER.BASE_LR_END = 0.01
+    found = rates(resolve_schedule(cfg, num_images=50))
+    for iteration, rate in enumerate(found):
+        cosine = 0.5 * (1 + math.cos(math.pi * iteration / 100))
+        assert rate == pytest.approx(0.02 + 0.18 * cosine)
+
+
+def test_steps_and_warm_up_in_epochs_reach_the_optimizer() -> None:
+    cfg = config(
+        EPOCHS=10.0,
+        STEP_EPOCHS=[5, 8],
+        WARMUP_EPOCHS=2.0,
+        WARMUP_FACTOR=0.1,
+        IMS_PER_BATCH=4,
+        BASE_LR=0.5,
+        REFERENCE_BATCH_SIZE=2,
+    )
+    found = rates(resolve_schedule(cfg, num_images=20))  # 5 iterations an epoch, rate 1
+    assert len(found) == 50
+    for iteration, rate in enumerate(found):
+        warm = 0.1 + 0.9 * iteration / 10 if iteration < 10 else 1.0
+        drop = 0.1 ** ((iteration >= 25) + (iteration >= 40))
+        assert rate == pytest.approx(warm * drop), iteration
+
+
+def test_a_cosine_in_epochs_ends_at_zero_with_the_last_image() -> None:
+    cfg = config(EPOCHS=3.0, LR_SCHEDULER_NAME="WarmupCosineLR", WARMUP_ITERS=0, IMS_PER_BATCH=2)
+    found = rates(resolve_schedule(cfg, num_images=20))
+    expected = [0.001 * 0.5 * (1 + math.cos(math.pi * i / 30)) for i in range(30)]
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps", [(3, 10), (3, 30000), (3,)])
+def test_steps_from_the_end_on_have_no_effect_and_are_named(steps: tuple[int, ...]) -> None:
+    cfg = config(MAX_ITER=10, STEPS=steps, WARMUP_ITERS=0, BASE_LR=1.0)
+    assert rates(cfg) == pytest.approx([1.0] * 3 + [0.1] * 7)
+    text = describe_schedule(cfg, resolve_schedule(cfg, num_images=5), 5)
+    assert ("have no effect" in text) == (len(steps) > 1)
+
+
+def test_what_a_run_says_at_its_start() -> None:
+    cfg = config(
+        EPOCHS=12.0,
+        STEP_EPOCHS=[8, 11],
+        BASE_LR=0.01,
+        REFERENCE_BATCH_SIZE=16,
+        IMS_PER_BATCH=8,
+        CHECKPOINT_EPOCHS=1.0,
+        BACKBONE_MULTIPLIER=0.5,
+        LAYER_DECAY=0.9,
+    )
+    text = describe_schedule(cfg, resolve_schedule(cfg, num_images=1000), 1000)
+    for words in (
+        "1,500 iterations (12 epochs) of 8 images",
+        "an epoch of 1,000 images is 125 iterations",
+        "base 0.01, effective 0.005 (base for 16 images a step, linear in the batch)",
+        "backbone x 0.5",
+        "x 0.9 from each of its layers",
+        "x 0.1 after 1,000 iterations (8 epochs), x 0.1 after 1,375 iterations (11 epochs)",
+        "linear warm-up from x 0.001 over 1,000 iterations (8 epochs)",
+        "Checkpoints every 125 iterations (1 epochs), evaluation at the end",
+    ):
+        assert words in text
+    assert "Note" not in text
+
+
+def test_a_warm_up_that_the_run_cuts_short_is_said() -> None:
+    cfg = config(MAX_ITER=20, STEPS=())
+    text = describe_schedule(cfg, resolve_schedule(cfg, num_images=5), 5)
+    assert "ends after 20 of SOLVER.WARMUP_ITERS 1,000" in text
+    assert rates(cfg)[-1] < cfg.SOLVER.BASE_LR
+
+
+BAD = [
+    ({"IMS_PER_BATCH": 0}, "IMS_PER_BATCH is at least 1, not 0"),
+    ({"IMS_PER_BATCH": -4}, "IMS_PER_BATCH is at least 1, not -4"),
+    ({"EPOCHS": -1.0}, r"SOLVER.EPOCHS is a number of epochs from 0 on, not -1.0"),
+    ({"EPOCHS": float("nan")}, "SOLVER.EPOCHS .* nan"),
+    ({"EPOCHS": float("inf")}, "SOLVER.EPOCHS .* inf"),
+    ({"STEP_EPOCHS": ["eight"]}, "STEP_EPOCHS is a number of epochs, not 'eight'"),
+    ({"STEP_EPOCHS": [8, 3]}, r"STEP_EPOCHS must rise .* \[8, 3\]"),
+    ({"STEP_EPOCHS": [0, 3]}, r"STEP_EPOCHS must rise from above 0"),
+    ({"STEP_EPOCHS": [-3]}, r"STEP_EPOCHS .* -3"),
+    ({"EPOCHS": 8.0, "STEP_EPOCHS": [6, 8]}, "rate would not drop after 8 epochs"),
+    ({"EPOCHS": 1.0, "WARMUP_EPOCHS": 2.0}, "WARMUP_EPOCHS 2 are more than SOLVER.EPOCHS 1"),
+    ({"WARMUP_EPOCHS": -2.0}, "WARMUP_EPOCHS .* -2.0"),
+    ({"CHECKPOINT_EPOCHS": -2.0}, "CHECKPOINT_EPOCHS .* -2.0"),
+    ({"MAX_ITER": 0}, "MAX_ITER is at least 1, not 0"),
+    ({"WARMUP_ITERS": -1}, "WARMUP_ITERS is at least 0, not -1"),
+    ({"CHECKPOINT_PERIOD": 0}, "CHECKPOINT_PERIOD is at least 1, not 0"),
+    ({"STEPS": (30, 10)}, r"SOLVER.STEPS must rise .* \(30, 10\)"),
+    ({"EPOCHS": 99.0, "STEP_EPOCHS": [80, 81], "IMS_PER_BATCH": 64}, r"steps in epochs coincide"),
+    ({"LR_SCALING": "square"}, r"LR_SCALING is one of \('linear', 'sqrt'\), not 'square'"),
+    ({"REFERENCE_BATCH_SIZE": -1}, "REFERENCE_BATCH_SIZE .* not -1"),
+    ({"REFERENCE_WORLD_SIZE": 8}, "REFERENCE_WORLD_SIZE 8 .* set it to 0"),
+    ({"BASE_LR": 0.0}, "BASE_LR is a number above 0, not 0.0"),
+    ({"WARMUP_FACTOR": -0.1}, "WARMUP_FACTOR is at least 0"),
+    ({"WARMUP_METHOD": "burnin"}, "WARMUP_METHOD .* not 'burnin'"),
+    ({"LR_SCHEDULER_NAME": "CosineLR"}, "'CosineLR' is none of .* did you mean 'WarmupCosineLR'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD)
+def test_bad_schedules_end_in_a_sentence(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        resolve_schedule(config(**changes), num_images=10)
+
+
+def test_no_images_and_a_negative_period_end_in_a_sentence() -> None:
+    with pytest.raises(UserError, match="0 images to train on"):
+        resolve_schedule(config(), num_images=0)
+    cfg = config()
+    cfg.TEST.EVAL_PERIOD = -1
+    with pytest.raises(UserError, match="EVAL_PERIOD is at least 0"):
+        resolve_schedule(cfg, num_images=10)
+    cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_EPOCHS = 0, -1.0
+    with pytest.raises(UserError, match=r"TEST\.EVAL_EPOCHS .* -1"):
+        resolve_schedule(cfg, num_images=10)
