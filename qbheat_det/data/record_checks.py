@@ -69,7 +69,7 @@ def find_record_faults(
         num_objects += len(objects)
         where = f"dataset '{name}': image id {record.get('image_id')!r} ({record['file_name']!r})"
         for position, annotation in enumerate(objects):
-            for kind, reason in _find_object_faults(annotation, record, num_classes, mask_format):
+            for kind, reason in find_object_faults(annotation, record, num_classes, mask_format):
                 faults.append(Fault(kind, f"{where}, object {position + 1}", reason))
     if filter_empty and not num_objects:
         reason = (
@@ -80,9 +80,10 @@ def find_record_faults(
     return faults
 
 
-def _find_object_faults(
+def find_object_faults(
     annotation: dict[str, Any], record: Record, num_classes: int, mask_format: MaskFormat | None
 ) -> Iterator[tuple[str, str]]:
+    """Yields kind and reason of all that is wrong with one object of a record."""
     class_index = annotation.get("category_id")
     if type(class_index) is not int or not 0 <= class_index < num_classes:
         unknown = f"category_id {class_index!r} is none of the {num_classes} classes, 0 and up"
