@@ -11,43 +11,93 @@ Examples:
   Evaluate (with the same --val-json and --val-images, where the data are your own):
     tools/train_net.py --config-file output/config.yaml --eval-only \\
         MODEL.WEIGHTS output/model_final.pth
-  Eight GPUs:
+  See in seconds whether a run will work, and how long it will take:
+    tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --dry-run
+  Continue a run that was stopped, exactly:
+    tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --resume
+  Eight GPUs, or two processes on the CPU:
     tools/train_net.py --config-file configs/coco/mf_detr_211_285M_probe.yaml --num-gpus 8
+    torchrun --nproc-per-node 2 tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
 """
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
-from detectron2.engine import default_argument_parser, launch
+from detectron2.engine import default_argument_parser
+from detectron2.utils import comm
 
 import qbheat_det  # noqa: F401  registers models and data
-from qbheat_det.engine import Trainer, add_data_flags, build_config, check_gpus, evaluate, setup
+from qbheat_det.analysis.training_curves import draw_training_curves
+from qbheat_det.engine import (
+    Trainer,
+    add_data_flags,
+    build_config,
+    evaluate,
+    run_distributed,
+    setup,
+    write_run_record,
+)
+from qbheat_det.engine.replay import replay_failure
 from qbheat_det.errors import exit_with_sentence
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     cfg = build_config(args)
+    if args.dry_run:
+        from qbheat_det.engine.dry_run import dry_run
+
+        print(dry_run(cfg, Trainer))
+        return {}
     setup(cfg, args)
     if args.eval_only:
         return evaluate(cfg, resume=args.resume)
-    trainer = Trainer(cfg)
+    trainer = Trainer(cfg, allow_partial=args.allow_partial)
     trainer.resume_or_load(resume=args.resume)
-    return trainer.train()
+    if comm.is_main_process():
+        write_run_record(
+            trainer.cfg.OUTPUT_DIR,
+            command=sys.argv,
+            resumed_from=trainer.resumed_from,
+            device=trainer.cfg.MODEL.DEVICE,
+            processes=comm.get_world_size(),
+            seed=trainer.seed,
+        )
+    results = trainer.train()
+    if comm.is_main_process():
+        folder = Path(trainer.cfg.OUTPUT_DIR)
+        draw_training_curves(folder / "metrics.json", folder / "curves.png")
+    return results
 
 
 @exit_with_sentence
 def invoke_main() -> None:
     parser = default_argument_parser(epilog=__doc__)
     add_data_flags(parser)
+    add_run_flags(parser)
     args = parser.parse_args()
-    check_gpus(args.num_gpus)
-    launch(
-        main,
-        args.num_gpus,
-        num_machines=args.num_machines,
-        machine_rank=args.machine_rank,
-        dist_url=args.dist_url,
-        args=(args,),
+    if args.replay:
+        print(replay_failure(args.replay))
+        return
+    run_distributed(main, args)
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("runs that can be trusted")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build everything, train a few steps, evaluate a few images, save and reload, in a "
+        "folder that is removed; say what time, memory and disk the whole run will take",
+    )
+    group.add_argument(
+        "--allow-partial",
+        action="store_true",
+        help="start from MODEL.WEIGHTS even if part of the file fits nowhere in the model",
+    )
+    group.add_argument(
+        "--replay", metavar="FILE", help="run a step again whose loss was not finite: failure_*.pt"
     )
 
 

@@ -6,7 +6,9 @@ Importing this package registers ``qbheat_toy_train`` and ``qbheat_toy_val``.
 
 from .coco_json import CocoSummary, check_coco_json, check_same_classes, register_coco_json
 from .detr_mapper import DetrDatasetMapper, build_detr_crop
+from .image_files import check_image_files
 from .mappers import DATASET_MAPPERS, build_mapper
+from .record_checks import check_records
 from .seeding import STEP, preserved_randomness, seed_place
 from .stream import TrainStream, build_train_stream, cut
 from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
@@ -23,6 +25,8 @@ __all__ = [
     "build_mapper",
     "build_train_stream",
     "check_coco_json",
+    "check_image_files",
+    "check_records",
     "check_same_classes",
     "cut",
     "get_cache_dir",

@@ -1,7 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training, evaluation and prediction on Detectron2's engine."""
 
-from .setup import add_data_flags, build_config, check_gpus, setup
+from .launch import run_distributed
+from .run_record import write_run_record
+from .setup import add_data_flags, build_config, setup
 from .trainer import Trainer, evaluate
 
-__all__ = ["Trainer", "add_data_flags", "build_config", "check_gpus", "evaluate", "setup"]
+__all__ = [
+    "Trainer",
+    "add_data_flags",
+    "build_config",
+    "evaluate",
+    "run_distributed",
+    "setup",
+    "write_run_record",
+]

@@ -2,23 +2,31 @@
 """What stands between a command line and a trainer: data flags, classes, folders, seeds."""
 
 import argparse
+import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_setup
+from detectron2.utils import comm
 
-from qbheat_det.checkpoint import check_weights_file
+from qbheat_det.checkpoint import check_weights_file, class_names_of
 from qbheat_det.config import load_config
 from qbheat_det.data import (
     CocoSummary,
     check_coco_json,
+    check_image_files,
+    check_records,
     check_same_classes,
     register_coco_json,
 )
 from qbheat_det.errors import UserError
+
+from .resuming import check_verbs
 
 _GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
@@ -36,7 +44,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_config(args: argparse.Namespace) -> CfgNode:
-    """Turns the arguments of ``tools/train_net.py`` into a frozen config.
+    """Turns the arguments of ``tools/train_net.py`` into a frozen config; writes nothing.
 
     Args:
         args: ``config_file``, ``opts``, ``eval_only``, ``resume`` and the four data flags.
@@ -45,7 +53,10 @@ def build_config(args: argparse.Namespace) -> CfgNode:
         UserError: the config or the data is not sound.
     """
     cfg = load_config(args.config_file or None, args.opts)
+    check_verbs(cfg, args)
     _choose_device(cfg, asked_for="MODEL.DEVICE" in args.opts[::2])
+    if cfg.SEED < 0:  # drawn once for all processes, and written down
+        cfg.SEED = comm.shared_random_seed()
     if cfg.MODEL.WEIGHTS:  # before anything is written
         check_weights_file(cfg.MODEL.WEIGHTS)
     _use_data_flags(cfg, args)
@@ -55,24 +66,21 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     for name in used:
         _check_dataset(name)
     use_classes_of(cfg, used[0])
+    _check_overrides(cfg, args)
     if args.eval_only and cfg.MODEL.WEIGHTS:
         _check_classes_of_weights(cfg)
+    if comm.is_main_process():
+        for name in used:
+            _check_content(cfg, name)
     cfg.freeze()
     return cfg
 
 
-def check_gpus(num_gpus: int) -> None:
-    """
-    Raises:
-        UserError: this machine has fewer GPUs than asked for.
-    """
-    there = torch.cuda.device_count()
-    if num_gpus > max(there, 1):
-        raise UserError(f"--num-gpus {num_gpus}, but PyTorch sees {there} on this machine")
-
-
 def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Detectron2's ``default_setup``: folder, logger, environment, seed, resolved config.
+    """Detectron2's ``default_setup``: folder, logger, environment, seed.
+
+    What it writes to ``config.yaml`` is taken back: that file belongs to the weights beside it,
+    and is written when training begins.
 
     Raises:
         UserError: ``OUTPUT_DIR`` cannot be written to.
@@ -85,12 +93,11 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
         ) from error
     if not os.access(cfg.OUTPUT_DIR, os.W_OK):
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
-    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
-    # An evaluation must not change what belongs to the weights that lie beside it.
-    kept = config_file.read_bytes() if args.eval_only and config_file.is_file() else None
-    default_setup(cfg, args)
-    if kept is not None:
-        config_file.write_bytes(kept)
+    with _kept(Path(cfg.OUTPUT_DIR) / "config.yaml"):
+        default_setup(cfg, args)
+    # The sentence of a person's mistake is printed at the end; Detectron2's loop would put a
+    # traceback before it.
+    logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_mistake)
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
@@ -114,6 +121,52 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
         node.NUM_CLASSES = len(names)
 
 
+@contextlib.contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    before = path.read_bytes() if path.is_file() else None
+    yield
+    if not comm.is_main_process():
+        return
+    if before is not None:
+        path.write_bytes(before)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_no_mistake(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], UserError))
+
+
+def _check_content(cfg: CfgNode, name: str) -> None:
+    """Checks what can be known of a dataset before training: its records and image files."""
+    records = DatasetCatalog.get(name)
+    check_records(
+        name,
+        records,
+        num_classes=len(cfg.MODEL.CLASS_NAMES),
+        filter_empty=name in cfg.DATASETS.TRAIN and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+        mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+    )
+    if cfg.DATASETS.CHECK_IMAGES:
+        check_image_files(records, progress=True)
+
+
+def _check_overrides(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Refuses on the command line what the data decide, where it says something else."""
+    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+    if args.val_json and (
+        clash := [key for key in ("DATASETS.TRAIN", "DATASETS.TEST") if key in given]
+    ):
+        raise UserError(f"{' and '.join(clash)} and the four data flags both name data: choose one")
+    num_classes = len(cfg.MODEL.CLASS_NAMES)
+    for key, value in given.items():
+        if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
+            raise UserError(
+                f"{key} {value} on the command line, but the data have {num_classes} classes: "
+                "leave it out, the count comes from the data"
+            )
+
+
 def _choose_device(cfg: CfgNode, *, asked_for: bool) -> None:
     if torch.cuda.is_available() or not cfg.MODEL.DEVICE.startswith("cuda"):
         return
@@ -135,11 +188,8 @@ def _check_dataset(name: str) -> None:
 
 
 def _check_classes_of_weights(cfg: CfgNode) -> None:
-    """Compares the data's class names with those in the config.yaml beside the weights, if any."""
-    config_file = Path(cfg.MODEL.WEIGHTS).parent / "config.yaml"
-    if not config_file.is_file():
-        return
-    trained = load_config(config_file).MODEL.CLASS_NAMES
+    """Compares the data's class names with those that the weights were trained on, if known."""
+    trained = class_names_of(cfg.MODEL.WEIGHTS)
     if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
         raise UserError(
             f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data to "

@@ -1,53 +1,268 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The one trainer of the package: Detectron2's, with mapper, optimizer and evaluator by config."""
+"""The one trainer of the package, for whatever model and data the config names.
 
+Detectron2's ``DefaultTrainer`` with other parts: a stream that starts at any step, a step that
+accumulates, weights that are averaged, checkpoints that are whole.
+"""
+
+import logging
 import weakref
+from pathlib import Path
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
-from detectron2.data import build_detection_test_loader, build_detection_train_loader
-from detectron2.engine import DefaultTrainer, HookBase
+from detectron2.data import build_detection_test_loader
+from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, create_ddp_model, hooks
 from detectron2.evaluation import DatasetEvaluator
-from torch import nn
+from detectron2.utils import comm
+from detectron2.utils.events import EventWriter
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer
-from qbheat_det.data import build_mapper
+from qbheat_det.checkpoint import (
+    ExactCheckpointer,
+    SafeCheckpointer,
+    WeightsInfo,
+    save_weights,
+    write_atomically,
+)
+from qbheat_det.data import TrainStream, build_mapper, build_train_stream
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
-from qbheat_det.solver import build_optimizer
+from qbheat_det.solver import (
+    build_lr_scheduler,
+    build_optimizer,
+    describe_schedule,
+    resolve_schedule,
+)
+
+from .evaluation import Evaluation
+from .failure import failed_step
+from .hooks import EvaluateAndSave, MovingAverage, build_average
+from .resuming import check_continues, describe_resumption
+from .run_record import find_commit
+from .step import PRECISIONS, BatchedInputs, StepTrainer
+from .writers import build_writers, drop_metrics_from
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer(DefaultTrainer):
-    """Trains, evaluates and saves whatever model the config names."""
+    """Trains, evaluates and saves whatever model the config names.
+
+    Attributes:
+        cfg: with the iterations and the learning rate in use, as worked out from the data.
+        bare_model: without the wrapper for several processes.
+        resumed_from: checkpoint that the run continues from; None where it begins.
+    """
+
+    def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
+        """
+        Args:
+            cfg: what to train, and how.
+            allow_partial: start from weights of which some fit nowhere.
+
+        Raises:
+            UserError: the config describes no model, no optimizer, no schedule or no data.
+        """
+        TrainerBase.__init__(self)  # DefaultTrainer's builds parts that are replaced here
+        stream = self.build_train_loader(cfg)
+        self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
+        logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
+        self.bare_model = self.build_model(self.cfg)
+        optimizer = self.build_optimizer(self.cfg, self.bare_model)
+        self._trainer = StepTrainer(
+            _distribute(self.bare_model),
+            stream,
+            optimizer,
+            batch_size=self.cfg.SOLVER.IMS_PER_BATCH,
+            accumulate=self.cfg.SOLVER.ACCUMULATE,
+            precision=_choose_precision(self.cfg),
+            seed=stream.seed,
+            log_period=self.cfg.SOLVER.LOG_PERIOD,
+            on_failure=self._stop_at_failure,
+        )
+        self.scheduler = self.build_lr_scheduler(self.cfg, optimizer)
+        ema = self.cfg.SOLVER.EMA
+        self._average = (
+            build_average(self.bare_model, decay=ema.DECAY, warmup=ema.WARMUP)
+            if ema.ENABLED
+            else None
+        )
+        averaged = {"ema": self._average.module} if self._average else {}
+        self.checkpointer = SafeCheckpointer(
+            self.bare_model,
+            self.cfg.OUTPUT_DIR,
+            class_names=self.cfg.MODEL.CLASS_NAMES,
+            allow_partial=allow_partial,
+            trainer=weakref.proxy(self),
+            **averaged,
+        )
+        self.resumed_from: str | None = None
+        self.start_iter = 0
+        self.max_iter = self.cfg.SOLVER.MAX_ITER
+        self._evaluation = Evaluation(
+            self.cfg, build_loader=self.build_test_loader, build_evaluator=self.build_evaluator
+        )
+        self._last_eval_results: dict[str, Any] = {}
+        self.register_hooks(self.build_hooks())
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The moving average where there is one, else the model itself."""
+        return self._average.module if self._average else self.bare_model
+
+    @property
+    def seed(self) -> int:
+        """Decides order and augmentation of the images, and all that is random in the model."""
+        return self._trainer.seed
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Continues the run in ``OUTPUT_DIR``, or starts one from ``MODEL.WEIGHTS``.
+
+        Raises:
+            UserError: the weights do not fit, or the config is not that of the run to continue.
+        """
+        if not (resume and self.checkpointer.has_checkpoint()):
+            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
+            if self._average:
+                self._average.set(self.bare_model)
+            return
+        self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
+        rest = self.checkpointer.resume_or_load("", resume=True)
+        check_continues(rest.get("info", {}).get("config", ""), self.cfg)
+        self.start_iter = self.iter + 1
+        self.data_loader.start = self.start_iter
+        self.data_loader.seed = self.seed
+        drop_metrics_from(Path(self.cfg.OUTPUT_DIR) / "metrics.json", self.start_iter)
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
 
         Returns:
             The last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
-            processes other than the main one.
+            processes other than the main one, and where nothing was left to do.
         """
-        super().train()
-        return dict(getattr(self, "_last_eval_results", None) or {})
+        if self.start_iter >= self.max_iter:
+            logger.warning(
+                "All %d iterations are done already; SOLVER.MAX_ITER or SOLVER.EPOCHS can be "
+                "raised to go on", self.start_iter,
+            )  # fmt: skip
+            return {}
+        if comm.is_main_process():  # with what was worked out, beside the weights to come
+            text = self.cfg.dump().encode()
+            write_atomically(
+                Path(self.cfg.OUTPUT_DIR) / "config.yaml", lambda stream: stream.write(text)
+            )
+        TrainerBase.train(self, self.start_iter, self.max_iter)
+        return self._last_eval_results
 
     def build_hooks(self) -> list[HookBase | None]:
-        """Detectron2's hooks, the one that saves with a checkpointer that reads safely."""
-        # DefaultTrainer makes its checkpointer without asking, then calls this method.
-        self.checkpointer: SafeCheckpointer = SafeCheckpointer(
-            self.checkpointer.model, self.cfg.OUTPUT_DIR, trainer=weakref.proxy(self)
-        )
-        return list(super().build_hooks())
+        """Everything between steps, in order."""
+        cfg = self.cfg
+        average = MovingAverage(self._average, self.bare_model) if self._average else None
+        built = [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(),
+            average,
+            self._build_precise_bn(),
+            EvaluateAndSave(
+                eval_period=cfg.TEST.EVAL_PERIOD,
+                save_period=cfg.SOLVER.CHECKPOINT_PERIOD,
+                best_metric=cfg.TEST.BEST_METRIC,
+                kept=cfg.SOLVER.CHECKPOINTS_KEPT,
+            ),
+        ]
+        if comm.is_main_process():
+            built.append(hooks.PeriodicWriter(self.build_writers(), cfg.SOLVER.LOG_PERIOD))
+        return built
+
+    def build_writers(self) -> list[EventWriter]:
+        """See ``qbheat_det.engine.writers``."""
+        per_epoch = self.data_loader.num_images / self.cfg.SOLVER.IMS_PER_BATCH
+        return build_writers(self.cfg, self.max_iter, iterations_per_epoch=per_epoch)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluates ``evaluated_model`` on the test sets; empty results but on the main process."""
+        self._last_eval_results = self._evaluation(self.evaluated_model)
+        return self._last_eval_results
+
+    def save(self, name: str) -> None:
+        """Writes all that a run needs to go on to ``OUTPUT_DIR/<name>.pth``."""
+        info = self._describe_weights().to_dict()
+        self.checkpointer.save(name, iteration=self.iter, info=info)
+
+    def export(self, name: str, *, metrics: dict[str, float] | None = None) -> None:
+        """Writes the evaluated weights, and what is needed to use them, to a safetensors file."""
+        if comm.is_main_process():
+            path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
+            save_weights(path, self.evaluated_model.state_dict(), self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to resume; v0.6 of Detectron2 forgets the inner trainer."""
-        return {**super().state_dict(), "_trainer": self._trainer.state_dict()}
+        """What a checkpoint needs to resume, besides the weights."""
+        return {
+            **TrainerBase.state_dict(self),
+            "_trainer": self._trainer.state_dict(),
+            "seed": self.seed,
+            "processes": comm.get_world_size(),
+            "num_images": self.data_loader.num_images,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` gave, the optimizer's state included."""
-        super().load_state_dict(state_dict)
+        """Takes up what ``state_dict`` gave; says what another number of processes changes.
+
+        Raises:
+            UserError: the training set has another number of images than it had.
+        """
+        before, now = state_dict["num_images"], self.data_loader.num_images
+        if before != now:
+            raise UserError(
+                f"--resume continues a run on {before} training images, but there are {now} now: "
+                "restore the data, or start a new run from its weights with MODEL.WEIGHTS"
+            )
+        TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_state_dict(state_dict["_trainer"])
+        self._trainer.seed = state_dict["seed"]
+        logger.info(
+            describe_resumption(
+                iteration=self.iter, processes=(state_dict["processes"], comm.get_world_size())
+            )
+        )
+
+    def _describe_weights(self) -> WeightsInfo:
+        return WeightsInfo.from_config(self.cfg, iteration=self.iter, commit=find_commit())
+
+    def _stop_at_failure(
+        self, batches: list[BatchedInputs], losses: dict[str, float], normalizers: Tensor | None
+    ) -> None:
+        raise failed_step(
+            self.cfg.OUTPUT_DIR,
+            iteration=self.iter,
+            rank=comm.get_rank(),
+            cfg=self.cfg,
+            model=self.bare_model,
+            batched_inputs=batches,
+            seed=self.seed,
+            losses=losses,
+            normalizers=normalizers,
+            scale=self._trainer.grad_scaler.get_scale(),
+        )
+
+    def _build_precise_bn(self) -> HookBase | None:
+        if not self.cfg.TEST.PRECISE_BN.ENABLED:
+            return None
+        alone = self.cfg.clone()
+        alone.defrost()
+        alone.DATALOADER.NUM_WORKERS = 0
+        return hooks.PreciseBN(
+            self.cfg.TEST.EVAL_PERIOD,
+            self.model,
+            self.build_train_loader(alone),
+            self.cfg.TEST.PRECISE_BN.NUM_ITER,
+        )
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -69,9 +284,14 @@ class Trainer(DefaultTrainer):
         return build_optimizer(cfg, model)
 
     @classmethod
-    def build_train_loader(cls, cfg: CfgNode) -> DataLoader[Any]:
-        """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names."""
-        return build_detection_train_loader(cfg, mapper=build_mapper(cfg, is_train=True))
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
+        """See ``qbheat_det.solver.build_lr_scheduler``."""
+        return build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> TrainStream:
+        """See ``qbheat_det.data.build_train_stream``."""
+        return build_train_stream(cfg)
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader[Any]:
@@ -97,8 +317,29 @@ def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
     if not cfg.MODEL.WEIGHTS and not resume:
         raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
     model = Trainer.build_model(cfg)
-    checkpointer = ExactCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
+    checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
     if not cfg.MODEL.WEIGHTS and not checkpointer.has_checkpoint():
         raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
-    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
-    return dict(Trainer.test(cfg, model))
+    path = checkpointer.get_checkpoint_file() if resume else cfg.MODEL.WEIGHTS
+    checkpointer.load(path, checkpointables=[])
+    evaluation = Evaluation(
+        cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
+    )
+    return evaluation(model)
+
+
+def _choose_precision(cfg: CfgNode) -> torch.dtype | None:
+    if not cfg.SOLVER.AMP.ENABLED:
+        return None
+    name = cfg.SOLVER.AMP.PRECISION
+    if name not in PRECISIONS:
+        raise UserError(f"SOLVER.AMP.PRECISION is '{name}', but must be {' or '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def _distribute(model: nn.Module) -> nn.Module:
+    """Wraps a model for several processes, where there are any."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    # A model on the CPU has no device ids; Detectron2 gives it one unless told.
+    device_ids = {} if on_gpu else {"device_ids": None}
+    return create_ddp_model(model, broadcast_buffers=False, **device_ids)
