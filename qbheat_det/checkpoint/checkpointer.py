@@ -18,7 +18,7 @@ from torch import nn
 from qbheat_det.errors import UserError
 
 from .atomic import remove_leftovers, write_atomically
-from .fitting import fit_weights
+from .fitting import find_unbuilt, fit_weights
 from .load_report import LoadReport
 from .resumable import find_fault, newest_whole
 from .weights_file import WeightsFile, check_weights_file, class_names_beside, read_weights_file
@@ -188,6 +188,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             file=self._filename,
             old_classes=info.class_names if info else class_names_beside(self._filename),
             classes=self.class_names,
+            unbuilt=find_unbuilt(self.model),
         )
         self._file = WeightsFile({})
         self._check(report)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qbheat_det.errors import UserError
 
@@ -36,6 +36,7 @@ def fit_weights(
     file: str,
     old_classes: Sequence[str] = (),
     classes: Sequence[str] = (),
+    unbuilt: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
     """Finds the place of each tensor of a file; changes nothing.
 
@@ -45,6 +46,7 @@ def fit_weights(
         file: name of the file, for sentences.
         old_classes: names of the classes in the file, contiguous order; empty if unknown.
         classes: names of the model's classes; empty if unknown.
+        unbuilt: beginnings of the names of parts that the model's config leaves out.
 
     Returns:
         Tensors for ``load_state_dict``, by the model's names, and the report. Nothing is said
@@ -56,38 +58,35 @@ def fit_weights(
     check_finite(stored, file)
     change = compare_classes(old_classes, classes, file=file)
     places = match_names(model_state, stored, file=file)
-    group_of = _group_names(model_state)
-    groups = {group: _Group() for group in group_of.values()}
-    fitting: dict[str, Tensor] = {}
-    for stored_name, name in places.items():
-        if name not in model_state:
-            continue
-        tensor, fresh = stored[stored_name], model_state[name]
-        fitted = _fit(name, tensor, fresh, change)
-        if fitted is None:
-            misfit = f"{name} {tuple(tensor.shape)} instead of {tuple(fresh.shape)}"
-            groups[group_of[name]].misfits.append(misfit)
-            continue
-        fitting[name] = fitted
-        if fitted is tensor:
-            groups[group_of[name]].num_loaded += 1
-        else:
-            groups[group_of[name]].adapted.append(name)
-    taken = set(places.values())
-    for name in model_state:
-        if name not in taken and not is_optional(name):
-            groups[group_of[name]].missing.append(name)
-    has_classes = any(is_class_layer(name) for name in taken & set(model_state))
+    fitting, groups = _fit_all(stored, model_state, places, change)
+    without_place = {
+        key: name
+        for key, name in places.items()
+        if name not in model_state and not is_optional(name)
+    }
+    spare = tuple(key for key, name in without_place.items() if name.startswith(tuple(unbuilt)))
+    has_classes = any(is_class_layer(name) for name in places.values() if name in model_state)
     return fitting, LoadReport(
         file=file,
         num_stored=len(places),
         groups={name: group.report() for name, group in groups.items()},
-        left_over=tuple(
-            key for key, name in places.items() if name not in model_state and not is_optional(name)
-        ),
+        left_over=tuple(key for key in without_place if key not in spare),
+        spare=spare,
         class_change=change if has_classes else None,
         note=_UNNAMED if has_classes and classes and not old_classes else "",
     )
+
+
+def find_unbuilt(model: nn.Module) -> list[str]:
+    """Beginnings of the names of what a model leaves out, and files for it may hold.
+
+    A module says so in ``unbuilt``, a sequence of the names of its children that are not there.
+    """
+    return [
+        f"{path}.{child}.".lstrip(".")
+        for path, module in model.named_modules()
+        for child in getattr(module, "unbuilt", ())
+    ]
 
 
 def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
@@ -103,6 +102,35 @@ def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
             )
 
 
+def _fit_all(
+    stored: Mapping[str, Tensor],
+    model_state: Mapping[str, Tensor],
+    places: Mapping[str, str],
+    change: ClassChange | None,
+) -> tuple[dict[str, Tensor], dict[str, _Group]]:
+    group_of = _group_names(model_state)
+    groups = {group: _Group() for group in group_of.values()}
+    stored_names = {name: key for key, name in places.items()}
+    fitting: dict[str, Tensor] = {}
+    for name, fresh in model_state.items():
+        group = groups[group_of[name]]
+        if name not in stored_names:
+            if not is_optional(name):
+                group.missing.append(name)
+            continue
+        tensor = stored[stored_names[name]]
+        fitted = _fit(name, tensor, fresh, change)
+        if fitted is None:
+            group.misfits.append(f"{name} {tuple(tensor.shape)} instead of {tuple(fresh.shape)}")
+            continue
+        fitting[name] = fitted
+        if fitted is tensor:
+            group.num_loaded += 1
+        else:
+            group.adapted.append(name)
+    return fitting, groups
+
+
 def _fit(name: str, tensor: Tensor, fresh: Tensor, change: ClassChange | None) -> Tensor | None:
     """Returns ``tensor`` itself, or its rows in another order; None where it does not fit."""
     if change is not None and is_class_layer(name):
@@ -112,7 +140,7 @@ def _fit(name: str, tensor: Tensor, fresh: Tensor, change: ClassChange | None) -
 
 def _group_names(names: Iterable[str]) -> dict[str, str]:
     """The model's child that each tensor belongs to; of a pyramid, "backbone" below it or "fpn"."""
-    groups = {name: name.split(".")[0] if "." in name else "model" for name in names}
+    groups = {name: name.split(".")[0] if "." in name else "top-level" for name in names}
     if any(name.startswith(_BELOW_FPN) for name in groups):
         for name, group in groups.items():
             if group == "backbone" and not name.startswith(_BELOW_FPN):

@@ -54,22 +54,23 @@ class GroupReport:
 class LoadReport:
     """The outcome of fitting a file into a model.
 
-    ``groups`` are the model's parts by name; ``left_over`` the file's tensors without a place;
-    ``class_change`` is None where the classes agree or are not known; ``note`` a sentence more.
+    ``groups`` are the model's parts by name; ``left_over`` the file's tensors without a place, and
+    ``spare`` those of parts that the model's config leaves out; ``class_change`` is None where the
+    classes agree or are not known; ``note`` is a sentence more.
     """
 
     file: str
     num_stored: int
     groups: Mapping[str, GroupReport]
     left_over: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
     class_change: ClassChange | None = None
     note: str = ""
 
     def __str__(self) -> str:
-        parts = [group.describe(name) for name, group in self.groups.items()]
-        if self.left_over:
-            parts.append(_count(self.left_over, "left over"))
-        lines = ["; ".join(parts)]
+        parts = [group.describe(name) for name, group in self.groups.items() if group.num_tensors]
+        parts += [_count(self.left_over, "left over"), _count(self.spare, "not used by the model")]
+        lines = ["; ".join(filter(None, parts))]
         lines += [str(self.class_change)] if self.class_change else []
         return "\n".join([*lines, self.note] if self.note else lines)
 
@@ -88,7 +89,8 @@ class LoadReport:
         """Names what keeps the file from filling the model.
 
         Args:
-            new_parts: whether the file may lack whole parts of the model.
+            new_parts: whether the file may lack whole parts of the model, and hold some that the
+                model leaves out.
 
         Returns:
             Phrases; none where all that the file promises found its place.
@@ -96,9 +98,10 @@ class LoadReport:
         groups = [g for g in self.groups.values() if not (new_parts and g.is_new)]
         missing = [name for group in groups for name in group.missing]
         misfits = [name for group in groups for name in group.misfits]
+        unexpected = self.left_over if new_parts else (*self.left_over, *self.spare)
         faults = [
             _count(missing, "missing"),
-            _count(self.left_over, "unexpected"),
+            _count(unexpected, "unexpected"),
             _count(misfits, "of another shape"),
         ]
         return [fault for fault in faults if fault]

@@ -17,8 +17,10 @@ _BACKBONE, _BELOW_FPN = "backbone.", "backbone.bottom_up."
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 # Beside the weights proper: AveragedModel's counter.
 _NO_WEIGHTS = "n_averaged"
-# Set by the config, and part of the state only in old versions of Detectron2.
-_SET_BY_CONFIG = ("pixel_mean", "pixel_std", "anchor_generator.cell_anchors")
+# BatchNorm's counter, which nothing reads unless its momentum is None; RetinaNet's running mean
+# of positives, which training finds again; and what the config sets, in old Detectron2 a state.
+_OPTIONAL = ("num_batches_tracked", "loss_normalizer", "pixel_mean", "pixel_std")
+_OLD_ANCHORS = "anchor_generator.cell_anchors"
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,8 @@ def match_names(
 
 
 def is_optional(name: str) -> bool:
-    """Whether a tensor may be missing in a file, or be left over, without harm.
-
-    BatchNorm's counter is read by nobody unless its momentum is None; the others come from the
-    config.
-    """
-    return name.endswith("num_batches_tracked") or any(part in name for part in _SET_BY_CONFIG)
+    """Whether a tensor may be missing in a file, or be left over, without harm."""
+    return name.rpartition(".")[2] in _OPTIONAL or _OLD_ANCHORS in name
 
 
 def _without_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:

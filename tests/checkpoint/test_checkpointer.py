@@ -192,7 +192,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: 
 
 def test_counters_of_norms_and_what_the_config_sets_may_be_missing_or_left(tmp_path: Path) -> None:
     state = {key: t for key, t in _state(TinyDetector()).items() if "num_batches" not in key}
-    state["pixel_mean"] = torch.zeros(3, 1, 1)
+    state |= {"pixel_mean": torch.zeros(3, 1, 1), "loss_normalizer": torch.tensor(100.0)}
     torch.save(state, tmp_path / "w.pth")
     checkpointer = ExactCheckpointer(TinyDetector())
     checkpointer.load(str(tmp_path / "w.pth"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from qbheat_det.checkpoint.fitting import fit_weights
+from qbheat_det.checkpoint.fitting import find_unbuilt, fit_weights
 from qbheat_det.checkpoint.name_matching import match_names
 from qbheat_det.errors import UserError
 from tests.checkpoint.tiny_models import TinyBackbone, TinyDetector
@@ -75,3 +75,18 @@ def test_parts_of_a_pyramid_are_reported_apart() -> None:
     assert sorted(fitting) == sorted(f"backbone.bottom_up.{name}" for name in BARE)
     assert str(report) == "9/9 backbone tensors; fpn: new, 2 tensors; decoder: new, 4 tensors"
     assert report.find_faults(new_parts=True) == []
+
+
+def test_a_part_that_the_model_leaves_out_may_stand_in_the_file() -> None:
+    model = TinyDetector(pyramid=True)
+    del model.backbone.bottom_up.expand
+    names = model.state_dict()
+    _, report = fit_weights(dict(BARE), names, file="w")
+    assert report.find_faults(new_parts=True) == ["2 unexpected (expand.weight, expand.bias)"]
+    model.backbone.bottom_up.unbuilt = ("expand",)
+    _, report = fit_weights(dict(BARE), names, file="w", unbuilt=find_unbuilt(model))
+    assert report.find_faults(new_parts=True) == []
+    assert "7/7 backbone tensors" in str(report)
+    assert "2 not used by the model (expand.weight, expand.bias)" in str(report)
+    # For a trained model it is one of another config.
+    assert "2 unexpected (expand.weight, expand.bias)" in report.find_faults(new_parts=False)
