@@ -1,0 +1,279 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A run in small, before the long one: everything is built, used once, and measured.
+
+It works in a temporary folder beside ``OUTPUT_DIR``, which tells whether that disk can be
+written to, and leaves nothing behind.
+"""
+
+import contextlib
+import itertools
+import math
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from torch import nn
+
+from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.errors import UserError
+
+from .dry_run_report import DryRunReport
+from .writers import check_wandb
+
+_ENDING = "_dry_run"
+_NUM_TEST_IMAGES = 6
+
+
+def dry_run(
+    cfg: CfgNode, build_trainer: Callable[[CfgNode], Any], *, num_steps: int = 3
+) -> DryRunReport:
+    """Makes a few steps, one evaluation of a few images, a checkpoint, and reads that back.
+
+    To be called by all processes of a run.
+
+    Args:
+        cfg: of the whole run.
+        build_trainer: ``Trainer``, or what returns one from a config.
+        num_steps: steps; the first warms up and is not counted.
+
+    Raises:
+        UserError: whatever the whole run would end with at its beginning.
+        RuntimeError: a tensor does not come back from a checkpoint as it was.
+    """
+    if cfg.SOLVER.WANDB_PROJECT:
+        check_wandb()
+    start = time.perf_counter()
+    with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as (few, num_images):
+        small = cfg.clone()
+        small.defrost()
+        small.OUTPUT_DIR = str(folder)
+        small.DATASETS.TEST = few
+        small.SOLVER.WANDB_PROJECT = ""  # a dry run is nobody's experiment
+        trainer = build_trainer(small)
+        planned, iterations = trainer.cfg, trainer.max_iter
+        trainer.resume_or_load(resume=False)
+        measured = _Measured(trainer)
+        trainer.max_iter = min(iterations, num_steps)
+        trainer.train()
+        setup_seconds = measured.first_step_end - start
+        checkpoint_seconds, path = _save(trainer, folder)
+        compared = _compare_with_file(trainer, path) if comm.is_main_process() else 0
+        size = path.stat().st_size if comm.is_main_process() else 0
+        free = shutil.disk_usage(folder).free + size  # the folder goes again
+    parameters = list(trainer.model.parameters())
+    checkpoints = max(1, math.ceil(iterations / max(1, planned.SOLVER.CHECKPOINT_PERIOD)))
+    kept = planned.SOLVER.CHECKPOINTS_KEPT
+    return DryRunReport(
+        iterations=iterations,
+        images_per_step=planned.SOLVER.IMS_PER_BATCH,
+        num_evaluations=_count_evaluations(planned, iterations) if num_images else 0,
+        num_checkpoints=checkpoints,
+        # The best and the last are there besides.
+        num_checkpoints_kept=min(kept, checkpoints) + 2 if kept else checkpoints + 2,
+        num_test_images=num_images,
+        num_parameters=sum(p.numel() for p in parameters),
+        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        num_tensors_compared=compared,
+        setup_seconds=setup_seconds,
+        step_seconds=tuple(measured.step_seconds),
+        evaluation_seconds=measured.predict_evaluation(num_images),
+        checkpoint_seconds=checkpoint_seconds,
+        checkpoint_bytes=size,
+        free_bytes=free,
+        memory_bytes=measured.memory_bytes,
+        memory_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        gpu_total_bytes=_gpu_total_bytes(),
+    )
+
+
+class _Measured(HookBase):
+    """Watches a trainer's steps, evaluations and memory from the inside."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.memory_bytes = 0
+        self._step_ends: list[float] = []
+        self._aside = 0.0  # seconds of evaluation and saving since the last step ended
+        self._steps: list[float] = []
+        self._begin = 0.0
+        self._evaluation = 0.0
+        self._image_starts: list[float] = []
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        # First of all hooks, so that what the others do belongs to the step that follows.
+        trainer.register_hooks([self])
+        trainer._hooks.insert(0, trainer._hooks.pop())
+        for name in ("evaluate", "test", "save"):
+            if callable(getattr(trainer, name, None)):
+                setattr(trainer, name, self._timed(getattr(trainer, name), name != "save"))
+        for model in {trainer.model, getattr(trainer, "evaluated_model", trainer.model)}:
+            model.register_forward_pre_hook(self._note_image)
+
+    @property
+    def first_step_end(self) -> float:
+        """Clock at the end of the first step."""
+        return self._step_ends[0]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of all steps but the first, where there are others."""
+        return self._steps[1:] or self._steps
+
+    def predict_evaluation(self, num_images: int) -> float:
+        """Returns the seconds that ``num_images`` take, of all processes together."""
+        starts = self._image_starts
+        gaps = sorted(after - before for before, after in itertools.pairwise(starts))
+        if not gaps:
+            return self._evaluation
+        each = gaps[len(gaps) // 2]
+        once = max(0.0, self._evaluation - each * len(starts))
+        return once + each * num_images / comm.get_world_size()
+
+    def before_train(self) -> None:
+        """Starts the clock."""
+        self._begin = time.perf_counter()
+
+    def after_step(self) -> None:
+        """Stops it once a step."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self._steps.append(now - self._begin - self._aside)
+        self._step_ends.append(now)
+        self._aside = 0.0
+        self._begin = time.perf_counter()
+        self.memory_bytes = max(self.memory_bytes, _resident_bytes())
+
+    def _timed(self, call: Callable[..., Any], is_evaluation: bool) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            self._image_starts = [] if is_evaluation else self._image_starts
+            try:
+                return call(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - begin
+                self._aside += seconds
+                self._evaluation = seconds if is_evaluation else self._evaluation
+                self.memory_bytes = max(self.memory_bytes, _resident_bytes())
+
+        return timed
+
+    def _note_image(self, model: nn.Module, _: Any) -> None:
+        if not model.training:
+            self._image_starts.append(time.perf_counter())
+
+
+@contextlib.contextmanager
+def _temporary_folder(output_dir: str) -> Iterator[Path]:
+    """Yields one folder to all processes, on the disk that the run will write to."""
+    parent = Path(output_dir).resolve()
+    while not parent.is_dir():
+        parent = parent.parent
+    made = ""
+    if comm.is_main_process():
+        with contextlib.suppress(OSError):
+            made = tempfile.mkdtemp(prefix=".qbheat_dry_run_", dir=parent)
+    made = comm.all_gather(made)[0]
+    if not made:
+        raise UserError(f"OUTPUT_DIR '{output_dir}' cannot be written to")
+    try:
+        yield Path(made)
+    finally:
+        comm.synchronize()
+        if comm.is_main_process():
+            shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields the names of small test sets that exist meanwhile, and the size of the whole ones."""
+    names, total = [], 0
+    try:
+        for name in cfg.DATASETS.TEST:
+            records = DatasetCatalog.get(name)
+            total += len(records)
+            few = records[:: max(1, len(records) // _NUM_TEST_IMAGES)][:_NUM_TEST_IMAGES]
+            small = name + _ENDING
+            DatasetCatalog.register(small, lambda few=few: few)
+            names.append(small)
+            known = MetadataCatalog.get(name).as_dict()
+            # Without its json file, Detectron2's evaluator writes one of the images at hand.
+            dropped = {"name", "json_file", "drawn_on_first_use"}
+            MetadataCatalog.get(small).set(**{k: v for k, v in known.items() if k not in dropped})
+        yield tuple(names), total
+    finally:
+        for name in names:
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+
+
+def _save(trainer: Any, folder: Path) -> tuple[float, Path]:
+    """Saves a checkpoint; returns the seconds it took and its path."""
+    begin = time.perf_counter()
+    save = getattr(trainer, "save", None) or trainer.checkpointer.save
+    save("dry_run")
+    return time.perf_counter() - begin, folder / "dry_run.pth"
+
+
+def _compare_with_file(trainer: Any, path: Path) -> int:
+    """Reads a checkpoint into a fresh model; returns how many tensors came back bit for bit."""
+    fresh = trainer.build_model(trainer.cfg)
+    ExactCheckpointer(fresh, class_names=trainer.cfg.MODEL.CLASS_NAMES).load(str(path))
+    model = getattr(trainer, "bare_model", trainer.model)
+    before, after = model.state_dict(), fresh.state_dict()
+    for name, tensor in before.items():
+        if not _same_bits(tensor, after[name]):
+            raise RuntimeError(f"'{name}' does not come back from a checkpoint as it was")
+    return len(before)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    as_bytes = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    return torch.equal(*as_bytes)  # nan equals nan
+
+
+def _count_evaluations(cfg: CfgNode, iterations: int) -> int:
+    period = cfg.TEST.EVAL_PERIOD
+    return max(1, math.ceil(iterations / period)) if period > 0 else 1
+
+
+def _resident_bytes() -> int:
+    """Memory of this process at its highest so far, and of its workers now."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        import resource
+        import sys
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak
+    total = _read_kib(status, "VmHWM:")
+    for child in multiprocessing.active_children():
+        # Proportional, because workers share the dataset with this process.
+        total += _read_kib(Path(f"/proc/{child.pid}/smaps_rollup"), "Pss:")
+    return 1024 * total
+
+
+def _read_kib(path: Path, field: str) -> int:
+    with contextlib.suppress(OSError):  # a worker may have ended
+        for line in path.read_text(encoding="ascii").splitlines():
+            if line.startswith(field):
+                return int(line.split()[1])
+    return 0
+
+
+def _gpu_total_bytes() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
