@@ -8,6 +8,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 from detectron2.data.detection_utils import SizeMismatchError
+from PIL.Image import DecompressionBombError
 
 from qbheat_det.errors import UserError
 
@@ -51,7 +52,7 @@ class _NamesBadImages:
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         try:
             return self.mapper(dataset_dict)
-        except (OSError, SizeMismatchError) as error:
+        except (OSError, SyntaxError, SizeMismatchError, DecompressionBombError) as error:
             reason = " ".join(str(error).split())
             raise UserError(
                 f"image '{dataset_dict['file_name']}' cannot be used: {reason}"
