@@ -71,9 +71,15 @@ def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path: Pat
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize(
     ("code", "advice"),
-    [(errno.ENOSPC, "disk is full"), (errno.EDQUOT, "share of the disk"), (errno.EIO, "error")],
+    [
+        (errno.ENOSPC, "disk is full"),
+        (errno.EDQUOT, "share of the disk"),
+        (errno.EACCES, "may not write there"),
+        (errno.EROFS, "read-only"),
+        (errno.EIO, "error"),
+    ],
 )
-def test_a_full_disk_is_one_sentence_and_changes_nothing(
+def test_a_failed_write_is_one_sentence_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, advice: str
 ) -> None:
     checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path))
