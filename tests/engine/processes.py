@@ -1,0 +1,66 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Starts processes that find themselves in torchrun's environment, for tests."""
+
+import argparse
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from qbheat_det.engine.launch import run_distributed
+
+Job = Callable[[argparse.Namespace], Any]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun gives to the process of a rank on one machine."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def make_args(**values: Any) -> argparse.Namespace:
+    """Those of Detectron2's ``default_argument_parser`` that ``run_distributed`` reads."""
+    defaults = {
+        "config_file": "",
+        "opts": ["MODEL.DEVICE", "cpu"],
+        "num_gpus": 1,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "dist_url": "auto",
+    }
+    return argparse.Namespace(**{**defaults, **values})
+
+
+def run_in_processes(
+    job: Job, args: argparse.Namespace, folder: Path, *, world_size: int = 2
+) -> list[Any]:
+    """Runs ``job(args)`` through ``run_distributed`` in new processes; their results by rank."""
+    multiprocessing.spawn(
+        _work, nprocs=world_size, args=(job, args, str(folder), world_size, free_port())
+    )
+    return [
+        torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu")
+        for rank in range(world_size)
+    ]
+
+
+def _work(
+    rank: int, job: Job, args: argparse.Namespace, folder: str, world_size: int, port: int
+) -> None:
+    os.environ.update(torchrun_environment(rank, world_size, port))
+    torch.set_num_threads(1)
+    torch.save(run_distributed(job, args), Path(folder) / f"{rank}.pt")

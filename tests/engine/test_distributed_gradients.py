@@ -1,0 +1,108 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Two processes give the gradients of one process with the joined batch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .gradient_cases import MF_DETR, RETINANET, Case, run_case, run_cases
+from .processes import make_args, run_in_processes
+
+BOTH = {"MF-DETR": MF_DETR, "RetinaNet": RETINANET}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no box in one process": {"batches": ((0, 1, 5, 6), (2, 3, 6, 7))},
+    "no box at all": {"batches": ((5, 6, 7, 5), (7, 6, 5, 6))},
+    "a frozen backbone": {"opts": ("MODEL.BACKBONE.FREEZE_AT", 5)},
+    "a partly frozen backbone": {"opts": ("MODEL.BACKBONE.FREEZE_AT", 3)},
+    "uneven shares": {"batches": ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))},
+}
+UNEVEN = KINDS["uneven shares"]["batches"]
+DETECTRON2 = "Detectron2's RetinaNet"
+SYNCED, LOCAL = "synchronised BatchNorm", "BatchNorm of each process"
+SYNC_BN = ("MODEL.MOBILE_FORMER.NORM", "naiveSyncBN_N", "MODEL.MF_DETR.NORM", "naiveSyncBN_N")
+EXACT_CASES = {
+    f"{name}, {kind}": Case(path, **special)
+    for name, path in BOTH.items()
+    for kind, special in KINDS.items()
+}
+# One image each.
+EXACT_CASES["MF-DETR, micro-batches"] = Case(MF_DETR, accumulate=2)
+CASES = {
+    **EXACT_CASES,
+    SYNCED: Case(MF_DETR, UNEVEN, SYNC_BN, batch_statistics=True),
+    LOCAL: Case(MF_DETR, UNEVEN, batch_statistics=True),
+    DETECTRON2: Case(RETINANET, opts=("MODEL.META_ARCHITECTURE", "RetinaNet")),
+}
+Results = list[dict[str, dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes: other sums in convolutions round otherwise
+    yield request.param
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def two_processes(device: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """All cases in one start of two processes, which costs more than they do."""
+    args = make_args(opts=["MODEL.DEVICE", device], device=device, cases=CASES)
+    return run_in_processes(run_cases, args, tmp_path_factory.mktemp("gradients"))
+
+
+def _flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.cpu().flatten() for value in gradients.values()])
+
+
+def _relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Tensor:
+    """Of all gradients as one vector, and of the loss."""
+    assert actual.keys() == expected.keys()
+    return (_flat(actual) - _flat(expected)).norm() / _flat(expected).norm()
+
+
+def _assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(
+        _relative_error(actual, expected), torch.tensor(0.0), rtol=0, atol=2e-6
+    )
+    largest = _flat(expected).abs().max().item()
+    for name, value in expected.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(
+            actual[name].cpu(), value.cpu(), rtol=1e-4, atol=1e-5 * scale + 1e-7 * largest
+        )
+
+
+@pytest.mark.parametrize("name", EXACT_CASES)
+def test_gradients_are_those_of_the_joined_batch(
+    two_processes: Results, device: str, name: str
+) -> None:
+    joined = run_case(replace(CASES[name], accumulate=1), device)
+    assert _flat(joined).norm() > 1e-6
+    for found in two_processes:
+        _assert_same(found[name], joined)
+
+
+def test_synchronised_batchnorm_sees_the_joined_batch(two_processes: Results, device: str) -> None:
+    joined = run_case(CASES[SYNCED], device)
+    # Its variance is a difference of means, which rounds more than BatchNorm's own.
+    assert _relative_error(two_processes[0][SYNCED], joined) < 0.01
+    assert _relative_error(two_processes[0][LOCAL], joined) > 0.1
+
+
+def test_the_running_mean_of_detectron2s_retinanet_would_not_do(
+    two_processes: Results, device: str
+) -> None:
+    joined = run_case(CASES[DETECTRON2], device)
+    assert _relative_error(two_processes[0][DETECTRON2], joined) > 0.1
+
+
+def test_in_one_process_the_retinanet_is_detectron2s(device: str) -> None:
+    _assert_same(run_case(CASES["RetinaNet, plain"], device), run_case(CASES[DETECTRON2], device))
