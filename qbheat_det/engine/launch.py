@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One process or many: torchrun's environment, or Detectron2's ``launch``."""
+"""One process or many: torchrun's environment, or Detectron2's ``launch``; models for many."""
 
 import argparse
 import os
@@ -9,8 +9,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from detectron2.engine.defaults import create_ddp_model
 from detectron2.engine.launch import DEFAULT_TIMEOUT, launch
 from detectron2.utils import comm
+from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -162,3 +164,22 @@ def _leave_process_group() -> None:
         cached = getattr(comm, name, None)
         if cached is not None:
             cached.cache_clear()
+
+
+def distribute(model: nn.Module) -> nn.Module:
+    """Wraps a model for several processes, where there are any."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    # A model on the CPU has no device ids; Detectron2 gives it one unless told.
+    device_ids = {} if on_gpu else {"device_ids": None}
+    # To look for them costs a walk through the graph in every step.
+    unused = _may_have_unused_parameters(model)
+    return create_ddp_model(
+        model, broadcast_buffers=False, find_unused_parameters=unused, **device_ids
+    )
+
+
+def _may_have_unused_parameters(model: nn.Module) -> bool:
+    """Whether the backbone makes maps, with weights of their own, that the head does not read."""
+    backbone = getattr(model, "backbone", None)
+    read = getattr(model, "head_in_features", None) or getattr(model, "in_features", None)
+    return backbone is None or read is None or set(backbone.output_shape()) != set(read)

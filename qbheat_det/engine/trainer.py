@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader
-from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, create_ddp_model, hooks
+from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter
@@ -42,6 +42,7 @@ from qbheat_det.solver import (
 from .evaluation import Evaluation
 from .failure import failed_step
 from .hooks import EvaluateAndSave, MovingAverage, build_average
+from .launch import distribute
 from .resuming import check_continues, describe_resumption
 from .run_record import find_commit
 from .step import PRECISIONS, BatchedInputs, StepTrainer
@@ -75,7 +76,7 @@ class Trainer(DefaultTrainer):
         self.bare_model = self.build_model(self.cfg)
         optimizer = self.build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
-            _distribute(self.bare_model),
+            distribute(self.bare_model),
             stream,
             optimizer,
             batch_size=self.cfg.SOLVER.IMS_PER_BATCH,
@@ -320,7 +321,7 @@ def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
     checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
     if not cfg.MODEL.WEIGHTS and not checkpointer.has_checkpoint():
         raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
-    path = checkpointer.get_checkpoint_file() if resume else cfg.MODEL.WEIGHTS
+    path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
     checkpointer.load(path, checkpointables=[])
     evaluation = Evaluation(
         cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
@@ -335,11 +336,3 @@ def _choose_precision(cfg: CfgNode) -> torch.dtype | None:
     if name not in PRECISIONS:
         raise UserError(f"SOLVER.AMP.PRECISION is '{name}', but must be {' or '.join(PRECISIONS)}")
     return PRECISIONS[name]
-
-
-def _distribute(model: nn.Module) -> nn.Module:
-    """Wraps a model for several processes, where there are any."""
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    # A model on the CPU has no device ids; Detectron2 gives it one unless told.
-    device_ids = {} if on_gpu else {"device_ids": None}
-    return create_ddp_model(model, broadcast_buffers=False, **device_ids)

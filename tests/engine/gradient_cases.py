@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import cut
+from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.engine.trainer import _distribute
 
 SIZE = 64
 NUM_BOXES = (3, 1, 2, 4, 2, 0, 0, 0)  # of image 0, 1, …
@@ -92,7 +92,7 @@ def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
         [make_image(index) for index in cut(batch, world_size)[rank]] for batch in case.batches
     ]
     trainer = StepTrainer(
-        _distribute(model) if world_size > 1 else model,
+        distribute(model) if world_size > 1 else model,
         shares,
         torch.optim.SGD(model.parameters(), lr=0.0),
         batch_size=len(case.batches[0]),
