@@ -1,0 +1,203 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Starting: in one process, under torchrun, through Detectron2; and what is refused."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.utils import comm
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.engine import launch, run_distributed
+from qbheat_det.errors import UserError, exit_with_sentence, find_sentence
+
+from .processes import free_port, make_args, torchrun_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe(args: argparse.Namespace) -> tuple[Any, ...]:
+    group = torch.distributed.is_initialized() and torch.distributed.get_backend()
+    return group, comm.get_world_size(), comm.get_local_rank(), comm.get_local_size()
+
+
+def refuse(args: argparse.Namespace) -> None:
+    raise UserError("the file is not there")
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the only process of a torchrun."""
+    for name, value in torchrun_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_torchrun_main_runs_here_and_its_result_is_returned() -> None:
+    assert run_distributed(describe, make_args()) == (False, 1, 0, 1)
+
+
+def test_under_torchrun_main_finds_both_groups_and_leaves_none(torchrun: None) -> None:
+    assert run_distributed(describe, make_args()) == ("gloo", 1, 0, 1)
+    assert not torch.distributed.is_initialized()
+    os.environ["MASTER_PORT"] = str(free_port())
+    assert run_distributed(describe, make_args()) == ("gloo", 1, 0, 1)
+
+
+@pytest.mark.gpu
+def test_a_config_for_gpus_joins_by_nccl(torchrun: None) -> None:
+    args = make_args(opts=["MODEL.DEVICE", "cuda"])
+    assert run_distributed(describe, args) == ("nccl", 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"num_gpus": 2}, "leave out --num-gpus"),
+        ({"num_machines": 2}, "leave out --num-gpus and --num-machines"),
+        ({"opts": ["MODEL.DEVCE", "cpu"]}, "MODEL.DEVICE"),
+    ],
+)
+def test_under_torchrun_what_contradicts_it_is_refused(
+    torchrun: None, values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        run_distributed(describe, make_args(**values))
+
+
+def test_more_processes_of_torchrun_than_gpus_are_refused(
+    torchrun: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="started 1 processes, but PyTorch sees 0 GPUs"):
+        run_distributed(describe, make_args(opts=["MODEL.DEVICE", "cuda"]))
+
+
+def test_half_an_environment_is_refused(torchrun: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(UserError, match="MASTER_PORT is not"):
+        run_distributed(describe, make_args())
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus", "sentence"),
+    [
+        ({"num_gpus": 2}, 0, "PyTorch sees 0 .* torchrun"),
+        ({"num_gpus": 9}, 8, "--num-gpus 9, but PyTorch sees 8"),
+        ({"num_machines": 2}, 0, "--num-gpus 1, but PyTorch sees 0"),
+        ({"num_gpus": 2}, 2, "MODEL.DEVICE is not 'cuda'"),
+    ],
+)
+def test_gpus_that_are_not_there_or_not_used_are_refused(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], gpus: int, sentence: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=sentence):
+        run_distributed(describe, make_args(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"machine_rank": 2, "dist_url": "tcp://a:1"}, "--machine-rank 2 is not one of 0 to 1"),
+        ({"dist_url": "auto"}, "--dist-url auto is for one machine"),
+    ],
+)
+def test_machines_that_cannot_find_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = make_args(num_machines=2, opts=["MODEL.DEVICE", "cuda"], **values)
+    with pytest.raises(UserError, match=sentence):
+        run_distributed(describe, args)
+
+
+def test_bad_input_in_a_started_process_is_the_same_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(main: Any, *_: Any, args: Any, dist_url: str, **__: Any) -> None:
+        assert dist_url == "auto"  # Detectron2's own port is the same for two runs
+        try:
+            main(*args)
+        except UserError:
+            text = f"\n\n-- Process 1 terminated with the error:\n{traceback.format_exc()}"
+            raise ProcessRaisedException(text, 1, 1) from None
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "launch", fail)
+    args = make_args(num_gpus=2, dist_url="tcp://127.0.0.1:5000", opts=["MODEL.DEVICE", "cuda"])
+    with pytest.raises(SystemExit) as stopped:
+        exit_with_sentence(run_distributed)(refuse, args)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: the file is not there\n"
+
+
+def test_a_defect_in_a_started_process_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ProcessRaisedException("ZeroDivisionError: division by zero", 0, 1)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "launch", fail)
+    with pytest.raises(ProcessRaisedException):
+        run_distributed(describe, make_args(num_gpus=2, opts=["MODEL.DEVICE", "cuda"]))
+
+
+def test_a_sentence_is_found_only_where_it_ended_a_traceback() -> None:
+    try:
+        try:
+            refuse(make_args())
+        except UserError as error:
+            first = traceback.format_exc()
+            raise RuntimeError("another") from error
+    except RuntimeError:
+        second = traceback.format_exc()
+    assert find_sentence(first) == "the file is not there"
+    assert "the file is not there" in second
+    assert find_sentence(second) is None
+    assert find_sentence("the file is not there") is None
+
+
+def _run_two_processes(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "tools" / "train_net.py"), *args]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_torchrun_trains_evaluates_and_saves_with_two_processes(tmp_path: Path) -> None:
+    toy = prepare_toy_set(ToySpec(name="tiny", num_images=5, image_size=64), tmp_path / "cache")
+    truth, images = str(Path(toy) / "annotations.json"), str(Path(toy) / "images")
+    run = _run_two_processes(
+        *("--config-file", str(ROOT / "configs" / "demo" / "toy_retinanet.yaml")),
+        *("--train-json", truth, "--train-images", images),
+        *("--val-json", truth, "--val-images", images),
+        *("MODEL.DEVICE", "cpu", "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "3"),
+        *("DATALOADER.NUM_WORKERS", "0", "INPUT.MIN_SIZE_TRAIN", "(64,)"),
+        *("INPUT.MIN_SIZE_TEST", "64", "MODEL.RETINANET.SCORE_THRESH_TEST", "0.0"),
+        *("OUTPUT_DIR", str(tmp_path / "run")),
+    )
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "run" / "model_final.pth").is_file()
+    metrics = (tmp_path / "run" / "metrics.json").read_text()
+    assert '"bbox/AP"' in metrics
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert '"processes": 2' in json.dumps(record)
+
+
+@pytest.mark.slow
+def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
+    run = _run_two_processes("MODEL.DEVICE", "cpu", "OUTPUT_DIR", "/proc/nowhere")
+    assert run.returncode != 0
+    assert run.stderr.count("error: ") == 1, run.stderr
