@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The benchmark of the trainer: fair turns, equal updates, and that it runs."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,16 +47,19 @@ def test_steps_are_timed_in_turns_and_each_goes_first_as_often() -> None:
 
 
 class Stub:
-    """A trainer whose parts take time as told."""
+    """A trainer whose parts move a clock: its own by 5 s, forward and optimizer by 1 s each."""
 
-    def __init__(self, *, own: float, inside: float) -> None:
-        self.own, self.inside = own, inside
+    def __init__(self) -> None:
+        self.now = 0.0
         self.weight = torch.ones(1, requires_grad=True)
-        self.model = SimpleNamespace(forward=lambda: time.sleep(inside))
-        self.optimizer = SimpleNamespace(step=lambda: time.sleep(inside))
+        self.model = SimpleNamespace(forward=lambda: self.wait(1.0))
+        self.optimizer = SimpleNamespace(step=lambda: self.wait(1.0))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     def before_step(self) -> None:
-        time.sleep(self.own)
+        self.wait(5.0)
 
     def after_step(self) -> None:
         self.model.forward()  # of an evaluation, which is no part of the step
@@ -70,16 +72,18 @@ class Stub:
         self.after_step()
 
 
-def test_forward_and_optimizer_of_a_step_are_counted_and_nothing_else() -> None:
-    trainer, backward = Stub(own=0.05, inside=0.02), torch.Tensor.backward
+def test_forward_and_optimizer_of_a_step_are_counted_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, backward = Stub(), torch.Tensor.backward
+    monkeypatch.setattr(trainer_overhead.time, "perf_counter", lambda: trainer.now)
     with timed_inside(trainer) as inside:
         trainer.model.forward()
         trainer.step()
         trainer.model.forward()
         trainer.step()
     assert torch.Tensor.backward is backward
-    assert len(inside) == 2
-    assert all(0.04 <= seconds < 0.06 + 0.03 for seconds in inside)
+    assert inside == [2.0, 2.0]
 
 
 def test_both_steps_make_the_same_update(tmp_path: Path) -> None:
