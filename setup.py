@@ -47,6 +47,7 @@ setup(
         "Pillow>=9.4",
         "pycocotools>=2.0.6",
         "PyYAML>=6.0.1",
+        "safetensors>=0.4",
         "scipy>=1.10",
         "timm>=1.0.3",
         "tqdm>=4.64",
@@ -57,7 +58,9 @@ setup(
         "eval": ["faster-coco-eval>=1.6"],
         "bench": ["transformers>=5.20"],  # DETR-R50, measured beside ours
         "export": ["onnx>=1.16", "onnxruntime>=1.19", "onnxscript>=0.1"],  # minima not tested
+        "wandb": ["wandb>=0.16"],  # minimum not tested
         "dev": [
+            "hypothesis",
             "mypy",
             "pytest",
             "pytest-xdist",

@@ -11,18 +11,16 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import defaults
-from detectron2.engine.train_loop import SimpleTrainer
 from detectron2.modeling import Backbone, build_model
 
 from qbheat_det.config import get_config_path, load_config
+from qbheat_det.data import TrainStream
 from qbheat_det.engine import Trainer
 
 IMPORT_ALL = """
@@ -75,48 +73,13 @@ def test_detectors_work_with_and_without_padding_constraints(
 def tiny_training(output: Path, monkeypatch: pytest.MonkeyPatch) -> CfgNode:
     """Makes ``Trainer`` train one linear layer on no data; returns a config for it."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    stream = TrainStream([{}], mapper=lambda entry: entry, batch_size=1)
     monkeypatch.setattr(Trainer, "build_model", classmethod(lambda *_: copy.deepcopy(model)))
-    monkeypatch.setattr(Trainer, "build_train_loader", classmethod(lambda *_: [[]]))
+    monkeypatch.setattr(Trainer, "build_train_loader", classmethod(lambda *_: stream))
     cfg = small("coco/mf_detr_211_285M_finetune.yaml")
     cfg.DATASETS.TEST = ()
     cfg.OUTPUT_DIR = str(output)
     return cfg
-
-
-def amp_trainer_of_v06(
-    model: Any, data_loader: Any, optimizer: Any, grad_scaler: Any = None
-) -> SimpleTrainer:
-    """Takes what AMPTrainer of v0.6 takes, and trains without AMP."""
-    return SimpleTrainer(model, data_loader, optimizer)
-
-
-def amp_trainer_of_main(
-    model: Any,
-    data_loader: Any,
-    optimizer: Any,
-    gather_metric_period: int = 1,
-    zero_grad_before_forward: bool = False,
-    grad_scaler: Any = None,
-    precision: torch.dtype = torch.float16,
-    log_grad_scaler: bool = False,
-    async_write_metrics: bool = False,
-) -> SimpleTrainer:
-    """Takes what AMPTrainer of main takes, and trains without AMP."""
-    return SimpleTrainer(model, data_loader, optimizer)
-
-
-@pytest.mark.parametrize("amp_trainer", [amp_trainer_of_v06, amp_trainer_of_main])
-def test_the_trainer_suits_both_signatures_of_amp_trainer(
-    amp_trainer: Callable[..., SimpleTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[SimpleTrainer] = []
-    monkeypatch.setattr(
-        defaults, "AMPTrainer", lambda *a, **k: built.append(amp_trainer(*a, **k)) or built[-1]
-    )
-    cfg = tiny_training(tmp_path, monkeypatch)
-    cfg.SOLVER.AMP.ENABLED = True
-    trainer = Trainer(cfg)
-    assert trainer._trainer is built[0]
 
 
 def test_a_resumed_run_has_the_optimizers_moments(

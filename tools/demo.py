@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import logging
+import shutil
 import sys
 import time
 import warnings
@@ -65,6 +66,14 @@ class Progress(HookBase):
             print(f"     step {done:>5,} of {total:,}   loss {loss:.3f}   {left} left", flush=True)
         if done == total:
             print("3/4  evaluating on images that were not trained on", flush=True)
+
+
+class DemoTrainer(Trainer):
+    """The package's trainer, which says how far it is."""
+
+    def build_hooks(self) -> list[HookBase | None]:
+        """Progress first, since evaluation is a hook too."""
+        return [Progress(), *super().build_hooks()]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -128,15 +137,15 @@ def main(argv: list[str] | None = None) -> None:
     report_file = args.output / "report.html"
     if report_file.exists():
         print(f"{report_file} is there already: training again, and replacing it at the end")
+    shutil.rmtree(args.output / "run", ignore_errors=True)  # its own, from the last time
     cfg = build_config(args)
     set_up_quietly(cfg, args)
     print("1/4  data (drawn now if this is the first time)")
     num_train = len(DatasetCatalog.get(cfg.DATASETS.TRAIN[0]))
     num_val = len(DatasetCatalog.get(cfg.DATASETS.TEST[0]))
     print(f"2/4  training on {num_train} images (full log: {cfg.OUTPUT_DIR}/log.txt)")
-    trainer = Trainer(cfg)
+    trainer = DemoTrainer(cfg)
     trainer.resume_or_load(resume=False)
-    trainer.register_hooks([Progress()])
     metrics = trainer.train().get("bbox", {})
     print(f"4/4  predicting on {NUM_PICTURES} of them for the report")
     pictures = draw_predictions(cfg, args.output)

@@ -39,6 +39,7 @@ from qbheat_det.engine import (
     setup,
     write_run_record,
 )
+from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.errors import exit_with_sentence
 
@@ -46,8 +47,6 @@ from qbheat_det.errors import exit_with_sentence
 def main(args: argparse.Namespace) -> dict[str, Any]:
     cfg = build_config(args)
     if args.dry_run:
-        from qbheat_det.engine.dry_run import dry_run
-
         print(dry_run(cfg, Trainer))
         return {}
     setup(cfg, args)

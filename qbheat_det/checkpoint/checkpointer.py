@@ -177,7 +177,8 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         self._filename, self._file = filename, read_weights_file(filename)
-        return {**self._file.rest, "model": self._file.state}
+        state = self._file.state if self._resuming else self._file.evaluated
+        return {**self._file.rest, "model": state}
 
     def _load_model(self, checkpoint: dict[str, Any]) -> None:
         own_state = self.model.state_dict()

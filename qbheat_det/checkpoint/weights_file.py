@@ -39,15 +39,21 @@ class WeightsFile:
     rest: dict[str, Any] = field(default_factory=dict)
     info: WeightsInfo | None = None
 
+    @property
+    def evaluated(self) -> dict[str, Tensor]:
+        """The moving average of a training checkpoint that keeps one, as the run evaluated it."""
+        average = self.rest.get("ema")
+        return dict(average) if _is_state(average) else self.state
+
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
-    """Returns a file's tensors by name, and what it says of itself if it does.
+    """Returns a file's tensors by name, averaged if kept, and what it says of itself if it does.
 
     Raises:
         UserError: see ``read_weights_file``.
     """
     file = read_weights_file(path)
-    return file.state, file.info
+    return file.evaluated, file.info
 
 
 def read_weights_file(path: str) -> WeightsFile:

@@ -139,7 +139,9 @@ class StepTrainer(SimpleTrainer):
         self, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
     ) -> dict[str, Tensor]:
         """Returns losses whose sum over micro-batches and mean over processes is the loss."""
-        with self._autocast():
+        # TorchScript, which Detectron2's focal loss is in, compiles what it has run twice and
+        # rounds differently from then on: a process that resumes would not repeat the bits.
+        with self._autocast(), torch.jit.optimized_execution(False):
             losses = self.model(batch, *normalizers)
         if isinstance(losses, Tensor):
             losses = {"loss": losses}

@@ -5,6 +5,7 @@ Detectron2's ``DefaultTrainer`` with other parts: a stream that starts at any st
 accumulates, weights that are averaged, checkpoints that are whole.
 """
 
+import dataclasses
 import logging
 import weakref
 from pathlib import Path
@@ -103,6 +104,7 @@ class Trainer(DefaultTrainer):
             **averaged,
         )
         self.resumed_from: str | None = None
+        self._info: WeightsInfo | None = None
         self.start_iter = 0
         self.max_iter = self.cfg.SOLVER.MAX_ITER
         self._evaluation = Evaluation(
@@ -234,7 +236,9 @@ class Trainer(DefaultTrainer):
         )
 
     def _describe_weights(self) -> WeightsInfo:
-        return WeightsInfo.from_config(self.cfg, iteration=self.iter, commit=find_commit())
+        if self._info is None:  # the config's YAML is slow to write
+            self._info = WeightsInfo.from_config(self.cfg, iteration=0, commit=find_commit())
+        return dataclasses.replace(self._info, iteration=self.iter)
 
     def _stop_at_failure(
         self, batches: list[BatchedInputs], losses: dict[str, float], normalizers: Tensor | None

@@ -61,7 +61,7 @@ def images(count: int) -> Batch:
 def make(model: nn.Module, data: Batch, **options: Any) -> StepTrainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"batch_size": len(data), **options}
-    return StepTrainer(model, itertools.repeat(data), optimizer, **options)
+    return StepTrainer(model, options.pop("loader", itertools.repeat(data)), optimizer, **options)
 
 
 def step(trainer: StepTrainer, iteration: int = 0) -> dict[str, float]:
@@ -211,11 +211,16 @@ def test_the_gradient_scale_is_part_of_the_state() -> None:
 
 def test_a_loss_that_is_not_finite_stops_before_the_gradients_are_lost() -> None:
     model, calls = MeanOverImages(), []
-    trainer = make(model, images(2), on_failure=lambda *failed: calls.append(failed))
+    bad = [{"image": torch.tensor([math.nan, 1.0])}] * 2
+    trainer = make(
+        model,
+        images(2),
+        loader=iter([images(2), bad]),
+        on_failure=lambda *failed: calls.append(failed),
+    )
     step(trainer)
     last = model.weight.grad
     weights = model.weight.detach().clone()
-    trainer._data_loader_iter = itertools.repeat([{"image": torch.tensor([math.nan, 1.0])}] * 2)
     with pytest.raises(UserError, match="not finite at iteration 1"):
         step(trainer, 1)
     (batches, losses, normalizers) = calls[0]

@@ -85,6 +85,8 @@ class MobileFormer(Backbone):
         if not 0 <= freeze_at <= len(groups) + 1:
             raise ValueError(f"FREEZE_AT is 0 … {len(groups) + 1} here, not {freeze_at}")
         self._out_features = list(out_features)
+        # Named where it is left out, so that weights that hold it are known to be of this model.
+        self.unbuilt = () if self._expanded_name in self._out_features else ("expand",)
 
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
         self.stem = Conv2d(

@@ -1,0 +1,99 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A whole training run of seconds, in this process or in one that a test can kill."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.engine import default_argument_parser
+
+import qbheat_det  # noqa: F401  registers models and data
+from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.engine import Trainer, add_data_flags, build_config, setup
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "demo" / "toy_retinanet.yaml"
+TINY = {
+    "SOLVER.IMS_PER_BATCH": "2",
+    "SOLVER.LOG_PERIOD": "1",
+    "SOLVER.WARMUP_ITERS": "2",
+    "SOLVER.MAX_ITER": "8",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+    "DATALOADER.NUM_WORKERS": "0",
+    "INPUT.MIN_SIZE_TRAIN": "(64,)",
+    "INPUT.MIN_SIZE_TEST": "64",
+    "TEST.EVAL_PERIOD": "0",
+    "SEED": "3",
+}
+MF_DETR = {
+    "MODEL.META_ARCHITECTURE": "MFDETR",
+    "MODEL.BACKBONE.NAME": "MobileFormer",
+    "MODEL.MF_DETR.NUM_BLOCKS": "[1, 1, 1]",
+    "MODEL.MF_DETR.HIDDEN_DIM": "16",
+    "MODEL.MF_DETR.NHEADS": "2",
+    "MODEL.MF_DETR.DIM_FEEDFORWARD": "32",
+    "MODEL.MF_DETR.NUM_OBJECT_QUERIES": "8",
+    "MODEL.MF_DETR.DROPOUT": "0.2",
+    "MODEL.MOBILE_FORMER.DROP_PATH": "0.2",
+    "INPUT.DATASET_MAPPER_NAME": "detr",
+    "INPUT.DETR_CROP_RESIZE": "[64, 80]",
+    "INPUT.DETR_CROP_RANGE": "[40, 64]",
+}
+"""Overrides that put an MF-DETR with dropout everywhere in place of the tiny RetinaNet."""
+
+
+def make_data(cache: Path) -> Path:
+    """Draws twelve images of 64 pixels; returns their folder."""
+    return Path(prepare_toy_set(ToySpec(name="tiny", num_images=12, image_size=64), cache))
+
+
+def parse(output_dir: Path, data: Path, opts: dict[str, str], *flags: str) -> argparse.Namespace:
+    """Returns the arguments of ``tools/train_net.py`` for a tiny run."""
+    parser = default_argument_parser()
+    add_data_flags(parser)
+    json_file, images = str(data / "annotations.json"), str(data / "images")
+    pairs = {**TINY, **opts, "OUTPUT_DIR": str(output_dir)}
+    return parser.parse_args(
+        ["--config-file", str(CONFIG), *flags]
+        + ["--train-json", json_file, "--train-images", images]
+        + ["--val-json", json_file, "--val-images", images]
+        + [word for pair in pairs.items() for word in pair]
+    )
+
+
+def train(output_dir: Path, data: Path, opts: dict[str, str], *flags: str) -> dict[str, Any]:
+    """Trains to the end, as ``tools/train_net.py`` does, and returns the last results."""
+    args = parse(output_dir, data, opts, *flags)
+    cfg = build_config(args)
+    setup(cfg, args)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    return trainer.train()
+
+
+def train_in_own_process(output_dir: str, data: str, opts: dict[str, str]) -> None:
+    """What a killed process was doing; quiet, on one thread."""
+    torch.set_num_threads(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    train(Path(output_dir), Path(data), opts, "--resume")
+
+
+def losses(output_dir: Path) -> dict[int, float]:
+    """Returns the total loss of every iteration that ``metrics.json`` holds."""
+    found: dict[int, float] = {}
+    for line in (output_dir / "metrics.json").read_text().splitlines():
+        entry = json.loads(line)
+        if "total_loss" in entry:
+            assert entry["iteration"] not in found, "an iteration was written twice"
+            found[entry["iteration"]] = entry["total_loss"]
+    return found
+
+
+def state(output_dir: Path, name: str = "model_final") -> dict[str, Any]:
+    """Returns a checkpoint."""
+    return dict(torch.load(output_dir / f"{name}.pth", weights_only=True))
