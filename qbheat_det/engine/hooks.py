@@ -94,7 +94,8 @@ class EvaluateAndSave(HookBase):
     def _average_batch_statistics(self) -> None:
         """Makes BatchNorm's statistics the same on all processes, as saved and as evaluated."""
         if comm.get_world_size() > 1:
-            for model in {self.trainer.bare_model, self.trainer.evaluated_model}:
+            # Not a set: its order may differ between the processes, which must go in step.
+            for model in dict.fromkeys((self.trainer.bare_model, self.trainer.evaluated_model)):
                 distribute_bn(model, comm.get_world_size(), reduce=True)
 
     def _evaluate(self) -> None:
