@@ -69,17 +69,18 @@ def dry_run(
         checkpoint_seconds, path = _save(trainer, folder)
         compared = _compare_with_file(trainer, path) if comm.is_main_process() else 0
         size = path.stat().st_size if comm.is_main_process() else 0
-        free = shutil.disk_usage(folder).free + size  # the folder goes again
+        weights = [file.stat().st_size for file in folder.glob("*.safetensors")]
+        free = shutil.disk_usage(folder).free + _size(folder)  # the folder goes again
     parameters = list(trainer.model.parameters())
     checkpoints = max(1, math.ceil(iterations / max(1, planned.SOLVER.CHECKPOINT_PERIOD)))
-    kept = planned.SOLVER.CHECKPOINTS_KEPT
+    periodic, kept = checkpoints - 1, planned.SOLVER.CHECKPOINTS_KEPT
     return DryRunReport(
         iterations=iterations,
         images_per_step=planned.SOLVER.IMS_PER_BATCH,
         num_evaluations=_count_evaluations(planned, iterations) if num_images else 0,
         num_checkpoints=checkpoints,
-        # The best and the last are there besides.
-        num_checkpoints_kept=min(kept, checkpoints) + 2 if kept else checkpoints + 2,
+        # The oldest goes when the next is written; the last one is there besides.
+        num_checkpoints_kept=1 + (min(kept + 1, periodic) if kept else periodic),
         num_test_images=num_images,
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -89,6 +90,7 @@ def dry_run(
         evaluation_seconds=measured.predict_evaluation(num_images),
         checkpoint_seconds=checkpoint_seconds,
         checkpoint_bytes=size,
+        weights_bytes=2 * max(weights, default=0),
         free_bytes=free,
         memory_bytes=measured.memory_bytes,
         memory_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -186,12 +188,12 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
     made = comm.all_gather(made)[0]
     if not made:
         raise UserError(f"OUTPUT_DIR '{output_dir}' cannot be written to")
+    os.makedirs(made, exist_ok=True)  # on machines that do not share the disk
     try:
         yield Path(made)
-    finally:
         comm.synchronize()
-        if comm.is_main_process():
-            shutil.rmtree(made, ignore_errors=True)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -223,6 +225,10 @@ def _save(trainer: Any, folder: Path) -> tuple[float, Path]:
     save = getattr(trainer, "save", None) or trainer.checkpointer.save
     save("dry_run")
     return time.perf_counter() - begin, folder / "dry_run.pth"
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _compare_with_file(trainer: Any, path: Path) -> int:

@@ -26,6 +26,7 @@ class DryRunReport:
         evaluation_seconds: predicted for one evaluation of all test images.
         checkpoint_seconds: to write one checkpoint.
         checkpoint_bytes: size of one.
+        weights_bytes: size of the two files of weights beside them, the best and the final ones.
         free_bytes: on the disk of ``OUTPUT_DIR``.
         memory_bytes: highest resident memory of this process and, at that time, of its workers.
         memory_total_bytes: of this machine.
@@ -47,6 +48,7 @@ class DryRunReport:
     evaluation_seconds: float
     checkpoint_seconds: float
     checkpoint_bytes: int
+    weights_bytes: int
     free_bytes: int
     memory_bytes: int
     memory_total_bytes: int
@@ -75,8 +77,8 @@ class DryRunReport:
 
     @property
     def disk_bytes(self) -> int:
-        """Predicted for the checkpoints that lie on the disk at a time."""
-        return self.num_checkpoints_kept * self.checkpoint_bytes
+        """Predicted for all weights that lie on the disk at a time."""
+        return self.num_checkpoints_kept * self.checkpoint_bytes + self.weights_bytes
 
     @property
     def fits_disk(self) -> bool:
@@ -126,7 +128,8 @@ class DryRunReport:
         lines.append(_compare("Memory", self.memory_bytes, self.memory_total_bytes, "there are"))
         lines.append(
             f"{_compare('Disk', self.disk_bytes, self.free_bytes, 'free are')} "
-            f"({self.num_checkpoints_kept} checkpoints of {_format_bytes(self.checkpoint_bytes)})"
+            f"({self.num_checkpoints_kept} checkpoints of {_format_bytes(self.checkpoint_bytes)}, "
+            f"weights of {_format_bytes(self.weights_bytes)})"
         )
         if not self.fits_disk:
             lines.append("The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.")

@@ -4,6 +4,7 @@
 The file holds tensors, numbers and strings only, so reading it runs nothing.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class NonFiniteLoss(UserError):
             losses: by name.
             path: the file that ``dump_failure`` wrote, or a sentence that says why there is none.
         """
-        values = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
+        bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
+        values = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         found = f"a loss is not finite at iteration {iteration} ({values or 'no loss was reached'})"
         if os.path.isfile(path):
             found += (
@@ -163,7 +165,8 @@ def read_failure(path: str | os.PathLike[str]) -> FailedStep:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can raise anything on its way through zip
         raise UserError(
-            f"'{path}' cannot be read; it may be truncated ({type(error).__name__})"
+            f"'{path}' cannot be read: it is truncated, or no failure_*.pt at all "
+            f"({type(error).__name__})"
         ) from error
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise UserError(

@@ -42,11 +42,13 @@ def replay_failure(
     wanted = device or failed.device
     cfg.MODEL.DEVICE = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
     model = _build_model(cfg, failed, path)
+    bad = _not_finite({**failed.weights, **failed.buffers})
     report = ReplayReport(
         path=str(path),
         failed=failed,
         device=cfg.MODEL.DEVICE,
-        bad_weights=_not_finite({**failed.weights, **failed.buffers}),
+        bad_weights=[name for name in bad if name in failed.gradients],
+        bad_buffers=[name for name in bad if name not in failed.gradients],
         bad_last_gradients=_not_finite(failed.gradients),
     )
     _run_step(cfg, model, failed, report)

@@ -50,7 +50,8 @@ class ReplayReport:
         first_module_values: how many of its output's values are not finite, and of how many.
         first_module_has_finite_inputs: whether its arguments are finite.
         first_module_has_finite_weights: whether its parameters are.
-        bad_weights: parameters and buffers that are not finite, from before the step.
+        bad_weights: parameters that are not finite, from before the step.
+        bad_buffers: buffers that are not finite, from after the failing forward pass.
         bad_last_gradients: parameters whose gradients were not finite in the file.
         bad_gradients: parameters whose gradients are not finite after this run.
         images: one an image, in the batch's order.
@@ -66,6 +67,7 @@ class ReplayReport:
     first_module_has_finite_inputs: bool = True
     first_module_has_finite_weights: bool = True
     bad_weights: list[str] = field(default_factory=list)
+    bad_buffers: list[str] = field(default_factory=list)
     bad_last_gradients: list[str] = field(default_factory=list)
     bad_gradients: list[str] = field(default_factory=list)
     images: list[ImageReport] = field(default_factory=list)
@@ -124,9 +126,10 @@ class ReplayReport:
             )
         return [
             *rows,
-            f"Weights before the step:  {_shorten(self.bad_weights)}",
-            f"Last gradients in file:   {_shorten(self.bad_last_gradients)}",
-            f"Gradients of this replay: {_shorten(self.bad_gradients)}",
+            f"Weights before the step:       {_shorten(self.bad_weights)}",
+            f"Statistics after it (buffers): {_shorten(self.bad_buffers)}",
+            f"Last gradients in the file:    {_shorten(self.bad_last_gradients)}",
+            f"Gradients of this replay:      {_shorten(self.bad_gradients)}",
         ]
 
 

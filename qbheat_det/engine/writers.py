@@ -240,7 +240,7 @@ class _EpochFirst:
 
     def info(self, line: str) -> None:
         done = (get_event_storage().iter + 1) / self._iterations_per_epoch
-        self._target.info("epoch: %.4g/%.4g %s", done, self._total, line)
+        self._target.info("epoch: %.2f/%.4g %s", done, self._total, line)
 
 
 def _open_json(path: Path, start: int, window: int) -> EventWriter:

@@ -61,6 +61,8 @@ def test_it_predicts_the_time_of_a_real_run_and_leaves_nothing(cfg: CfgNode) -> 
     written = (Path(cfg.OUTPUT_DIR) / "model_final.pth").stat().st_size
     assert report.checkpoint_bytes == pytest.approx(written, rel=0.05)
     assert (report.iterations, report.num_evaluations, report.num_checkpoints) == (16, 2, 2)
+    files = [path.stat().st_size for path in Path(cfg.OUTPUT_DIR).glob("model_*")]
+    assert report.disk_bytes == pytest.approx(sum(files), rel=0.05)
     assert report.num_test_images == NUM_IMAGES
     assert report.num_tensors_compared > 50
     assert 100 * 2**20 < report.memory_bytes < report.memory_total_bytes
@@ -110,6 +112,7 @@ REPORT = DryRunReport(
     evaluation_seconds=100.0,
     checkpoint_seconds=2.0,
     checkpoint_bytes=100 * 2**20,
+    weights_bytes=80 * 2**20,
     free_bytes=2**30,
     memory_bytes=3 * 2**30,
     memory_total_bytes=8 * 2**30,
@@ -139,7 +142,7 @@ def test_the_whole_run_is_the_sum_of_its_parts() -> None:
         ["Whole", "run", "37", "min", "00", "s"],
     ):
         assert row in [line.split() for line in table.splitlines()]
-    assert "Disk:       500.0 MiB; free are 1.0 GiB (5 checkpoints of 100.0 MiB)" in table
+    assert "Disk:       580.0 MiB; free are 1.0 GiB (5 checkpoints of 100.0 MiB, weights" in table
     assert "too small" not in table
 
 

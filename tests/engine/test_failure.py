@@ -220,7 +220,7 @@ def test_the_sentence_names_file_command_and_cures(tmp_path: Path) -> None:
         iteration=12,
         seed=3,
         rank=0,
-        losses={"loss_a": float("nan")},
+        losses={"loss_a": float("nan"), "loss_b": 2.0},
     )
     assert isinstance(error, NonFiniteLoss)
     path = tmp_path / "failure_0000012_rank0.pt"

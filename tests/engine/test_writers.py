@@ -122,7 +122,7 @@ def test_progress_shows_epochs_and_remaining_time(
     with caplog.at_level(logging.INFO, logger="detectron2.utils.events"):
         run(build_writers(make_config(tmp_path, epochs=5.0), 10), start=0, end=6)
     (line, *_) = caplog.messages
-    assert line.startswith("epoch: 1/5 ")
+    assert line.startswith("epoch: 1.00/5 ")
     assert "eta: 0:00:08" in line
     assert "total_loss: " in line
     lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
