@@ -102,6 +102,39 @@ def nearly_coco(draw: st.DrawFn) -> Any:
     return content
 
 
+COORDINATES = st.integers(-4, 30) | st.floats(-4, 30, width=32)
+ORIGINS = st.integers(-1, 14) | st.floats(0, 14, width=32)
+POLYGONS = st.lists(st.lists(COORDINATES, max_size=10), max_size=3)
+
+
+@st.composite
+def plausible_coco(draw: st.DrawFn) -> Any:
+    """Draws a file of the right form, with random boxes, polygons, runs, ids and names."""
+    content = good()
+    ids = st.lists(st.integers(-(2**53) + 1, 2**53 - 1), min_size=2, max_size=2, unique=True)
+    image_ids, category_ids = draw(ids), draw(ids)
+    for image, id_ in zip(content["images"], image_ids, strict=True):
+        image["id"] = id_
+    for category, id_ in zip(content["categories"], category_ids, strict=True):
+        category |= {"id": id_, "name": draw(st.text(max_size=6))}
+    size = st.floats(0.25, 40) | st.integers(1, 40)
+    runs = st.integers(0, WIDTH * HEIGHT).map(lambda n: [n, WIDTH * HEIGHT - n])
+    rle = runs.map(lambda counts: {"size": [HEIGHT, WIDTH], "counts": counts})
+    content["annotations"] = [
+        {
+            "id": i,
+            "image_id": draw(st.sampled_from(image_ids)),
+            "category_id": draw(st.sampled_from(category_ids)),
+            "bbox": [draw(ORIGINS), draw(ORIGINS), draw(size), draw(size)],
+            "segmentation": draw(POLYGONS | st.just(SEGMENTATIONS[0]) | rle),
+            "keypoints": draw(st.lists(COORDINATES, max_size=2).map(lambda xs: 3 * xs)),
+            "iscrowd": draw(st.sampled_from([0, 0, 0, 1])),
+        }
+        for i in range(1, 1 + draw(st.integers(1, 4)))
+    ]
+    return content
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("random")
@@ -175,8 +208,8 @@ FEW_SECONDS = settings(
 
 
 @FEW_SECONDS
-@given(content=nearly_coco())
-def test_a_file_that_is_nearly_coco_ends_in_a_sentence_or_in_training(
+@given(content=nearly_coco() | plausible_coco())
+def test_a_file_that_may_be_coco_ends_in_a_sentence_or_in_training(
     folder: Path, content: Any
 ) -> None:
     try:
