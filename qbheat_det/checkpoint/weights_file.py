@@ -42,7 +42,7 @@ class WeightsFile:
     @property
     def evaluated(self) -> dict[str, Tensor]:
         """The moving average of a training checkpoint that keeps one, as the run evaluated it."""
-        average = self.rest.get("ema")
+        average: Any = self.rest.get("ema")
         return dict(average) if _is_state(average) else self.state
 
 

@@ -35,8 +35,8 @@ class MovingAverage(HookBase):
         self._model = model
 
     def after_step(self) -> None:
-        """Takes the new weights in."""
-        self._average.update(self._model, step=self.trainer.iter)
+        """Takes the new weights in; the average starts from those of the first step."""
+        self._average.update(self._model, step=self.trainer.iter + 1)
 
 
 class EvaluateAndSave(HookBase):
@@ -112,7 +112,7 @@ class EvaluateAndSave(HookBase):
             )  # fmt: skip
         elif finite.get(self._best_metric, -math.inf) > self.best.get("value", -math.inf):
             self.best = {"value": finite[self._best_metric], "iteration": self.trainer.iter}
-            self.trainer.export("model_best", metrics=finite)
+            self.trainer.export("model_best")
             logger.info(
                 "Best %s so far: %.2f, in model_best.safetensors",
                 self._best_metric,

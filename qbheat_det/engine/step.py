@@ -17,6 +17,7 @@ from detectron2.engine import SimpleTrainer
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
+from torch.jit import optimized_execution  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -75,7 +76,7 @@ class StepTrainer(SimpleTrainer):
         self.seed = seed
         self.log_period = log_period
         self.on_failure = on_failure
-        self._bare = model.module if isinstance(model, DistributedDataParallel) else model
+        self._bare: Any = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         half = precision == torch.float16
         self.grad_scaler = torch.amp.GradScaler(self._device.type, enabled=half)
@@ -103,7 +104,8 @@ class StepTrainer(SimpleTrainer):
                     logged[name] = logged.get(name, 0.0) + value
                 if index == 0:  # until here the gradients are those of the step before
                     self.optimizer.zero_grad()
-                self.grad_scaler.scale(sum(losses.values())).backward()
+                total = torch.stack(list(losses.values())).sum()
+                self.grad_scaler.scale(total).backward()
         self.grad_scaler.unscale_(self.optimizer)  # before the optimizer clips
         self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
@@ -141,7 +143,7 @@ class StepTrainer(SimpleTrainer):
         """Returns losses whose sum over micro-batches and mean over processes is the loss."""
         # TorchScript, which Detectron2's focal loss is in, compiles what it has run twice and
         # rounds differently from then on: a process that resumes would not repeat the bits.
-        with self._autocast(), torch.jit.optimized_execution(False):
+        with self._autocast(), optimized_execution(False):
             losses = self.model(batch, *normalizers)
         if isinstance(losses, Tensor):
             losses = {"loss": losses}

@@ -198,11 +198,11 @@ class Trainer(DefaultTrainer):
         info = self._describe_weights().to_dict()
         self.checkpointer.save(name, iteration=self.iter, info=info)
 
-    def export(self, name: str, *, metrics: dict[str, float] | None = None) -> None:
+    def export(self, name: str) -> None:
         """Writes the evaluated weights, and what is needed to use them, to a safetensors file."""
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
-            save_weights(path, self.evaluated_model.state_dict(), self._describe_weights())
+            save_weights(str(path), self.evaluated_model.state_dict(), self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to resume, besides the weights."""

@@ -7,21 +7,18 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.utils import events
 
-from qbheat_det.engine.setup import CUSTOM_TRAIN, CUSTOM_VAL
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.errors import UserError
 
 from . import tiny_training
-from .tiny_training import MF_DETR, losses, state, train
+from .conftest import TrainAfresh
+from .tiny_training import MF_DETR, losses, state
 
 AVERAGED = {"SOLVER.EMA.ENABLED": "True", "SOLVER.EMA.DECAY": "0.9"}
 CASES = {
@@ -36,31 +33,6 @@ CASES = {
         "TEST.EVAL_PERIOD": "3",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_training.make_data(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    _forget()
-    yield
-    _forget()
-
-
-def _forget() -> None:
-    for name in (CUSTOM_TRAIN, CUSTOM_VAL):
-        if name in DatasetCatalog:
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
-    events._CURRENT_STORAGE_STACK.clear()
-
-
-def train_afresh(*args: Any) -> dict[str, Any]:
-    _forget()
-    return train(*args)
 
 
 def break_at(iteration: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,43 +73,41 @@ def comparable(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
-    case: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_afresh(whole, data, CASES[case])
+    train_afresh(whole, CASES[case])
     for iteration in (3, 6):  # between two checkpoints, and just after one
         break_at(iteration, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
-            train_afresh(broken, data, CASES[case], "--resume")
-    train_afresh(broken, data, CASES[case], "--resume")
+            train_afresh(broken, CASES[case], "--resume")
+    train_afresh(broken, CASES[case], "--resume")
     assert losses(broken) == losses(whole)
     assert sorted(losses(whole)) == list(range(8))
     assert_same_bits(comparable(state(broken)), comparable(state(whole)))
 
 
 def test_workers_and_micro_batches_may_change_on_the_way(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_afresh(whole, data, {})
+    train_afresh(whole, {})
     break_at(5, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        train_afresh(broken, data, {})
-    train_afresh(broken, data, {"DATALOADER.NUM_WORKERS": "2"}, "--resume")
+        train_afresh(broken, {})
+    train_afresh(broken, {"DATALOADER.NUM_WORKERS": "2"}, "--resume")
     assert_same_bits(state(broken)["model"], state(whole)["model"])
 
 
-def test_resuming_a_finished_run_does_nothing(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    train_afresh(tmp_path, data, {"SOLVER.MAX_ITER": "2"})
+def test_resuming_a_finished_run_does_nothing(train_afresh: TrainAfresh, tmp_path: Path) -> None:
+    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"})
     before = (tmp_path / "model_final.pth").read_bytes()
-    assert train_afresh(tmp_path, data, {"SOLVER.MAX_ITER": "2"}, "--resume") == {}
+    assert train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume") == {}
     assert (tmp_path / "model_final.pth").read_bytes() == before
 
 
-def test_resume_without_a_checkpoint_begins(data: Path, tmp_path: Path) -> None:
-    train_afresh(tmp_path, data, {"SOLVER.MAX_ITER": "1"}, "--resume")
+def test_resume_without_a_checkpoint_begins(train_afresh: TrainAfresh, tmp_path: Path) -> None:
+    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "1"}, "--resume")
     assert state(tmp_path)["iteration"] == 0
 
 
@@ -152,55 +122,61 @@ def test_resume_without_a_checkpoint_begins(data: Path, tmp_path: Path) -> None:
     ],
 )
 def test_continuing_and_starting_are_never_mixed(
-    data: Path, tmp_path: Path, opts: dict[str, str], flags: tuple[str, ...], sentence: str
+    train_afresh: TrainAfresh,
+    tmp_path: Path,
+    opts: dict[str, str],
+    flags: tuple[str, ...],
+    sentence: str,
 ) -> None:
     run = {"SOLVER.MAX_ITER": "1"}
-    train_afresh(tmp_path, data, run)
+    train_afresh(tmp_path, run)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*") if path.is_file()}
     changed = {key: value.format(tmp_path) for key, value in opts.items()}
     with pytest.raises(UserError, match=sentence):
-        train_afresh(tmp_path, data, {**run, **changed}, *flags)
+        train_afresh(tmp_path, {**run, **changed}, *flags)
     for name in ("config.yaml", "metrics.json", "model_final.pth", "model_final.safetensors"):
         assert (tmp_path / name).read_bytes() == before[name], name
 
 
-def test_other_data_do_not_continue_a_run(data: Path, tmp_path: Path) -> None:
-    train_afresh(tmp_path / "run", data, {"SOLVER.MAX_ITER": "1"})
-    fewer = shutil.copytree(data, tmp_path / "data")
+def test_other_data_do_not_continue_a_run(
+    train_afresh: TrainAfresh, tiny_data: Path, tmp_path: Path
+) -> None:
+    train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "1"})
+    fewer = shutil.copytree(tiny_data, tmp_path / "data")
     content = json.loads((fewer / "annotations.json").read_text())
     gone = content["images"].pop()["id"]
     content["annotations"] = [a for a in content["annotations"] if a["image_id"] != gone]
     (fewer / "annotations.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="on 12 training images, but there are 11 now"):
-        train_afresh(tmp_path / "run", fewer, {"SOLVER.MAX_ITER": "2"}, "--resume")
+        train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "2"}, "--resume", data=fewer)
 
 
-def test_a_drawn_seed_is_kept_by_the_run(data: Path, tmp_path: Path) -> None:
-    train_afresh(tmp_path, data, {"SEED": "-1", "SOLVER.MAX_ITER": "1"})
+def test_a_drawn_seed_is_kept_by_the_run(train_afresh: TrainAfresh, tmp_path: Path) -> None:
+    train_afresh(tmp_path, {"SEED": "-1", "SOLVER.MAX_ITER": "1"})
     seed = state(tmp_path)["trainer"]["seed"]
-    train_afresh(tmp_path, data, {"SEED": "-1", "SOLVER.MAX_ITER": "2"}, "--resume")
+    train_afresh(tmp_path, {"SEED": "-1", "SOLVER.MAX_ITER": "2"}, "--resume")
     assert state(tmp_path)["trainer"]["seed"] == seed
     assert state(tmp_path)["iteration"] == 1
 
 
 def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_afresh(whole, data, {})
+    train_afresh(whole, {})
     break_at(6, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        train_afresh(broken, data, {})
+        train_afresh(broken, {})
     last = broken / "model_0000005.pth"
     last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
-    train_afresh(broken, data, {}, "--resume")
+    train_afresh(broken, {}, "--resume")
     assert_same_bits(state(broken)["model"], state(whole)["model"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
-    case: str, data: Path, tmp_path: Path
+    case: str, tiny_data: Path, tmp_path: Path
 ) -> None:
     # A checkpoint after every step, so that many kills come while one is written.
     opts = {**CASES[case], "SOLVER.CHECKPOINT_PERIOD": "1", "SOLVER.MAX_ITER": "40"}
@@ -209,7 +185,7 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
 
     def start(folder: Path) -> multiprocessing.process.BaseProcess:
         process = context.Process(
-            target=tiny_training.train_in_own_process, args=(str(folder), str(data), opts)
+            target=tiny_training.train_in_own_process, args=(str(folder), str(tiny_data), opts)
         )
         process.start()
         return process

@@ -11,6 +11,7 @@ import torch
 from detectron2.engine import default_argument_parser
 
 import qbheat_det  # noqa: F401  registers models and data
+from qbheat_det.config.epoch_keys import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, add_data_flags, build_config, setup
 
@@ -55,7 +56,9 @@ def parse(output_dir: Path, data: Path, opts: dict[str, str], *flags: str) -> ar
     parser = default_argument_parser()
     add_data_flags(parser)
     json_file, images = str(data / "annotations.json"), str(data / "images")
-    pairs = {**TINY, **opts, "OUTPUT_DIR": str(output_dir)}
+    overruled = {iterations for epochs, iterations in EPOCH_KEYS.items() if epochs in opts}
+    defaults = {key: value for key, value in TINY.items() if key not in overruled}
+    pairs = {**defaults, **opts, "OUTPUT_DIR": str(output_dir)}
     return parser.parse_args(
         ["--config-file", str(CONFIG), *flags]
         + ["--train-json", json_file, "--train-images", images]
