@@ -69,7 +69,9 @@ def dry_run(
         checkpoint_seconds, path = _save(trainer, folder)
         compared = _compare_with_file(trainer, path) if comm.is_main_process() else 0
         size = path.stat().st_size if comm.is_main_process() else 0
-        weights = [file.stat().st_size for file in folder.glob("*.safetensors")]
+        weights = max((f.stat().st_size for f in folder.glob("*.safetensors")), default=0)
+        # What the main process wrote is everyone's.
+        compared, size, weights = comm.all_gather((compared, size, weights))[0]
         free = shutil.disk_usage(folder).free + _size(folder)  # the folder goes again
     parameters = list(trainer.model.parameters())
     checkpoints = max(1, math.ceil(iterations / max(1, planned.SOLVER.CHECKPOINT_PERIOD)))
@@ -90,7 +92,7 @@ def dry_run(
         evaluation_seconds=measured.predict_evaluation(num_images),
         checkpoint_seconds=checkpoint_seconds,
         checkpoint_bytes=size,
-        weights_bytes=2 * max(weights, default=0),
+        weights_bytes=2 * weights,
         free_bytes=free,
         memory_bytes=measured.memory_bytes,
         memory_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -124,10 +124,16 @@ class DryRunReport:
     def _list_resources(self) -> list[str]:
         lines = []
         if self.gpu_total_bytes:
-            lines.append(_compare("GPU memory", self.gpu_bytes, self.gpu_total_bytes, "there are"))
-        lines.append(_compare("Memory", self.memory_bytes, self.memory_total_bytes, "there are"))
+            lines.append(
+                _compare(
+                    "GPU memory", self.gpu_bytes, self.gpu_total_bytes, " a process; there are"
+                )
+            )
         lines.append(
-            f"{_compare('Disk', self.disk_bytes, self.free_bytes, 'free are')} "
+            _compare("Memory", self.memory_bytes, self.memory_total_bytes, " a process; there are")
+        )
+        lines.append(
+            f"{_compare('Disk', self.disk_bytes, self.free_bytes, '; free are')} "
             f"({self.num_checkpoints_kept} checkpoints of {_format_bytes(self.checkpoint_bytes)}, "
             f"weights of {_format_bytes(self.weights_bytes)})"
         )
@@ -163,4 +169,4 @@ def _format_bytes(count: int) -> str:
 
 
 def _compare(name: str, needed: int, there: int, verb: str) -> str:
-    return f"{name + ':':<12}{_format_bytes(needed)}; {verb} {_format_bytes(there)}"
+    return f"{name + ':':<12}{_format_bytes(needed)}{verb} {_format_bytes(there)}"
