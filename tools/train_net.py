@@ -21,6 +21,7 @@ Examples:
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ from qbheat_det.errors import exit_with_sentence
 def main(args: argparse.Namespace) -> dict[str, Any]:
     cfg = build_config(args)
     if args.dry_run:
-        print(dry_run(cfg, Trainer))
+        report = dry_run(cfg, functools.partial(Trainer, allow_partial=args.allow_partial))
+        if comm.is_main_process():
+            print(report)
         return {}
     setup(cfg, args)
     if args.eval_only:

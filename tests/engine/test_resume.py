@@ -66,8 +66,9 @@ def assert_same_bits(found: Any, expected: Any, where: str = "") -> None:
 
 
 def comparable(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the config's text, which names the output folder."""
-    info = {key: value for key, value in checkpoint["info"].items() if key != "config"}
+    """Leaves out the config's text, which names the output folder, and the code's commit."""
+    aside = ("config", "commit")
+    info = {key: value for key, value in checkpoint["info"].items() if key not in aside}
     return {**checkpoint, "info": info}
 
 
@@ -173,13 +174,32 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(
     assert_same_bits(state(broken)["model"], state(whole)["model"])
 
 
+def wait_for_moment(
+    process: multiprocessing.process.BaseProcess, folder: Path, rng: random.Random
+) -> None:
+    """Returns at a random moment of a run: while it starts, steps, or writes a checkpoint."""
+    writes = rng.randrange(3)  # checkpoints to let through
+    midway = rng.random() < 0.5
+    delay = rng.uniform(0, 3 if writes == 0 else 0.5)
+    tag = folder / "last_checkpoint"
+    last = tag.read_text() if tag.exists() else ""
+    while process.is_alive() and writes:
+        now = tag.read_text() if tag.exists() else ""
+        writes, last = writes - (now != last), now
+        time.sleep(0.002)
+    while midway and process.is_alive() and not list(folder.glob(".model_*.incomplete")):
+        time.sleep(0.0005)
+    if not midway:
+        process.join(delay)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
     case: str, tiny_data: Path, tmp_path: Path
 ) -> None:
     # A checkpoint after every step, so that many kills come while one is written.
-    opts = {**CASES[case], "SOLVER.CHECKPOINT_PERIOD": "1", "SOLVER.MAX_ITER": "40"}
+    opts = {**CASES[case], "SOLVER.CHECKPOINT_PERIOD": "1", "SOLVER.MAX_ITER": "70"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([tiny_training.__name__])
 
@@ -190,24 +210,22 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
         process.start()
         return process
 
-    begin = time.monotonic()
-    process = start(tmp_path / "whole")
+    whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random(0)
+    process = start(whole)
     process.join()
     assert process.exitcode == 0
-    duration = time.monotonic() - begin
-    kills = 0
-    for moment in random.Random(0).choices(range(1000), k=20):
-        process = start(tmp_path / "killed")
-        process.join(0.2 + moment / 1000 * duration / 4)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            assert process.exitcode == -signal.SIGKILL
-            kills += 1
-        assert not list((tmp_path / "killed").glob("*.tmp"))
-    assert kills >= 10  # the rest found the run finished
-    process = start(tmp_path / "killed")
+    midway = 0
+    for _ in range(20):
+        process = start(killed)
+        wait_for_moment(process, killed, rng)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "the run was over before twenty kills"
+        midway += bool(list(killed.glob(".model_*.incomplete")))
+    assert midway, "no kill came while a checkpoint was written"
+    process = start(killed)
     process.join()
     assert process.exitcode == 0
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert_same_bits(comparable(state(tmp_path / "killed")), comparable(state(tmp_path / "whole")))
+    assert not list(killed.glob(".*.incomplete"))
+    assert losses(killed) == losses(whole)
+    assert_same_bits(comparable(state(killed)), comparable(state(whole)))
