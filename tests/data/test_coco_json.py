@@ -1,16 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Annotation files: what is found in good ones, and the sentence for every bad one."""
 
-import copy
 import gc
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pycocotools.mask
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
@@ -25,51 +21,7 @@ from qbheat_det.data.coco_json import read_coco_json
 from qbheat_det.data.toy import ANNOTATION_FILE, CATEGORY_IDS
 from qbheat_det.data.toy_scenes import CLASS_NAMES
 from qbheat_det.errors import UserError
-
-Content = dict[str, Any]
-
-GOOD: Content = {
-    "images": [
-        {"id": 10, "file_name": "a.jpg", "width": 100, "height": 50},
-        {"id": 3, "file_name": "sub/b.jpg", "width": 40, "height": 60},
-        {"id": 7, "file_name": "c.jpg", "width": 40, "height": 60},
-    ],
-    "annotations": [
-        {"id": 1, "image_id": 10, "category_id": 9, "bbox": [5, 5.5, 20, 30], "iscrowd": 0},
-        {"id": 2, "image_id": 10, "category_id": 2, "bbox": [0, 0, 100, 50]},
-        {"id": 5, "image_id": 3, "category_id": 9, "bbox": [1, 1, 9, 9], "iscrowd": 1},
-    ],
-    "categories": [{"id": 9, "name": "cat"}, {"id": 2, "name": "dog"}],
-}
-
-
-def write(folder: Path, content: object) -> tuple[str, str]:
-    """Writes an annotation file and GOOD's images; returns the two paths."""
-    (folder / "images" / "sub").mkdir(parents=True, exist_ok=True)
-    for image in GOOD["images"]:
-        (folder / "images" / image["file_name"]).touch()
-    (folder / "set.json").write_text(json.dumps(content))
-    return str(folder / "set.json"), str(folder / "images")
-
-
-def changed(change: Callable[[Content], object]) -> Content:
-    content = copy.deepcopy(GOOD)
-    change(content)
-    return content
-
-
-def with_annotation(**fields: object) -> Callable[[Content], object]:
-    """Returns a change of the second annotation, which has id 2 and lies in image 10."""
-    return lambda content: content["annotations"][1].update(fields)
-
-
-def sentence(folder: Path, content: object) -> str:
-    with pytest.raises(UserError) as caught:
-        check_coco_json(*write(folder, content))
-    text = str(caught.value)
-    assert "set.json" in text
-    assert "\n" not in text
-    return text
+from tests.data.coco_content import GOOD, Content, changed, sentence, with_annotation, write
 
 
 def test_a_good_file_is_summarised_by_hand_count(tmp_path: Path) -> None:
@@ -105,53 +57,6 @@ def test_reading_leaves_garbage_collection_as_it_was(tmp_path: Path) -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-BAD_ANNOTATIONS: dict[str, tuple[dict[str, object], list[str]]] = {
-    "id_missing": ({"id": None}, ["annotation number 2", "id must be a whole number"]),
-    "id_as_text": ({"id": "2"}, ["annotation id '2'", "id must be", "whole number"]),
-    "id_too_large": ({"id": 2**53}, ["annotation id 9007199254740992", "below 2**53"]),
-    "image_of_endless_id": ({"image_id": 10**400}, ["annotation id 2", "image_id 1000"]),
-    "id_twice": ({"id": 1}, ["annotation id 1", "more than once", "2 annotation entries"]),
-    "unknown_image": ({"image_id": 11}, ["annotation id 2", "image_id 11"]),
-    "unknown_category": ({"category_id": 1}, ["annotation id 2", "category_id 1"]),
-    "category_as_truth": ({"category_id": True}, ["annotation id 2", "True"]),
-    "bbox_null": ({"bbox": None}, ["annotation id 2", "four finite numbers"]),
-    "bbox_of_three": ({"bbox": [1, 2, 3]}, ["annotation id 2", "four finite", "[1, 2, 3]"]),
-    "bbox_empty": ({"bbox": []}, ["annotation id 2", "four finite"]),
-    "bbox_of_text": ({"bbox": ["1", "2", "3", "4"]}, ["annotation id 2", "four finite"]),
-    "bbox_with_null": ({"bbox": [1, 2, None, 4]}, ["annotation id 2", "four finite"]),
-    "bbox_nan": ({"bbox": [1, 2, float("nan"), 4]}, ["annotation id 2", "finite"]),
-    "bbox_infinite": ({"bbox": [1, 2, float("inf"), 4]}, ["annotation id 2", "finite"]),
-    "bbox_negative": ({"bbox": [9, 9, -3, 4]}, ["annotation id 2", "negative"]),
-    "bbox_right_of_image": ({"bbox": [100, 9, 3, 4]}, ["annotation id 2", "outside"]),
-    "bbox_above_image": ({"bbox": [5, -9, 3, 9]}, ["annotation id 2", "outside"]),
-    "crowd_of_two": ({"iscrowd": 2}, ["annotation id 2", "iscrowd must be 0 or 1"]),
-    "ignored": ({"ignore": 1}, ["annotation id 2", "'ignore' is not supported"]),
-    "bbox_endless": ({"bbox": [1, 2, 10**400, 4]}, ["annotation id 2", "four finite"]),
-    "bbox_without_area": ({"bbox": [1, 2, 0, 5]}, ["annotation id 2", "has no area"]),
-    "polygon_of_text": ({"segmentation": [["1"] * 6]}, ["annotation id 2", "finite coordinates"]),
-    "polygon_with_nan": ({"segmentation": [[1, 1, 5, float("nan"), 5, 5]]}, ["annotation id 2"]),
-    "polygon_far_away": ({"segmentation": [[1, 1, 5, 1, 5, 1e7]]}, ["near the image"]),
-    "keypoints_of_two": ({"keypoints": [1, 2]}, ["annotation id 2", "[x, y, visibility"]),
-    "keypoints_as_object": ({"keypoints": {"x": 1}}, ["annotation id 2", "keypoints must"]),
-    "rle_of_another_size": (
-        {"segmentation": {"counts": [5000], "size": [100, 50]}},
-        ["annotation id 2", "size [height, width]"],
-    ),
-    "rle_too_short": ({"segmentation": {"counts": [9], "size": [50, 100]}}, ["every pixel"]),
-    "rle_of_noise": ({"segmentation": {"counts": "@@!", "size": [50, 100]}}, ["every pixel"]),
-    "flat_polygon": ({"segmentation": [1, 1, 5, 1, 5, 5]}, ["annotation id 2", "polygons"]),
-    "rle_without_size": ({"segmentation": {"counts": "x"}}, ["annotation id 2", "and size"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ANNOTATIONS)
-def test_a_bad_annotation_is_named(case: str, tmp_path: Path) -> None:
-    fields, expected = BAD_ANNOTATIONS[case]
-    text = sentence(tmp_path, changed(with_annotation(**fields)))
-    for part in expected:
-        assert part in text
 
 
 BAD_CONTENTS: dict[str, tuple[Callable[[Content], object], list[str]]] = {
@@ -259,17 +164,6 @@ def test_how_many_annotations_are_wrong_is_said(tmp_path: Path) -> None:
     assert "(2 more like it)" in sentence(tmp_path, changed(change))
 
 
-def test_a_few_boxes_without_area_among_many_are_a_warning_as_in_coco(tmp_path: Path) -> None:
-    def repeat(content: Content) -> None:
-        box = content["annotations"][1]
-        content["annotations"] = [{**box, "id": i} for i in range(1, 20_001)]
-        content["annotations"][7]["bbox"] = [1, 2, 0, 5]
-
-    summary = check_coco_json(*write(tmp_path, changed(repeat)))
-    assert summary.num_boxes == 19_999
-    assert any("1 annotations have a box without area" in text for text in summary.warnings)
-
-
 def test_every_fault_is_found_at_once_and_only_what_is_sound_stays(tmp_path: Path) -> None:
     def spoil(content: Content) -> None:
         content["images"] += [
@@ -300,17 +194,6 @@ def test_every_fault_is_found_at_once_and_only_what_is_sound_stays(tmp_path: Pat
     ]
     assert {image["id"] for image in content.images} == {10, 3, 7}
     assert {annotation["id"] for annotation in content.annotations} == {1, 2, 5}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_masks_that_pycocotools_writes_are_taken(seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng(seed)
-    pixels = random.random((50, 100)) < random.choice([0.0, 0.01, 0.5, 1.0])
-    encoded = pycocotools.mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
-    rle = {"counts": encoded["counts"].decode(), "size": [50, 100]}
-    check_coco_json(*write(tmp_path, changed(with_annotation(segmentation=rle))))
-    shorter = {**rle, "counts": rle["counts"][:-1]}
-    assert "every pixel" in sentence(tmp_path, changed(with_annotation(segmentation=shorter)))
 
 
 WARNINGS: dict[str, tuple[Callable[[Content], object], str, int]] = {
@@ -345,11 +228,6 @@ def test_what_training_copes_with_is_a_warning(
     assert any(expected in warning for warning in summary.warnings)
     assert expected in caplog.text
     assert summary.num_boxes == num_boxes
-
-
-def test_boxes_within_a_pixel_of_the_border_are_no_warning(tmp_path: Path) -> None:
-    content = changed(with_annotation(bbox=[-0.5, 0, 101, 50.9]))
-    assert check_coco_json(*write(tmp_path, content)).warnings == ()
 
 
 def test_a_registered_file_loads_with_contiguous_classes(tmp_path: Path) -> None:
