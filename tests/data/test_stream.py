@@ -3,6 +3,8 @@
 
 import itertools
 import random
+from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,3 +211,26 @@ def test_a_random_subset_stays_the_same(annotated: str) -> None:
 def test_an_unknown_sampler_is_named(annotated: str) -> None:
     with pytest.raises(UserError, match="SAMPLER_TRAIN is 'Weighted'"):
         build_train_stream(config(annotated, "Weighted"))
+
+
+def private_megabytes(pid: int) -> float:
+    """Returns the memory that a process shares with no other."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_workers_share_the_annotations() -> None:
+    def grown_by(megabytes: int) -> float:
+        entries = [{"id": i, "text": f"{i % 10}" * 2**15} for i in range(megabytes * 32)]
+        stream = TrainStream(
+            entries, mapper=lambda e: {"n": len(e["text"])}, batch_size=8, num_workers=2
+        )
+        entries.clear()
+        iterator = iter(stream)
+        for _ in range(megabytes * 4):  # every worker reads half of all
+            next(iterator)
+        return max(private_megabytes(child.pid or 0) for child in active_children())
+
+    small = grown_by(1)
+    assert grown_by(64) - small < 16
