@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The one exception that people see, and how command-line tools print it."""
 
+import errno
 import functools
 import os
 import sys
@@ -8,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -22,6 +24,8 @@ class UserError(Exception):
 def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates a tool's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
+    So does a full disk, wherever it is met; Ctrl-C ends with code 130.
+
     With ``QBHEAT_TRACEBACK=1`` in the environment the traceback is printed too.
     """
 
@@ -34,6 +38,18 @@ def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
                 traceback.print_exc()
             print(f"error: {find_sentence(str(error)) or error}", file=sys.stderr)
             raise SystemExit(2) from None
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            where = f" that holds '{error.filename}'" if error.filename else ""
+            print(
+                f"error: the disk{where} is full: free some space, or choose another folder",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
 
     return wrapped
 

@@ -23,15 +23,20 @@ Examples:
 import argparse
 import functools
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
-from detectron2.engine import default_argument_parser
-from detectron2.utils import comm
+# What Detectron2's own imports say would otherwise be the first lines of every run.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+warnings.filterwarnings("ignore", message="torch.meshgrid")
 
-import qbheat_det  # noqa: F401  registers models and data
-from qbheat_det.analysis.training_curves import draw_training_curves
-from qbheat_det.engine import (
+from detectron2.engine import default_argument_parser  # noqa: E402
+from detectron2.utils import comm  # noqa: E402
+
+import qbheat_det  # noqa: E402, F401  registers models and data
+from qbheat_det.analysis.training_curves import draw_training_curves  # noqa: E402
+from qbheat_det.engine import (  # noqa: E402
     Trainer,
     add_data_flags,
     build_config,
@@ -40,9 +45,9 @@ from qbheat_det.engine import (
     setup,
     write_run_record,
 )
-from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.engine.replay import replay_failure
-from qbheat_det.errors import exit_with_sentence
+from qbheat_det.engine.dry_run import dry_run  # noqa: E402
+from qbheat_det.engine.replay import replay_failure  # noqa: E402
+from qbheat_det.errors import exit_with_sentence  # noqa: E402
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

@@ -39,27 +39,24 @@ class MovingAverage(HookBase):
         self._average.update(self._model, step=self.trainer.iter + 1)
 
 
-class EvaluateAndSave(HookBase):
-    """Evaluates and saves, each in its period and both at the end.
+class Evaluate(HookBase):
+    """Evaluates in its period and at the end, and exports the best weights so far.
 
-    Evaluation comes first, so that a checkpoint knows all results up to its iteration, and a
-    resumed run leaves none out. Should evaluation fail, the checkpoint is saved all the same.
+    It stands before the hook that saves, so that a checkpoint knows all results up to its
+    iteration, and a resumed run leaves none out. Should evaluation fail, a checkpoint is saved all
+    the same.
     """
 
     trainer: "Trainer"
 
-    def __init__(self, *, eval_period: int, save_period: int, best_metric: str, kept: int) -> None:
+    def __init__(self, *, period: int, best_metric: str) -> None:
         """
         Args:
-            eval_period: iterations; 0 evaluates at the end only.
-            save_period: iterations.
+            period: iterations; 0 evaluates at the end only.
             best_metric: "task/metric" that decides which weights are the best; higher is better.
-            kept: how many periodic checkpoints stay; 0 for all.
         """
-        self._eval_period = eval_period
-        self._save_period = save_period
+        self._period = period
         self._best_metric = best_metric
-        self._kept = kept
         self.best: dict[str, float] = {}
         """``value`` and ``iteration`` of the best evaluation so far."""
 
@@ -72,31 +69,15 @@ class EvaluateAndSave(HookBase):
         self.best = dict(state_dict)
 
     def after_step(self) -> None:
-        """Evaluates and saves where it is time to."""
-        done = self.trainer.iter + 1
-        is_last = done >= self.trainer.max_iter
-        evaluates = is_last or _is_due(done, self._eval_period)
-        saves = is_last or _is_due(done, self._save_period)
-        if evaluates or saves:
-            self._average_batch_statistics()
-        if evaluates and self.trainer.cfg.DATASETS.TEST:
-            try:
-                self._evaluate()
-            except Exception:
-                self.trainer.save(f"model_{self.trainer.iter:07d}")
-                raise
-        if saves:
-            self.trainer.save("model_final" if is_last else f"model_{self.trainer.iter:07d}")
-            self._remove_old()
-        if is_last:
-            self.trainer.export("model_final")
-
-    def _average_batch_statistics(self) -> None:
-        """Makes BatchNorm's statistics the same on all processes, as saved and as evaluated."""
-        if comm.get_world_size() > 1:
-            # Not a set: its order may differ between the processes, which must go in step.
-            for model in dict.fromkeys((self.trainer.bare_model, self.trainer.evaluated_model)):
-                distribute_bn(model, comm.get_world_size(), reduce=True)
+        """Evaluates where it is time to, if there is something to evaluate on."""
+        if not (self.trainer.cfg.DATASETS.TEST and _is_due(self.trainer, self._period)):
+            return
+        average_batch_statistics(self.trainer)
+        try:
+            self._evaluate()
+        except Exception:
+            self.trainer.save(f"model_{self.trainer.iter:07d}")
+            raise
 
     def _evaluate(self) -> None:
         results = self.trainer.evaluate()
@@ -119,6 +100,36 @@ class EvaluateAndSave(HookBase):
                 self.best["value"],
             )
 
+
+class Save(HookBase):
+    """Saves in its period and at the end; what is older than the newest few is removed.
+
+    It stands last, so that a resumed run finds all that was logged before.
+    """
+
+    trainer: "Trainer"
+
+    def __init__(self, *, period: int, kept: int) -> None:
+        """
+        Args:
+            period: iterations.
+            kept: how many periodic checkpoints stay; 0 for all.
+        """
+        self._period = period
+        self._kept = kept
+
+    def after_step(self) -> None:
+        """Saves where it is time to."""
+        if not _is_due(self.trainer, self._period):
+            return
+        average_batch_statistics(self.trainer)
+        if _is_last(self.trainer):
+            self.trainer.export("model_final")
+            self.trainer.save("model_final")
+        else:
+            self.trainer.save(f"model_{self.trainer.iter:07d}")
+        self._remove_old()
+
     def _remove_old(self) -> None:
         if not (self._kept and comm.is_main_process()):
             return
@@ -126,6 +137,14 @@ class EvaluateAndSave(HookBase):
         periodic = sorted(path for path in folder.iterdir() if _PERIODIC.fullmatch(path.name))
         for path in periodic[: -self._kept]:
             path.unlink()
+
+
+def average_batch_statistics(trainer: "Trainer") -> None:
+    """Makes BatchNorm's statistics the same on all processes, as saved and as evaluated."""
+    if comm.get_world_size() > 1:
+        # Not a set: its order may differ between the processes, which must go in step.
+        for model in dict.fromkeys((trainer.bare_model, trainer.evaluated_model)):
+            distribute_bn(model, comm.get_world_size(), reduce=True)
 
 
 def build_average(model: nn.Module, *, decay: float, warmup: bool) -> ModelEmaV3:
@@ -139,5 +158,9 @@ def build_average(model: nn.Module, *, decay: float, warmup: bool) -> ModelEmaV3
     return ModelEmaV3(model, decay=decay, use_warmup=warmup)
 
 
-def _is_due(done: int, period: int) -> bool:
-    return period > 0 and done % period == 0
+def _is_due(trainer: "Trainer", period: int) -> bool:
+    return _is_last(trainer) or (period > 0 and (trainer.iter + 1) % period == 0)
+
+
+def _is_last(trainer: "Trainer") -> bool:
+    return bool(trainer.iter + 1 >= trainer.max_iter)

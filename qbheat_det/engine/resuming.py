@@ -119,8 +119,11 @@ def _weights_of(folder: Path) -> str:
     config_file = folder / "config.yaml"
     if not config_file.is_file():
         return ""
-    content = yaml.safe_load(config_file.read_text(encoding="utf-8"))
-    return str(content.get("MODEL", {}).get("WEIGHTS", ""))
+    try:
+        content = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        return str(content["MODEL"]["WEIGHTS"])
+    except (KeyError, TypeError, UnicodeDecodeError, yaml.YAMLError):  # written by someone else
+        return ""
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

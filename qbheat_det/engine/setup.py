@@ -14,7 +14,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_setup
 from detectron2.utils import comm
 
-from qbheat_det.checkpoint import check_weights_file, class_names_of
+from qbheat_det.checkpoint import check_weights_file, class_names_of, write_atomically
 from qbheat_det.config import load_config
 from qbheat_det.data import (
     CocoSummary,
@@ -27,6 +27,7 @@ from qbheat_det.data import (
 from qbheat_det.errors import UserError
 
 from .resuming import check_verbs
+from .run_config import load_run_config
 
 _GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
@@ -52,7 +53,7 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     Raises:
         UserError: the config or the data is not sound.
     """
-    cfg = load_config(args.config_file or None, args.opts)
+    cfg = _load(args)
     check_verbs(cfg, args)
     _choose_device(cfg, asked_for="MODEL.DEVICE" in args.opts[::2])
     if cfg.SEED < 0:  # drawn once for all processes, and written down
@@ -73,6 +74,13 @@ def build_config(args: argparse.Namespace) -> CfgNode:
         for name in used:
             _check_content(cfg, name)
     cfg.freeze()
+    return cfg
+
+
+def _load(args: argparse.Namespace) -> CfgNode:
+    cfg = load_config(args.config_file or None, args.opts)
+    if args.eval_only and cfg.MODEL.WEIGHTS and not args.config_file:
+        return load_run_config(cfg.MODEL.WEIGHTS, opts=args.opts)  # trained weights bring theirs
     return cfg
 
 
@@ -128,7 +136,7 @@ def _kept(path: Path) -> Iterator[None]:
     if not comm.is_main_process():
         return
     if before is not None:
-        path.write_bytes(before)
+        write_atomically(path, lambda stream: stream.write(before))
     else:
         path.unlink(missing_ok=True)
 
@@ -144,7 +152,8 @@ def _check_content(cfg: CfgNode, name: str) -> None:
         name,
         records,
         num_classes=len(cfg.MODEL.CLASS_NAMES),
-        filter_empty=name in cfg.DATASETS.TRAIN and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+        # Of several sets, one may be without boxes: Detectron2 filters them together.
+        filter_empty=[name] == list(cfg.DATASETS.TRAIN) and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
     )
     if cfg.DATASETS.CHECK_IMAGES:

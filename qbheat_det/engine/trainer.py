@@ -42,7 +42,7 @@ from qbheat_det.solver import (
 
 from .evaluation import Evaluation
 from .failure import failed_step
-from .hooks import EvaluateAndSave, MovingAverage, build_average
+from .hooks import Evaluate, MovingAverage, Save, build_average
 from .launch import distribute
 from .resuming import check_continues, describe_resumption
 from .run_record import find_commit
@@ -165,23 +165,16 @@ class Trainer(DefaultTrainer):
 
     def build_hooks(self) -> list[HookBase | None]:
         """Everything between steps, in order."""
-        cfg = self.cfg
-        average = MovingAverage(self._average, self.bare_model) if self._average else None
-        built = [
+        cfg, main = self.cfg, comm.is_main_process()
+        return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            average,
+            MovingAverage(self._average, self.bare_model) if self._average else None,
             self._build_precise_bn(),
-            EvaluateAndSave(
-                eval_period=cfg.TEST.EVAL_PERIOD,
-                save_period=cfg.SOLVER.CHECKPOINT_PERIOD,
-                best_metric=cfg.TEST.BEST_METRIC,
-                kept=cfg.SOLVER.CHECKPOINTS_KEPT,
-            ),
+            Evaluate(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
+            hooks.PeriodicWriter(self.build_writers(), cfg.SOLVER.LOG_PERIOD) if main else None,
+            Save(period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT),
         ]
-        if comm.is_main_process():
-            built.append(hooks.PeriodicWriter(self.build_writers(), cfg.SOLVER.LOG_PERIOD))
-        return built
 
     def build_writers(self) -> list[EventWriter]:
         """See ``qbheat_det.engine.writers``."""
