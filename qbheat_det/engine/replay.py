@@ -116,7 +116,7 @@ def _losses(
         losses = model(batch, *arguments)
     if isinstance(losses, Tensor):
         losses = {"loss": losses}
-    if arguments or getattr(model, "normalizes_losses", False):
+    if hasattr(model, "loss_counts"):
         weight = 1 / cfg.SOLVER.ACCUMULATE
     else:
         weight = len(batch) * failed.num_processes / cfg.SOLVER.IMS_PER_BATCH

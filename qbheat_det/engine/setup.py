@@ -13,6 +13,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_setup
 from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
 
 from qbheat_det.checkpoint import check_weights_file, class_names_of, write_atomically
 from qbheat_det.config import load_config
@@ -103,6 +104,7 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
     with _kept(Path(cfg.OUTPUT_DIR) / "config.yaml"):
         default_setup(cfg, args)
+    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="qbheat_det")
     # The sentence of a person's mistake is printed at the end; Detectron2's loop would put a
     # traceback before it.
     logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_mistake)

@@ -34,11 +34,12 @@ OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], Non
 class StepTrainer(SimpleTrainer):
     """Takes one batch of the loader and makes one step of the optimizer.
 
-    A model that divides its losses by counts, such as that of the boxes, may offer
-    ``loss_normalizers(batched_inputs) -> Tensor`` (D,), the counts of a batch, and take their mean
-    over all micro-batches and processes as a second argument of ``forward``. One that divides by
-    counts over all processes without help sets ``normalizes_losses = True``. The losses of any
-    other model are taken for means over images.
+    A model that divides its losses by counts, such as that of the boxes, offers two methods:
+    ``loss_counts(batched_inputs) -> Tensor`` (D,), the counts of a batch, and
+    ``loss_normalizers(counts, parts) -> Tensor`` (D,), what each part of an effective batch is to
+    divide by, from the sum of all counts. Where a step is cut into micro-batches, ``forward`` gets
+    the latter as its second argument; where it is not, the model sums over processes by itself.
+    The losses of a model without these are taken for means over images.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class StepTrainer(SimpleTrainer):
         batches = self._micro_batches(next(self._data_loader_iter))
         data_time = time.perf_counter() - start
         seed_step(self.seed, self.iter, comm.get_rank())
-        normalizers = self._mean_normalizers(batches)
+        normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         for index, batch in enumerate(batches):
             with self._gradients_synchronized(last=index == len(batches) - 1):
@@ -129,13 +130,13 @@ class StepTrainer(SimpleTrainer):
             )
         return cut(share, self.accumulate)
 
-    def _mean_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
-        """Returns (D,), the mean of the model's counts over micro-batches and processes, if any."""
-        if not hasattr(self._bare, "loss_normalizers"):
+    def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
+        """Returns what each micro-batch divides its losses by, where the model must be told."""
+        if len(batches) == 1 or not hasattr(self._bare, "loss_counts"):
             return ()
-        total = torch.stack([self._bare.loss_normalizers(batch) for batch in batches]).sum(dim=0)
-        _all_reduce(total)
-        return (total / (len(batches) * comm.get_world_size()),)
+        counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
+        _all_reduce(counts)
+        return (self._bare.loss_normalizers(counts, len(batches) * comm.get_world_size()),)
 
     def _weighted_losses(
         self, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
@@ -147,7 +148,7 @@ class StepTrainer(SimpleTrainer):
             losses = self.model(batch, *normalizers)
         if isinstance(losses, Tensor):
             losses = {"loss": losses}
-        if normalizers or getattr(self._bare, "normalizes_losses", False):
+        if hasattr(self._bare, "loss_counts"):
             weight = 1 / self.accumulate
         else:
             weight = len(batch) * comm.get_world_size() / self.batch_size

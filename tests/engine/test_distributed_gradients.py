@@ -20,6 +20,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "a frozen backbone": {"opts": ("MODEL.BACKBONE.FREEZE_AT", 5)},
     "a partly frozen backbone": {"opts": ("MODEL.BACKBONE.FREEZE_AT", 3)},
     "uneven shares": {"batches": ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))},
+    "micro-batches of one image": {"accumulate": 2},
+    "uneven micro-batches": {"batches": ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0)), "accumulate": 2},
 }
 UNEVEN = KINDS["uneven shares"]["batches"]
 DETECTRON2 = "Detectron2's RetinaNet"
@@ -30,8 +32,6 @@ EXACT_CASES = {
     for name, path in BOTH.items()
     for kind, special in KINDS.items()
 }
-# One image each.
-EXACT_CASES["MF-DETR, micro-batches"] = Case(MF_DETR, accumulate=2)
 CASES = {
     **EXACT_CASES,
     SYNCED: Case(MF_DETR, UNEVEN, SYNC_BN, batch_statistics=True),

@@ -36,12 +36,15 @@ class MeanOverImages(nn.Module):
 class MeanOverBoxes(MeanOverImages):
     """One loss: the sum over images, divided by the count of boxes that all of them have."""
 
-    def loss_normalizers(self, batch: Batch) -> Tensor:
+    def loss_counts(self, batch: Batch) -> Tensor:
         return torch.tensor([float(sum(entry["boxes"] for entry in batch))])
+
+    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+        return counts / parts
 
     def forward(self, batch: Batch, normalizers: Tensor | None = None) -> dict[str, Tensor]:
         if normalizers is None:
-            normalizers = self.loss_normalizers(batch)
+            normalizers = self.loss_counts(batch)
         inputs = torch.stack([entry["image"] * entry["boxes"] for entry in batch])
         return {"loss": (inputs * self.weight).square().sum() / normalizers[0].clamp(min=1e-6)}
 

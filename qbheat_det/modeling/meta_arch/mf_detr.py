@@ -133,8 +133,8 @@ class MFDETR(nn.Module):
             batched_inputs: dicts of a dataset mapper: "image" (3, H, W), in training "instances"
                 with ``gt_boxes`` (absolute XYXY) and ``gt_classes``; "height" and "width" of the
                 wanted output in inference, the image's own by default.
-            normalizers: in training, the mean of ``loss_normalizers`` over all parts of the
-                effective batch; over the processes of this call if None.
+            normalizers: in training, what ``loss_normalizers`` gave for the effective batch; of
+                the processes of this call if None.
 
         Returns:
             A dict of losses in training; else a list of {"instances": Instances} with
@@ -151,15 +151,23 @@ class MFDETR(nn.Module):
             for entry, result in zip(batched_inputs, results, strict=True)
         ]
 
-    def loss_normalizers(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (2,): what the sums of the classes' and boxes' losses of a batch are divided by.
+    def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns (2,): what a batch's losses of classes and boxes are divided by, were it alone.
 
-        Known from the ground truth alone, so that a step that is cut into micro-batches can be
-        normalised as a whole.
+        Known from the ground truth, before anything is computed.
         """
         counts = [len(entry["instances"]) for entry in batched_inputs]
         normalizers = self.criterion.normalizers(counts, self.decoder.num_queries)
         return self.pixel_mean.new_tensor(normalizers)
+
+    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+        """Returns (2,): what each part of an effective batch divides by, so that their mean fits.
+
+        Args:
+            counts: (2,), sum of ``loss_counts`` over all parts.
+            parts: how many there are, over micro-batches and processes.
+        """
+        return counts / parts
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""

@@ -4,9 +4,11 @@
 Detectron2 divides both losses by a running mean of the number of positive anchors, kept by each
 process for its own images and lost on resume. Gradients then depend on how a batch is spread
 over processes, which a test on two processes shows. Here the running mean is of all processes
-together and part of the state. All else is Detectron2's, parameter names included.
+together, moves once a step, and is part of the state. All else is Detectron2's, parameter names
+included.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,14 +21,11 @@ from torch import Tensor
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(RetinaNet):
-    """RetinaNet whose processes give the gradients of one process with the joined batch.
+    """RetinaNet with the gradients of the effective batch, however it is cut into parts.
 
-    In one process it is Detectron2's ``RetinaNet``. Where a step is cut into micro-batches, the
-    running mean is that of micro-batches: it moves once for each of them, not once a step.
+    Parts are the shares of processes and the micro-batches of each. In one process that takes a
+    batch whole it is Detectron2's ``RetinaNet``.
     """
-
-    normalizes_losses = True
-    """Says that the mean of the processes' losses is the loss, however uneven their shares."""
 
     @configurable
     def __init__(self, **kwargs: Any) -> None:
@@ -38,7 +37,42 @@ class SyncRetinaNet(RetinaNet):
         # Detectron2's name and first value.
         self.register_buffer("loss_normalizer", torch.tensor(100.0))
         self.loss_normalizer: Tensor
-        self._num_positives = torch.tensor(0.0)
+        self._normalizers: Tensor | None = None
+
+    def forward(
+        self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
+    ) -> Any:
+        """As in ``RetinaNet``.
+
+        Args:
+            batched_inputs: as there.
+            normalizers: in training, what ``loss_normalizers`` gave for the effective batch; of
+                the processes of this call if None.
+        """
+        self._normalizers = normalizers
+        return super().forward(batched_inputs)
+
+    def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns (1,): the positive anchors of a batch, by labelling alone."""
+        height, width = self.preprocess_image(batched_inputs).tensor.shape[-2:]
+        maps = [
+            torch.empty(0, math.ceil(height / stride), math.ceil(width / stride))
+            for stride in self.anchor_generator.strides
+        ]
+        truth = [entry["instances"].to(self.device) for entry in batched_inputs]
+        labels, _ = self.label_anchors(self.anchor_generator(maps), truth)
+        return self._count_positives(labels)
+
+    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+        """Moves the running mean on by one step; returns (1,), what each part divides by.
+
+        Args:
+            counts: (1,), the positive anchors of the effective batch.
+            parts: how many parts it is cut into.
+        """
+        momentum = 0.9  # Detectron2's
+        self.loss_normalizer.mul_(momentum).add_(counts[0].clamp(min=1), alpha=1 - momentum)
+        return self.loss_normalizer[None] / parts
 
     def losses(
         self,
@@ -49,20 +83,20 @@ class SyncRetinaNet(RetinaNet):
         gt_boxes: list[Tensor],
     ) -> dict[str, Tensor]:
         """As in ``RetinaNet``, which asks ``_ema_update`` for what it divides by."""
-        labels = torch.stack(gt_labels)
-        total = ((labels >= 0) & (labels != self.num_classes)).sum().float()
-        if comm.get_world_size() > 1:
-            torch.distributed.all_reduce(total)
-        self._num_positives = total
+        if self._normalizers is None:
+            total = self._count_positives(gt_labels)
+            if comm.get_world_size() > 1:
+                torch.distributed.all_reduce(total)
+            self._normalizers = self.loss_normalizers(total, comm.get_world_size())
         return super().losses(anchors, pred_logits, gt_labels, pred_anchor_deltas, gt_boxes)
 
-    def _ema_update(
-        self, name: str, value: float, initial_value: float, momentum: float = 0.9
-    ) -> Tensor:
-        # ``value`` cannot be summed over processes: it is 1 where there are no positives at all.
-        total = self._num_positives.clamp(min=1)
-        self.loss_normalizer.mul_(momentum).add_(total, alpha=1 - momentum)
-        return self.loss_normalizer / comm.get_world_size()
+    def _count_positives(self, gt_labels: list[Tensor]) -> Tensor:
+        labels = torch.stack(gt_labels)  # (N, R): -1 where ignored, K where background
+        return ((labels >= 0) & (labels != self.num_classes)).sum().float()[None]
+
+    def _ema_update(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._normalizers is not None
+        return self._normalizers[0]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
