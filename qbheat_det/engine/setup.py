@@ -67,12 +67,14 @@ def build_config(args: argparse.Namespace) -> CfgNode:
         raise UserError(f"the config names no dataset; {_GIVE_YOUR_OWN}")
     for name in used:
         _check_dataset(name)
-    use_classes_of(cfg, used[0])
-    _check_overrides(cfg, args)
+    labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
+    if labelled:
+        use_classes_of(cfg, labelled[0])
+        _check_overrides(cfg, args)
     if args.eval_only and cfg.MODEL.WEIGHTS:
         _check_classes_of_weights(cfg)
     if comm.is_main_process():
-        for name in used:
+        for name in labelled:
             _check_content(cfg, name)
     cfg.freeze()
     return cfg
