@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.structures import ImageList, Instances
+from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -51,14 +52,15 @@ def replay_failure(
         bad_buffers=[name for name in bad if name not in failed.gradients],
         bad_last_gradients=_not_finite(failed.gradients),
     )
-    _run_step(cfg, model, failed, report)
-    report.bad_gradients = _not_finite({name: p.grad for name, p in model.named_parameters()})
-    _restore(model, failed)  # the forward pass moved the statistics of BatchNorm
-    report.images = [
-        _report_image(cfg, model, failed, entry, run=each_image)
-        for batch in failed.batches
-        for entry in batch
-    ]
+    with EventStorage(failed.iteration):  # which Detectron2's detectors write to in training
+        _run_step(cfg, model, failed, report)
+        report.bad_gradients = _not_finite({name: p.grad for name, p in model.named_parameters()})
+        _restore(model, failed)  # the forward pass moved the statistics of BatchNorm
+        report.images = [
+            _report_image(cfg, model, failed, entry, run=each_image)
+            for batch in failed.batches
+            for entry in batch
+        ]
     return report
 
 
@@ -167,11 +169,8 @@ def _report_image(
         return report
     seed_step(failed.seed, failed.iteration, failed.rank)
     try:
-        # Alone, an image is normalised by its own counts, as a batch of one is.
-        alone = [entry]
-        counting: Callable[..., Tensor] | None = getattr(model, "loss_normalizers", None)
         with torch.no_grad(), _autocast(cfg):
-            losses = model(alone, counting(alone)) if counting else model(alone)
+            losses = model([entry])
         losses = {"loss": losses} if isinstance(losses, Tensor) else losses
         values = {name: float(value) for name, value in losses.items()}
     except Exception as error:

@@ -10,6 +10,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, build_model
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
+from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.config import get_cfg
@@ -18,6 +19,7 @@ from qbheat_det.engine.plain_data import from_plain, to_plain
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.engine.seeding import seed_step
 from qbheat_det.errors import UserError
+from tests.engine.gradient_cases import MF_DETR, RETINANET, Case, make_case_config, make_image
 from tests.engine.tiny_detectors import make_retinanet_config
 
 
@@ -173,6 +175,30 @@ def test_a_replay_names_the_module_the_image_and_the_gradients(tmp_path: Path) -
     text = str(report)
     assert "First output that is not finite: logarithm (Logarithm), 1 of 2 values" in text
     assert "2.jpg (id 2)  6 x 8, 1 box, loss" in text
+
+
+@pytest.mark.parametrize("config", [MF_DETR, RETINANET])
+def test_the_packages_detectors_run_again_as_a_batch_and_image_by_image(
+    tmp_path: Path, config: str
+) -> None:
+    path = tmp_path / "step.pt"
+    cfg = make_case_config(Case(config), "cpu")
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    model = build_model(cfg).train()
+    batch = [make_image(0), make_image(1)]
+    seed_step(3, 5, 0)
+    with EventStorage():
+        losses = {name: value.item() for name, value in model(batch).items()}
+    dump_failure(
+        path, cfg=cfg, model=model, batched_inputs=[batch], iteration=5, seed=3, losses=losses
+    )
+    report = replay_failure(path)
+    assert report.error == ""
+    # RetinaNet's running mean in the file has moved already, and moves again.
+    assert report.losses == pytest.approx(losses, rel=1e-5 if config == MF_DETR else 0.2)
+    for image in report.images:
+        assert image.error == ""
+        assert image.losses.keys() == losses.keys()
 
 
 def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
