@@ -4,6 +4,8 @@
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
+from .pretraining_keys import add_pretraining_keys
+
 
 def get_cfg() -> CfgNode:
     """Returns a copy of Detectron2's default config with this package's keys added."""
@@ -23,6 +25,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     # "s8" and "s16" become P3 ... P7.
     cfg.MODEL.FPN.TOP_LEVELS = 3
     _add_mf_detr(cfg)
+    add_pretraining_keys(cfg)
 
     # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does.
     cfg.INPUT.DATASET_MAPPER_NAME = "default"
@@ -45,6 +48,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
 
 def _add_solver(cfg: CfgNode) -> None:
     cfg.SOLVER.OPTIMIZER = "SGD"  # "SGD" or "ADAMW"
+    cfg.SOLVER.BETAS = (0.9, 0.999)  # of AdamW
     cfg.SOLVER.BACKBONE_MULTIPLIER = 1.0  # learning rate of the backbone relative to the rest
     # Factor on the learning rate from each layer of the backbone to the one before it.
     cfg.SOLVER.LAYER_DECAY = 1.0

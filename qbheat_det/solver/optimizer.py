@@ -37,7 +37,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     arguments: dict[str, Any]
     _check_settings(cfg)
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
-        optimizer, arguments = torch.optim.AdamW, {}
+        optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
         optimizer = torch.optim.SGD
         arguments = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
@@ -174,6 +174,8 @@ def _check_settings(cfg: CfgNode) -> None:
         raise UserError(
             f"SOLVER.BACKBONE_MULTIPLIER is a factor from 0 on, not {solver.BACKBONE_MULTIPLIER}"
         )
+    if len(solver.BETAS) != 2 or not all(0 <= beta < 1 for beta in solver.BETAS):
+        raise UserError(f"SOLVER.BETAS are two factors in [0, 1), not {solver.BETAS}")
     if clip.ENABLED and clip.CLIP_TYPE not in _CLIP_TYPES:
         raise UserError(
             f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is one of {_CLIP_TYPES}, not '{clip.CLIP_TYPE}'"

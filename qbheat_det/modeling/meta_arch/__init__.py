@@ -2,6 +2,7 @@
 """Meta-architectures; importing this package registers them."""
 
 from .mf_detr import MFDETR
+from .qb_heat import QBHeat
 from .retinanet import SyncRetinaNet
 
-__all__ = ["MFDETR", "SyncRetinaNet"]
+__all__ = ["MFDETR", "QBHeat", "SyncRetinaNet"]

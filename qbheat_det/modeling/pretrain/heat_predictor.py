@@ -1,0 +1,157 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Linear prediction of masked features from visible ones.
+
+Paper: QB-Heat, arXiv:2211.13228, Eq. 5, Sec. 4.1 and Appendix A. A feature moves by a finite
+difference, z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight directions.
+
+Not said there and chosen here: the learned matrix is M = Δx A itself and starts at zero; the
+diagonal C_ij goes the way of A_i and of B_j.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .visible_quarter import PLACES_OF
+
+DIRECTIONS: dict[str, tuple[int, int]] = {
+    "A1": (1, 0),
+    "A2": (-1, 0),
+    "B1": (0, 1),
+    "B2": (0, -1),
+    "C11": (1, 1),
+    "C12": (1, -1),
+    "C21": (-1, 1),
+    "C22": (-1, -1),
+}
+"""Signs of Δx (to the right) and Δy (down) of each matrix, by its name in the paper."""
+_NAMES = {signs: name for name, signs in DIRECTIONS.items()}
+_EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
+
+
+class LinearModels(nn.Module):
+    """The matrices of one scale, each (C, C): A, B and C of the paper times their offset.
+
+    The explicit ones are parameters of the same names, the implicit ones follow from these.
+    """
+
+    def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
+        """
+        Args:
+            dim: C.
+            num_models: 8, 4 or 2 explicit ones.
+            offset: Δx and Δy as a part of the image's side; A is ``matrices()["A1"] / offset``.
+
+        Raises:
+            ValueError: another number of explicit models.
+        """
+        super().__init__()
+        if num_models not in _EXPLICIT:
+            raise ValueError(f"NUM_MODELS is one of {tuple(_EXPLICIT)}, not {num_models}")
+        self.offset = offset
+        for name in _EXPLICIT[num_models]:
+            self.register_parameter(name, nn.Parameter(torch.zeros(dim, dim)))
+
+    def matrices(self) -> dict[str, Tensor]:
+        """Returns all eight by the names of ``DIRECTIONS``, with gradients, in float32."""
+        models: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        for name in ("A", "B"):  # Eq. 9
+            models.setdefault(f"{name}2", -models[f"{name}1"])
+        # Autocast would round the products, and with them what the eight have in common.
+        with torch.autocast(models["A1"].device.type, enabled=False):
+            for i, j in product("12", "12"):
+                if f"C{i}{j}" not in models:  # Eq. 12
+                    a, b = models[f"A{i}"], models[f"B{j}"]
+                    models[f"C{i}{j}"] = a + b + (a @ b + b @ a) / 2
+        return models
+
+
+class HeatPredictor(nn.Module):
+    """From the features of the visible quarter to those of the whole image.
+
+    A visible corner predicts the three other quarters, over half the image. The four quarters of a
+    visible centre each predict the three blocks outward of them, over a quarter of the image.
+    Either way a block stands in one corner of an area of twice its side and fills the rest.
+    """
+
+    def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
+        """
+        Args:
+            dim: C of the features.
+            num_models: explicit linear models of a scale: 8, 4 or 2.
+            visible: "corner", "centre" or "both": the scales to be had.
+
+        Raises:
+            ValueError: another number of models, or another kind of visible quarter.
+        """
+        super().__init__()
+        if visible not in PLACES_OF:
+            raise ValueError(f"VISIBLE is one of {tuple(PLACES_OF)}, not '{visible}'")
+        self.dim = dim
+        self.visible = visible
+        offsets = {"corner": 1 / 2, "centre": 1 / 4}
+        self.scales = nn.ModuleDict(
+            {
+                kind: LinearModels(dim=dim, num_models=num_models, offset=offset)
+                for kind, offset in offsets.items()
+                if visible in (kind, "both")
+            }
+        )
+
+    def forward(self, z: Tensor, counts: Sequence[int]) -> Tensor:
+        """
+        Args:
+            z: (N, H, W, C), features of visible quarters, those with the same place side by side.
+            counts: how many there are at each of ``PLACES``. A place whose scale the predictor
+                does not have has none.
+
+        Returns:
+            (N, 2H, 2W, C), the visible features in their place and the predicted ones around.
+        """
+        *corners, centre = z.split(list(counts))
+        # Empty groups take part, so that every matrix has a gradient on every process.
+        whole = []
+        if "corner" in self.scales:
+            models = self._matrices("corner")
+            whole += [extend(group, corner, models) for corner, group in enumerate(corners)]
+        if "centre" in self.scales:
+            models = self._matrices("centre")
+            # The centre's quarter lies in that corner of the image's quarter which faces it.
+            blocks = [block for row in centre.chunk(2, dim=1) for block in row.chunk(2, dim=2)]
+            whole.append(_tile([extend(block, 3 - i, models) for i, block in enumerate(blocks)]))
+        return torch.cat(whole)
+
+    def _matrices(self, scale: str) -> dict[str, Tensor]:
+        return cast(LinearModels, self.scales[scale]).matrices()
+
+
+def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
+    """Predicts in the three directions that lead away from a corner.
+
+    Args:
+        z: (N, H, W, C), features of a block.
+        corner: where the block stands, as an index into ``CORNERS``.
+        models: (C, C) for each of ``DIRECTIONS``.
+
+    Returns:
+        (N, 2H, 2W, C), the block in its corner and the predictions in the others.
+    """
+    row, column = divmod(corner, 2)
+    others = [place for place in product((0, 1), (0, 1)) if place != (row, column)]
+    weight = torch.cat([models[_NAMES[right - column, down - row]] for down, right in others])
+    # The identity is added apart: in bfloat16, I + M would lose a small M.
+    blocks = [z + change for change in F.linear(z, weight).chunk(3, dim=-1)]
+    blocks.insert(corner, z)
+    return _tile(blocks)
+
+
+def _tile(blocks: Sequence[Tensor]) -> Tensor:
+    """Puts four blocks (N, H, W, C), in the order of ``CORNERS``, into one (N, 2H, 2W, C)."""
+    top_left, top_right, bottom_left, bottom_right = blocks
+    top = torch.cat([top_left, top_right], dim=2)
+    bottom = torch.cat([bottom_left, bottom_right], dim=2)
+    return torch.cat([top, bottom], dim=1)

@@ -1,0 +1,94 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The decoder of pre-training: a small transformer from features to pixels.
+
+Papers: QB-Heat, arXiv:2211.13228, Sec. 4.2; after "Masked Autoencoders Are Scalable Vision
+Learners" (MAE), arXiv:2111.06377, whose heads, MLP, positions and initialisation it has.
+"""
+
+from functools import partial
+
+from timm.layers import build_sincos2d_pos_embed
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ReconstructionDecoder(nn.Module):
+    """Pre-norm transformer blocks over all positions, visible and predicted, and a linear head."""
+
+    def __init__(
+        self,
+        *,
+        in_channels: int,
+        grid_size: int,
+        patch_size: int,
+        dim: int = 512,
+        depth: int = 6,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+    ) -> None:
+        """
+        Args:
+            in_channels: C of the features; a linear layer brings them to ``dim`` if it differs.
+            grid_size: G, rows and columns of the features.
+            patch_size: rows and columns of pixels that a position reconstructs.
+            dim: width of the blocks.
+            depth: number of blocks.
+            num_heads: of the attention.
+            mlp_ratio: hidden width of the feed-forward networks, in widths.
+
+        Raises:
+            ValueError: ``dim`` is not divisible by the number of heads and by 4.
+        """
+        super().__init__()
+        if dim % num_heads or dim % 4:
+            raise ValueError(
+                f"DECODER_DIM {dim} must be divisible by 4 and by DECODER_HEADS {num_heads}"
+            )
+        self.grid_size = grid_size
+        self.patch_size = patch_size
+        self.embed = nn.Identity() if in_channels == dim else nn.Linear(in_channels, dim)
+        position = build_sincos2d_pos_embed([grid_size, grid_size], dim)
+        self.register_buffer("position", position, persistent=False)
+        self.position: Tensor  # (G * G, dim)
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        self.blocks = nn.Sequential(
+            *(
+                Block(dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=True, norm_layer=norm)
+                for _ in range(depth)
+            )
+        )
+        self.norm = norm(dim)
+        self.head = nn.Linear(dim, 3 * patch_size**2)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    @property
+    def image_size(self) -> int:
+        """Side of the image in pixels."""
+        return self.grid_size * self.patch_size
+
+    def forward(self, z: Tensor) -> Tensor:
+        """
+        Args:
+            z: (N, G, G, C).
+
+        Returns:
+            (N, G * G, 3 * patch_size ** 2), pixels in the order of ``patchify``.
+        """
+        x = self.embed(z.flatten(1, 2)) + self.position
+        return self.head(self.norm(self.blocks(x)))
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """Cuts images (N, 3, S, S) into patches (N, G * G, 3 * patch_size ** 2), in row order."""
+    return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2)
+
+
+def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
+    """Undoes ``patchify``."""
+    grid_size = round(patches.shape[1] ** 0.5)
+    maps = patches.transpose(1, 2).unflatten(2, (grid_size, grid_size))
+    return F.pixel_shuffle(maps, patch_size)
