@@ -88,13 +88,12 @@ class SafeCheckpointer(DetectionCheckpointer):
         tag = Path(self.save_dir) / "last_checkpoint"
         write_atomically(tag, lambda stream: stream.write(last_filename_basename.encode()))
 
-    def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path leaves the model as it is.
 
         Args:
             path: ``.safetensors`` or PyTorch's format, here or behind an address.
-            args: ``checkpointables``, as in Detectron2: the names of those to load, all if None.
-            kwargs: the same.
+            checkpointables: names of those to load besides the model; all if None.
 
         Returns:
             What else the file holds, such as "iteration" and "info".
@@ -109,7 +108,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             path = self._fetch(path)
         # fvcore's own: Detectron2's reads options for its heuristic from behind a "?" in the path,
         # and its main trips over them in the next load where one has failed.
-        return dict(super(DetectionCheckpointer, self).load(path, *args, **kwargs))
+        return dict(super(DetectionCheckpointer, self).load(path, checkpointables))
 
     def has_checkpoint(self) -> bool:
         """Whether there is a tag to resume from, or a checkpoint that a kill left without one."""
@@ -177,6 +176,12 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         self._filename, self._file = filename, read_weights_file(filename)
+        lacks = [key for key in self.checkpointables if key not in self._file.rest]
+        if self._resuming and lacks:
+            raise UserError(
+                f"cannot resume from '{filename}': it holds no {' and no '.join(lacks)}, so it is "
+                "no checkpoint of this run; start a new run from its weights with MODEL.WEIGHTS"
+            )
         state = self._file.state if self._resuming else self._file.evaluated
         return {**self._file.rest, "model": state}
 

@@ -290,6 +290,12 @@ def test_resuming_where_nothing_is_whole_is_an_error(tmp_path: Path) -> None:
         _resume(tmp_path)
 
 
+def test_weights_without_the_rest_of_a_run_are_not_resumed_from(tmp_path: Path) -> None:
+    SafeCheckpointer(TinyDetector(), str(tmp_path)).save("model_0000003", iteration=3)
+    with pytest.raises(UserError, match=r"model_0000003\.pth': it holds no counter"):
+        _resume(tmp_path)
+
+
 def test_a_folder_without_checkpoints_starts_from_weights(tmp_path: Path) -> None:
     stored = save_detector(tmp_path / "w.safetensors")
     for folder in (tmp_path / "empty", tmp_path / "missing"):
