@@ -42,6 +42,10 @@ class Evaluation:
             return {}
         return next(iter(results.values())) if len(results) == 1 else results
 
+    def close(self) -> None:
+        """Ends the workers, which else wait until the garbage collector comes by."""
+        self._parts.clear()
+
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
         if name not in self._parts:
             loader = persistent(self._build_loader(self._cfg, name))

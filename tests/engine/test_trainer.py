@@ -178,21 +178,6 @@ def test_weights_alone_make_the_model_again(train_afresh: TrainAfresh, tmp_path:
     assert not any(model.load_state_dict(weights))
 
 
-def test_images_are_seen_through_the_same_workers_at_every_evaluation(
-    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[str] = []
-    build = Trainer.build_test_loader.__func__  # type: ignore[attr-defined]
-
-    def count(cls: type[Trainer], cfg: Any, name: str) -> Any:
-        built.append(name)
-        return build(cls, cfg, name)
-
-    monkeypatch.setattr(Trainer, "build_test_loader", classmethod(count))
-    train_afresh(tmp_path, {**SOON, "TEST.EVAL_PERIOD": "1", "DATALOADER.NUM_WORKERS": "1"})
-    assert built == ["custom_val"]
-
-
 def test_a_loss_that_is_not_finite_leaves_a_file_and_a_sentence(
     train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
