@@ -4,6 +4,7 @@
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
+from .pretraining_data_keys import add_pretraining_data_keys
 from .pretraining_keys import add_pretraining_keys
 
 
@@ -27,12 +28,14 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     _add_mf_detr(cfg)
     add_pretraining_keys(cfg)
 
-    # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does.
+    # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does,
+    # "pretrain" cuts out a random part of an image without annotations.
     cfg.INPUT.DATASET_MAPPER_NAME = "default"
     # Crop of the "detr" mapper: with probability 1/2 resize the shorter side to one of these
     # lengths (pixels), then crop height and width uniform in [min, max] (pixels). Empty: no crop.
     cfg.INPUT.DETR_CROP_RESIZE = [400, 500, 600]
     cfg.INPUT.DETR_CROP_RANGE = [384, 600]
+    add_pretraining_data_keys(cfg)
 
     # Read the header and the last bytes of every image file before training.
     cfg.DATASETS.CHECK_IMAGES = True
