@@ -1,0 +1,117 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Patches, the decoder and the loss, by hand arithmetic and by loops."""
+
+import pytest
+import torch
+
+from qbheat_det.modeling.pretrain import (
+    ReconstructionDecoder,
+    ReconstructionLoss,
+    patchify,
+    unpatchify,
+)
+
+PATCHES = torch.tensor([[[0.0, 0, 3], [1, 2, 3]]])
+PREDICTED = torch.tensor([[[0.0, 0, 0], [1, 1, 1]]])
+VISIBLE = torch.tensor([[True, False]])
+
+
+def test_patches_come_row_by_row_and_hold_the_pixels_of_their_square() -> None:
+    images = torch.randn(2, 3, 12, 12)
+    patches = patchify(images, 4)
+    assert patches.shape == (2, 9, 48)
+    for row in range(3):
+        for column in range(3):
+            square = images[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            torch.testing.assert_close(patches[:, 3 * row + column], square.flatten(1))
+
+
+def test_unpatchify_undoes_patchify() -> None:
+    images = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(unpatchify(patchify(images, 4), 4), images)
+
+
+@pytest.mark.parametrize(("positions", "expected"), [("masked", 5 / 3), ("all", 7 / 3)])
+def test_raw_pixels_give_the_mean_squared_error(positions: str, expected: float) -> None:
+    # The patches' errors are 9 / 3 and (0 + 1 + 4) / 3.
+    loss = ReconstructionLoss(positions=positions, normalize_patches=False)
+    found = loss(PREDICTED, PATCHES, VISIBLE)
+    torch.testing.assert_close(found, torch.tensor([expected]))
+
+
+def test_normalised_patches_have_mean_zero_and_variance_one() -> None:
+    # The second patch becomes (-1, 0, 1); the errors against ones are 4, 1 and 0.
+    found = ReconstructionLoss()(PREDICTED, PATCHES, VISIBLE)
+    torch.testing.assert_close(found, torch.tensor([5 / 3]), rtol=1e-5, atol=0)
+
+
+def test_predicting_zero_for_normalised_patches_costs_a_little_less_than_one() -> None:
+    patches = torch.randn(2, 4, 768)
+    visible = torch.tensor([[True, False, False, False]]).expand(2, 4)
+    found = ReconstructionLoss()(torch.zeros(2, 4, 768), patches, visible)
+    # The variance is that of a sample, with 767 in its denominator.
+    torch.testing.assert_close(found, torch.full((2,), 767 / 768), rtol=1e-5, atol=0)
+
+
+def test_the_loss_of_an_image_depends_on_nothing_but_its_masked_patches() -> None:
+    patches, predicted = torch.randn(2, 3, 4, 48).unbind()
+    visible = torch.tensor([[True, False, False, False]] * 3)
+    changed = predicted.clone()
+    changed[:, 0] = 100
+    changed[2] = 100
+    loss = ReconstructionLoss()
+    before, after = (loss(each, patches, visible) for each in (predicted, changed))
+    torch.testing.assert_close(after[:2], before[:2])
+    assert after[2] > before[2]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_restoring_undoes_the_normalisation(normalize: bool) -> None:
+    patches = 5 + 3 * torch.randn(2, 4, 48)
+    loss = ReconstructionLoss(normalize_patches=normalize)
+    mean = patches.mean(dim=-1, keepdim=True)
+    deviation = patches.std(dim=-1, keepdim=True)
+    target = (patches - mean) / deviation if normalize else patches
+    torch.testing.assert_close(loss.restore(target, patches), patches)
+
+
+def test_an_unknown_choice_of_positions_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"LOSS_ON is one of \('masked', 'all'\), not 'visible'"):
+        ReconstructionLoss(positions="visible")
+
+
+def make_decoder(in_channels: int = 16) -> ReconstructionDecoder:
+    return ReconstructionDecoder(
+        in_channels=in_channels, grid_size=4, patch_size=2, dim=16, depth=2, num_heads=4
+    ).eval()
+
+
+@pytest.mark.parametrize("in_channels", [16, 24])
+def test_a_decoder_gives_a_patch_for_each_position(in_channels: int) -> None:
+    decoder = make_decoder(in_channels)
+    assert decoder(torch.randn(3, 4, 4, in_channels)).shape == (3, 16, 12)
+    assert decoder.image_size == 8
+
+
+def test_equal_features_are_told_apart_by_their_position() -> None:
+    patches = make_decoder()(torch.ones(1, 4, 4, 16))[0]
+    distances = torch.cdist(patches, patches) + torch.eye(16)
+    assert distances.min() > 1e-3
+
+
+def test_each_position_reconstructs_from_all_others() -> None:
+    decoder = make_decoder()
+    z = torch.randn(1, 4, 4, 16)
+    moved = z.clone()
+    moved[0, 3, 3] += 1
+    change = (decoder(moved) - decoder(z)).abs().amax(dim=-1)
+    assert change.min() > 0
+
+
+def test_the_positions_are_no_weights() -> None:
+    assert not [name for name in make_decoder().state_dict() if "position" in name]
+
+
+def test_a_width_that_the_heads_do_not_divide_is_named() -> None:
+    with pytest.raises(ValueError, match="DECODER_DIM 18 must be divisible by 4"):
+        ReconstructionDecoder(in_channels=18, grid_size=4, patch_size=2, dim=18, num_heads=2)

@@ -1,0 +1,102 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Draws are balanced, and what is cropped is what is said to be visible."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from qbheat_det.modeling.pretrain import PLACES, VisibleQuarters, visible_positions
+
+CPU = torch.device("cpu")
+# First row and column of the visible quarter of 8 x 8, counted by hand.
+FIRST = {
+    "top_left": (0, 0),
+    "top_right": (0, 4),
+    "bottom_left": (4, 0),
+    "bottom_right": (4, 4),
+    "centre": (2, 2),
+}
+
+
+def test_eight_images_have_each_corner_once_and_the_centre_four_times() -> None:
+    for _ in range(20):
+        drawn = VisibleQuarters.draw(8, visible="both", device=CPU)
+        assert drawn.counts == (1, 1, 1, 1, 4)
+
+
+@pytest.mark.parametrize("visible", ["corner", "centre", "both"])
+@pytest.mark.parametrize("num_images", range(1, 14))
+def test_places_are_shared_out_as_evenly_as_the_batch_allows(visible: str, num_images: int) -> None:
+    for _ in range(10):
+        drawn = VisibleQuarters.draw(num_images, visible=visible, device=CPU)
+        *corners, _ = drawn.counts
+        assert sum(drawn.counts) == num_images
+        assert max(corners) - min(corners) <= 1
+        at_corners = {"corner": [num_images], "centre": [0]}.get(
+            visible, [num_images // 2, num_images - num_images // 2]
+        )
+        assert sum(corners) in at_corners
+        assert drawn.order.sort().values.tolist() == list(range(num_images))
+
+
+def test_a_single_image_comes_to_every_place_half_of_the_time_to_the_centre() -> None:
+    drawn = [VisibleQuarters.draw(1, visible="both", device=CPU) for _ in range(800)]
+    seen = Counter(PLACES[each.counts.index(1)] for each in drawn)
+    assert abs(seen["centre"] - 400) < 5 * 800**0.5 / 2  # five standard deviations
+    assert all(abs(seen[place] - 100) < 5 * (100 * 7 / 8) ** 0.5 for place in PLACES[:4])
+
+
+def test_images_come_to_the_places_in_random_order() -> None:
+    first = Counter(
+        int(VisibleQuarters.draw(4, visible="corner", device=CPU).order[0]) for _ in range(400)
+    )
+    assert all(abs(first[image] - 100) < 5 * (100 * 3 / 4) ** 0.5 for image in range(4))
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        draws.append(VisibleQuarters.draw(7, visible="both", device=CPU))
+    assert draws[0].counts == draws[1].counts
+    torch.testing.assert_close(draws[0].order, draws[1].order)
+
+
+def test_given_places_sort_the_images() -> None:
+    quarters = VisibleQuarters.at(["centre", "top_right", "top_left", "top_right"], device=CPU)
+    assert quarters.counts == (1, 2, 0, 0, 1)
+    assert quarters.order.tolist() == [2, 1, 3, 0]
+
+
+def test_an_unknown_place_is_named() -> None:
+    with pytest.raises(ValueError, match=r"one of \('top_left', .*, not all of \['middle'\]"):
+        VisibleQuarters.at(["middle"], device=CPU)
+
+
+def test_the_crop_is_the_visible_quarter_pixel_by_pixel() -> None:
+    names = ["centre", "bottom_left", "top_left", "bottom_right", "top_right", "bottom_left"]
+    images = torch.arange(6 * 2 * 8 * 8).reshape(6, 2, 8, 8)
+    quarters = VisibleQuarters.at(names, device=CPU)
+    crops = quarters.crop(images[quarters.order])
+    assert crops.shape == (6, 2, 4, 4)
+    for row, image in enumerate(quarters.order.tolist()):
+        top, left = FIRST[names[image]]
+        for y in range(4):
+            for x in range(4):
+                expected = images[image, :, top + y, left + x]
+                torch.testing.assert_close(crops[row, :, y, x], expected)
+
+
+def test_the_mask_marks_what_the_crop_takes() -> None:
+    masks = visible_positions(8)
+    for place, mask in zip(PLACES, masks, strict=True):
+        top, left = FIRST[place]
+        marked = {(y, x) for y in range(8) for x in range(8) if mask[y, x]}
+        assert marked == {(top + y, left + x) for y in range(4) for x in range(4)}
+
+
+def test_values_of_places_spread_to_the_images_there() -> None:
+    quarters = VisibleQuarters.at(["centre", "top_right", "centre"], device=CPU)
+    values = torch.arange(10).reshape(5, 2)
+    torch.testing.assert_close(quarters.spread(values), values[[1, 4, 4]])
