@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Tiny data, and a clean slate between runs in one process."""
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils import events
+from detectron2.utils.logger import setup_logger
 
 from qbheat_det.engine.setup import CUSTOM_TRAIN, CUSTOM_VAL
 
@@ -36,10 +38,16 @@ def train_afresh(tiny_data: Path) -> Iterator[TrainAfresh]:
     forget_runs()
 
 
-def forget_runs() -> None:
-    """Removes what a run leaves in Detectron2's global state."""
-    for name in (CUSTOM_TRAIN, CUSTOM_VAL):
+def forget_runs(*datasets: str) -> None:
+    """Removes what a run leaves in Detectron2's global state, and the named datasets."""
+    for name in (CUSTOM_TRAIN, CUSTOM_VAL, *datasets):
         if name in DatasetCatalog:
             DatasetCatalog.remove(name)
             MetadataCatalog.remove(name)
     events._CURRENT_STORAGE_STACK.clear()
+    setup_logger.cache_clear()  # else every run would write to the logs of all runs before it
+    for logger in map(logging.getLogger, ("detectron2", "fvcore", "qbheat_det")):
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.propagate = True

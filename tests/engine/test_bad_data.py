@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Bad data through tools/train_net.py: a sentence with file and id, before anything is written."""
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.engine.setup import CUSTOM_TRAIN, CUSTOM_VAL
+from tests.tool_modules import load_tool
+
+from .conftest import forget_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 Content = dict[str, Any]
@@ -29,12 +29,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, drawn: Path, tmp_path: Path) -> Iterator[Refused]:
     """Returns what spoils one split, runs the tool, and gives the sentence that it ends with."""
-    path = ROOT / "tools" / "train_net.py"
-    spec = importlib.util.spec_from_file_location("train_net", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_tool("train_net")
     monkeypatch.setattr(module, "run_distributed", lambda main, args: main(args))
 
     def run(
@@ -62,10 +57,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, drawn: Path, tmp_path: Path) -> Ite
         return error[0]
 
     yield run
-    for name in (CUSTOM_TRAIN, CUSTOM_VAL):
-        if name in DatasetCatalog:
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
+    forget_runs()
 
 
 def edit(change: Callable[[Content], object]) -> Callable[[Path], object]:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.utils import events
+from detectron2.data import DatasetCatalog
 
 from qbheat_det.data import ToySpec, prepare_toy_set, register_coco_json
 from qbheat_det.engine import Trainer
@@ -20,6 +19,8 @@ from qbheat_det.engine.dry_run_report import DryRunReport, format_duration
 from qbheat_det.engine.setup import use_classes_of
 from qbheat_det.errors import UserError
 from tests.engine.tiny_detectors import make_retinanet_config
+
+from .conftest import forget_runs
 
 NUM_IMAGES = 16
 
@@ -40,9 +41,7 @@ def cfg(tmp_path: Path) -> Iterator[CfgNode]:
     cfg.OUTPUT_DIR = str(tmp_path / "runs" / "first")
     use_classes_of(cfg, "dry")
     yield cfg
-    DatasetCatalog.remove("dry")
-    MetadataCatalog.remove("dry")
-    events._CURRENT_STORAGE_STACK.clear()
+    forget_runs("dry")
 
 
 def test_it_predicts_the_time_of_a_real_run_and_leaves_nothing(cfg: CfgNode) -> None:

@@ -1,22 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The main job from the command line: train, save, evaluate, resume, refuse."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.utils import events
 
 from qbheat_det.config import load_config
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.engine.setup import CUSTOM_TRAIN, CUSTOM_VAL
+from tests.tool_modules import load_tool
+
+from .conftest import forget_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = [
@@ -31,15 +29,6 @@ FEW_PROPOSALS = [
 Run = Callable[..., Any]
 
 
-def _train_net() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_net", ROOT / "tools" / "train_net.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = prepare_toy_set(
@@ -51,7 +40,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, toy: Path) -> Any:
     """Runs tools/train_net.py in this process on the tiny set; returns its results."""
-    module = _train_net()
+    module = load_tool("train_net")
 
     def go(config: str, *opts: str, flags: tuple[str, ...] = ()) -> Any:
         results: list[Any] = []
@@ -67,11 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch, toy: Path) -> Any:
         return results[0]
 
     yield go
-    for name in (CUSTOM_TRAIN, CUSTOM_VAL):
-        if name in DatasetCatalog:
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
-    events._CURRENT_STORAGE_STACK.clear()
+    forget_runs()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +167,7 @@ def test_a_dataset_that_is_not_there_is_named_before_training(
     config = str(ROOT / "configs" / "coco" / "retinanet_285M_probe.yaml")
     monkeypatch.setattr(sys, "argv", ["train_net.py", "--config-file", config])
     with pytest.raises(SystemExit) as stopped:
-        _train_net().invoke_main()
+        load_tool("train_net").invoke_main()
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     assert "coco_2017_train" in message
@@ -195,7 +180,7 @@ def test_more_gpus_than_there_are_is_an_error(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train_net.py", "--num-gpus", "64"])
     with pytest.raises(SystemExit):
-        _train_net().invoke_main()
+        load_tool("train_net").invoke_main()
     assert "--num-gpus 64" in capsys.readouterr().err
 
 
@@ -213,9 +198,7 @@ def test_evaluating_keeps_the_config_beside_the_weights_and_minds_the_classes(
     content["categories"][0]["name"] = "other"
     renamed = tmp_path / "renamed.json"
     renamed.write_text(json.dumps(content))
-    for name in (CUSTOM_TRAIN, CUSTOM_VAL):
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
+    forget_runs()
     both = ("--eval-only", "--val-json", str(renamed), "--train-json", str(renamed))
     with pytest.raises(SystemExit):
         run(config, *opts, *weights, flags=both)

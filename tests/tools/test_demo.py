@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """tools/demo.py from its command line, with two steps on a handful of images."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.data import ToySpec, register_toy_set
+from tests.tool_modules import load_tool
 
-TOOL = Path(__file__).parents[2] / "tools" / "demo.py"
 NAMES = ("demo_test_train", "demo_test_val")
 
 
@@ -28,12 +27,7 @@ def tiny_sets(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_tool", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("demo")
 
 
 @pytest.mark.usefixtures("tiny_sets")

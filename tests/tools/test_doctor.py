@@ -2,32 +2,18 @@
 """tools/doctor.py: what it recognises, what it advises, and its exit code."""
 
 import importlib
-import importlib.util
 import json
 import subprocess
-import sys
 import venv
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "doctor.py"
+from tests.tool_modules import TOOLS, load_tool
 
-
-def load_tool() -> ModuleType:
-    """Imports the script, which is no package, from its path."""
-    spec = importlib.util.spec_from_file_location("doctor", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["doctor"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-doctor = load_tool()
+doctor = load_tool("doctor")
 
 
 class Imports:
@@ -49,7 +35,7 @@ def test_a_bare_python_gets_the_commands_and_exit_code_1(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    run = subprocess.run([python, TOOL], capture_output=True, text=True, check=False)
+    run = subprocess.run([python, TOOLS / "doctor.py"], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert run.stderr == ""
     assert "! torch " in run.stdout

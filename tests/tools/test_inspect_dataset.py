@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """tools/inspect_dataset.py from its command line: clean data, every fault at once, wrong use."""
 
-import importlib.util
 import json
 import logging
 import shutil
@@ -16,8 +15,8 @@ from PIL import Image
 
 from qbheat_det.analysis import dataset_report
 from qbheat_det.data import ToySpec, prepare_toy_set, register_toy_set
+from tests.tool_modules import load_tool
 
-TOOL = Path(__file__).parents[2] / "tools" / "inspect_dataset.py"
 CONFIG = str(Path(__file__).parents[2] / "configs" / "demo" / "toy_retinanet.yaml")
 NAMES = ("inspect_test_train", "inspect_test_val")
 
@@ -26,12 +25,7 @@ Content = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("inspect_tool", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("inspect_dataset")
 
 
 @pytest.fixture(autouse=True)

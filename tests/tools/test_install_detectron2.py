@@ -12,24 +12,12 @@ import tarfile
 import venv
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "install_detectron2.py"
+from tests.tool_modules import TOOLS, load_tool
 
-
-def load_tool() -> ModuleType:
-    """Imports the script, which is no package, from its path."""
-    spec = importlib.util.spec_from_file_location("install_detectron2", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_tool("install_detectron2")
 
 
 def write_sdist(path: Path, files: dict[str, str]) -> str:
@@ -151,7 +139,14 @@ def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_a_wrong_archive_gives_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.tar.gz"
     write_sdist(wrong, {"setup.py": "raise SystemExit('this must not run')"})
-    command = [sys.executable, str(TOOL), "--sdist", str(wrong), "--wheel-only", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(TOOLS / "install_detectron2.py"),
+        "--sdist",
+        str(wrong),
+        "--wheel-only",
+        str(tmp_path),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1

@@ -2,7 +2,6 @@
 """tools/predict.py from its command line: files written, exit codes, sentences."""
 
 import contextlib
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -15,18 +14,12 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
-
-TOOL = Path(__file__).parents[2] / "tools" / "predict.py"
+from tests.tool_modules import load_tool
 
 
 @pytest.fixture(scope="module")
 def predict() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("predict_tool", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("predict")
 
 
 @pytest.fixture(scope="module")
