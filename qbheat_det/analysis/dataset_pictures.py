@@ -52,7 +52,8 @@ def draw_samples(
                 mapped = mapper(record)
         except UserError:
             continue
-        pictures.append(_draw(record, mapped, cfg, class_names))
+        if isinstance(mapped, dict):
+            pictures.append(_draw(record, mapped, cfg, class_names))
     return pictures
 
 

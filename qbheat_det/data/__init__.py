@@ -1,13 +1,26 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data: the built-in toy set, annotation files of one's own, and dataset mappers.
+"""Data: the built-in toy set, annotation files and folders of one's own, and dataset mappers.
 
-Importing this package registers ``qbheat_toy_train`` and ``qbheat_toy_val``.
+Importing this package registers ``qbheat_toy_train`` and ``qbheat_toy_val``, and the sets of
+pre-training that ``register_pretraining_sets`` lists.
 """
 
+from .coco_images import load_coco_images, register_coco_images
 from .coco_json import CocoSummary, check_coco_json, check_same_classes, register_coco_json
+from .decoded_images import DecodedImages, decode_if_small
 from .detr_mapper import DetrDatasetMapper, build_detr_crop
+from .faults import Fault
 from .image_files import check_image_files
+from .image_folder import (
+    IMAGE_SUFFIXES,
+    check_image_folder,
+    list_images,
+    load_image_folders,
+    register_image_folders,
+)
 from .mappers import DATASET_MAPPERS, build_mapper
+from .pretraining_mapper import PretrainingMapper
+from .pretraining_sets import register_pretraining_sets
 from .record_checks import check_records
 from .seeding import STEP, preserved_randomness, seed_place
 from .stream import TrainStream, build_train_stream, cut
@@ -15,10 +28,14 @@ from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy
 
 __all__ = [
     "DATASET_MAPPERS",
+    "IMAGE_SUFFIXES",
     "STEP",
     "TOY_SETS",
     "CocoSummary",
+    "DecodedImages",
     "DetrDatasetMapper",
+    "Fault",
+    "PretrainingMapper",
     "ToySpec",
     "TrainStream",
     "build_detr_crop",
@@ -26,16 +43,24 @@ __all__ = [
     "build_train_stream",
     "check_coco_json",
     "check_image_files",
+    "check_image_folder",
     "check_records",
     "check_same_classes",
     "cut",
+    "decode_if_small",
     "get_cache_dir",
+    "list_images",
+    "load_coco_images",
+    "load_image_folders",
     "prepare_toy_set",
     "preserved_randomness",
+    "register_coco_images",
     "register_coco_json",
+    "register_image_folders",
     "register_toy_set",
     "seed_place",
 ]
 
 for _name, _spec in TOY_SETS.items():
     register_toy_set(_name, _spec)
+register_pretraining_sets()

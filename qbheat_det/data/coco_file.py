@@ -55,11 +55,11 @@ class CocoFile:
     def warn(self, reason: str) -> None:
         self.warnings.append(f"{self.path}: {reason}")
 
-    def read(self) -> dict[str, list[Entry]]:
-        """Returns the entries of ``images``, ``annotations`` and ``categories``.
+    def read(self, needed: Collection[str] = tuple(_LISTS)) -> dict[str, list[Entry]]:
+        """Returns the entries of those of ``images``, ``annotations``, ``categories`` needed.
 
         Raises:
-            UserError: the file does not exist, is not JSON, or has not these three lists.
+            UserError: the file does not exist, is not JSON, or has not these lists.
         """
         if not os.path.isfile(self.path):
             raise UserError(f"the annotation file '{self.path}' does not exist")
@@ -73,13 +73,13 @@ class CocoFile:
         if not isinstance(content, dict):
             self.fail(
                 "not COCO's instance format: the top level must be an object with the lists "
-                f"{', '.join(_LISTS)}, but is a {type(content).__name__}"
+                f"{', '.join(needed)}, but is a {type(content).__name__}"
             )
-        for key in _LISTS:
+        for key in needed:
             if not isinstance(content.get(key), list):
                 state = "must be a list" if key in content else "is missing"
                 self.fail(f"not COCO's instance format: '{key}' {state}")
-        return {key: self._objects(content[key], key, kind) for key, kind in _LISTS.items()}
+        return {key: self._objects(content[key], key, _LISTS[key]) for key in needed}
 
     def keep(
         self,

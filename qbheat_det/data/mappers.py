@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Dataset mappers by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +13,26 @@ from PIL.Image import DecompressionBombError
 from qbheat_det.errors import UserError
 
 from .detr_mapper import DetrDatasetMapper
+from .faults import Fault
+from .pretraining_mapper import PretrainingMapper
 
-Mapper = Callable[[dict[str, Any]], dict[str, Any]]
+Mapper = Callable[[dict[str, Any]], dict[str, Any] | Fault | None]
+"""From a record to what the model takes; None leaves an image out, a fault also reports why."""
 
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
     "default": DatasetMapper,
     "detr": DetrDatasetMapper,
+    "pretrain": PretrainingMapper,
 }
 """What ``INPUT.DATASET_MAPPER_NAME`` can name: ``(cfg, is_train) -> mapper``.
 
 To add one, before the data loader is built: ``DATASET_MAPPERS["mine"] = MyMapper``. A
-subclass of Detectron2's ``DatasetMapper`` fits as it is.
+subclass of Detectron2's ``DatasetMapper`` fits as it is. Before training, a method ``prepare``
+gets all records, where the mapper has one.
 """
 
 
-def build_mapper(cfg: CfgNode, is_train: bool) -> Mapper:
+def build_mapper(cfg: CfgNode, is_train: bool) -> "CheckedMapper":
     """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
     Called on an image that cannot be read, or is not of the size that the annotations say, it
@@ -42,14 +47,21 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> Mapper:
             f"INPUT.DATASET_MAPPER_NAME is '{name}', but the mappers are "
             f"{', '.join(sorted(DATASET_MAPPERS))}"
         )
-    return _NamesBadImages(DATASET_MAPPERS[name](cfg, is_train))
+    return CheckedMapper(DATASET_MAPPERS[name](cfg, is_train))
 
 
 @dataclass(frozen=True)
-class _NamesBadImages:
+class CheckedMapper:
+    """Calls a mapper, and names the image that it fails on."""
+
     mapper: Mapper
 
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
+        """Shows all records to a mapper that wants to see them before training."""
+        if hasattr(self.mapper, "prepare"):
+            self.mapper.prepare(dataset_dicts)
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault | None:
         try:
             return self.mapper(dataset_dict)
         except (OSError, SyntaxError, SizeMismatchError, DecompressionBombError) as error:

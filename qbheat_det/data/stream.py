@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.errors import UserError
 
+from .faults import Fault
 from .mappers import Mapper, build_mapper
 from .seeding import IMAGE, preserved_randomness, seed_place
 
@@ -32,6 +33,7 @@ Entry = tuple[int, int]
 BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler]
 T = TypeVar("T")
 
+_FAULTS = "faults"  # under which the dict of an image brings those of the images that it replaces
 MAX_TRIES = 1000  # of a mapper that returns None for images that it does not want
 
 
@@ -52,7 +54,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """
         Args:
             dataset: Detectron2's dicts of images.
-            mapper: from a dict to what the model takes; None leaves an image out.
+            mapper: from a dict to what the model takes; None or a fault leaves an image out, and
+                the next of the dataset takes its place.
             build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
             batch_size: images of one step over all processes. Shares may differ by one.
             aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
@@ -75,6 +78,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.seed = seed
         self.start = 0
         """Step that the next iterator begins with."""
+        self.faults: dict[str, Fault] = {}
+        """What is wrong with the images that this process has met and left out."""
         self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
         # One array of bytes, which forked workers share instead of copying.
         self._dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
@@ -86,13 +91,17 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # A generator, so that neither workers nor reading begin before the first batch is asked
         # for: ``start`` and ``seed`` of a resumed run are known only after construction.
-        yield from DataLoader(
+        batches: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self._dataset, self._mapper, self.seed),
             batch_sampler=_Shares(self),
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # else it draws from the global one
         )
+        for batch in batches:
+            for image in batch:
+                self.faults.update({fault.where: fault for fault in image.pop(_FAULTS, ())})
+            yield batch
 
     def batches(self) -> Iterator[list[Entry]]:
         """Yields the batches of all processes together, from step ``start`` on."""
@@ -128,13 +137,17 @@ class _SeededImages(Dataset[dict[str, Any]]):
 
     def __getitem__(self, entry: Entry) -> dict[str, Any]:
         position, index = entry
+        faults: list[Fault] = []
         with preserved_randomness():
             seed_place(self._seed, IMAGE, position)
             for offset in range(MAX_TRIES):
                 mapped = self._mapper(self._dataset[(index + offset) % len(self._dataset)])
-                if mapped is not None:
-                    return mapped
-        raise UserError(f"the mapper wanted none of {MAX_TRIES} images in a row")
+                if isinstance(mapped, Fault):
+                    faults.append(mapped)
+                elif mapped is not None:
+                    return {**mapped, _FAULTS: faults} if faults else mapped
+        last = f"; the last fault is {faults[-1].sentence}" if faults else ""
+        raise UserError(f"the mapper wanted none of {MAX_TRIES} images in a row{last}")
 
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
@@ -156,9 +169,11 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         min_keypoints=cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE if with_keypoints else 0,
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
     )
+    mapper = build_mapper(cfg, is_train=True)
+    mapper.prepare(dataset)
     return TrainStream(
         dataset,
-        mapper=build_mapper(cfg, is_train=True),
+        mapper=mapper,
         build_sampler=_choose_sampler(cfg, dataset),
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,

@@ -14,9 +14,9 @@ from detectron2.data.detection_utils import read_image
 from PIL import UnidentifiedImageError
 from PIL.Image import open as open_image
 
+from qbheat_det.data import IMAGE_SUFFIXES
 from qbheat_det.errors import UserError
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
 
 Image = npt.NDArray[np.uint8]

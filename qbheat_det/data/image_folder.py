@@ -1,0 +1,195 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Folders of images as data sets: nested or flat, with class folders or without any labels.
+
+A folder is listed when its set is first loaded, without a look at the single files: a million
+take about two seconds on a local disk (see ``list_images``), so no listing is kept that could
+grow old. The order is that of the names and the same on every machine.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from qbheat_det.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
+"""Endings of the files that count as images, in small letters."""
+_ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
+_SHOWN = 5  # kinds of files that a sentence names
+
+PathLike = str | os.PathLike[str]
+
+
+def register_image_folders(
+    name: str, folders: Sequence[PathLike], *, labelled: bool = False
+) -> None:
+    """Registers the images of folders as one data set; they are listed when it is first loaded.
+
+    A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``: the
+    contiguous index of its class folder; ``class_names`` of the metadata then lists these once
+    the set is loaded. Registering a name again with the same folders does nothing.
+
+    Raises:
+        UserError: the name is taken by other data.
+    """
+    paths = tuple(os.path.abspath(folder) for folder in folders)
+    if name in DatasetCatalog:
+        known = MetadataCatalog.get(name).get("image_folders")
+        if known != paths:
+            raise UserError(
+                f"the data set name '{name}' is already registered with {list(known or ())}; "
+                f"choose another name for {list(paths)}"
+            )
+        return
+
+    def load() -> list[dict[str, Any]]:
+        records, class_names = load_image_folders(paths, labelled=labelled)
+        if labelled:
+            MetadataCatalog.get(name).set(class_names=class_names)
+        logger.info(f"{len(records):,} images in {', '.join(paths)}")
+        return records
+
+    DatasetCatalog.register(name, load)
+    MetadataCatalog.get(name).set(image_folders=paths, unlabelled=True)
+
+
+def load_image_folders(
+    folders: Sequence[PathLike], *, labelled: bool = False
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the records of folders, one folder after another, and the names of their classes.
+
+    Args:
+        folders: to be searched with all that is below them.
+        labelled: whether the folders right below these are classes. Folders of one name in
+            several of them are one class; classes are in the order of their names.
+
+    Raises:
+        UserError: a folder does not exist or holds no image, or an image lies in no class folder.
+    """
+    roots = [os.fspath(folder) for folder in folders]
+    paths = [list_images(root) for root in roots]
+    if not labelled:
+        names = (path for listed in paths for path in listed)
+        return [{"file_name": path, "image_id": i} for i, path in enumerate(names)], []
+    pairs = [
+        (path, _class_of(path, root))
+        for root, listed in zip(roots, paths, strict=True)
+        for path in listed
+    ]
+    class_names = sorted({class_name for _, class_name in pairs})
+    labels = {class_name: index for index, class_name in enumerate(class_names)}
+    records: list[dict[str, Any]] = [
+        {"file_name": path, "image_id": i, "label": labels[class_name]}
+        for i, (path, class_name) in enumerate(pairs)
+    ]
+    return records, class_names
+
+
+def list_images(folder: PathLike) -> list[str]:
+    """Returns the paths of all images in a folder and below it: the files of a folder before those
+    of the folders in it, both by name.
+
+    An image is a file whose name ends as ``IMAGE_SUFFIXES`` say, large or small letters alike.
+    What is hidden (begins with a dot) is left out. Links are followed, but not in circles.
+
+    Raises:
+        UserError: the folder does not exist, cannot be read, or holds no image; the sentence says
+            what it holds instead.
+    """
+    images = [path for images, _ in _walk(_existing(folder)) for path in images]
+    if not images:
+        check_image_folder(folder)
+    return images
+
+
+def check_image_folder(folder: PathLike) -> None:
+    """Looks for one image in a folder, which takes no time where there are any.
+
+    Raises:
+        UserError: as ``list_images``.
+    """
+    others: Counter[str] = Counter()
+    for images, names in _walk(_existing(folder)):
+        if images:
+            return
+        others.update(os.path.splitext(name)[1].lower() or "no ending" for name in names)
+    if others:
+        kinds = [f"{count:,} with {kind}" for kind, count in others.most_common(_SHOWN)]
+        more = ["others"] * (len(others) > _SHOWN)
+        found = f"but {others.total():,} other files: {', '.join(kinds + more)}"
+    else:
+        found = "and no other file that is not hidden"
+    raise UserError(
+        f"there is no image in the folder '{os.fspath(folder)}' or below it, {found} (looked for "
+        f"{' '.join(_ENDINGS)})"
+    )
+
+
+def _existing(folder: PathLike) -> str:
+    path = os.fspath(folder)
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        raise UserError(f"'{path}' is a file, but must be a folder of images")
+    parent = Path(os.path.abspath(path)).parent
+    while not parent.is_dir():
+        parent = parent.parent
+    found = sorted(entry.name for entry in os.scandir(parent) if entry.is_dir())
+    shown = ", ".join([*found[:_SHOWN], *(["…"] if len(found) > _SHOWN else [])])
+    raise UserError(
+        f"the image folder '{path}' does not exist; '{parent}' holds "
+        f"{f'the folders {shown}' if found else 'no folders'}"
+    )
+
+
+def _walk(root: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Yields, for each folder, the paths of its images and the names of its other files."""
+    waiting: list[tuple[str, tuple[str, ...]]] = [(root, (os.path.realpath(root),))]
+    while waiting:
+        folder, chain = waiting.pop()  # and, of the links followed on the way, what they lead to
+        images, others, below = [], [], []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = entry.name
+                    if name.startswith("."):
+                        continue
+                    # The type stands in the listing itself, but not that of a link's target.
+                    linked = entry.is_symlink()
+                    if name.lower().endswith(_ENDINGS) and (linked or entry.is_file()):
+                        images.append(name)
+                    elif entry.is_dir():
+                        below.append((name, linked))
+                    else:
+                        others.append(name)
+        except OSError as error:
+            raise UserError(f"the folder '{folder}' cannot be read: {error.strerror}") from error
+        images.sort()
+        yield [os.path.join(folder, name) for name in images], others
+        for name, linked in sorted(below, reverse=True):
+            path = os.path.join(folder, name)
+            target = os.path.realpath(path) if linked else ""
+            if not linked:
+                waiting.append((path, chain))
+            elif not any(_is_below(seen, target) for seen in (*chain, os.path.realpath(folder))):
+                waiting.append((path, (*chain, target)))
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _class_of(path: str, root: str) -> str:
+    class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
+    if not separator:
+        raise UserError(
+            f"image '{path}' lies in no class folder: the folders in '{root}' are the classes"
+        )
+    return class_name
