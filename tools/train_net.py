@@ -39,6 +39,7 @@ from qbheat_det.analysis.training_curves import draw_training_curves  # noqa: E4
 from qbheat_det.engine import (  # noqa: E402
     Trainer,
     add_data_flags,
+    add_image_flag,
     build_config,
     evaluate,
     run_distributed,
@@ -82,6 +83,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def invoke_main() -> None:
     parser = default_argument_parser(epilog=__doc__)
     add_data_flags(parser)
+    add_image_flag(parser)
     add_run_flags(parser)
     args = parser.parse_args()
     if args.replay:

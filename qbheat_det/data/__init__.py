@@ -18,7 +18,7 @@ from .image_folder import (
     load_image_folders,
     register_image_folders,
 )
-from .mappers import DATASET_MAPPERS, build_mapper
+from .mappers import DATASET_MAPPERS, MAPPERS_OF_IMAGES, build_mapper
 from .pretraining_mapper import PretrainingMapper
 from .pretraining_sets import register_pretraining_sets
 from .record_checks import check_records
@@ -29,6 +29,7 @@ from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy
 __all__ = [
     "DATASET_MAPPERS",
     "IMAGE_SUFFIXES",
+    "MAPPERS_OF_IMAGES",
     "STEP",
     "TOY_SETS",
     "CocoSummary",

@@ -31,6 +31,9 @@ subclass of Detectron2's ``DatasetMapper`` fits as it is. Before training, a met
 gets all records, where the mapper has one.
 """
 
+MAPPERS_OF_IMAGES = {"pretrain"}
+"""Names of the mappers that need no annotations; one of your own goes here too if it needs none."""
+
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "CheckedMapper":
     """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.

@@ -3,12 +3,13 @@
 
 from .launch import run_distributed
 from .run_record import write_run_record
-from .setup import add_data_flags, build_config, setup
+from .setup import add_data_flags, add_image_flag, build_config, setup
 from .trainer import Trainer, evaluate
 
 __all__ = [
     "Trainer",
     "add_data_flags",
+    "add_image_flag",
     "build_config",
     "evaluate",
     "run_distributed",

@@ -18,12 +18,17 @@ from detectron2.utils.logger import setup_logger
 from qbheat_det.checkpoint import check_weights_file, class_names_of, write_atomically
 from qbheat_det.config import load_config
 from qbheat_det.data import (
+    MAPPERS_OF_IMAGES,
     CocoSummary,
     check_coco_json,
     check_image_files,
+    check_image_folder,
     check_records,
     check_same_classes,
+    load_coco_images,
+    register_coco_images,
     register_coco_json,
+    register_image_folders,
 )
 from qbheat_det.errors import UserError
 
@@ -32,6 +37,7 @@ from .run_config import load_run_config
 
 _GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
+CUSTOM_IMAGES = "custom_images"
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +51,24 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--val-images", metavar="DIR", help="folder of their images")
 
 
+def add_image_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--image-folder``, which pre-trains on images of one's own."""
+    group = parser.add_argument_group("images of your own, for pre-training")
+    group.add_argument(
+        "--image-folder",
+        metavar="DIR",
+        action="append",
+        help="take every image in this folder and below it, without labels; can be given again. "
+        "--train-json and --train-images alone take the images of an annotation file",
+    )
+
+
 def build_config(args: argparse.Namespace) -> CfgNode:
     """Turns the arguments of ``tools/train_net.py`` into a frozen config; writes nothing.
 
     Args:
-        args: ``config_file``, ``opts``, ``eval_only``, ``resume`` and the four data flags.
+        args: ``config_file``, ``opts``, ``eval_only``, ``resume``, the four data flags and, where the tool has it,
+            ``image_folder``.
 
     Raises:
         UserError: the config or the data is not sound.
@@ -66,7 +85,7 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     if not used or not (args.eval_only or cfg.DATASETS.TRAIN):
         raise UserError(f"the config names no dataset; {_GIVE_YOUR_OWN}")
     for name in used:
-        _check_dataset(name)
+        _check_dataset(name, mapper=cfg.INPUT.DATASET_MAPPER_NAME)
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
     if labelled:
         use_classes_of(cfg, labelled[0])
@@ -188,10 +207,24 @@ def _choose_device(cfg: CfgNode, *, asked_for: bool) -> None:
     cfg.MODEL.DEVICE = "cpu"
 
 
-def _check_dataset(name: str) -> None:
+def _check_dataset(name: str, *, mapper: str) -> None:
     if name not in DatasetCatalog:
         raise UserError(f"there is no dataset '{name}'; {_GIVE_YOUR_OWN}, or register it before")
     metadata = MetadataCatalog.get(name)
+    if metadata.get("unlabelled") and mapper not in MAPPERS_OF_IMAGES:
+        raise UserError(
+            f"dataset '{name}' has no annotations, but INPUT.DATASET_MAPPER_NAME '{mapper}' needs "
+            f"them: choose a config of pre-training (mapper {' or '.join(MAPPERS_OF_IMAGES)}), or "
+            "a dataset with annotations"
+        )
+    for folder in metadata.get("image_folders", ()):
+        try:
+            check_image_folder(folder)
+        except UserError as error:
+            raise UserError(
+                f"dataset '{name}' cannot be used: {error}; set $DETECTRON2_DATASETS, or give "
+                "--image-folder"
+            ) from error
     json_file = None if metadata.get("drawn_on_first_use") else metadata.get("json_file")
     if json_file and not os.path.isfile(json_file):
         raise UserError(
@@ -211,6 +244,9 @@ def _check_classes_of_weights(cfg: CfgNode) -> None:
 
 
 def _use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
+    if getattr(args, "image_folder", None):
+        _use_image_folders(cfg, args)
+        return
     pairs = {
         "train": (args.train_json, args.train_images),
         "val": (args.val_json, args.val_images),
@@ -219,6 +255,11 @@ def _use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
         if bool(json_file) != bool(images):
             raise UserError(f"--{split}-json and --{split}-images go together")
     if not any(json_file for json_file, _ in pairs.values()):
+        return
+    if not args.val_json and cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        load_coco_images(args.train_json, args.train_images)  # raises what is wrong now
+        register_coco_images(CUSTOM_IMAGES, args.train_json, args.train_images)
+        cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (CUSTOM_IMAGES,), ()
         return
     if not args.val_json:
         raise UserError("training on your own data needs --val-json and --val-images as well")
@@ -229,6 +270,18 @@ def _use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
     if args.train_json:
         check_same_classes(_use_coco_json(CUSTOM_TRAIN, args.train_json, args.train_images), val)
         cfg.DATASETS.TRAIN = (CUSTOM_TRAIN,)
+
+
+def _use_image_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
+    others = ("train_json", "train_images", "val_json", "val_images", "eval_only")
+    if clash := [f"--{flag.replace('_', '-')}" for flag in others if getattr(args, flag)]:
+        raise UserError(f"--image-folder trains on images alone: leave out {' and '.join(clash)}")
+    if "DATASETS.TRAIN" in args.opts[::2]:
+        raise UserError("DATASETS.TRAIN and --image-folder both name data: choose one")
+    for folder in args.image_folder:
+        check_image_folder(folder)
+    register_image_folders(CUSTOM_IMAGES, args.image_folder)
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (CUSTOM_IMAGES,), ()
 
 
 def _use_coco_json(name: str, json_file: str, images: str) -> CocoSummary:
