@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 Theme = Literal["light", "dark"]
 Format = Literal["svg", "png"]
 
-_INK = {"light": "#1c1e21", "dark": "#e8e9eb"}
+INK = {"light": "#1c1e21", "dark": "#e8e9eb"}
 _QUIET = {"light": "#63676e", "dark": "#9aa0a8"}
-_LINE = {"light": "#e4e4e1", "dark": "#2c2f35"}
+LINE = {"light": "#e4e4e1", "dark": "#2c2f35"}
 _PAGE = {"light": "#ffffff", "dark": "#1a1c20"}
 _ACCENT = {"light": "#1f6feb", "dark": "#6ea8fe"}
 
@@ -31,19 +31,19 @@ def plot_class_ap(
     """
     found = {key[3:]: value for key, value in metrics.items() if key.startswith("AP-")}
     names = sorted(found, key=lambda name: -math.inf if math.isnan(found[name]) else found[name])
-    figure, axes = _start(theme, height=max(1.8, 0.7 + 0.36 * len(names)))
+    figure, axes = start_figure(theme, height=max(1.8, 0.7 + 0.36 * len(names)))
     for row, name in enumerate(names):
         value = found[name]
         width = 0.0 if math.isnan(value) else value
         text = "no ground truth" if math.isnan(value) else f"{value:.1f}"
         axes.barh(row, width, height=0.62, color=_ACCENT[theme])
-        axes.text(width + 1.2, row, text, va="center", fontsize=9, color=_INK[theme])
+        axes.text(width + 1.2, row, text, va="center", fontsize=9, color=INK[theme])
     axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", labelcolor=_INK[theme])
+    axes.tick_params(axis="y", labelcolor=INK[theme])
     axes.set_xlim(0, 108)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("AP (%)")
-    axes.grid(axis="x", color=_LINE[theme])
+    axes.grid(axis="x", color=LINE[theme])
     return encode(figure, theme, format)
 
 
@@ -56,18 +56,18 @@ def plot_curve(
     format: Format = "svg",
 ) -> bytes:
     """Draws one line per entry of ``values`` over the iterations; gaps where a value is nan."""
-    figure, axes = _start(theme, height=3.2)
+    figure, axes = start_figure(theme, height=3.2)
     colors = list_colors(theme)
     for index, (name, line) in enumerate(values.items()):
         marker = "o" if len(iterations) < 25 else ""
         color = colors[index % len(colors)]
         axes.plot(iterations, line, label=name, color=color, lw=1.8, marker=marker, ms=4)
     if len(values) > 1:
-        axes.legend(frameon=False, labelcolor=_INK[theme], fontsize=9)
+        axes.legend(frameon=False, labelcolor=INK[theme], fontsize=9)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("iteration")
     axes.set_ylabel(label)
-    axes.grid(color=_LINE[theme])
+    axes.grid(color=LINE[theme])
     return encode(figure, theme, format)
 
 
@@ -91,7 +91,8 @@ def select_series(
     return [float(record["iteration"]) for record in chosen], values
 
 
-def _start(theme: Theme, *, height: float) -> tuple[Figure, Axes]:
+def start_figure(theme: Theme, *, height: float) -> tuple[Figure, Axes]:
+    """Returns a figure of one chart, ``height`` inches high, and its axes."""
     # A Figure of its own, not pyplot: no global state, and no window system is looked for.
     figure = Figure(figsize=(6.4, height))
     figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
@@ -107,10 +108,10 @@ def style_axes(axes: Axes, theme: Theme) -> None:
     axes.tick_params(colors=_QUIET[theme], length=0, labelsize=9)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(_LINE[theme])
+        spine.set_color(LINE[theme])
     axes.xaxis.label.set_color(_QUIET[theme])
     axes.yaxis.label.set_color(_QUIET[theme])
-    axes.title.set_color(_INK[theme])
+    axes.title.set_color(INK[theme])
 
 
 def list_colors(theme: Theme) -> list[str]:

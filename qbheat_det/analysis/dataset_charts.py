@@ -4,10 +4,8 @@
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
-from .charts import Format, Theme, encode, list_colors, style_axes
+from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure
 
 _BINS = 40
 
@@ -21,7 +19,9 @@ def plot_counts(
     count stands beside it.
     """
     names = list(dict.fromkeys(name for series in counts.values() for name in series))
-    figure, axes = _start(theme, max(1.8, 0.9 + (0.14 + 0.14 * len(counts)) * len(names)))
+    figure, axes = start_figure(
+        theme, height=max(1.8, 0.9 + (0.14 + 0.14 * len(counts)) * len(names))
+    )
     height = 0.8 / max(len(counts), 1)
     longest = 0.0
     for index, (series, values) in enumerate(counts.items()):
@@ -33,14 +33,14 @@ def plot_counts(
         axes.barh(rows, shares, height=0.9 * height, color=color, label=series)
         for name, row, share in zip(names, rows, shares, strict=True):
             text = f" {values.get(name, 0):,}"
-            axes.text(share, row, text, va="center", fontsize=8, color=_ink(axes))
+            axes.text(share, row, text, va="center", fontsize=8, color=INK[theme])
     axes.set_yticks(range(len(names)), [_shorten(name) for name in names])
-    axes.tick_params(axis="y", labelcolor=_ink(axes))
+    axes.tick_params(axis="y", labelcolor=INK[theme])
     axes.set_xlim(0, 1.15 * longest or 1)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel("% of the boxes")
-    axes.grid(axis="x", color=_line(axes))
-    _name_series(axes, len(counts))
+    axes.grid(axis="x", color=LINE[theme])
+    _name_series(axes, len(counts), theme)
     return encode(figure, theme, format)
 
 
@@ -59,7 +59,7 @@ def plot_distribution(
         label: what the numbers are.
         log: whether the bins widen as the numbers grow.
     """
-    figure, axes = _start(theme, 2.6)
+    figure, axes = start_figure(theme, height=2.6)
     joined = [value for series in values.values() for value in series]
     low, high = min(joined), max(joined)
     high = high if high > low else low + 1
@@ -77,30 +77,14 @@ def plot_distribution(
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel(label)
     axes.set_ylabel("%")
-    axes.grid(color=_line(axes))
-    _name_series(axes, len(values))
+    axes.grid(color=LINE[theme])
+    _name_series(axes, len(values), theme)
     return encode(figure, theme, format)
 
 
-def _start(theme: Theme, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, height))
-    figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
-    axes = figure.add_subplot()
-    style_axes(axes, theme)
-    return figure, axes
-
-
-def _name_series(axes: Axes, number: int) -> None:
+def _name_series(axes: Axes, number: int, theme: Theme) -> None:
     if number > 1:
-        axes.legend(frameon=False, labelcolor=_ink(axes), fontsize=9)
-
-
-def _ink(axes: Axes) -> str:
-    return str(axes.title.get_color())
-
-
-def _line(axes: Axes) -> str:
-    return to_hex(axes.spines["bottom"].get_edgecolor())
+        axes.legend(frameon=False, labelcolor=INK[theme], fontsize=9)
 
 
 def _shorten(name: str) -> str:

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What is known of a config's datasets, as lines for a terminal and as an illustrated page."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,11 +58,12 @@ def describe_datasets(report: DatasetReport, samples: Sequence[Picture]) -> Repo
     """Returns the page; ``samples`` are training images as the model sees them."""
     sets = [one.statistics for one in report.inspections]
     num_faults = len(report.faults)
+    kinds = Counter(fault.kind for fault in report.faults)
     sections = [
         Section(
             f"Faults ({num_faults:,})",
             paragraphs=["Each stops training, or silently spoils what it learns or measures."],
-            table=Table(("Kind", "Number"), [(kind, f"{n:,}") for kind, n in _kinds(report)]),
+            table=Table(("Kind", "Number"), [(kind, f"{n:,}") for kind, n in kinds.items()]),
             commands=[fault.sentence for fault in report.faults[:_FAULTS_ON_PAGE]],
         )
         if report.faults
@@ -86,13 +87,6 @@ def describe_datasets(report: DatasetReport, samples: Sequence[Picture]) -> Repo
         sections=[section for section in sections if section],
         footer="Written by tools/inspect_dataset.py of qbheat_det.",
     )
-
-
-def _kinds(report: DatasetReport) -> list[tuple[str, int]]:
-    counts: dict[str, int] = defaultdict(int)
-    for fault in report.faults:
-        counts[fault.kind] += 1
-    return list(counts.items())
 
 
 def _header(report: DatasetReport) -> list[str]:

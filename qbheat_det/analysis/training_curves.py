@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from qbheat_det.checkpoint import write_atomically
 
-from .charts import encode, list_colors, read_metrics, style_axes
+from .charts import LINE, encode, list_colors, read_metrics, style_axes
 
 Series = dict[str, tuple[list[float], list[float]]]
 
@@ -131,7 +131,7 @@ def _draw_panel(axes: Axes, panel: _Panel) -> None:
         axes.set_ylim(bottom=0)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("iteration")
-    axes.grid(color="#e4e4e1")
+    axes.grid(color=LINE["light"])
 
 
 def _is_wide(series: Series) -> bool:
