@@ -112,6 +112,14 @@ def test_resume_without_a_checkpoint_begins(train_afresh: TrainAfresh, tmp_path:
     assert state(tmp_path)["iteration"] == 0
 
 
+@pytest.fixture(scope="module")
+def finished(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of one iteration, for tests that leave it as it is."""
+    folder = tmp_path_factory.mktemp("finished")
+    tiny_training.train(folder, tiny_data, {"SOLVER.MAX_ITER": "1"})
+    return folder
+
+
 @pytest.mark.parametrize(
     ("opts", "flags", "sentence"),
     [
@@ -124,19 +132,17 @@ def test_resume_without_a_checkpoint_begins(train_afresh: TrainAfresh, tmp_path:
 )
 def test_continuing_and_starting_are_never_mixed(
     train_afresh: TrainAfresh,
-    tmp_path: Path,
+    finished: Path,
     opts: dict[str, str],
     flags: tuple[str, ...],
     sentence: str,
 ) -> None:
-    run = {"SOLVER.MAX_ITER": "1"}
-    train_afresh(tmp_path, run)
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*") if path.is_file()}
-    changed = {key: value.format(tmp_path) for key, value in opts.items()}
+    names = ("config.yaml", "metrics.json", "model_final.pth", "model_final.safetensors")
+    before = {name: (finished / name).read_bytes() for name in names}
+    changed = {key: value.format(finished) for key, value in opts.items()}
     with pytest.raises(UserError, match=sentence):
-        train_afresh(tmp_path, {**run, **changed}, *flags)
-    for name in ("config.yaml", "metrics.json", "model_final.pth", "model_final.safetensors"):
-        assert (tmp_path / name).read_bytes() == before[name], name
+        train_afresh(finished, {"SOLVER.MAX_ITER": "1", **changed}, *flags)
+    assert {name: (finished / name).read_bytes() for name in names} == before
 
 
 def test_other_data_do_not_continue_a_run(
