@@ -15,6 +15,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.name.startswith("Base-"))
 COCO_TRAIN_IMAGES = 118287
 COCO_TRAIN_WITH_BOXES = 117266
+IMAGENET_TRAIN_IMAGES = 1281167
 
 
 def _name(path: Path) -> str:
@@ -35,6 +36,15 @@ def test_every_recipe_of_the_paper_has_its_file() -> None:
         for decoder in ("522", "211")
         for size in sizes
         for kind in kinds
+    }
+    expected |= {
+        f"ImageNet-QBHeat/qb_heat_{size}_{epochs}ep.yaml"
+        for size in sizes
+        for epochs in (100, 200, 400, 800, 1600, 2400)
+    }
+    expected |= {
+        f"ImageNet-QBHeat/ablation_{name}_3.7G_400ep.yaml"
+        for name in ("corner", "centre", "2_models", "4_models")
     }
     assert expected <= {_name(path) for path in RECIPES}
 
@@ -87,16 +97,23 @@ def test_what_the_data_make_of_a_recipes_epochs_is_what_its_card_says(path: Path
         filtered = cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
         assert _number(epochs[2]) == (COCO_TRAIN_WITH_BOXES if filtered else COCO_TRAIN_IMAGES)
         assert bool(epochs[3]) == filtered
+    if path.parent.name == "ImageNet-QBHeat":
+        assert _number(epochs[2]) == IMAGENET_TRAIN_IMAGES
+        assert f"_{epochs[1]}ep" in path.name
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=_name)
 def test_a_recipes_rate_is_meant_for_the_recipes_batch(path: Path) -> None:
     solver = load_config(path).SOLVER
-    if path.parent.name == "quick_schedules":  # some scale the rate of their base down
+    if path.parent.name == "ImageNet-QBHeat":  # the paper gives its rate for 256 images
+        assert (solver.IMS_PER_BATCH, solver.REFERENCE_BATCH_SIZE) == (1024, 256)
+    elif path.parent.name == "quick_schedules":  # some scale the rate of their base down
         assert solver.IMS_PER_BATCH <= solver.REFERENCE_BATCH_SIZE
     else:
         assert solver.IMS_PER_BATCH == solver.REFERENCE_BATCH_SIZE
-    assert solver.LR_SCALING == ("sqrt" if solver.OPTIMIZER == "ADAMW" else "linear")
+    pre_training = load_config(path).MODEL.META_ARCHITECTURE == "QBHeat"
+    sqrt = solver.OPTIMIZER == "ADAMW" and not pre_training
+    assert solver.LR_SCALING == ("sqrt" if sqrt else "linear")
 
 
 def test_iterations_on_the_command_line_overrule_a_recipe_in_epochs() -> None:
@@ -110,3 +127,15 @@ def test_probing_and_fine_tuning_follow_the_papers_setup() -> None:
     assert (probe.OPTIMIZER, probe.BASE_LR, probe.WEIGHT_DECAY) == ("ADAMW", 1e-4, 1e-4)
     assert (finetune.BASE_LR, finetune.GAMMA) == (1e-5, 0.1)
     assert probe.IMS_PER_BATCH == finetune.IMS_PER_BATCH == 8 * 2
+
+
+def test_pre_training_follows_the_papers_setup() -> None:
+    cfg = load_config(CONFIGS / "ImageNet-QBHeat/qb_heat_3.7G_800ep.yaml")
+    solver = resolve_schedule(cfg, num_images=IMAGENET_TRAIN_IMAGES).SOLVER
+    assert (solver.OPTIMIZER, solver.WEIGHT_DECAY) == ("ADAMW", 0.1)  # Table 9
+    assert solver.BASE_LR == pytest.approx(6e-4)  # 1.5e-4 x 1024 / 256
+    assert solver.WARMUP_ITERS == 12512  # 10 epochs of 1,251.14 steps
+    assert cfg.INPUT.PRETRAIN.SIZE == 256
+    heat = cfg.MODEL.QB_HEAT  # Sec. 4.2 and the grey rows of Table 2
+    assert (heat.VISIBLE, heat.NUM_MODELS) == ("both", 8)
+    assert (heat.FEATURE_DIM, heat.DECODER_DEPTH, heat.DECODER_DIM) == (512, 6, 512)
