@@ -21,8 +21,8 @@ from qbheat_det.checkpoint import write_atomically
 from qbheat_det.errors import UserError
 
 from .plain_data import from_plain, to_plain
+from .step import BatchedInputs
 
-BatchedInputs = list[dict[str, Any]]
 _FORMAT = "qbheat_det failed step, 1"
 
 
@@ -83,7 +83,7 @@ def dump_failure(
     *,
     cfg: CfgNode,
     model: nn.Module,
-    batched_inputs: Sequence[BatchedInputs] | BatchedInputs,
+    batched_inputs: Sequence[BatchedInputs],
     iteration: int,
     seed: int,
     rank: int = 0,
@@ -97,8 +97,8 @@ def dump_failure(
         path: file to write.
         cfg: resolved config.
         model: with the weights from before the step; in ``.grad`` the last gradients there are.
-        batched_inputs: micro-batches of this process from the first to the one that failed, or
-            one micro-batch. The earlier ones are needed because they draw random numbers.
+        batched_inputs: micro-batches of this process from the first to the one that failed. The
+            earlier ones are needed because they draw random numbers.
         iteration: number of the step.
         seed: of the run, as in ``seed_step``.
         rank: of this process.
@@ -122,7 +122,7 @@ def dump_failure(
         "scale": float(scale),
         "losses": {name: float(value) for name, value in (losses or {}).items()},
         "normalizers": to_plain(normalizers),
-        "batches": [to_plain(batch) for batch in _as_micro_batches(batched_inputs)],
+        "batches": [to_plain(batch) for batch in batched_inputs],
         "weights": to_plain(weights),
         "buffers": to_plain({k: v for k, v in bare.named_buffers() if k not in weights}),
         "gradients": {name: to_plain(p.grad) for name, p in bare.named_parameters()},
@@ -177,8 +177,3 @@ def read_failure(path: str | os.PathLike[str]) -> FailedStep:
         return FailedStep(**{**content, "batches": from_plain(content["batches"])})
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' does not hold what a failed step does: {error}") from error
-
-
-def _as_micro_batches(batched_inputs: Any) -> Sequence[BatchedInputs]:
-    one = bool(batched_inputs) and isinstance(batched_inputs[0], Mapping)
-    return [batched_inputs] if one else batched_inputs

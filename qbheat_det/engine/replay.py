@@ -20,9 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from qbheat_det.config import load_config
 from qbheat_det.errors import UserError
 
-from .failure import BatchedInputs, FailedStep, read_failure
+from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
 from .seeding import seed_step
+from .step import PRECISIONS, BatchedInputs
 
 
 def replay_failure(
@@ -128,7 +129,7 @@ def _losses(
 def _autocast(cfg: CfgNode) -> contextlib.AbstractContextManager[Any]:
     if not cfg.SOLVER.AMP.ENABLED:
         return contextlib.nullcontext()
-    precision = getattr(torch, cfg.SOLVER.AMP.PRECISION)
+    precision = PRECISIONS[cfg.SOLVER.AMP.PRECISION]
     return torch.autocast(cfg.MODEL.DEVICE.split(":")[0], dtype=precision)
 
 

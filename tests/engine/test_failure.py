@@ -214,7 +214,7 @@ def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
         (64, 64), gt_boxes=Boxes([[5, 5, 5, 9], [0, 0, 99, 9]]), gt_classes=torch.tensor([0, 1])
     )
     path = tmp_path / "step.pt"
-    dump_failure(path, cfg=cfg, model=model, batched_inputs=[entry], iteration=0, seed=0)
+    dump_failure(path, cfg=cfg, model=model, batched_inputs=[[entry]], iteration=0, seed=0)
     report = replay_failure(path)
     assert report.bad_weights == [name]
     assert report.first_module is not None
@@ -242,7 +242,7 @@ def test_the_sentence_names_file_command_and_cures(tmp_path: Path) -> None:
         str(tmp_path),
         cfg=cfg,
         model=build_model(cfg),
-        batched_inputs=batch,
+        batched_inputs=[batch],
         iteration=12,
         seed=3,
         rank=0,
@@ -262,7 +262,7 @@ def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path: 
         str(tmp_path / "file"),
         cfg=cfg,
         model=build_model(cfg),
-        batched_inputs=[make_entry(1)],
+        batched_inputs=[[make_entry(1)]],
         iteration=1,
         seed=0,
         rank=0,
