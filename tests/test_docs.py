@@ -1,0 +1,30 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""docs/training.md names tests and config keys that exist."""
+
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+from qbheat_det.config import get_cfg
+
+TESTS = Path(__file__).parent
+TEXT = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8")
+NAMED_TESTS = sorted(set(re.findall(r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`", TEXT)))
+NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT)))
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED_TESTS)
+def test_a_test_that_holds_a_feature_exists(file: str, name: str) -> None:
+    assert f"def {name}" in (TESTS / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("key", NAMED_KEYS)
+def test_a_key_of_a_feature_exists(key: str) -> None:
+    reduce(lambda node, part: node[part], key.split("."), get_cfg())
+
+
+def test_the_tables_name_many_of_both() -> None:
+    assert len(NAMED_TESTS) > 20
+    assert len(NAMED_KEYS) > 20
