@@ -166,6 +166,16 @@ def test_a_drawn_seed_is_kept_by_the_run(train_afresh: TrainAfresh, tmp_path: Pa
     assert state(tmp_path)["iteration"] == 1
 
 
+def test_another_number_of_processes_is_told(train_afresh: TrainAfresh, tmp_path: Path) -> None:
+    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "1"})
+    checkpoint = state(tmp_path)
+    checkpoint["trainer"]["processes"] = 2
+    torch.save(checkpoint, tmp_path / "model_final.pth")
+    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume")
+    log = (tmp_path / "log.txt").read_text()
+    assert "with 1 processes instead of 2: the batches are the same images" in log
+
+
 def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(
     train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
