@@ -58,6 +58,7 @@ __all__ = [
     "register_coco_images",
     "register_coco_json",
     "register_image_folders",
+    "register_pretraining_sets",
     "register_toy_set",
     "seed_place",
 ]

@@ -148,10 +148,11 @@ def decode_if_small(
     decoded = DecodedImages(
         sizes, shorter_side=shorter_side, num_threads=threads, progress=comm.is_main_process()
     )
+    seconds = time.perf_counter() - began
     logger.info(
-        f"{len(decoded):,} images are kept decoded in {_gb(decoded.num_bytes)} of memory{copies} "
-        f"(decoded in {time.perf_counter() - began:.1f} s, the shorter side no more than "
-        f"{shorter_side} pixels; INPUT.PRETRAIN.MEMORY_GB 0 reads files instead)"
+        f"{len(decoded):,} of {len(file_names):,} images are kept decoded in "
+        f"{_gb(decoded.num_bytes)} of memory{copies} (decoded in {seconds:.1f} s, the shorter side "
+        f"no more than {shorter_side} pixels; INPUT.PRETRAIN.MEMORY_GB 0 reads files instead)"
     )
     _IN_USE[key] = decoded
     return decoded

@@ -2,9 +2,12 @@
 """Image files of which only a part is wanted, at no more pixels than are needed.
 
 The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2,
-1/4 or 1/8 of its size, which libjpeg does from fewer coefficients (Pillow's ``draft``). What it
-gives differs from full decoding and antialiased resizing to the same size by about as much as two
-antialiasing filters do: on photographs by 1 to 2 of 255 grey levels in the mean.
+1/4 or 1/8 of its size, which libjpeg does from fewer coefficients (Pillow's ``draft``).
+
+The part is then moved to whole pixels of the smaller image. Resized to S x S, it differs from that
+part of the whole image by 1.0 (where the smaller part has 1.5 S pixels a side) to 2.5 (S pixels) of
+255 grey levels, in the mean over photographs; there, bilinear and bicubic resizing of the latter
+differ by 1.5, bilinear and box by 2.3.
 """
 
 from collections.abc import Iterator

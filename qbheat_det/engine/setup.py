@@ -67,8 +67,8 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     """Turns the arguments of ``tools/train_net.py`` into a frozen config; writes nothing.
 
     Args:
-        args: ``config_file``, ``opts``, ``eval_only``, ``resume``, the four data flags and, where the tool has it,
-            ``image_folder``.
+        args: ``config_file``, ``opts``, ``eval_only``, ``resume``, the four data flags and, where
+            the tool has it, ``image_folder``.
 
     Raises:
         UserError: the config or the data is not sound.
