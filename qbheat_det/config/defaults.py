@@ -22,9 +22,15 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.MODEL.CATEGORY_IDS = []  # ids in the annotation file, same order
 
     _add_mobile_former(cfg)
-    # Strided levels that build_mobile_former_fpn_backbone adds on its coarsest map: with three,
-    # "s8" and "s16" become P3 ... P7.
+    # What build_fpn_backbone stands on: any registered backbone, also "timm:resnet18" and the like.
+    # MODEL.FPN.IN_FEATURES takes the place of that backbone's own OUT_FEATURES.
+    cfg.MODEL.FPN.BOTTOM_UP = "MobileFormer"
+    # Strided levels that it adds on its coarsest map: with three, "s8" and "s16" become P3 ... P7.
     cfg.MODEL.FPN.TOP_LEVELS = 3
+    cfg.MODEL.TIMM = CfgNode()
+    # For MODEL.BACKBONE.NAME "TimmBackbone"; "timm:resnet18" there says both at once.
+    cfg.MODEL.TIMM.NAME = "resnet18"
+    cfg.MODEL.TIMM.OUT_FEATURES = ["s8", "s16"]  # maps by stride, of those that the model has
     _add_mf_detr(cfg)
     add_pretraining_keys(cfg)
 

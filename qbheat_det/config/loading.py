@@ -15,6 +15,7 @@ from qbheat_det.errors import UserError
 
 from .defaults import get_cfg
 from .epoch_keys import switch_off_overruled_epochs
+from .timm_names import check_timm_backbones
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -50,7 +51,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
 
     Raises:
         UserError: the file is missing or not YAML, would run code, or holds a key or a type
-            that the config does not know.
+            that the config does not know, or names a model that timm does not have.
     """
     cfg = get_cfg()
     layers = [] if path is None else _read_layers(cfg, Path(path))
@@ -67,6 +68,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
         except (ValueError, KeyError, AssertionError) as error:
             raise UserError(f"command line, {key}: {_sentence(error)}") from error
     switch_off_overruled_epochs(cfg, [*layers, dict(zip(opts[::2], opts[1::2], strict=True))])
+    check_timm_backbones(cfg)
     return cfg
 
 

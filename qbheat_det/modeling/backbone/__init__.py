@@ -1,14 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Backbones; importing this package registers them."""
 
-from .fpn import build_mobile_former_fpn_backbone
+from .fpn import build_fpn_backbone, build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer
 from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
+from .timm_backbone import TimmBackbone
 
 __all__ = [
     "MOBILE_FORMER_ARCHS",
     "BlockSpec",
     "MobileFormer",
     "MobileFormerArch",
+    "TimmBackbone",
+    "build_fpn_backbone",
     "build_mobile_former_fpn_backbone",
 ]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Feature pyramid on Mobile-Former, for Detectron2's RetinaNet, Faster R-CNN and Mask R-CNN.
+"""Feature pyramid on any backbone, for Detectron2's RetinaNet, Faster R-CNN and Mask R-CNN.
 
 Papers: "Feature Pyramid Networks", Lin et al., arXiv:1612.03144; "Focal Loss for Dense Object
 Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 16, so P5 too is a
@@ -10,31 +10,30 @@ detectors hand over no image sizes, so on this pyramid padding counts as image, 
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import BACKBONE_REGISTRY
+from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from detectron2.modeling.backbone import FPN
 from fvcore.nn import weight_init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .mobile_former import MobileFormer
-
 
 class StridedLevels(nn.Module):
     """Coarser pyramid levels: 3x3 convolutions of stride 2, one on the other.
 
-    As in RetinaNet, a ReLU stands between the new levels from the third on (P6 -> ReLU -> P7).
+    As in RetinaNet, a ReLU stands before P7 and what comes after it (P6 -> ReLU -> P7).
     """
 
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
         """
         Args:
             channels: C of all levels.
-            in_feature: name of the level to start from.
+            in_feature: name of the level to start from, such as "p4".
             num_levels: number of levels to add.
         """
         super().__init__()
         self.in_feature = in_feature  # this and num_levels are what Detectron2's FPN asks for
         self.num_levels = num_levels
+        self._first = int(in_feature.removeprefix("p")) + 1
         self.convs = nn.ModuleList(
             nn.Conv2d(channels, channels, 3, stride=2, padding=1) for _ in range(num_levels)
         )
@@ -50,33 +49,57 @@ class StridedLevels(nn.Module):
             One map a level, each half as large as the one before.
         """
         levels: list[Tensor] = []
-        for index, conv in enumerate(self.convs):
-            x = conv(F.relu(x) if index >= 2 else x)
+        for level, conv in enumerate(self.convs, start=self._first):
+            x = conv(F.relu(x) if level >= 7 else x)
             levels.append(x)
         return levels
 
 
 @BACKBONE_REGISTRY.register()
-def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of a Mobile-Former.
+def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of ``MODEL.FPN.BOTTOM_UP``.
 
     ``MODEL.FPN.TOP_LEVELS`` strided levels follow the coarsest one: with "s8" and "s16" and three
-    of them the result is "p3" … "p7".
+    of them the result is "p3" … "p7", and so it is with "s32" besides and two.
     """
-    in_features = cfg.MODEL.FPN.IN_FEATURES
-    arguments = MobileFormer.from_config(cfg, input_shape)
-    bottom_up = MobileFormer(**{**arguments, "out_features": in_features})
-    stride = bottom_up.output_shape()[in_features[-1]].stride
-    channels = cfg.MODEL.FPN.OUT_CHANNELS
+    return _build(cfg, input_shape, cfg.MODEL.FPN.BOTTOM_UP)
+
+
+@BACKBONE_REGISTRY.register()
+def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """``build_fpn_backbone`` on a Mobile-Former, whatever ``MODEL.FPN.BOTTOM_UP`` says."""
+    return _build(cfg, input_shape, "MobileFormer")
+
+
+def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
+    node = cfg.MODEL.FPN
+    bottom_up = _build_bottom_up(cfg, input_shape, name)
+    stride = bottom_up.output_shape()[node.IN_FEATURES[-1]].stride
     return FPN(
         bottom_up=bottom_up,
-        in_features=in_features,
-        out_channels=channels,
-        norm=cfg.MODEL.FPN.NORM,
+        in_features=node.IN_FEATURES,
+        out_channels=node.OUT_CHANNELS,
+        norm=node.NORM,
         top_block=StridedLevels(
-            channels=channels,
+            channels=node.OUT_CHANNELS,
             in_feature=f"p{stride.bit_length() - 1}",
-            num_levels=cfg.MODEL.FPN.TOP_LEVELS,
+            num_levels=node.TOP_LEVELS,
         ),
-        fuse_type=cfg.MODEL.FPN.FUSE_TYPE,
+        fuse_type=node.FUSE_TYPE,
     )
+
+
+def _build_bottom_up(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> Backbone:
+    """Builds a backbone with the outputs that the pyramid takes, and nothing beyond them."""
+    wanted = list(cfg.MODEL.FPN.IN_FEATURES)
+    own = cfg.clone()
+    own.defrost()
+    for node in (own.MODEL.MOBILE_FORMER, own.MODEL.TIMM, own.MODEL.RESNETS):
+        node.OUT_FEATURES = wanted
+    bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
+    known = bottom_up.output_shape()
+    if not wanted or set(wanted) - set(known):
+        raise ValueError(
+            f"MODEL.FPN.IN_FEATURES {wanted} are not all among the outputs of '{name}', {[*known]}"
+        )
+    return bottom_up

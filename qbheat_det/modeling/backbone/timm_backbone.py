@@ -1,0 +1,188 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Any convolutional network of timm as a Detectron2 backbone.
+
+Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``, and under
+``timm:<name>`` every model that timm lists, so that ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is
+enough wherever Detectron2 builds a backbone. Weights are never fetched here: see
+``qbheat_det.checkpoint.timm_weights``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import timm
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY, Backbone
+from timm.layers import freeze_batch_norm_2d
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qbheat_det.config.timm_names import TIMM_PREFIX, check_timm_name
+from qbheat_det.errors import UserError
+
+_FREEZES_ALL = 5
+_PROBE_SIZE = (64, 96)  # of an image whose maps tell height, width and channels apart
+
+
+@BACKBONE_REGISTRY.register()
+class TimmBackbone(Backbone):
+    """The maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
+
+    Of several maps at one stride it is the last. Stages behind the last output, and the classifier,
+    are cut off, so that each parameter that can be trained takes part in an output. Images are
+    padded to a multiple of the coarsest stride; padding counts as image, so that in a batch of
+    differently sized images each gives not quite what it gives alone.
+
+    ``net`` is timm's own model with timm's names of tensors, and knows its layers for layer-wise
+    decay; timm's files of weights fit as they are.
+    """
+
+    @configurable
+    def __init__(
+        self, *, name: str, out_features: Sequence[str], freeze_at: int = 0, in_channels: int = 3
+    ) -> None:
+        """
+        Args:
+            name: as timm lists it.
+            out_features: names of the outputs.
+            freeze_at: 0 trains everything; k freezes all that maps of stride 2^k and less are
+                computed from (2 in a ResNet: stem and first stage, as in Detectron2), and 5 the
+                whole network. Frozen BatchNorms keep their statistics.
+            in_channels: channels of the image.
+
+        Raises:
+            UserError: timm has no such model, or it gives no maps for images of any size.
+            ValueError: an unknown output name, or a ``freeze_at`` out of range.
+        """
+        super().__init__()
+        if not 0 <= freeze_at <= _FREEZES_ALL:
+            raise ValueError(f"FREEZE_AT is 0 … {_FREEZES_ALL} here, not {freeze_at}")
+        check_timm_name(name)
+        self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
+        infos = _list_maps(self.net, name)
+        if not out_features or set(out_features) - set(infos):
+            raise ValueError(f"outputs of timm's '{name}' are {[*infos]}, not {list(out_features)}")
+        # Found in the order of the network, and named in that order too.
+        self._out_features = sorted(set(out_features), key=lambda key: infos[key]["index"])
+        whole = set(self.net.state_dict())
+        self._indices = self.net.prune_intermediate_layers(
+            [infos[key]["index"] for key in self._out_features], prune_norm=True
+        )
+        # Files of the whole model may hold what is cut off here; modules, as the loader asks for.
+        cut = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
+        self.unbuilt = tuple(f"net.{path}" for path in sorted(cut))
+        # Detectron2's Backbone builds output_shape() from these two.
+        self._out_feature_channels = {k: infos[k]["num_chs"] for k in self._out_features}
+        self._out_feature_strides = {k: infos[k]["reduction"] for k in self._out_features}
+        self._freeze(freeze_at, self._trace(name, infos, in_channels))
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
+        return {
+            "name": cfg.MODEL.TIMM.NAME,
+            "out_features": cfg.MODEL.TIMM.OUT_FEATURES,
+            "freeze_at": cfg.MODEL.BACKBONE.FREEZE_AT,
+            "in_channels": input_shape.channels,
+        }
+
+    @property
+    def size_divisibility(self) -> int:
+        """The coarsest stride: several networks round sizes in between down, others up."""
+        return max(self._out_feature_strides.values())
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """
+        Args:
+            x: (N, 3, H, W), normalised images, H and W multiples of ``size_divisibility``.
+
+        Returns:
+            The outputs by name, (N, C, H / s, W / s).
+        """
+        return dict(zip(self._out_features, self._maps(x, self._indices), strict=True))
+
+    def _maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        maps: list[Tensor] = self.net.forward_intermediates(
+            x, indices=list(indices), output_fmt="NCHW", intermediates_only=True
+        )
+        return maps
+
+    def _trace(
+        self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
+    ) -> dict[str, set[str]]:
+        """Runs the network once; returns the names of the parameters that each map comes from."""
+        built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
+        named = dict(self.net.named_parameters())
+        device = next(iter(named.values())).device
+        x = torch.zeros(1, in_channels, *_PROBE_SIZE, device=device)
+        self.net.eval()
+        with torch.enable_grad():
+            try:
+                maps = self._maps(x, [info["index"] for info in built.values()])
+            except Exception as error:  # of many kinds: each model has its own way to refuse
+                raise _refusal(name, f"({_first_line(error)})") from error
+            sources = {}
+            for (key, info), out in zip(built.items(), maps, strict=True):
+                expected = (
+                    info["num_chs"],
+                    *(-(-side // info["reduction"]) for side in x.shape[2:]),
+                )
+                if out.shape[1:] != expected:
+                    raise _refusal(name, f"('{key}' is {tuple(out.shape[1:])}, not {expected})")
+                found = torch.autograd.grad(
+                    out.sum(), list(named.values()), allow_unused=True, retain_graph=True
+                )
+                sources[key] = {n for n, g in zip(named, found, strict=True) if g is not None}
+        self.net.train()
+        return sources
+
+    def _freeze(self, freeze_at: int, sources: Mapping[str, set[str]]) -> None:
+        used = set[str]().union(*(sources[key] for key in self._out_features))
+        frozen = set[str]()
+        for key, names in sources.items():
+            if freeze_at == _FREEZES_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
+                frozen |= names
+        for name, parameter in self.net.named_parameters():
+            # Networks of several branches have parts that no output asks for and none can cut.
+            parameter.requires_grad_(name in used - frozen)
+        for path, module in list(self.net.named_modules()):
+            if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
+                parent, _, child = path.rpartition(".")
+                self.net.get_submodule(parent).add_module(child, freeze_batch_norm_2d(module))
+
+
+def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:
+    """Returns what timm says of the last map at each stride, finest first, by our names."""
+    infos = getattr(net, "feature_info", None)
+    if not infos or not hasattr(net, "prune_intermediate_layers"):
+        raise _refusal(name, "(timm knows none)")
+    maps = {
+        f"s{info['reduction']}": {**info, "index": index}
+        for index, info in enumerate(getattr(infos, "info", infos))
+    }
+    return dict(sorted(maps.items(), key=lambda item: item[1]["index"]))
+
+
+def _refusal(name: str, reason: str) -> UserError:
+    return UserError(
+        f"timm's '{name}' gives no maps at fixed strides for images of any size {reason}: choose a "
+        "convolutional network, such as resnet18, efficientnet_b0, mobilenetv4_conv_small or "
+        "convnext_atto"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split("\n", 1)[0].split())
+
+
+def _builder_of(name: str) -> Callable[[CfgNode, ShapeSpec], TimmBackbone]:
+    def build(cfg: CfgNode, input_shape: ShapeSpec) -> TimmBackbone:
+        return TimmBackbone(**{**TimmBackbone.from_config(cfg, input_shape), "name": name})
+
+    build.__name__ = f"{TIMM_PREFIX}{name}"
+    return build
+
+
+for _name in timm.list_models():
+    BACKBONE_REGISTRY.register(_builder_of(_name))

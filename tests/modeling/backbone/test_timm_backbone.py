@@ -1,0 +1,235 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""timm's networks as Detectron2 backbones: what they give, what is cut, what is frozen."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_backbone, build_model
+from detectron2.utils.events import EventStorage
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qbheat_det.config import get_cfg, load_config
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.backbone import TimmBackbone
+from qbheat_det.solver.layers import layers_above
+from tests.modeling.backbone.timm_models import (
+    NAMES,
+    make_batch,
+    make_mf_detr_config,
+    make_retinanet_config,
+)
+
+EVERY_STRIDE = ["s4", "s8", "s16", "s32"]
+
+
+def _make_config(name: str, freeze_at: int = 0) -> CfgNode:
+    cfg = get_cfg()
+    cfg.MODEL.BACKBONE.NAME = f"timm:{name}"
+    cfg.MODEL.BACKBONE.FREEZE_AT = freeze_at
+    return cfg
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maps_have_the_shapes_that_are_promised_and_equal_timms_own(name: str) -> None:
+    backbone = TimmBackbone(name=name, out_features=EVERY_STRIDE).eval()
+    whole = timm.create_model(name, features_only=True, feature_cls="getter").eval()
+    state = {f"model.{key.removeprefix('net.')}": v for key, v in backbone.state_dict().items()}
+    whole.load_state_dict(state)
+    x = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        maps, expected = backbone(x), whole(x)[-4:]
+    assert list(maps) == EVERY_STRIDE
+    for (key, shape), other in zip(backbone.output_shape().items(), expected, strict=True):
+        assert shape.stride == int(key[1:])
+        assert maps[key].shape == (2, shape.channels, 64 // shape.stride, 96 // shape.stride)
+        torch.testing.assert_close(maps[key], other, rtol=0, atol=0)
+    assert backbone.size_divisibility == 32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    short = TimmBackbone(name=name, out_features=["s8", "s16"]).eval()
+    whole = TimmBackbone(name=name, out_features=EVERY_STRIDE).eval()
+    assert len(short.state_dict()) < len(whole.state_dict())
+    assert short.load_state_dict(whole.state_dict(), strict=False).missing_keys == []
+    cut = set(whole.state_dict()) - set(short.state_dict())
+    assert all(key.startswith(tuple(f"{path}." for path in short.unbuilt)) for key in cut)
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected, maps = whole(x), short(x)
+    torch.testing.assert_close(maps, {key: expected[key] for key in maps}, rtol=0, atol=0)
+    short.train()
+    sum(out.square().mean() for out in short(torch.randn(2, 3, 64, 64)).values()).backward()
+    assert [key for key, p in short.named_parameters() if p.grad is None] == []
+
+
+def test_what_no_output_comes_from_and_none_can_cut_is_frozen() -> None:
+    backbone = TimmBackbone(name="hrnet_w18_small", out_features=["s8", "s16"])
+    x = torch.randn(2, 3, 64, 64)
+    sum(out.square().mean() for out in backbone(x).values()).backward()
+    without = {key for key, p in backbone.named_parameters() if p.grad is None}
+    assert (
+        without == {key for key, p in backbone.named_parameters() if not p.requires_grad} != set()
+    )
+
+
+def test_outputs_stand_in_the_order_of_the_network() -> None:
+    backbone = TimmBackbone(name="resnet18", out_features=["s16", "s4"])
+    assert list(backbone(torch.zeros(1, 3, 32, 32))) == ["s4", "s16"] == [*backbone.output_shape()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make_config", [make_retinanet_config, make_mf_detr_config])
+def test_a_detector_trains_a_step_and_every_parameter_gets_a_gradient(
+    name: str, make_config: Callable[[str], CfgNode]
+) -> None:
+    model = build_model(make_config(name)).train()
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with EventStorage():  # RetinaNet counts there
+        losses = model(make_batch())
+    sum(losses.values()).backward()
+    assert [key for key, p in model.named_parameters() if p.grad is None] == []
+    optimizer.step()
+    moved = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
+    assert any(key.startswith("backbone.") for key in moved)
+    with torch.no_grad():
+        results = model.eval()(make_batch())
+    assert len(results) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("freeze_at", [2, 3, 5])
+def test_frozen_parts_stay_as_they_are_to_the_bit_and_all_others_train(
+    name: str, freeze_at: int
+) -> None:
+    backbone = build_backbone(_make_config(name, freeze_at)).train()
+    sources = _parameters_behind(TimmBackbone(name=name, out_features=["s4", "s8", "s16"]))
+    frozen = {2: sources["s4"], 3: sources["s8"], 5: set.union(*sources.values())}[freeze_at]
+    before = copy.deepcopy(backbone.state_dict())
+    loss = sum(out.square().mean() for out in backbone(torch.randn(2, 3, 64, 64)).values())
+    if freeze_at < 5:
+        loss.backward()
+        torch.optim.SGD(backbone.parameters(), lr=0.1, weight_decay=0.1).step()
+    for key, tensor in backbone.state_dict().items():
+        if key in frozen or f"{key.rpartition('.')[0]}.weight" in frozen:
+            torch.testing.assert_close(tensor, before[key], rtol=0, atol=0)
+        else:
+            assert tensor.count_nonzero() == 0 or not torch.equal(tensor, before[key]), key
+    assert {key for key, p in backbone.named_parameters() if p.grad is not None}.isdisjoint(frozen)
+
+
+def _parameters_behind(backbone: TimmBackbone) -> dict[str, set[str]]:
+    """The parameters that get a gradient from each output."""
+    found = {}
+    for key, out in backbone(torch.randn(2, 3, 64, 64)).items():
+        backbone.zero_grad(set_to_none=True)
+        out.square().mean().backward(retain_graph=True)
+        found[key] = {name for name, p in backbone.named_parameters() if p.grad is not None}
+    return found
+
+
+def test_freezing_a_resnet_to_its_first_stage_is_detectron2s_freezing_at_2() -> None:
+    backbone = build_backbone(_make_config("resnet18", 2))
+    frozen = {key.split(".")[1] for key, p in backbone.named_parameters() if not p.requires_grad}
+    norms = {key.split(".")[1] for key, m in backbone.named_modules() if isinstance(m, _BatchNorm)}
+    assert frozen == {"conv1", "layer1"}
+    assert norms == {"layer2", "layer3"}
+
+
+def test_a_frozen_norm_keeps_its_activation() -> None:
+    torch.manual_seed(0)
+    free = build_backbone(_make_config("mobilenetv4_conv_small", 0)).eval()
+    frozen = build_backbone(_make_config("mobilenetv4_conv_small", 5)).eval()
+    frozen.load_state_dict(free.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(frozen(x), free(x))
+
+
+def test_layer_wise_decay_knows_timms_layers() -> None:
+    backbone = TimmBackbone(name="resnet18", out_features=["s8", "s16"])
+    above = layers_above(backbone)
+    assert above["net.conv1.weight"] == 6  # two blocks in each of three stages
+    assert above["net.layer1.0.conv1.weight"] == 5
+    assert above["net.layer3.1.conv2.weight"] == 0
+
+
+def test_a_state_round_trips_and_the_outputs_with_it() -> None:
+    first, second = (TimmBackbone(name="resnet18", out_features=["s8", "s16"]) for _ in range(2))
+    first(torch.randn(2, 3, 64, 64))  # moves the statistics
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(second.eval()(x), first.eval()(x), rtol=0, atol=0)
+
+
+def test_images_of_other_channels_fit() -> None:
+    cfg = _make_config("resnet18")
+    backbone = build_backbone(cfg, ShapeSpec(channels=1))
+    assert backbone(torch.zeros(1, 1, 32, 32))["s16"].shape == (1, 256, 2, 2)
+
+
+def test_the_registered_class_and_the_short_spelling_build_the_same() -> None:
+    cfg = _make_config("convnext_atto")
+    torch.manual_seed(0)
+    short = build_backbone(cfg)
+    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.TIMM.NAME = "TimmBackbone", "convnext_atto"
+    torch.manual_seed(0)
+    torch.testing.assert_close(build_backbone(cfg).state_dict(), short.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"name": "resnet81"}, "timm .* has no model 'resnet81'; did you mean resnet1"),
+        ({"name": "resnet18.a1_in1k"}, "set MODEL.WEIGHTS to 'timm://resnet18.a1_in1k'"),
+        (
+            {"name": "vit_tiny_patch16_224", "out_features": ["s16"]},
+            "gives no maps .* doesn't match",
+        ),
+        ({"name": "inception_v3"}, r"gives no maps .* \(64, 29, 45\), not \(64, 32, 48\)"),
+    ],
+)
+def test_what_cannot_be_a_backbone_is_refused(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        TimmBackbone(**{"out_features": ["s8", "s16"], **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"out_features": ["s8", "res4"]}, r"outputs of timm's 'resnet18' are \['s2', 's4', "),
+        ({"out_features": []}, "outputs of timm's 'resnet18' are"),
+        ({"freeze_at": 6}, "FREEZE_AT is 0 … 5 here, not 6"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        TimmBackbone(**{"name": "resnet18", "out_features": ["s8"], **arguments})
+
+
+@pytest.mark.parametrize("key", ["MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"])
+def test_a_config_that_misspells_a_model_is_refused_when_it_is_read(key: str) -> None:
+    with pytest.raises(UserError, match=f"{key} 'timm:resnt18': .* did you mean resnet18"):
+        load_config(opts=[key, "timm:resnt18"])
+    assert load_config(opts=[key, "timm:resnet18"]).MODEL.BACKBONE.NAME
+
+
+def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    create = timm.create_model
+
+    def watch(*args: Any, **kwargs: Any) -> nn.Module:
+        seen.append(kwargs)
+        return create(*args, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", watch)
+    build_backbone(_make_config("resnet18"))
+    assert [call["pretrained"] for call in seen] == [False]
