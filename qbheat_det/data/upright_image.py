@@ -24,8 +24,9 @@ from torch import Tensor
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
 
-# What a file may be, whatever its name says. Not EPS, for which Pillow starts another program.
-_FORMATS = ("JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
+# What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
+# another program.
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _REDUCTIONS = (8, 4, 2)
 _ORIENTATION = 0x0112  # EXIF tag; from 5 on, width and height change places
 _UPRIGHT = {  # as in Detectron2's reading of images
@@ -149,9 +150,9 @@ def _find_stored(box: Box, orientation: int, size: tuple[int, int]) -> Box:
         size: width and height of the upright image.
     """
     left, top, right, bottom = box
-    if orientation in (2, 3, 7, 8):  # upright x runs against its stored axis
+    if orientation in (2, 3, 6, 7):  # upright x runs against its stored axis
         left, right = size[0] - right, size[0] - left
-    if orientation in (3, 4, 6, 7):
+    if orientation in (3, 4, 7, 8):
         top, bottom = size[1] - bottom, size[1] - top
     if orientation in (5, 6, 7, 8):
         return top, left, bottom, right

@@ -1,0 +1,41 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Small picture files for tests of reading."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+ORIENTATION = 0x0112
+
+
+def draw(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Returns (height, width, 3): waves of all directions and lengths from 12 pixels, and grain."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    picture = np.full((height, width, 3), 128.0)
+    for length in (12, 20, 40, 90, 200):
+        for channel in range(3):
+            angle, phase = rng.uniform(0, 2 * np.pi, 2)
+            wave = np.cos(2 * np.pi * (x * np.cos(angle) + y * np.sin(angle)) / length + phase)
+            picture[..., channel] += 18 * wave
+    picture += rng.normal(0, 3, picture.shape)
+    return picture.clip(0, 255).astype(np.uint8)
+
+
+def save(path: Path, pixels: NDArray[Any], *, mode: str = "RGB", **options: Any) -> str:
+    """Writes pixels as a file of the ending's format; ``orientation`` becomes EXIF's tag."""
+    orientation = options.pop("orientation", None)
+    if orientation is not None:
+        exif = Image.Exif()
+        exif[ORIENTATION] = orientation
+        options["exif"] = exif
+    image = Image.fromarray(pixels)
+    if mode == "RGBA":
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+    elif mode != image.mode:
+        image = image.convert(mode)
+    image.save(path, **options)
+    return str(path)
