@@ -134,6 +134,12 @@ def test_full_model_clipping_scales_all_gradients_together_and_keeps_their_norm(
     torch.testing.assert_close(optimizer.gradient_norm, torch.tensor(5.0))  # type: ignore[attr-defined]
 
 
+def test_betas_are_those_of_the_config() -> None:
+    cfg = load_config(get_config_path(PROBE), [*CPU, "SOLVER.BETAS", "(0.8, 0.95)"])
+    for group in build_optimizer(cfg, nn.ModuleDict({"backbone": nn.Linear(2, 2)})).param_groups:
+        assert group["betas"] == (0.8, 0.95)
+
+
 def test_without_any_gradient_the_norm_is_zero() -> None:
     weights, optimizer = full_model_clipping([[3.0]])
     weights[0].grad = None
@@ -171,6 +177,7 @@ def test_detectron2s_own_clipping_still_works(clip_type: str) -> None:
     ("key", "value", "words"),
     [
         ("OPTIMIZER", "LION", "SGD.*ADAMW.*LION"),
+        ("BETAS", "(0.9, 1.0)", r"BETAS are two factors in \[0, 1\), not \(0.9, 1.0\)"),
         ("LAYER_DECAY", "0", r"LAYER_DECAY is a factor in \(0, 1\], not 0.0"),
         ("LAYER_DECAY", "1.5", "LAYER_DECAY.*1.5"),
         ("BACKBONE_MULTIPLIER", "-1", "BACKBONE_MULTIPLIER.*-1"),

@@ -86,7 +86,7 @@ class QBHeat(nn.Module):
         self.predictor = predictor
         self.decoder = decoder
         self.loss = loss
-        self.in_feature = in_feature
+        self.in_features = [in_feature]  # where other models name what they read of a backbone
         visible = visible_positions(decoder.grid_size).flatten(1)
         self.register_buffer("visible", visible, persistent=False)
         self.visible: Tensor  # (5, G * G), by place
@@ -194,11 +194,11 @@ class QBHeat(nn.Module):
 
     def encode(self, visible: Tensor) -> Tensor:
         """From visible quarters (N, 3, S / 2, S / 2) to features z, (N, G / 2, G / 2, C)."""
-        z = self.projection(self.backbone(visible)[self.in_feature])
+        z = self.projection(self.backbone(visible)[self.in_features[0]])
         half = self.decoder.grid_size // 2
         if z.shape[-2:] != (half, half):
             raise ValueError(
-                f"'{self.in_feature}' has {tuple(z.shape[-2:])} positions for {half} x {half} "
+                f"'{self.in_features[0]}' has {tuple(z.shape[-2:])} positions for {half} x {half} "
                 "patches: the backbone pads or crops, and cannot be pre-trained by quarters"
             )
         return z.permute(0, 2, 3, 1).contiguous()

@@ -182,3 +182,13 @@ def test_an_impossible_choice_lists_the_possible_ones() -> None:
         HeatPredictor(dim=2, num_models=3)
     with pytest.raises(ValueError, match=r"VISIBLE is one of .*'both'\), not 'edge'"):
         HeatPredictor(dim=2, visible="edge")
+
+
+def test_implicit_matrices_are_not_rounded_by_autocast() -> None:
+    models = LinearModels(dim=8, num_models=2, offset=0.5)
+    for parameter in models.parameters():
+        torch.nn.init.normal_(parameter)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = models.matrices()
+    for name, matrix in models.matrices().items():
+        torch.testing.assert_close(rounded[name], matrix)
