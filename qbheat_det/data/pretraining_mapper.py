@@ -60,6 +60,8 @@ class PretrainingMapper:
             UserError: a value makes no sense.
         """
         _check(size=size, scale=scale, ratio=ratio, flip=flip, pixel_format=pixel_format)
+        if memory_gb < 0:
+            raise UserError(f"INPUT.PRETRAIN.MEMORY_GB must not be negative, but is {memory_gb}")
         self.size = size
         self.scale = scale[0], scale[1]
         self.ratio = ratio[0], ratio[1]
@@ -101,7 +103,7 @@ class PretrainingMapper:
         except MemoryError:
             raise
         except Exception as error:  # what a broken file raises depends on its format's decoder
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             fault = Fault("unreadable image", f"image {file_name!r}", reason)
             if not self.is_train:
                 raise UserError(fault.sentence) from error

@@ -1,0 +1,321 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The mapper of pre-training: which part, at which size, in which order of channels."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+
+from qbheat_det.config import get_cfg
+from qbheat_det.data import (
+    Fault,
+    PretrainingMapper,
+    TrainStream,
+    build_mapper,
+    build_train_stream,
+    register_image_folders,
+)
+from qbheat_det.errors import UserError
+from tests.data.pictures import draw, save
+
+NAME = "pretraining_mapper_of_a_test"
+
+
+@pytest.fixture(autouse=True)
+def _registered_nothing() -> Iterator[None]:
+    yield
+    if NAME in DatasetCatalog:
+        DatasetCatalog.remove(NAME)
+        MetadataCatalog.remove(NAME)
+
+
+def record(path: str, **fields: Any) -> dict[str, Any]:
+    return {"file_name": path, "image_id": 5, **fields}
+
+
+def coordinates(width: int, height: int) -> np.ndarray:
+    """Pixels that say where they are: red the column, green the row, blue nothing."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([x, y, np.full_like(x, 7)], axis=2).astype(np.uint8)
+
+
+def test_the_result_is_bytes_of_one_size_and_what_names_the_image(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jpg", draw(300, 200))
+    mapped = PretrainingMapper(size=64)(
+        record(path, label=3, width=300, height=200, annotations=[])
+    )
+    assert isinstance(mapped, dict)
+    image = mapped.pop("image")
+    assert (image.dtype, tuple(image.shape), image.is_contiguous()) == (
+        torch.uint8,
+        (3, 64, 64),
+        True,
+    )
+    assert mapped == {"file_name": path, "image_id": 5, "label": 3}
+
+
+@pytest.mark.parametrize("size", [16, 48, 96])
+@pytest.mark.parametrize("scale", [(0.2, 1.0), (1.0, 1.0), (0.05, 0.1)])
+def test_parts_are_those_of_torchvision_from_the_same_seed(
+    size: int, scale: tuple[float, float], tmp_path: Path
+) -> None:
+    pixels = draw(150, 110)
+    path = save(tmp_path / "a.png", pixels)
+    mapper = PretrainingMapper(size=size, scale=scale, flip="none")
+    reference = RandomResizedCrop(size, scale, antialias=True)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        mapped = mapper(record(path))
+        torch.manual_seed(seed)
+        expected = reference(torch.from_numpy(pixels).permute(2, 0, 1))
+        assert isinstance(mapped, dict)
+        torch.testing.assert_close(mapped["image"].int(), expected.int(), rtol=0, atol=1)
+
+
+def test_flips_are_fair_and_as_asked_for(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", coordinates(100, 100))
+
+    def directions(flip: str) -> set[tuple[bool, bool]]:
+        mapper = PretrainingMapper(size=8, flip=flip)
+        images = [mapper(record(path)) for _ in range(60)]
+        found = set()
+        for mapped in images:
+            assert isinstance(mapped, dict)
+            red, green = mapped["image"][0].int(), mapped["image"][1].int()
+            found.add((bool(red[0, 0] > red[0, -1]), bool(green[0, 0] > green[-1, 0])))
+        return found
+
+    assert directions("none") == {(False, False)}
+    assert directions("horizontal") == {(False, False), (True, False)}
+    assert directions("vertical") == {(False, False), (False, True)}
+
+
+def test_one_image_in_two_is_flipped(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", coordinates(40, 40))
+    mapper = PretrainingMapper(size=4)
+    flipped = 0
+    for _ in range(400):
+        mapped = mapper(record(path))
+        assert isinstance(mapped, dict)
+        flipped += int(mapped["image"][0, 0, 0] > mapped["image"][0, 0, -1])
+    assert 150 < flipped < 250  # five standard deviations
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+def test_the_channels_are_in_the_order_of_the_format(is_train: bool, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", np.full((9, 9, 3), (10, 20, 30), np.uint8))
+    for pixel_format, expected in {"RGB": [10, 20, 30], "BGR": [30, 20, 10]}.items():
+        mapped = PretrainingMapper(size=4, pixel_format=pixel_format, is_train=is_train)(
+            record(path)
+        )
+        assert isinstance(mapped, dict)
+        assert mapped["image"].float().mean(dim=(1, 2)).tolist() == expected
+
+
+@pytest.mark.parametrize(("width", "height"), [(90, 60), (60, 91), (40, 40)])
+def test_inference_takes_the_largest_square_in_the_middle(
+    width: int, height: int, tmp_path: Path
+) -> None:
+    pixels = coordinates(width, height)
+    path = save(tmp_path / "a.png", pixels)
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    mapped = PretrainingMapper(size=side, is_train=False)(record(path))
+    assert isinstance(mapped, dict)
+    expected = torch.from_numpy(pixels[top : top + side, left : left + side].copy())
+    torch.testing.assert_close(mapped["image"], expected.permute(2, 0, 1), rtol=0, atol=0)
+
+
+def test_the_same_randomness_gives_the_same_image_and_no_other_generator_is_asked(
+    tmp_path: Path,
+) -> None:
+    path = save(tmp_path / "a.jpg", draw(100, 80))
+    mapper = PretrainingMapper(size=32)
+    before = np.random.get_state()[1].tolist()
+    images = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        mapped = mapper(record(path))
+        assert isinstance(mapped, dict)
+        images.append(mapped["image"])
+    torch.testing.assert_close(images[0], images[1], rtol=0, atol=0)
+    assert not torch.equal(images[0], images[2])
+    assert np.random.get_state()[1].tolist() == before
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_parts_from_memory_are_those_from_the_file(orientation: int, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", draw(90, 70), orientation=orientation)
+    from_file, from_memory = (PretrainingMapper(size=32, memory_gb=gb) for gb in (0, 1))
+    for mapper in (from_file, from_memory):
+        mapper.prepare([record(path)])
+    assert from_file._memory is None
+    assert from_memory._memory is not None
+    for seed in range(10):
+        torch.manual_seed(seed)
+        expected = from_file(record(path))
+        torch.manual_seed(seed)
+        found = from_memory(record(path))
+        assert isinstance(expected, dict)
+        assert isinstance(found, dict)
+        torch.testing.assert_close(found["image"], expected["image"], rtol=0, atol=0)
+
+
+def test_parts_of_a_large_image_in_memory_differ_by_resampling_alone(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", draw(640, 500))
+    from_file, from_memory = (PretrainingMapper(size=32, memory_gb=gb) for gb in (0, 1))
+    from_memory.prepare([record(path)])
+    for seed in range(10):
+        torch.manual_seed(seed)
+        expected = from_file(record(path))
+        torch.manual_seed(seed)
+        found = from_memory(record(path))
+        assert isinstance(expected, dict)
+        assert isinstance(found, dict)
+        assert (expected["image"].float() - found["image"].float()).abs().mean() < 6
+
+
+def test_no_part_from_memory_has_fewer_pixels_than_the_model_sees(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jpg", draw(700, 400))
+    mapper = PretrainingMapper(size=32, scale=(0.2, 0.2), memory_gb=1)
+    mapper.prepare([record(path)])
+    assert mapper._memory is not None
+    picture = mapper._memory.get(path)
+    assert picture is not None
+    assert picture.read((0, 0, 700, 400), 1).shape[0] == math.ceil(32 / math.sqrt(0.2 * 3 / 4))
+    for _ in range(50):
+        assert min(picture.read(mapper._choose_box(700, 400), 32).shape[:2]) >= 32
+
+
+BROKEN = {
+    "empty": b"",
+    "text": b"not an image at all",
+    "html": b"<!doctype html><title>404</title>",
+    "header_alone": None,
+    "half": None,
+}
+
+
+@pytest.fixture(params=[*BROKEN, "missing", "folder", "floats", "bomb"])
+def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> str:
+    path = tmp_path / "a.jpg"
+    whole = Path(save(tmp_path / "whole.jpg", draw(90, 60))).read_bytes()
+    if request.param == "folder":
+        path.mkdir()
+    elif request.param == "floats":
+        Image.fromarray(np.ones((9, 9), np.float32)).save(path, "TIFF")
+    elif request.param == "bomb":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90 * 60 // 3)
+        path.write_bytes(whole)
+    elif request.param != "missing":
+        cut = {"header_alone": whole[:20], "half": whole[: len(whole) // 2]}
+        path.write_bytes(BROKEN[request.param] or cut.get(request.param, b""))
+    return str(path)
+
+
+@pytest.mark.parametrize("memory_gb", [0, 1])
+def test_a_broken_image_is_a_fault_in_training_and_an_error_in_inference(
+    broken: str, memory_gb: float
+) -> None:
+    mapper = PretrainingMapper(size=16, memory_gb=memory_gb)
+    mapper.prepare([record(broken)])
+    fault = mapper(record(broken))
+    assert isinstance(fault, Fault)
+    assert fault.kind == "unreadable image"
+    assert repr(broken) in fault.where
+    assert "\n" not in fault.sentence
+    with pytest.raises(UserError, match=r"a\.jpg"):
+        PretrainingMapper(size=16, is_train=False)(record(broken))
+
+
+def test_no_memory_left_is_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("qbheat_det.data.upright_image.PathManager.open", fail)
+    with pytest.raises(MemoryError):
+        PretrainingMapper(size=16)(record("a.jpg"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("INPUT.PRETRAIN.SIZE", 0, "at least 1 pixel, but is 0"),
+        ("INPUT.PRETRAIN.SCALE", [0.0, 1.0], "0 < min <= max <= 1"),
+        ("INPUT.PRETRAIN.SCALE", [0.5, 0.2], "0 < min <= max <= 1"),
+        ("INPUT.PRETRAIN.SCALE", [0.5, 1.5], "0 < min <= max <= 1"),
+        ("INPUT.PRETRAIN.SCALE", [0.5], "0 < min <= max <= 1"),
+        ("INPUT.PRETRAIN.RATIO", [2.0, 0.5], "0 < min <= max, but"),
+        ("INPUT.PRETRAIN.MEMORY_GB", -1.0, "must not be negative"),
+        ("INPUT.RANDOM_FLIP", "diagonal", "none or horizontal or vertical"),
+        ("INPUT.FORMAT", "L", "must be RGB or BGR"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(key: str, value: object, expected: str) -> None:
+    cfg = get_cfg()
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    cfg.merge_from_list([key, value])
+    with pytest.raises(UserError, match=f"{key} .*{expected}"):
+        build_mapper(cfg, True)
+
+
+def make_stream(folder: Path, *, memory_gb: float = 0.0, workers: int = 0) -> TrainStream:
+    cfg = get_cfg()
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    cfg.INPUT.PRETRAIN.SIZE = 16
+    cfg.INPUT.PRETRAIN.MEMORY_GB = memory_gb
+    cfg.DATASETS.TRAIN = (NAME,)
+    cfg.DATALOADER.NUM_WORKERS = workers
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.SEED = 3
+    register_image_folders(NAME, [folder])
+    return build_train_stream(cfg)
+
+
+@pytest.mark.parametrize("memory_gb", [0.0, 1.0])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_broken_images_are_replaced_the_same_everywhere_and_known_to_the_stream(
+    memory_gb: float, workers: int, tmp_path: Path
+) -> None:
+    for i in range(8):
+        save(tmp_path / f"{i}.jpg", draw(40, 30, seed=i))
+    for i in (2, 3, 7):
+        (tmp_path / f"{i}.jpg").write_bytes(b"broken")
+    stream = make_stream(tmp_path, memory_gb=memory_gb, workers=workers)
+    iterator = iter(stream)
+    batches = [next(iterator) for _ in range(4)]
+    del iterator
+    names = [Path(image["file_name"]).stem for batch in batches for image in batch]
+    indices = [index for _, index in (entry for b in _first(stream, 4) for entry in b)]
+    replaced = {2: 4, 3: 4, 7: 0}
+    assert names == [str(replaced.get(index, index)) for index in indices]
+    met = {Path(where.split("'")[1]).stem for where in stream.faults}
+    assert met == {"2", "3", "7"}
+    assert all("faults" not in image for batch in batches for image in batch)
+    if (memory_gb, workers) != (0.0, 0):
+        DatasetCatalog.remove(NAME)
+        MetadataCatalog.remove(NAME)
+        plain = iter(make_stream(tmp_path))
+        for batch in batches:
+            torch.testing.assert_close(
+                [image["image"] for image in batch], [image["image"] for image in next(plain)]
+            )
+
+
+def _first(stream: TrainStream, count: int) -> list[list[tuple[int, int]]]:
+    batches = stream.batches()
+    return [next(batches) for _ in range(count)]
+
+
+def test_a_set_of_broken_images_alone_ends_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"wanted none of 1000 .*a\.jpg.*cannot identify"):
+        next(iter(make_stream(tmp_path)))
