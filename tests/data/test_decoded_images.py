@@ -147,7 +147,7 @@ class _Addresses(Dataset[tuple[int, int]]):
         return pixels.data_ptr(), int(pixels.sum())
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_see_the_same_pixels(start: str, tmp_path: Path) -> None:
     names = list(draw_set(tmp_path))
     dataset = _Addresses(DecodedImages(draw_set(tmp_path), shorter_side=45), names)

@@ -1,0 +1,108 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``--image-folder``, the images of an annotation file, and sets without annotations by name."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.engine import default_argument_parser
+
+from qbheat_det.data import build_train_stream
+from qbheat_det.engine import add_data_flags, add_image_flag, build_config
+from qbheat_det.engine.setup import CUSTOM_IMAGES
+from qbheat_det.errors import UserError
+from tests.data.pictures import draw, save
+
+from .conftest import forget_runs
+from .tiny_training import CONFIG
+
+PRETRAIN = ("INPUT.DATASET_MAPPER_NAME", "pretrain", "DATALOADER.ASPECT_RATIO_GROUPING", "False")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    forget_runs(CUSTOM_IMAGES)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = default_argument_parser()
+    add_data_flags(parser)
+    add_image_flag(parser)
+    return parser.parse_args(["--config-file", str(CONFIG), *words])
+
+
+def configure(*words: str) -> CfgNode:
+    return build_config(parse(*words, *PRETRAIN))
+
+
+def make_images(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        save(folder / f"{i}.jpg", draw(20, 20, seed=i))
+    return folder
+
+
+def test_folders_are_all_that_is_trained_on(tmp_path: Path) -> None:
+    one, two = make_images(tmp_path / "one", 2), make_images(tmp_path / "two", 3)
+    cfg = configure("--image-folder", str(one), "--image-folder", str(two))
+    assert (list(cfg.DATASETS.TRAIN), list(cfg.DATASETS.TEST)) == ([CUSTOM_IMAGES], [])
+    assert cfg.MODEL.CLASS_NAMES == []
+    assert build_train_stream(cfg).num_images == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--image-folder", "nowhere"], "the image folder 'nowhere' does not exist"),
+        (["--image-folder", "empty"], "there is no image in the folder 'empty'"),
+        (["--image-folder", "one", "--image-folder", "empty"], "no image in the folder 'empty'"),
+        (["--image-folder", "one/0.jpg"], r"'one/0\.jpg' is a file"),
+        (["--image-folder", "one", "--eval-only"], "leave out --eval-only"),
+        (
+            ["--image-folder", "one", "--train-json", "a", "--train-images", "b"],
+            "leave out --train-json and --train-images",
+        ),
+        (["--image-folder", "one", "DATASETS.TRAIN", "('a',)"], "both name data: choose one"),
+        (["DATASETS.TRAIN", "('imagenet_train',)"], "imagenet_train.*DETECTRON2_DATASETS.*--image"),
+        (["--train-json", "nowhere.json", "--train-images", "one"], "does not exist"),
+        (["--train-json", "images.json", "--train-images", "two"], "'two' of .* does not exist"),
+    ],
+)
+def test_what_cannot_be_trained_on_ends_in_a_sentence(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_images(tmp_path / "one", 1)
+    (tmp_path / "empty").mkdir()
+    Path("images.json").write_text(json.dumps({"images": [{"id": 1, "file_name": "0.jpg"}]}))
+    with pytest.raises(UserError, match=expected):
+        configure(*words)
+
+
+def test_an_annotation_file_gives_its_images_without_a_set_to_evaluate_on(tmp_path: Path) -> None:
+    images = make_images(tmp_path / "one", 3)
+    path = tmp_path / "images.json"
+    path.write_text(json.dumps({"images": [{"id": 1, "file_name": "2.jpg"}]}))
+    cfg = configure("--train-json", str(path), "--train-images", str(images))
+    assert (list(cfg.DATASETS.TRAIN), list(cfg.DATASETS.TEST)) == ([CUSTOM_IMAGES], [])
+    (record,) = DatasetCatalog.get(CUSTOM_IMAGES)
+    assert record["file_name"] == str(images / "2.jpg")
+
+
+@pytest.mark.parametrize("mapper", ["default", "detr"])
+def test_a_detector_is_not_trained_on_images_alone(mapper: str, tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "one", 1)
+    args = parse("--image-folder", str(folder), "INPUT.DATASET_MAPPER_NAME", mapper)
+    with pytest.raises(UserError, match=f"no annotations, but .* '{mapper}' needs them"):
+        build_config(args)
+
+
+def test_a_tool_without_the_flag_is_configured_too(tmp_path: Path) -> None:
+    args = parse("DATASETS.TRAIN", "('qbheat_toy_val_images',)", "DATASETS.TEST", "()", *PRETRAIN)
+    del args.image_folder
+    assert MetadataCatalog.get(build_config(args).DATASETS.TRAIN[0]).unlabelled
