@@ -7,6 +7,8 @@ that batches are formed of indices before anything is loaded, for all processes 
 """
 
 import itertools
+import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -76,8 +78,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.num_images = len(dataset)
         self.batch_size = batch_size
         self.seed = seed
+        self.fingerprint = _fingerprint(dataset)
         self.start = 0
-        """Step that the next iterator begins with."""
+        """Step that the next iterator begins with; ``fingerprint`` tells other images apart."""
         self.faults: dict[str, Fault] = {}
         """What is wrong with the images that this process has met and left out."""
         self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
@@ -221,6 +224,15 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
             "the dataset's dicts: add them, or set it to False"
         )
     return np.array([entry["width"] > entry["height"] for entry in dataset])
+
+
+def _fingerprint(dataset: Sequence[dict[str, Any]]) -> int:
+    """Returns a checksum of the images and their order, which their folder does not enter."""
+    value = 0
+    for entry in dataset:
+        name = os.path.basename(str(entry.get("file_name", "")))
+        value = zlib.crc32(f"{entry.get('image_id')} {name}\n".encode(), value)
+    return value
 
 
 def _as_it_is(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:

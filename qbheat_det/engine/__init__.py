@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training, evaluation and prediction on Detectron2's engine."""
 
+from .eval_only import evaluate
 from .launch import run_distributed
 from .run_record import write_run_record
 from .setup import add_data_flags, add_image_flag, build_config, setup
-from .trainer import Trainer, evaluate
+from .trainer import Trainer
 
 __all__ = [
     "Trainer",

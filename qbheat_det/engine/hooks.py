@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from detectron2.engine import HookBase
 from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.utils import comm
-from timm.utils import ModelEmaV3, distribute_bn
-from torch import nn
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
 
 from qbheat_det.errors import UserError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
-_PERIODIC = re.compile(r"model_\d{7,}\.pth")
+_PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 
 
 class MovingAverage(HookBase):
@@ -133,18 +134,40 @@ class Save(HookBase):
     def _remove_old(self) -> None:
         if not (self._kept and comm.is_main_process()):
             return
-        folder = Path(self.trainer.cfg.OUTPUT_DIR)
-        periodic = sorted(path for path in folder.iterdir() if _PERIODIC.fullmatch(path.name))
-        for path in periodic[: -self._kept]:
-            path.unlink()
+        folder, now = Path(self.trainer.cfg.OUTPUT_DIR), self.trainer.iter
+        periodic = {
+            int(match[1]): path
+            for path in folder.iterdir()
+            if (match := _PERIODIC.fullmatch(path.name))
+        }
+        done = sorted(iteration for iteration in periodic if iteration <= now)
+        # Those of later iterations are from before a resumption further back.
+        for iteration in {*done[: -self._kept], *(periodic.keys() - set(done))}:
+            periodic[iteration].unlink()
 
 
 def average_batch_statistics(trainer: "Trainer") -> None:
     """Makes BatchNorm's statistics the same on all processes, as saved and as evaluated."""
-    if comm.get_world_size() > 1:
-        # Not a set: its order may differ between the processes, which must go in step.
-        for model in dict.fromkeys((trainer.bare_model, trainer.evaluated_model)):
-            distribute_bn(model, comm.get_world_size(), reduce=True)
+    if comm.get_world_size() == 1:
+        return
+    # Not a set: its order may differ between the processes, which must go in step.
+    for model in dict.fromkeys((trainer.bare_model, trainer.evaluated_model)):
+        for name, own in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                average_over_processes(own)
+
+
+def average_over_processes(own: Tensor) -> None:
+    """Averages a tensor over all processes, in place; one that is equal everywhere stays as it is.
+
+    A plain sum of n equal numbers, divided by n, is not always the number: frozen statistics would
+    drift with every evaluation.
+    """
+    first = own.clone()
+    torch.distributed.broadcast(first, src=0)
+    difference = own - first
+    torch.distributed.all_reduce(difference)
+    own.copy_(first + difference / comm.get_world_size())
 
 
 def build_average(model: nn.Module, *, decay: float, warmup: bool) -> ModelEmaV3:

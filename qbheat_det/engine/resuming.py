@@ -4,13 +4,14 @@
 import argparse
 import fnmatch
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from detectron2.config import CfgNode
 
+from qbheat_det.data import TrainStream
 from qbheat_det.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,30 @@ def check_continues(saved: str, cfg: CfgNode) -> None:
             logger.info("Changed since the checkpoint: %s %s -> %s", key, before[key], now[key])
 
 
+def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
+    """Checks that a run is continued on the images that it began with.
+
+    Args:
+        state: of the trainer, as the checkpoint holds it.
+        stream: of the command that resumes it.
+
+    Raises:
+        UserError: there are others, or the checkpoint is of another trainer.
+    """
+    if "num_images" not in state:
+        raise UserError(
+            "--resume continues runs of this package's trainer, but the checkpoint is of another: "
+            "start a new run from its weights with MODEL.WEIGHTS, without --resume"
+        )
+    before, now = state["num_images"], stream.num_images
+    found = f"there are {now} now" if before != now else "other images or another order are there"
+    if (before, state["fingerprint"]) != (now, stream.fingerprint):
+        raise UserError(
+            f"--resume continues a run on {before} training images, but {found}: restore the "
+            "data, or start a new run from its weights with MODEL.WEIGHTS"
+        )
+
+
 def check_verbs(cfg: CfgNode, args: argparse.Namespace) -> None:
     """Checks that a command either continues a run or starts one, before anything is written.
 
@@ -76,7 +101,13 @@ def check_verbs(cfg: CfgNode, args: argparse.Namespace) -> None:
         UserError: ``--resume`` with other weights than the run began with, or a new run in a
             folder that holds one.
     """
+    asked_for = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in args.opts[::2] else ""
     if args.eval_only:
+        if args.resume and asked_for:
+            raise UserError(
+                "--eval-only --resume evaluates the last checkpoint of OUTPUT_DIR, but "
+                f"MODEL.WEIGHTS '{asked_for}' names other weights: leave one of them out"
+            )
         return
     folder = Path(cfg.OUTPUT_DIR)
     tag = folder / "last_checkpoint"
@@ -88,7 +119,6 @@ def check_verbs(cfg: CfgNode, args: argparse.Namespace) -> None:
             f"'{folder}' holds a run up to {last}: add --resume to continue it, or name another "
             "OUTPUT_DIR for a new run"
         )
-    asked_for = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in args.opts[::2] else ""
     if asked_for and asked_for != _weights_of(folder):
         raise UserError(
             f"--resume continues the run in '{folder}' from {last}, but MODEL.WEIGHTS "

@@ -74,6 +74,7 @@ def build_config(args: argparse.Namespace) -> CfgNode:
         UserError: the config or the data is not sound.
     """
     cfg = _load(args)
+    _check_numbers(cfg)
     check_verbs(cfg, args)
     _choose_device(cfg, asked_for="MODEL.DEVICE" in args.opts[::2])
     if cfg.SEED < 0:  # drawn once for all processes, and written down
@@ -97,6 +98,18 @@ def build_config(args: argparse.Namespace) -> CfgNode:
             _check_content(cfg, name)
     cfg.freeze()
     return cfg
+
+
+def _check_numbers(cfg: CfgNode) -> None:
+    at_least = {
+        "SOLVER.ACCUMULATE": (cfg.SOLVER.ACCUMULATE, 1),
+        "SOLVER.LOG_PERIOD": (cfg.SOLVER.LOG_PERIOD, 1),
+        "SOLVER.CHECKPOINTS_KEPT": (cfg.SOLVER.CHECKPOINTS_KEPT, 0),
+        "DATALOADER.NUM_WORKERS": (cfg.DATALOADER.NUM_WORKERS, 0),
+    }
+    for key, (value, least) in at_least.items():
+        if value < least:
+            raise UserError(f"{key} must be at least {least}, but is {value}")
 
 
 def _load(args: argparse.Namespace) -> CfgNode:

@@ -9,7 +9,7 @@ those of one process that takes it whole. What stays local is the statistics of 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -107,10 +107,17 @@ class StepTrainer(SimpleTrainer):
                     self.optimizer.zero_grad()
                 total = torch.stack(list(losses.values())).sum()
                 self.grad_scaler.scale(total).backward()
-        self.grad_scaler.unscale_(self.optimizer)  # before the optimizer clips
-        self.grad_scaler.step(self.optimizer)
+        self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees gradients proper
         self.grad_scaler.update()
         self._log(logged, data_time)
+
+    def close(self) -> None:
+        """Ends the workers of the loader, if it has any."""
+        iterator = getattr(self, "_data_loader_iter_obj", None) or vars(self).get(
+            "_data_loader_iter"
+        )
+        if isinstance(iterator, Generator):
+            iterator.close()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer and of the scale of fp16 gradients."""
@@ -135,6 +142,7 @@ class StepTrainer(SimpleTrainer):
         if len(batches) == 1 or not hasattr(self._bare, "loss_counts"):
             return ()
         counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
+        counts = counts.to(self._device)
         _all_reduce(counts)
         return (self._bare.loss_normalizers(counts, len(batches) * comm.get_world_size()),)
 
@@ -168,9 +176,16 @@ class StepTrainer(SimpleTrainer):
         losses: dict[str, float],
         normalizers: tuple[Tensor, ...],
     ) -> NoReturn:
+        """Raises on every process, once the failing ones have written what there is to write."""
+        failure: UserError | None = None
         if self.on_failure is not None and not all(map(math.isfinite, losses.values())):
-            self.on_failure(batches, losses, normalizers[0] if normalizers else None)
-        raise UserError(f"a loss is not finite at iteration {self.iter}: {losses} on this process")
+            try:
+                self.on_failure(batches, losses, normalizers[0] if normalizers else None)
+            except UserError as error:
+                failure = error
+        said = [sentence for sentence in comm.all_gather(str(failure or "")) if sentence]
+        nothing = f"a loss is not finite at iteration {self.iter}: {losses} on this process"
+        raise failure or UserError(said[0] if said else nothing)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision is None:

@@ -17,14 +17,13 @@ from detectron2.data import build_detection_test_loader
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
-from detectron2.utils.events import EventWriter
+from detectron2.utils.events import EventStorage, EventWriter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from qbheat_det.checkpoint import (
-    ExactCheckpointer,
     SafeCheckpointer,
     WeightsInfo,
     save_weights,
@@ -44,7 +43,7 @@ from .evaluation import Evaluation
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, build_average
 from .launch import distribute
-from .resuming import check_continues, describe_resumption
+from .resuming import check_continues, check_same_images, describe_resumption
 from .run_record import find_commit
 from .step import PRECISIONS, BatchedInputs, StepTrainer
 from .writers import build_writers, drop_metrics_from
@@ -134,13 +133,14 @@ class Trainer(DefaultTrainer):
             if self._average:
                 self._average.set(self.bare_model)
             return
-        self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         rest = self.checkpointer.resume_or_load("", resume=True)
+        self.resumed_from = self.checkpointer.loaded_from
         check_continues(rest.get("info", {}).get("config", ""), self.cfg)
         self.start_iter = self.iter + 1
         self.data_loader.start = self.start_iter
         self.data_loader.seed = self.seed
-        drop_metrics_from(Path(self.cfg.OUTPUT_DIR) / "metrics.json", self.start_iter)
+        if comm.is_main_process():
+            drop_metrics_from(Path(self.cfg.OUTPUT_DIR) / "metrics.json", self.start_iter)
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
@@ -150,17 +150,32 @@ class Trainer(DefaultTrainer):
             processes other than the main one, and where nothing was left to do.
         """
         if self.start_iter >= self.max_iter:
-            logger.warning(
-                "All %d iterations are done already; SOLVER.MAX_ITER or SOLVER.EPOCHS can be "
-                "raised to go on", self.start_iter,
-            )  # fmt: skip
-            return {}
+            return self._finish()
         if comm.is_main_process():  # with what was worked out, beside the weights to come
             text = self.cfg.dump().encode()
             write_atomically(
                 Path(self.cfg.OUTPUT_DIR) / "config.yaml", lambda stream: stream.write(text)
             )
-        TrainerBase.train(self, self.start_iter, self.max_iter)
+        try:
+            TrainerBase.train(self, self.start_iter, self.max_iter)
+        finally:  # else workers wait for the garbage collector
+            self._trainer.close()
+            self._evaluation.close()
+        return self._last_eval_results
+
+    def _finish(self) -> dict[str, Any]:
+        """Makes up for a last evaluation that failed, where all steps are done."""
+        if self.resumed_from is None or Path(self.resumed_from).name == "model_final.pth":
+            logger.warning(
+                "All %d iterations are done already; SOLVER.MAX_ITER or SOLVER.EPOCHS can be "
+                "raised to go on", self.start_iter,
+            )  # fmt: skip
+            return {}
+        self.iter = self.max_iter - 1
+        with EventStorage(self.iter) as self.storage:
+            for hook in self._hooks:
+                if isinstance(hook, Evaluate | hooks.PeriodicWriter | Save):
+                    hook.after_step()
         return self._last_eval_results
 
     def build_hooks(self) -> list[HookBase | None]:
@@ -205,20 +220,16 @@ class Trainer(DefaultTrainer):
             "seed": self.seed,
             "processes": comm.get_world_size(),
             "num_images": self.data_loader.num_images,
+            "fingerprint": self.data_loader.fingerprint,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up what ``state_dict`` gave; says what another number of processes changes.
 
         Raises:
-            UserError: the training set has another number of images than it had.
+            UserError: the checkpoint is of another trainer, or the training set has changed.
         """
-        before, now = state_dict["num_images"], self.data_loader.num_images
-        if before != now:
-            raise UserError(
-                f"--resume continues a run on {before} training images, but there are {now} now: "
-                "restore the data, or start a new run from its weights with MODEL.WEIGHTS"
-            )
+        check_same_images(state_dict, self.data_loader)
         TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_state_dict(state_dict["_trainer"])
         self._trainer.seed = state_dict["seed"]
@@ -230,7 +241,12 @@ class Trainer(DefaultTrainer):
 
     def _describe_weights(self) -> WeightsInfo:
         if self._info is None:  # the config's YAML is slow to write
-            self._info = WeightsInfo.from_config(self.cfg, iteration=0, commit=find_commit())
+            self._info = WeightsInfo.from_config(
+                self.cfg,
+                iteration=0,
+                commit=find_commit(),
+                left_behind=getattr(self.bare_model, "left_behind", ()),
+            )
         return dataclasses.replace(self._info, iteration=self.iter)
 
     def _stop_at_failure(
@@ -252,6 +268,11 @@ class Trainer(DefaultTrainer):
     def _build_precise_bn(self) -> HookBase | None:
         if not self.cfg.TEST.PRECISE_BN.ENABLED:
             return None
+        if self._average:
+            raise UserError(
+                "TEST.PRECISE_BN would change the model, but SOLVER.EMA's average is what is "
+                "evaluated: enable one of them"
+            )
         alone = self.cfg.clone()
         alone.defrost()
         alone.DATALOADER.NUM_WORKERS = 0
@@ -301,29 +322,6 @@ class Trainer(DefaultTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         """See ``qbheat_det.evaluation.build_evaluator``."""
         return build_evaluator(cfg, dataset_name)
-
-
-def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
-    """Evaluates ``MODEL.WEIGHTS``, or the last checkpoint of ``OUTPUT_DIR`` with ``resume``.
-
-    Returns:
-        Results by task, as ``Trainer.train``.
-
-    Raises:
-        UserError: there are no weights to evaluate, or they do not fit the model exactly.
-    """
-    if not cfg.MODEL.WEIGHTS and not resume:
-        raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
-    model = Trainer.build_model(cfg)
-    checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
-    if not cfg.MODEL.WEIGHTS and not checkpointer.has_checkpoint():
-        raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
-    path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
-    checkpointer.load(path, checkpointables=[])
-    evaluation = Evaluation(
-        cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
-    )
-    return evaluation(model)
 
 
 def _choose_precision(cfg: CfgNode) -> torch.dtype | None:

@@ -156,6 +156,26 @@ def test_other_data_do_not_continue_a_run(
     (fewer / "annotations.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="on 12 training images, but there are 11 now"):
         train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "2"}, "--resume", data=fewer)
+    content = json.loads((tiny_data / "annotations.json").read_text())
+    content["images"][-1]["id"] = 10_000
+    for annotation in content["annotations"]:
+        if annotation["image_id"] == gone:
+            annotation["image_id"] = 10_000
+    (fewer / "annotations.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="other images or another order"):
+        train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "2"}, "--resume", data=fewer)
+
+
+def test_a_checkpoint_of_another_trainer_is_no_run_to_continue(
+    train_afresh: TrainAfresh, tmp_path: Path
+) -> None:
+    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "1"})
+    checkpoint = state(tmp_path)
+    for key in ("num_images", "fingerprint", "seed", "processes"):  # unknown to Detectron2
+        del checkpoint["trainer"][key]
+    torch.save(checkpoint, tmp_path / "model_final.pth")
+    with pytest.raises(UserError, match="of another: start a new run"):
+        train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume")
 
 
 def test_a_drawn_seed_is_kept_by_the_run(train_afresh: TrainAfresh, tmp_path: Path) -> None:

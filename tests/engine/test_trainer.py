@@ -200,6 +200,11 @@ def test_a_loss_that_is_not_finite_leaves_a_file_and_a_sentence(
         ({"SOLVER.AMP.ENABLED": "True", "SOLVER.AMP.PRECISION": "half"}, "PRECISION is 'half'"),
         ({"SOLVER.EMA.ENABLED": "True", "SOLVER.EMA.DECAY": "1.0"}, "DECAY must lie in"),
         ({"SOLVER.ACCUMULATE": "3"}, "SOLVER.ACCUMULATE is 3"),
+        ({"SOLVER.ACCUMULATE": "0"}, "SOLVER.ACCUMULATE must be at least 1"),
+        ({"SOLVER.LOG_PERIOD": "0"}, "SOLVER.LOG_PERIOD must be at least 1"),
+        ({"SOLVER.CHECKPOINTS_KEPT": "-1"}, "SOLVER.CHECKPOINTS_KEPT must be at least 0"),
+        ({"DATALOADER.NUM_WORKERS": "-1"}, "DATALOADER.NUM_WORKERS must be at least 0"),
+        ({"TEST.PRECISE_BN.ENABLED": "True", "SOLVER.EMA.ENABLED": "True"}, "PRECISE_BN"),
         ({"SOLVER.IMS_PER_BATCH": "0"}, "IMS_PER_BATCH"),
         ({"MODEL.RETINANET.NUM_CLASSES": "9"}, "the data have 6 classes"),
         ({"DATASETS.TRAIN": "('qbheat_toy_train',)"}, "both name data"),
@@ -211,3 +216,42 @@ def test_settings_that_make_no_sense_are_refused_with_a_sentence(
     with pytest.raises(UserError, match=sentence):
         train_afresh(tmp_path, opts)
     assert not list(tmp_path.glob("*.pth"))
+
+
+def test_the_end_of_a_run_whose_last_evaluation_failed_is_made_up(
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Trainer) -> dict[str, Any]:
+        raise UserError("image 'x' cannot be used")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", fail)
+        with pytest.raises(UserError, match="image 'x'"):
+            train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"})
+    assert not (tmp_path / "model_final.pth").exists()
+    with_scores(monkeypatch, [4.0])
+    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume")
+    assert state(tmp_path)["iteration"] == 1
+    assert (tmp_path / "model_final.safetensors").is_file()
+    assert (tmp_path / "model_best.safetensors").is_file()
+    assert [entry["bbox/AP"] for entry in entries(tmp_path) if "bbox/AP" in entry] == [4]
+
+
+def test_checkpoints_from_before_a_resumption_further_back_do_not_push_out_new_ones(
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_afresh(tmp_path, {**SOON, "SOLVER.MAX_ITER": "4"})
+    (tmp_path / "last_checkpoint").write_text("model_0000000.pth")
+    (tmp_path / "model_final.pth").unlink()
+    opts = {**SOON, "SOLVER.MAX_ITER": "4", "SOLVER.CHECKPOINTS_KEPT": "1"}
+    run_step = StepTrainer.run_step
+
+    def stop(self: StepTrainer) -> None:
+        if self.iter == 2:
+            raise KeyboardInterrupt
+        run_step(self)
+
+    monkeypatch.setattr(StepTrainer, "run_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_afresh(tmp_path, opts, "--resume")
+    assert [path.name for path in tmp_path.glob("model_*.pth")] == ["model_0000001.pth"]

@@ -158,7 +158,7 @@ class MFDETR(nn.Module):
         """
         counts = [len(entry["instances"]) for entry in batched_inputs]
         normalizers = self.criterion.normalizers(counts, self.decoder.num_queries)
-        return self.pixel_mean.new_tensor(normalizers)
+        return torch.tensor(normalizers)  # on the CPU, so that a step has one transfer for all
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
         """Returns (2,): what each part of an effective batch divides by, so that their mean fits.

@@ -1,0 +1,35 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Evaluation of weights that were trained before."""
+
+from typing import Any
+
+from detectron2.config import CfgNode
+
+from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.errors import UserError
+
+from .evaluation import Evaluation
+from .trainer import Trainer
+
+
+def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
+    """Evaluates ``MODEL.WEIGHTS``, or the last checkpoint of ``OUTPUT_DIR`` with ``resume``.
+
+    Returns:
+        Results by task, as ``Trainer.train``.
+
+    Raises:
+        UserError: there are no weights to evaluate, or they do not fit the model exactly.
+    """
+    if not cfg.MODEL.WEIGHTS and not resume:
+        raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
+    model = Trainer.build_model(cfg)
+    checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
+    if resume and not checkpointer.has_checkpoint():
+        raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
+    path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
+    checkpointer.load(path, checkpointables=[])
+    evaluation = Evaluation(
+        cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
+    )
+    return evaluation(model)
