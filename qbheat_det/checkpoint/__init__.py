@@ -2,8 +2,11 @@
 """Weights: read without running what is hidden in a file, accounted for, and written whole."""
 
 from .atomic import remove_leftovers, write_atomically
-from .checkpointer import ExactCheckpointer, SafeCheckpointer
+from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_exact
+from .fitting import fit_weights
 from .load_report import GroupReport, LoadReport
+from .name_matching import bare_backbone
+from .timm_weights import TimmWeights
 from .weights_file import check_weights_file, class_names_of, info_of, read_weights, save_weights
 from .weights_info import WeightsInfo
 
@@ -12,9 +15,13 @@ __all__ = [
     "GroupReport",
     "LoadReport",
     "SafeCheckpointer",
+    "TimmWeights",
     "WeightsInfo",
+    "bare_backbone",
+    "check_exact",
     "check_weights_file",
     "class_names_of",
+    "fit_weights",
     "info_of",
     "read_weights",
     "remove_leftovers",

@@ -18,7 +18,7 @@ from torch import nn
 from qbheat_det.errors import UserError
 
 from .atomic import remove_leftovers, write_atomically
-from .fitting import find_unbuilt, fit_weights
+from .fitting import find_left_behind, find_unbuilt, fit_weights
 from .load_report import LoadReport
 from .resumable import find_fault, newest_whole
 from .weights_file import WeightsFile, check_weights_file, class_names_beside, read_weights_file
@@ -110,6 +110,11 @@ class SafeCheckpointer(DetectionCheckpointer):
         # and its main trips over them in the next load where one has failed.
         return dict(super(DetectionCheckpointer, self).load(path, checkpointables))
 
+    @property
+    def loaded_from(self) -> str:
+        """Path of the file that was loaded last; empty before."""
+        return self._filename
+
     def has_checkpoint(self) -> bool:
         """Whether there is a tag to resume from, or a checkpoint that a kill left without one."""
         return super().has_checkpoint() or bool(self._newest_whole())
@@ -171,6 +176,8 @@ class SafeCheckpointer(DetectionCheckpointer):
     def _fetch(self, path: str) -> str:
         try:
             return str(self.path_manager.get_local_path(path)) if "://" in path else path
+        except UserError:
+            raise
         except Exception as error:  # each kind of address has its own errors
             raise UserError(f"'{path}' cannot be fetched: {error}") from error
 
@@ -195,6 +202,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             old_classes=info.class_names if info else class_names_beside(self._filename),
             classes=self.class_names,
             unbuilt=find_unbuilt(self.model),
+            left_behind=find_left_behind(self.model, info.left_behind if info else ()),
         )
         self._file = WeightsFile({})
         self._check(report)

@@ -11,9 +11,8 @@ from qbheat_det.errors import UserError
 
 from .class_rows import ClassChange, carry_over_rows, compare_classes, is_class_layer
 from .load_report import GroupReport, LoadReport
-from .name_matching import is_optional, match_names
+from .name_matching import BELOW_FPN, is_optional, match_names
 
-_BELOW_FPN = "backbone.bottom_up."
 _UNNAMED = "the file does not name its classes: their rows are taken in order where the number fits"
 
 
@@ -37,6 +36,7 @@ def fit_weights(
     old_classes: Sequence[str] = (),
     classes: Sequence[str] = (),
     unbuilt: Sequence[str] = (),
+    left_behind: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
     """Finds the place of each tensor of a file; changes nothing.
 
@@ -47,6 +47,8 @@ def fit_weights(
         old_classes: names of the classes in the file, contiguous order; empty if unknown.
         classes: names of the model's classes; empty if unknown.
         unbuilt: beginnings of the names of parts that the model's config leaves out.
+        left_behind: children of the model in the file that this model does not take over, even
+            where it has parts of the same names.
 
     Returns:
         Tensors for ``load_state_dict``, by the model's names, and the report. Nothing is said
@@ -55,6 +57,12 @@ def fit_weights(
     Raises:
         UserError: a tensor holds NaN or infinity, or names are ambiguous.
     """
+    behind = tuple(name for name in left_behind if any(_is_of(name, key) for key in stored))
+    stored = {
+        key: tensor
+        for key, tensor in stored.items()
+        if not any(_is_of(name, key) for name in behind)
+    }
     check_finite(stored, file)
     change = compare_classes(old_classes, classes, file=file)
     places = match_names(model_state, stored, file=file)
@@ -72,9 +80,23 @@ def fit_weights(
         groups={name: group.report() for name, group in groups.items()},
         left_over=tuple(key for key in without_place if key not in spare),
         spare=spare,
+        left_behind=behind,
         class_change=change if has_classes else None,
         note=_UNNAMED if has_classes and classes and not old_classes else "",
     )
+
+
+def find_left_behind(model: nn.Module, written: Sequence[str]) -> Sequence[str]:
+    """Returns which parts of a file ``model`` does not take over.
+
+    A pre-training method says in ``left_behind`` which of its children serve it alone, and its
+    files repeat that. Only a model that says the same, as it does when it goes on, takes them.
+
+    Args:
+        model: to load into.
+        written: what the file says.
+    """
+    return () if tuple(getattr(model, "left_behind", ())) == tuple(written) else written
 
 
 def find_unbuilt(model: nn.Module) -> list[str]:
@@ -100,6 +122,10 @@ def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
                 f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged; take an "
                 "earlier checkpoint"
             )
+
+
+def _is_of(child: str, name: str) -> bool:
+    return name == child or name.startswith(f"{child}.")
 
 
 def _fit_all(
@@ -141,8 +167,8 @@ def _fit(name: str, tensor: Tensor, fresh: Tensor, change: ClassChange | None) -
 def _group_names(names: Iterable[str]) -> dict[str, str]:
     """The model's child that each tensor belongs to; of a pyramid, "backbone" below it or "fpn"."""
     groups = {name: name.split(".")[0] if "." in name else "top-level" for name in names}
-    if any(name.startswith(_BELOW_FPN) for name in groups):
+    if any(name.startswith(BELOW_FPN) for name in groups):
         for name, group in groups.items():
-            if group == "backbone" and not name.startswith(_BELOW_FPN):
+            if group == "backbone" and not name.startswith(BELOW_FPN):
                 groups[name] = "fpn"
     return groups

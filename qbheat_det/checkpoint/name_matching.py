@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from qbheat_det.errors import UserError
 
-_BACKBONE, _BELOW_FPN = "backbone.", "backbone.bottom_up."
+BACKBONE, BELOW_FPN = "backbone.", "backbone.bottom_up."
 # DistributedDataParallel and AveragedModel, torch.compile, Lightning and other wrappers.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 # Beside the weights proper: AveragedModel's counter.
@@ -59,13 +59,30 @@ def match_names(
         added = whole  # of parts that fit here as well as there, none is meant
     shifts = [
         _Shift("", ""),
-        _Shift(_BACKBONE, _BELOW_FPN),
-        _Shift(_BELOW_FPN, _BACKBONE),
+        _Shift(BACKBONE, BELOW_FPN),
+        _Shift(BELOW_FPN, BACKBONE),
         *(_Shift("", prefix) for prefix in added),
         *(_Shift(prefix, "") for prefix in taken),
     ]
     best = max(shifts, key=lambda shift: _num_placed(shift, model, names))
     return {name: best(short) for name, short in bare.items()}
+
+
+def bare_backbone(names: Collection[str]) -> dict[str, str]:
+    """Maps those names in a file that are of its backbone to what they are without a prefix.
+
+    Of a feature pyramid it is the backbone below; the map is empty where a file has none.
+    """
+    short = _without_wrappers((), names)
+    for prefix in (BELOW_FPN, BACKBONE):
+        inside = {
+            name: value.removeprefix(prefix)
+            for name, value in short.items()
+            if value.startswith(prefix)
+        }
+        if inside:
+            return inside
+    return {}
 
 
 def is_optional(name: str) -> bool:

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,8 @@ class WeightsInfo:
 
     ``class_names`` and ``category_ids`` (the annotation file's) stand in contiguous order;
     ``pixel_mean`` and ``pixel_std`` are those of ``pixel_format``'s channels; ``config`` is the
-    whole config as YAML; ``iteration`` is the last one that went into the weights.
+    whole config as YAML; ``iteration`` is the last one that went into the weights. ``left_behind``
+    are the beginnings of names that belong to the training itself: no other model takes them over.
     """
 
     class_names: tuple[str, ...] = ()
@@ -30,15 +31,19 @@ class WeightsInfo:
     config: str = ""
     commit: str = ""
     iteration: int = 0
+    left_behind: tuple[str, ...] = ()
 
     @classmethod
-    def from_config(cls, cfg: CfgNode, *, iteration: int, commit: str) -> "WeightsInfo":
+    def from_config(
+        cls, cfg: CfgNode, *, iteration: int, commit: str, left_behind: Sequence[str] = ()
+    ) -> "WeightsInfo":
         """Takes everything from a run's config.
 
         Args:
             cfg: resolved config, with ``MODEL.CLASS_NAMES`` and ``MODEL.CATEGORY_IDS`` set.
             iteration: the last iteration that went into the weights.
             commit: of the code that trained them; empty where it is not known.
+            left_behind: children of the model that no other model takes over.
         """
         return cls(
             class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
@@ -50,6 +55,7 @@ class WeightsInfo:
             config=yaml.dump(yaml.safe_load(cfg.dump()), Dumper=_WithoutReferences),
             commit=commit,
             iteration=iteration,
+            left_behind=tuple(left_behind),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,4 +125,5 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "config": _string,
     "commit": _string,
     "iteration": _integer,
+    "left_behind": _tuple_of(_string),
 }
