@@ -27,7 +27,7 @@ Box = tuple[int, int, int, int]
 # What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
 # another program.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
-_REDUCTIONS = (8, 4, 2)
+_REDUCTIONS: tuple[int, ...] = (8, 4, 2)
 _ORIENTATION = 0x0112  # EXIF tag; from 5 on, width and height change places
 _UPRIGHT = {  # as in Detectron2's reading of images
     2: Image.Transpose.FLIP_LEFT_RIGHT,
