@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Images per second and core that pre-training reads, beside torchvision's pipeline.
 
 Example:
-    benchmarks/image_loading.py --image-folder photographs/ --sizes 256 128
+    python benchmarks/image_loading.py --image-folder photographs/ --sizes 256 128
 
 Processor time of one thread is what counts, so other work on the machine disturbs little. The
 best of three passes over up to ``--images`` files, after one pass that brings them into the page
