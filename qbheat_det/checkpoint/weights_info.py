@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import yaml
 from detectron2.config import CfgNode
+
+from qbheat_det.config import dump_config
 
 T = TypeVar("T")
 
@@ -51,8 +52,7 @@ class WeightsInfo:
             pixel_format=str(cfg.INPUT.FORMAT),
             pixel_mean=tuple(float(value) for value in cfg.MODEL.PIXEL_MEAN),
             pixel_std=tuple(float(value) for value in cfg.MODEL.PIXEL_STD),
-            # Detectron2 dumps a list that stands in two places as a reference to the first.
-            config=yaml.dump(yaml.safe_load(cfg.dump()), Dumper=_WithoutReferences),
+            config=dump_config(cfg),
             commit=commit,
             iteration=iteration,
             left_behind=tuple(left_behind),
@@ -80,13 +80,6 @@ class WeightsInfo:
             return cls(**{key: _READERS[key](value) for key, value in known.items()})
         except (TypeError, ValueError, OverflowError):
             return None
-
-
-class _WithoutReferences(yaml.SafeDumper):
-    """Writes everything out, so that a reader need not follow what a stranger refers to."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
 
 
 def _string(value: object) -> str:

@@ -72,6 +72,17 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
     return cfg
 
 
+def dump_config(cfg: CfgNode) -> str:
+    """Returns a config as YAML that refers to nothing, to travel inside another file."""
+    # Detectron2 dumps a list that stands in two places as a reference to the first.
+    return str(yaml.dump(yaml.safe_load(cfg.dump()), Dumper=_WithoutReferences))
+
+
+class _WithoutReferences(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
 def _merge_file(cfg: CfgNode, path: str, values: Mapping[str, object]) -> None:
     """Merges a file whose keys are known to exist; an integer may stand for a float."""
     integers = {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qbheat_det.checkpoint import write_atomically
+from qbheat_det.config import dump_config
 from qbheat_det.errors import UserError
 
 from .plain_data import from_plain, to_plain
@@ -113,7 +114,7 @@ def dump_failure(
     weights = bare.state_dict()
     content = {
         "format": _FORMAT,
-        "config": cfg.dump(),
+        "config": dump_config(cfg),
         "iteration": int(iteration),
         "seed": int(seed),
         "rank": int(rank),

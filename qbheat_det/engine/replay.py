@@ -4,9 +4,7 @@
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +15,13 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from qbheat_det.config import load_config
 from qbheat_det.errors import UserError
 
 from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
+from .run_config import load_embedded_config
 from .seeding import seed_step
-from .step import PRECISIONS, BatchedInputs
+from .step import BatchedInputs, choose_precision, compute_losses, loss_weight
 
 
 def replay_failure(
@@ -40,7 +38,7 @@ def replay_failure(
         UserError: the file cannot be read, or its config builds no model that takes its weights.
     """
     failed = read_failure(path)
-    cfg = _read_config(failed, path)
+    cfg = load_embedded_config(failed.config, f"the config inside '{path}'")
     wanted = device or failed.device
     cfg.MODEL.DEVICE = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
     model = _build_model(cfg, failed, path)
@@ -63,16 +61,6 @@ def replay_failure(
             for entry in batch
         ]
     return report
-
-
-def _read_config(failed: FailedStep, path: str | os.PathLike[str]) -> CfgNode:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(failed.config, encoding="utf-8")
-        try:
-            return load_config(file)
-        except UserError as error:
-            raise UserError(f"the config in '{path}' cannot be used: {error}") from error
 
 
 def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str]) -> nn.Module:
@@ -114,23 +102,16 @@ def _losses(
     cfg: CfgNode, model: nn.Module, batch: BatchedInputs, failed: FailedStep
 ) -> dict[str, Tensor]:
     """Returns the losses of a micro-batch, weighted as in training."""
-    arguments = () if failed.normalizers is None else (failed.normalizers.to(cfg.MODEL.DEVICE),)
-    with _autocast(cfg):
-        losses = model(batch, *arguments)
-    if isinstance(losses, Tensor):
-        losses = {"loss": losses}
-    if hasattr(model, "loss_counts"):
-        weight = 1 / cfg.SOLVER.ACCUMULATE
-    else:
-        weight = len(batch) * failed.num_processes / cfg.SOLVER.IMS_PER_BATCH
+    normalizers = () if failed.normalizers is None else (failed.normalizers.to(cfg.MODEL.DEVICE),)
+    losses = compute_losses(model, batch, normalizers, precision=choose_precision(cfg))
+    weight = loss_weight(
+        model,
+        batch,
+        micro_batches=cfg.SOLVER.ACCUMULATE,
+        processes=failed.num_processes,
+        batch_size=cfg.SOLVER.IMS_PER_BATCH,
+    )
     return {name: loss * weight for name, loss in losses.items()}
-
-
-def _autocast(cfg: CfgNode) -> contextlib.AbstractContextManager[Any]:
-    if not cfg.SOLVER.AMP.ENABLED:
-        return contextlib.nullcontext()
-    precision = PRECISIONS[cfg.SOLVER.AMP.PRECISION]
-    return torch.autocast(cfg.MODEL.DEVICE.split(":")[0], dtype=precision)
 
 
 @contextlib.contextmanager
@@ -170,9 +151,8 @@ def _report_image(
         return report
     seed_step(failed.seed, failed.iteration, failed.rank)
     try:
-        with torch.no_grad(), _autocast(cfg):
-            losses = model([entry])
-        losses = {"loss": losses} if isinstance(losses, Tensor) else losses
+        with torch.no_grad():
+            losses = compute_losses(model, [entry], precision=choose_precision(cfg))
         values = {name: float(value) for name, value in losses.items()}
     except Exception as error:
         return dataclasses.replace(report, error=f"{type(error).__name__}: {error}")

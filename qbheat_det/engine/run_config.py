@@ -53,23 +53,34 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
                 "--config-file"
             )
         return load_config(beside, opts)
-    try:
-        events = list(yaml.parse(info.config, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"the config inside '{weights}' is not plain YAML") from error
-    if "_BASE_" in info.config or any(isinstance(event, yaml.AliasEvent) for event in events):
-        raise UserError(
-            f"the config inside '{weights}' is refused: it refers to other files or to itself"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        unpacked = Path(folder) / "config.yaml"
-        unpacked.write_text(info.config, encoding="utf-8", errors="replace")
-        try:
-            cfg = load_config(unpacked, opts)
-        except (UserError, RecursionError) as error:
-            inside = f"the config inside '{weights}'"
-            sentence = str(error).replace(str(unpacked), inside)
-            raise UserError(sentence if inside in sentence else f"{inside}: {sentence}") from error
+    cfg = load_embedded_config(info.config, f"the config inside '{weights}'", opts)
     if "OUTPUT_DIR" not in opts[::2]:  # a folder of whoever trained the weights
         cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
     return cfg
+
+
+def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
+    """Reads a config that travels inside another file, which anyone may have written.
+
+    Args:
+        text: YAML.
+        where: what the sentence of an error calls it.
+        opts: alternating keys and values that override it.
+
+    Raises:
+        UserError: it is no config, or refers to other files or to itself.
+    """
+    try:
+        events = list(yaml.parse(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{where} is not plain YAML") from error
+    if "_BASE_" in text or any(isinstance(event, yaml.AliasEvent) for event in events):
+        raise UserError(f"{where} is refused: it refers to other files or to itself")
+    with tempfile.TemporaryDirectory() as folder:
+        unpacked = Path(folder) / "config.yaml"
+        unpacked.write_text(text, encoding="utf-8", errors="replace")
+        try:
+            return load_config(unpacked, opts)
+        except (UserError, RecursionError) as error:
+            sentence = str(error).replace(str(unpacked), where)
+            raise UserError(sentence if where in sentence else f"{where}: {sentence}") from error

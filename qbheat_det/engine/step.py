@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, NoReturn
 
 import torch
+from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
@@ -150,16 +151,14 @@ class StepTrainer(SimpleTrainer):
         self, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
     ) -> dict[str, Tensor]:
         """Returns losses whose sum over micro-batches and mean over processes is the loss."""
-        # TorchScript, which Detectron2's focal loss is in, compiles what it has run twice and
-        # rounds differently from then on: a process that resumes would not repeat the bits.
-        with self._autocast(), optimized_execution(False):
-            losses = self.model(batch, *normalizers)
-        if isinstance(losses, Tensor):
-            losses = {"loss": losses}
-        if hasattr(self._bare, "loss_counts"):
-            weight = 1 / self.accumulate
-        else:
-            weight = len(batch) * comm.get_world_size() / self.batch_size
+        losses = compute_losses(self.model, batch, normalizers, precision=self.precision)
+        weight = loss_weight(
+            self._bare,
+            batch,
+            micro_batches=self.accumulate,
+            processes=comm.get_world_size(),
+            batch_size=self.batch_size,
+        )
         return losses if weight == 1 else {name: loss * weight for name, loss in losses.items()}
 
     def _values(self, losses: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
@@ -187,11 +186,6 @@ class StepTrainer(SimpleTrainer):
         nothing = f"a loss is not finite at iteration {self.iter}: {losses} on this process"
         raise failure or UserError(said[0] if said else nothing)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.precision is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=self.precision)
-
     def _gradients_synchronized(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Averages gradients over processes once a step, with the last micro-batch."""
         if last or not isinstance(self.model, DistributedDataParallel):
@@ -211,6 +205,66 @@ class StepTrainer(SimpleTrainer):
         if self.grad_scaler.is_enabled():
             scale = self.grad_scaler.get_scale()
             storage.put_scalar("gradient_scale", scale, smoothing_hint=False)
+
+
+def choose_precision(cfg: CfgNode) -> torch.dtype | None:
+    """Returns the type of autocast that a config asks for, if any.
+
+    Raises:
+        UserError: it is not known.
+    """
+    if not cfg.SOLVER.AMP.ENABLED:
+        return None
+    name = cfg.SOLVER.AMP.PRECISION
+    if name not in PRECISIONS:
+        raise UserError(f"SOLVER.AMP.PRECISION is '{name}', but must be {' or '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def compute_losses(
+    model: nn.Module,
+    batch: BatchedInputs,
+    normalizers: tuple[Tensor, ...] = (),
+    *,
+    precision: torch.dtype | None,
+) -> dict[str, Tensor]:
+    """Returns the losses of a micro-batch by name, as the model gives them in training.
+
+    Args:
+        model: a meta-architecture in training mode.
+        batch: dicts of a dataset mapper.
+        normalizers: one tensor, or none, that the model's ``forward`` takes besides.
+        precision: of autocast; None computes as the weights are.
+    """
+    device = next(model.parameters()).device.type
+    autocast = torch.autocast(device, dtype=precision) if precision else contextlib.nullcontext()
+    # TorchScript, which Detectron2's focal loss is in, compiles what it has run twice and rounds
+    # differently from then on: a process that resumes would not repeat the bits.
+    with autocast, optimized_execution(False):
+        losses = model(batch, *normalizers)
+    return {"loss": losses} if isinstance(losses, Tensor) else dict(losses)
+
+
+def loss_weight(
+    model: nn.Module,
+    batch: BatchedInputs,
+    *,
+    micro_batches: int,
+    processes: int,
+    batch_size: int,
+) -> float:
+    """Returns the factor of a micro-batch's losses in a sum over micro-batches on each process.
+
+    Args:
+        model: without the wrapper for several processes.
+        batch: the micro-batch.
+        micro_batches: of a step on each process.
+        processes: over whom gradients are averaged.
+        batch_size: images of the step, over all of them.
+    """
+    if hasattr(model, "loss_counts"):  # divided by counts of all parts already
+        return 1 / micro_batches
+    return len(batch) * processes / batch_size
 
 
 def _all_reduce(values: Tensor) -> None:

@@ -11,7 +11,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
@@ -45,7 +44,7 @@ from .hooks import Evaluate, MovingAverage, Save, build_average
 from .launch import distribute
 from .resuming import check_continues, check_same_images, describe_resumption
 from .run_record import find_commit
-from .step import PRECISIONS, BatchedInputs, StepTrainer
+from .step import BatchedInputs, StepTrainer, choose_precision
 from .writers import build_writers, drop_metrics_from
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Trainer(DefaultTrainer):
             optimizer,
             batch_size=self.cfg.SOLVER.IMS_PER_BATCH,
             accumulate=self.cfg.SOLVER.ACCUMULATE,
-            precision=_choose_precision(self.cfg),
+            precision=choose_precision(self.cfg),
             seed=stream.seed,
             log_period=self.cfg.SOLVER.LOG_PERIOD,
             on_failure=self._stop_at_failure,
@@ -322,12 +321,3 @@ class Trainer(DefaultTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         """See ``qbheat_det.evaluation.build_evaluator``."""
         return build_evaluator(cfg, dataset_name)
-
-
-def _choose_precision(cfg: CfgNode) -> torch.dtype | None:
-    if not cfg.SOLVER.AMP.ENABLED:
-        return None
-    name = cfg.SOLVER.AMP.PRECISION
-    if name not in PRECISIONS:
-        raise UserError(f"SOLVER.AMP.PRECISION is '{name}', but must be {' or '.join(PRECISIONS)}")
-    return PRECISIONS[name]
