@@ -231,7 +231,8 @@ def _fingerprint(dataset: Sequence[dict[str, Any]]) -> int:
     value = 0
     for entry in dataset:
         name = os.path.basename(str(entry.get("file_name", "")))
-        value = zlib.crc32(f"{entry.get('image_id')} {name}\n".encode(), value)
+        text = f"{entry.get('image_id')} {name}\n"
+        value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names are any bytes
     return value
 
 

@@ -38,6 +38,7 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
+from .broken_images import BrokenImages
 from .evaluation import Evaluation
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, build_average
@@ -187,6 +188,7 @@ class Trainer(DefaultTrainer):
             self._build_precise_bn(),
             Evaluate(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             hooks.PeriodicWriter(self.build_writers(), cfg.SOLVER.LOG_PERIOD) if main else None,
+            BrokenImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             Save(period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT),
         ]
 
