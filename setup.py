@@ -49,7 +49,7 @@ setup(
         "PyYAML>=6.0.1",
         "safetensors>=0.4",
         "scipy>=1.10",
-        "timm>=1.0.3",
+        "timm>=1.0.31",  # cuts what lies behind the last map that is asked for
         "tqdm>=4.64",
     ],
     extras_require={
