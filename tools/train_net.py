@@ -22,6 +22,7 @@ Examples:
 
 import argparse
 import functools
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any
 # What Detectron2's own imports say would otherwise be the first lines of every run.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 warnings.filterwarnings("ignore", message="torch.meshgrid")
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 from detectron2.engine import default_argument_parser  # noqa: E402
 from detectron2.utils import comm  # noqa: E402
@@ -48,10 +50,14 @@ from qbheat_det.engine import (  # noqa: E402
 )
 from qbheat_det.engine.dry_run import dry_run  # noqa: E402
 from qbheat_det.engine.replay import replay_failure  # noqa: E402
-from qbheat_det.errors import exit_with_sentence  # noqa: E402
+from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
+    if args.dry_run and args.eval_only:
+        raise UserError("--dry-run rehearses training: leave out --eval-only")
+    if not (args.config_file or args.eval_only):
+        raise UserError("name what to train with --config-file; configs/ holds recipes")
     cfg = build_config(args)
     if args.dry_run:
         report = dry_run(cfg, functools.partial(Trainer, allow_partial=args.allow_partial))

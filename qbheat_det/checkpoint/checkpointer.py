@@ -110,11 +110,6 @@ class SafeCheckpointer(DetectionCheckpointer):
         # and its main trips over them in the next load where one has failed.
         return dict(super(DetectionCheckpointer, self).load(path, checkpointables))
 
-    @property
-    def loaded_from(self) -> str:
-        """Path of the file that was loaded last; empty before."""
-        return self._filename
-
     def has_checkpoint(self) -> bool:
         """Whether there is a tag to resume from, or a checkpoint that a kill left without one."""
         return super().has_checkpoint() or bool(self._newest_whole())
@@ -137,9 +132,20 @@ class SafeCheckpointer(DetectionCheckpointer):
         """
         if not (resume and self.has_checkpoint()):
             return self.load(path, checkpointables=[])
+        return self.resume(self.find_checkpoint_to_resume())
+
+    def resume(self, path: str) -> dict[str, Any]:
+        """Loads a checkpoint with all that the run keeps; see ``find_checkpoint_to_resume``.
+
+        Returns:
+            As ``load``.
+
+        Raises:
+            UserError: as ``load``, or the model of the file is another one.
+        """
         self._resuming = True
         try:
-            return self.load(self.find_checkpoint_to_resume())
+            return self.load(path)
         finally:
             self._resuming = False
 
@@ -157,7 +163,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         if not other:
             raise UserError(
                 f"cannot resume: {fault}, and '{self.save_dir}' has no other whole checkpoint; "
-                "start anew without --resume"
+                "start anew in another OUTPUT_DIR, or move this one away"
             )
         self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", fault, other)
         return other
@@ -213,6 +219,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         self.model.load_state_dict(state, strict=False)
         self.report, self.info = report, info
         self.logger.info("Loaded '%s': %s", self._filename, report)
+        if self.allow_partial and (faults := report.find_faults(new_parts=True)):
+            self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(faults))
         self._compare_pixels()
 
     def _check(self, report: LoadReport) -> None:

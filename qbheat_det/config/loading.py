@@ -122,7 +122,10 @@ def _read_layers(
         raise UserError(f"{path} holds no config: its top level must be a mapping of keys")
     base = content.pop("_BASE_", None)
     layers = []
-    for parent in [base] if isinstance(base, str) else base or []:
+    parents = [base] if isinstance(base, str) else base or []
+    if not isinstance(parents, list) or not all(isinstance(name, str) for name in parents):
+        raise UserError(f"{path}: _BASE_ must be the path of a YAML file, but is {base!r}")
+    for parent in parents:
         above = Path(os.path.join(path.parent, os.path.expanduser(parent)))
         layers += _read_layers(cfg, above, (*children, absolute))
     values = dict(_leaves(content))

@@ -227,11 +227,12 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def _fingerprint(dataset: Sequence[dict[str, Any]]) -> int:
-    """Returns a checksum of the images and their order, which their folder does not enter."""
+    """Returns a checksum of images, boxes and their order; the folder does not enter it."""
     value = 0
     for entry in dataset:
         name = os.path.basename(str(entry.get("file_name", "")))
-        text = f"{entry.get('image_id')} {name}\n"
+        boxes = [(a.get("category_id"), a.get("bbox")) for a in entry.get("annotations", ())]
+        text = f"{entry.get('image_id')} {name} {boxes}\n"
         value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names are any bytes
     return value
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from detectron2.engine import HookBase
+from detectron2.engine.hooks import PeriodicWriter
 from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.utils import comm
 from timm.utils import ModelEmaV3
@@ -100,6 +101,22 @@ class Evaluate(HookBase):
                 self._best_metric,
                 self.best["value"],
             )
+
+
+class Write(PeriodicWriter):
+    """Detectron2's hook, which after an error closes its writers without writing.
+
+    What they would write is of a step that was not made, and their own errors would hide the one
+    that ended the run.
+    """
+
+    def after_train(self) -> None:
+        """Writes what is left, if the run came to its end, and closes."""
+        if self.trainer.iter >= self.trainer.max_iter:
+            super().after_train()
+            return
+        for writer in self._writers:
+            writer.close()
 
 
 class Save(HookBase):

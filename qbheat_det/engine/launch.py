@@ -69,6 +69,8 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
 
 
 def _check_launch(args: argparse.Namespace) -> None:
+    if min(args.num_gpus, args.num_machines) < 1:
+        raise UserError("--num-gpus and --num-machines must be at least 1")
     if args.num_gpus * args.num_machines <= 1:
         return
     there = torch.cuda.device_count()

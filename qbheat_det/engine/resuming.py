@@ -34,8 +34,6 @@ _FREE = (
     "TEST.*",
     "VIS_PERIOD",
 )
-# Taken from the checkpoint, whatever the config says.
-_KEPT = ("SEED",)
 _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
 
 
@@ -51,11 +49,13 @@ def check_continues(saved: str, cfg: CfgNode) -> None:
     """
     before = dict(_leaves(yaml.safe_load(saved) or {}))
     now = dict(_leaves(yaml.safe_load(cfg.dump())))
+    if now["SEED"] < 0:  # not asked for: the run keeps its own
+        now["SEED"] = before.get("SEED", -1)
     changed = [key for key in now if key in before and before[key] != now[key]]
     refused = [
         f"{key} {before[key]} -> {now[key]}"
         for key in changed
-        if key not in (*_END, *_KEPT) and not any(fnmatch.fnmatch(key, free) for free in _FREE)
+        if key not in _END and not any(fnmatch.fnmatch(key, free) for free in _FREE)
     ]
     if refused:
         raise UserError(
@@ -66,7 +66,7 @@ def check_continues(saved: str, cfg: CfgNode) -> None:
     for key in changed:
         if key in _END:
             logger.warning("The run's end moved: %s %s -> %s", key, before[key], now[key])
-        elif key not in _KEPT:
+        else:
             logger.info("Changed since the checkpoint: %s %s -> %s", key, before[key], now[key])
 
 
@@ -86,7 +86,7 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
             "start a new run from its weights with MODEL.WEIGHTS, without --resume"
         )
     before, now = state["num_images"], stream.num_images
-    found = f"there are {now} now" if before != now else "other images or another order are there"
+    found = f"there are {now} now" if before != now else "their order or their boxes are others now"
     if (before, state["fingerprint"]) != (now, stream.fingerprint):
         raise UserError(
             f"--resume continues a run on {before} training images, but {found}: restore the "
@@ -110,10 +110,15 @@ def check_verbs(cfg: CfgNode, args: argparse.Namespace) -> None:
             )
         return
     folder = Path(cfg.OUTPUT_DIR)
-    tag = folder / "last_checkpoint"
-    if not tag.is_file():
+    last = _last_checkpoint(folder)
+    if not last:
+        if args.resume and asked_for:
+            raise UserError(
+                f"--resume finds no run in '{folder}' to continue, and MODEL.WEIGHTS "
+                f"'{asked_for}' starts a new one: leave --resume out to start, or name the "
+                "OUTPUT_DIR of the run"
+            )
         return
-    last = tag.read_text(encoding="utf-8").strip()
     if not args.resume:
         raise UserError(
             f"'{folder}' holds a run up to {last}: add --resume to continue it, or name another "
@@ -142,6 +147,27 @@ def describe_resumption(*, iteration: int, processes: tuple[int, int]) -> str:
         f"{line} with {now} processes instead of {before}: the batches are the same images, "
         "augmented the same; dropout and the batch statistics of BatchNorm differ."
     )
+
+
+def with_seed(cfg: CfgNode, seed: int) -> CfgNode:
+    """Returns the config of a run that is continued with its own seed."""
+    kept: CfgNode = cfg.clone()
+    kept.defrost()
+    kept.SEED = seed
+    kept.freeze()
+    return kept
+
+
+def holds_run(folder: str) -> bool:
+    """Whether a folder has checkpoints to continue from, tagged or not."""
+    return bool(_last_checkpoint(Path(folder)))
+
+
+def _last_checkpoint(folder: Path) -> str:
+    try:
+        return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return max((path.name for path in folder.glob("model_*.pth")), default="")
 
 
 def _weights_of(folder: Path) -> str:

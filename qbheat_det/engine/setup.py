@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,10 +33,11 @@ from qbheat_det.data import (
 )
 from qbheat_det.errors import UserError
 
-from .resuming import check_verbs
+from .resuming import check_verbs, holds_run
 from .run_config import load_run_config
 
 _GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
+_FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES = "custom_images"
 
@@ -77,7 +79,8 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     _check_numbers(cfg)
     check_verbs(cfg, args)
     _choose_device(cfg, asked_for="MODEL.DEVICE" in args.opts[::2])
-    if cfg.SEED < 0:  # drawn once for all processes, and written down
+    if cfg.SEED < 0 and not (args.resume and holds_run(cfg.OUTPUT_DIR)):
+        # Drawn once for all processes, and written down.
         cfg.SEED = comm.shared_random_seed()
     if cfg.MODEL.WEIGHTS:  # before anything is written
         check_weights_file(cfg.MODEL.WEIGHTS)
@@ -105,11 +108,22 @@ def _check_numbers(cfg: CfgNode) -> None:
         "SOLVER.ACCUMULATE": (cfg.SOLVER.ACCUMULATE, 1),
         "SOLVER.LOG_PERIOD": (cfg.SOLVER.LOG_PERIOD, 1),
         "SOLVER.CHECKPOINTS_KEPT": (cfg.SOLVER.CHECKPOINTS_KEPT, 0),
+        "SOLVER.WEIGHT_DECAY": (cfg.SOLVER.WEIGHT_DECAY, 0),
         "DATALOADER.NUM_WORKERS": (cfg.DATALOADER.NUM_WORKERS, 0),
     }
     for key, (value, least) in at_least.items():
         if value < least:
             raise UserError(f"{key} must be at least {least}, but is {value}")
+    sizes = cfg.INPUT.MIN_SIZE_TRAIN
+    if not sizes or min(sizes) < 1:
+        raise UserError(f"INPUT.MIN_SIZE_TRAIN must name lengths in pixels, but is {sizes}")
+    if cfg.INPUT.FORMAT not in _FORMATS:
+        raise UserError(f"INPUT.FORMAT is '{cfg.INPUT.FORMAT}', but must be one of {_FORMATS}")
+    if cfg.TEST.PRECISE_BN.ENABLED:
+        raise UserError(
+            "TEST.PRECISE_BN is not supported, since a resumed run would not repeat it: "
+            "re-estimate the statistics of finished weights instead (tools/export_backbone.py)"
+        )
 
 
 def _load(args: argparse.Namespace) -> CfgNode:
@@ -136,12 +150,16 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
         ) from error
     if not os.access(cfg.OUTPUT_DIR, os.W_OK):
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
+    if shutil.disk_usage(cfg.OUTPUT_DIR).free < 2**20:
+        raise UserError(f"the disk of OUTPUT_DIR '{cfg.OUTPUT_DIR}' is full")
     with _kept(Path(cfg.OUTPUT_DIR) / "config.yaml"):
         default_setup(cfg, args)
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="qbheat_det")
     # The sentence of a person's mistake is printed at the end; Detectron2's loop would put a
     # traceback before it.
     logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_mistake)
+    # Ids with holes are the normal case here, and handled.
+    logging.getLogger("detectron2.data.datasets.coco").addFilter(_is_not_about_ids)
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
@@ -168,17 +186,21 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
 @contextlib.contextmanager
 def _kept(path: Path) -> Iterator[None]:
     before = path.read_bytes() if path.is_file() else None
-    yield
-    if not comm.is_main_process():
-        return
-    if before is not None:
-        write_atomically(path, lambda stream: stream.write(before))
-    else:
-        path.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        if comm.is_main_process() and before is None:
+            path.unlink(missing_ok=True)
+        elif comm.is_main_process() and before is not None:
+            write_atomically(path, lambda stream: stream.write(before))
 
 
 def _is_no_mistake(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], UserError))
+
+
+def _is_not_about_ids(record: logging.LogRecord) -> bool:
+    return "Category ids in annotations" not in str(record.msg)
 
 
 def _check_content(cfg: CfgNode, name: str) -> None:
@@ -213,6 +235,10 @@ def _check_overrides(cfg: CfgNode, args: argparse.Namespace) -> None:
 
 
 def _choose_device(cfg: CfgNode, *, asked_for: bool) -> None:
+    try:
+        torch.device(cfg.MODEL.DEVICE)
+    except RuntimeError:
+        raise UserError(f"MODEL.DEVICE is '{cfg.MODEL.DEVICE}', but must be cpu or cuda") from None
     if torch.cuda.is_available() or not cfg.MODEL.DEVICE.startswith("cuda"):
         return
     if asked_for:

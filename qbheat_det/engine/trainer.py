@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
     WeightsInfo,
+    info_of,
     save_weights,
     write_atomically,
 )
@@ -41,9 +42,9 @@ from qbheat_det.solver import (
 from .broken_images import BrokenImages
 from .evaluation import Evaluation
 from .failure import failed_step
-from .hooks import Evaluate, MovingAverage, Save, build_average
+from .hooks import Evaluate, MovingAverage, Save, Write, build_average
 from .launch import distribute
-from .resuming import check_continues, check_same_images, describe_resumption
+from .resuming import check_continues, check_same_images, describe_resumption, with_seed
 from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
 from .writers import build_writers, drop_metrics_from
@@ -129,14 +130,18 @@ class Trainer(DefaultTrainer):
             UserError: the weights do not fit, or the config is not that of the run to continue.
         """
         if not (resume and self.checkpointer.has_checkpoint()):
+            if resume:
+                logger.warning("'%s' holds no run: a new one begins", self.cfg.OUTPUT_DIR)
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
             if self._average:
                 self._average.set(self.bare_model)
             return
-        rest = self.checkpointer.resume_or_load("", resume=True)
-        self.resumed_from = self.checkpointer.loaded_from
-        check_continues(rest.get("info", {}).get("config", ""), self.cfg)
+        self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
+        info = info_of(self.resumed_from)
+        check_continues(info.config if info else "", self.cfg)
+        self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
+        self.cfg = with_seed(self.cfg, self.seed)
         self.data_loader.start = self.start_iter
         self.data_loader.seed = self.seed
         if comm.is_main_process():
@@ -174,7 +179,7 @@ class Trainer(DefaultTrainer):
         self.iter = self.max_iter - 1
         with EventStorage(self.iter) as self.storage:
             for hook in self._hooks:
-                if isinstance(hook, Evaluate | hooks.PeriodicWriter | Save):
+                if isinstance(hook, Evaluate | Write | Save):
                     hook.after_step()
         return self._last_eval_results
 
@@ -185,9 +190,8 @@ class Trainer(DefaultTrainer):
             hooks.IterationTimer(),
             hooks.LRScheduler(),
             MovingAverage(self._average, self.bare_model) if self._average else None,
-            self._build_precise_bn(),
             Evaluate(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
-            hooks.PeriodicWriter(self.build_writers(), cfg.SOLVER.LOG_PERIOD) if main else None,
+            Write(self.build_writers(), cfg.SOLVER.LOG_PERIOD) if main else None,
             BrokenImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             Save(period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT),
         ]
@@ -264,24 +268,6 @@ class Trainer(DefaultTrainer):
             losses=losses,
             normalizers=normalizers,
             scale=self._trainer.grad_scaler.get_scale(),
-        )
-
-    def _build_precise_bn(self) -> HookBase | None:
-        if not self.cfg.TEST.PRECISE_BN.ENABLED:
-            return None
-        if self._average:
-            raise UserError(
-                "TEST.PRECISE_BN would change the model, but SOLVER.EMA's average is what is "
-                "evaluated: enable one of them"
-            )
-        alone = self.cfg.clone()
-        alone.defrost()
-        alone.DATALOADER.NUM_WORKERS = 0
-        return hooks.PreciseBN(
-            self.cfg.TEST.EVAL_PERIOD,
-            self.model,
-            self.build_train_loader(alone),
-            self.cfg.TEST.PRECISE_BN.NUM_ITER,
         )
 
     @classmethod

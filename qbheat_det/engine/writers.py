@@ -222,12 +222,19 @@ def check_wandb() -> Any:
         UserError: it is not installed.
     """
     try:
-        return importlib.import_module("wandb")
+        wandb = importlib.import_module("wandb")
     except ImportError as error:
         raise UserError(
             "SOLVER.WANDB_PROJECT asks for Weights & Biases, which is not installed: "
             "pip install 'qbheat_det[wandb]', or leave the key empty"
         ) from error
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    if online and getattr(getattr(wandb, "api", None), "api_key", "unknown") is None:
+        raise UserError(
+            "SOLVER.WANDB_PROJECT asks for Weights & Biases, which knows no login here: run 'wandb "
+            "login', set WANDB_MODE=offline in the environment, or leave the key empty"
+        )
+    return wandb
 
 
 class _EpochFirst:

@@ -128,6 +128,8 @@ def finished(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"SOLVER.BASE_LR": "0.5"}, ("--resume",), r"SOLVER.BASE_LR .* -> "),
         ({"SOLVER.IMS_PER_BATCH": "4"}, ("--resume",), r"SOLVER.IMS_PER_BATCH 2 -> 4"),
         ({"INPUT.MIN_SIZE_TRAIN": "(32,)"}, ("--resume",), "INPUT.MIN_SIZE_TRAIN"),
+        ({"MODEL.BACKBONE.FREEZE_AT": "3"}, ("--resume",), "FREEZE_AT 0 -> 3"),
+        ({"SEED": "77"}, ("--resume",), "SEED 3 -> 77"),
     ],
 )
 def test_continuing_and_starting_are_never_mixed(
@@ -145,6 +147,23 @@ def test_continuing_and_starting_are_never_mixed(
     assert {name: (finished / name).read_bytes() for name in names} == before
 
 
+def test_a_run_without_its_tag_is_a_run_all_the_same(
+    train_afresh: TrainAfresh, finished: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "last_checkpoint").unlink()
+    with pytest.raises(UserError, match=r"holds a run up to model_final\.pth"):
+        train_afresh(folder, {"SOLVER.MAX_ITER": "1"})
+
+
+def test_weights_to_start_from_do_not_go_with_a_run_that_is_not_there(
+    train_afresh: TrainAfresh, finished: Path, tmp_path: Path
+) -> None:
+    weights = {"MODEL.WEIGHTS": str(finished / "model_final.pth")}
+    with pytest.raises(UserError, match="finds no run in"):
+        train_afresh(tmp_path, weights, "--resume")
+
+
 def test_other_data_do_not_continue_a_run(
     train_afresh: TrainAfresh, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -157,12 +176,9 @@ def test_other_data_do_not_continue_a_run(
     with pytest.raises(UserError, match="on 12 training images, but there are 11 now"):
         train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "2"}, "--resume", data=fewer)
     content = json.loads((tiny_data / "annotations.json").read_text())
-    content["images"][-1]["id"] = 10_000
-    for annotation in content["annotations"]:
-        if annotation["image_id"] == gone:
-            annotation["image_id"] = 10_000
+    content["annotations"][0]["bbox"][0] += 1
     (fewer / "annotations.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="other images or another order"):
+    with pytest.raises(UserError, match="their order or their boxes"):
         train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "2"}, "--resume", data=fewer)
 
 

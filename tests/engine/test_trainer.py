@@ -194,9 +194,26 @@ def test_a_loss_that_is_not_finite_leaves_a_file_and_a_sentence(
     assert (tmp_path / "failure_0000001_rank0.pt").is_file()
 
 
+def test_the_end_of_a_run_does_not_hide_why_it_ended(
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Trainer, name: str) -> None:
+        raise UserError("cannot write")
+
+    monkeypatch.setattr(Trainer, "save", fail)
+    with pytest.raises(UserError, match="cannot write"):  # just after the first line of the log
+        train_afresh(tmp_path, {"SOLVER.CHECKPOINT_PERIOD": "1"})
+    assert [entry["iteration"] for entry in entries(tmp_path)] == [0]
+
+
 @pytest.mark.parametrize(
     ("opts", "sentence"),
     [
+        ({"MODEL.DEVICE": "gpu"}, "MODEL.DEVICE is 'gpu'"),
+        ({"INPUT.MIN_SIZE_TRAIN": "()"}, "INPUT.MIN_SIZE_TRAIN"),
+        ({"INPUT.FORMAT": "XYZ"}, "INPUT.FORMAT is 'XYZ'"),
+        ({"SOLVER.WEIGHT_DECAY": "-0.1"}, "SOLVER.WEIGHT_DECAY must be at least 0"),
+        ({"TEST.PRECISE_BN.ENABLED": "True"}, "PRECISE_BN"),
         ({"SOLVER.AMP.ENABLED": "True", "SOLVER.AMP.PRECISION": "half"}, "PRECISION is 'half'"),
         ({"SOLVER.EMA.ENABLED": "True", "SOLVER.EMA.DECAY": "1.0"}, "DECAY must lie in"),
         ({"SOLVER.ACCUMULATE": "3"}, "SOLVER.ACCUMULATE is 3"),
@@ -204,7 +221,6 @@ def test_a_loss_that_is_not_finite_leaves_a_file_and_a_sentence(
         ({"SOLVER.LOG_PERIOD": "0"}, "SOLVER.LOG_PERIOD must be at least 1"),
         ({"SOLVER.CHECKPOINTS_KEPT": "-1"}, "SOLVER.CHECKPOINTS_KEPT must be at least 0"),
         ({"DATALOADER.NUM_WORKERS": "-1"}, "DATALOADER.NUM_WORKERS must be at least 0"),
-        ({"TEST.PRECISE_BN.ENABLED": "True", "SOLVER.EMA.ENABLED": "True"}, "PRECISE_BN"),
         ({"SOLVER.IMS_PER_BATCH": "0"}, "IMS_PER_BATCH"),
         ({"MODEL.RETINANET.NUM_CLASSES": "9"}, "the data have 6 classes"),
         ({"DATASETS.TRAIN": "('qbheat_toy_train',)"}, "both name data"),
