@@ -87,15 +87,28 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 @exit_with_sentence
 def invoke_main() -> None:
-    parser = default_argument_parser(epilog=__doc__)
-    add_data_flags(parser)
-    add_image_flag(parser)
-    add_run_flags(parser)
-    args = parser.parse_args()
+    args = parse_args()
     if args.replay:
         print(replay_failure(args.replay))
         return
     run_distributed(main, args)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = default_argument_parser(epilog=__doc__)
+    add_data_flags(parser)
+    add_image_flag(parser)
+    add_run_flags(parser)
+    ours = {
+        "opts": "overrides of the config: KEY VALUE pairs, such as SOLVER.IMS_PER_BATCH 4",
+        "resume": "continue the run in OUTPUT_DIR; start it where there is none",
+        "eval_only": "evaluate MODEL.WEIGHTS, or with --resume the last checkpoint of OUTPUT_DIR",
+    }
+    for action in parser._actions:
+        action.help = ours.get(action.dest, action.help)
+        if action.dest == "opts":  # Detectron2 would take flags that follow for overrides
+            action.nargs, action.default = "*", []
+    return parser.parse_intermixed_args(argv)
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:

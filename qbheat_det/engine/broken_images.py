@@ -76,11 +76,16 @@ class BrokenImages(HookBase):
         return sorted(self.faults.values(), key=lambda fault: fault.where)
 
     def _write(self) -> None:
-        text = "".join(f"{fault.sentence}\n" for fault in self._sorted())
+        text = "".join(f"{_printable(fault)}\n" for fault in self._sorted())
         path = Path(self.trainer.cfg.OUTPUT_DIR) / FAULTS_FILE
-        write_atomically(path, lambda stream: stream.write(text.encode(errors="backslashreplace")))
+        write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
 def _name(faults: list[Fault]) -> str:
     more = f"; and {len(faults) - _NAMED:,} more" if len(faults) > _NAMED else ""
-    return "; ".join(fault.sentence for fault in faults[:_NAMED]) + more
+    return "; ".join(_printable(fault) for fault in faults[:_NAMED]) + more
+
+
+def _printable(fault: Fault) -> str:
+    """A file's name may be bytes that are no text, which neither a log nor a file takes."""
+    return fault.sentence.encode(errors="backslashreplace").decode()

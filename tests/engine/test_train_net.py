@@ -124,6 +124,13 @@ def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: 
     assert any(not torch.equal(after[key], before[key]) for key in after if "decoder" in key)
 
 
+def test_flags_and_overrides_may_stand_in_any_order() -> None:
+    words = ["SOLVER.BASE_LR", "-0.5", "--resume", "OUTPUT_DIR", "x", "--config-file", "c.yaml"]
+    args = load_tool("train_net").parse_args(words)
+    assert (args.resume, args.config_file) == (True, "c.yaml")
+    assert args.opts == ["SOLVER.BASE_LR", "-0.5", "OUTPUT_DIR", "x"]
+
+
 @pytest.mark.parametrize(
     ("opts", "flags", "sentence"),
     [
