@@ -251,7 +251,8 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
     case: str, tiny_data: Path, tmp_path: Path
 ) -> None:
     # A checkpoint after every step, so that many kills come while one is written.
-    opts = {**CASES[case], "SOLVER.CHECKPOINT_PERIOD": "1", "SOLVER.MAX_ITER": "70"}
+    opts = {**CASES[case], "SOLVER.CHECKPOINT_PERIOD": "1", "SOLVER.MAX_ITER": "60"}
+    opts["TEST.EVAL_PERIOD"] = "20"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([tiny_training.__name__])
 
