@@ -66,39 +66,50 @@ def dry_run(
         trainer.max_iter = min(iterations, num_steps)
         trainer.train()
         setup_seconds = measured.first_step_end - start
-        checkpoint_seconds, path = _save(trainer, folder)
-        compared = _compare_with_file(trainer, path) if comm.is_main_process() else 0
-        size = path.stat().st_size if comm.is_main_process() else 0
-        weights = max((f.stat().st_size for f in folder.glob("*.safetensors")), default=0)
-        # What the main process wrote is everyone's.
-        compared, size, weights = comm.all_gather((compared, size, weights))[0]
-        free = shutil.disk_usage(folder).free + _size(folder)  # the folder goes again
+        disk = _try_disk(trainer, folder)
     parameters = list(trainer.model.parameters())
-    checkpoints = max(1, math.ceil(iterations / max(1, planned.SOLVER.CHECKPOINT_PERIOD)))
-    periodic, kept = checkpoints - 1, planned.SOLVER.CHECKPOINTS_KEPT
     return DryRunReport(
         iterations=iterations,
         images_per_step=planned.SOLVER.IMS_PER_BATCH,
         num_evaluations=_count_evaluations(planned, iterations) if num_images else 0,
-        num_checkpoints=checkpoints,
-        # The oldest goes when the next is written; the last one is there besides.
-        num_checkpoints_kept=1 + (min(kept + 1, periodic) if kept else periodic),
         num_test_images=num_images,
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        num_tensors_compared=compared,
         setup_seconds=setup_seconds,
         step_seconds=tuple(measured.step_seconds),
         evaluation_seconds=measured.predict_evaluation(num_images),
-        checkpoint_seconds=checkpoint_seconds,
-        checkpoint_bytes=size,
-        weights_bytes=2 * weights,
-        free_bytes=free,
         memory_bytes=measured.memory_bytes,
         memory_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         gpu_total_bytes=_gpu_total_bytes(),
+        **_count_checkpoints(planned, iterations),
+        **disk,
     )
+
+
+def _try_disk(trainer: Any, folder: Path) -> dict[str, Any]:
+    """Saves and reads back; returns what the report says of it, the same on all processes."""
+    seconds, path = _save(trainer, folder)
+    compared = _compare_with_file(trainer, path) if comm.is_main_process() else 0
+    size = path.stat().st_size if comm.is_main_process() else 0
+    weights = max((f.stat().st_size for f in folder.glob("*.safetensors")), default=0)
+    # What the main process wrote is everyone's.
+    compared, size, weights = comm.all_gather((compared, size, weights))[0]
+    return {
+        "num_tensors_compared": compared,
+        "checkpoint_seconds": seconds,
+        "checkpoint_bytes": size,
+        "weights_bytes": 2 * weights,  # the last and the best
+        "free_bytes": shutil.disk_usage(folder).free + _size(folder),  # the folder goes again
+    }
+
+
+def _count_checkpoints(cfg: CfgNode, iterations: int) -> dict[str, int]:
+    written = max(1, math.ceil(iterations / max(1, cfg.SOLVER.CHECKPOINT_PERIOD)))
+    periodic, kept = written - 1, cfg.SOLVER.CHECKPOINTS_KEPT
+    # The oldest goes when the next is written; the last one is there besides.
+    on_disk = 1 + (min(kept + 1, periodic) if kept else periodic)
+    return {"num_checkpoints": written, "num_checkpoints_kept": on_disk}
 
 
 class _Measured(HookBase):
