@@ -66,6 +66,8 @@ def replay_failure(
 def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str]) -> nn.Module:
     try:
         model: nn.Module = build_model(cfg)
+        if cfg.MODEL.CHANNELS_LAST:  # another layout adds in another order
+            model = model.to(memory_format=torch.channels_last)
         _restore(model, failed)
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
         raise UserError(

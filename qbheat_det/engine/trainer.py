@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
@@ -272,17 +273,18 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Detectron2's ``build_model``, on the configured device.
+        """Detectron2's ``build_model``, on the configured device and in the configured layout.
 
         Raises:
             UserError: the config describes no model; the sentence is the constructor's.
         """
         try:
-            return super().build_model(cfg)
+            model: nn.Module = super().build_model(cfg)
         except (AssertionError, IndexError, KeyError, ValueError) as error:
             raise UserError(
                 f"no model can be built from this config: {error} (QBHEAT_TRACEBACK=1 shows where)"
             ) from error
+        return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
