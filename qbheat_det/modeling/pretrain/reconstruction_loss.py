@@ -40,15 +40,18 @@ class ReconstructionLoss(nn.Module):
         Returns:
             (N,), the loss of each image, whose mean is that of the batch.
         """
-        target = patches
-        if self.normalize_patches:
-            mean, deviation = _statistics(patches)
-            target = (patches - mean) / deviation
-        error = (predicted.float() - target).square().mean(dim=-1)
+        error = (predicted.float() - self.find_target(patches)).square().mean(dim=-1)
         if self.positions == "all":
             return error.mean(dim=1)
         masked = ~visible
         return (error * masked).sum(dim=1) / masked.sum(dim=1)
+
+    def find_target(self, patches: Tensor) -> Tensor:
+        """From true patches (N, L, P) to what predictions are compared with, of the same shape."""
+        if not self.normalize_patches:
+            return patches
+        mean, deviation = _statistics(patches)
+        return (patches - mean) / deviation
 
     def restore(self, predicted: Tensor, patches: Tensor) -> Tensor:
         """Brings predictions to the scale of the true patches, whose statistics it takes.
