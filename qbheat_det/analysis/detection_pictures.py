@@ -36,8 +36,9 @@ _PALETTE: tuple[Color, ...] = (
     (176, 214, 46),
     (122, 136, 255),
 )
-_BACKGROUND: Color = (24, 26, 30)
-_HEADING: Color = (226, 228, 232)
+BACKGROUND: Color = (24, 26, 30)
+"""Between pictures, and under headings."""
+HEADING: Color = (226, 228, 232)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def draw_boxes(
     line = max(2, round(min(size) / 220))
     for i in order:
         _outline(pen, drawn.boxes[i] * scale, get_class_color(int(drawn.classes[i])), line, size)
-    font = _font(max(13, round(min(size) / 26)))
+    font = get_font(max(13, round(min(size) / 26)))
     taken: list[_Rectangle] = []
     for i in order:
         label = get_class_name(class_names, int(drawn.classes[i]))
@@ -158,7 +159,7 @@ def tile_pictures(pictures: Sequence[RGBImage], *, columns: int, gap: int = 8) -
     columns = min(columns, len(pictures))
     rows = -(-len(pictures) // columns)
     height, width = rows * (cell_height + gap) - gap, columns * (cell_width + gap) - gap
-    sheet = np.full((height, width, 3), _BACKGROUND, dtype=np.uint8)
+    sheet = np.full((height, width, 3), BACKGROUND, dtype=np.uint8)
     for index, picture in enumerate(pictures):
         row, column = divmod(index, columns)
         top = row * (cell_height + gap) + (cell_height - picture.shape[0]) // 2
@@ -168,7 +169,8 @@ def tile_pictures(pictures: Sequence[RGBImage], *, columns: int, gap: int = 8) -
 
 
 @lru_cache(maxsize=16)
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def get_font(size: int) -> ImageFont.FreeTypeFont:
+    """Returns the face of all lettering, in a size in pixels."""
     # matplotlib brings this face along, so labels look alike on every machine.
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
     return ImageFont.truetype(str(path), size)
@@ -191,7 +193,7 @@ def _outline(
     x0, y0 = np.clip(np.round(box[:2]), 0, np.subtract(size, 1))
     x1, y1 = np.clip(np.round(box[2:]), (x0, y0), np.subtract(size, 1))
     # A dark rim keeps light colours visible on light backgrounds.
-    pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=_BACKGROUND, width=line + 2)
+    pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=BACKGROUND, width=line + 2)
     pen.rectangle((x0, y0, x1, y1), outline=color, width=line)
 
 
@@ -230,10 +232,10 @@ def _overlap(a: _Rectangle, b: _Rectangle) -> float:
 
 
 def _add_heading(picture: RGBImage, text: str) -> RGBImage:
-    font = _font(max(12, round(min(picture.shape[:2]) / 28)))
+    font = get_font(max(12, round(min(picture.shape[:2]) / 28)))
     height = 2 * font.size
-    strip = Image.new("RGB", (picture.shape[1], round(height)), _BACKGROUND)
+    strip = Image.new("RGB", (picture.shape[1], round(height)), BACKGROUND)
     ImageDraw.Draw(strip).text(
-        (font.size * 0.6, height / 2), text, font=font, fill=_HEADING, anchor="lm"
+        (font.size * 0.6, height / 2), text, font=font, fill=HEADING, anchor="lm"
     )
     return np.concatenate([np.asarray(strip), picture])
