@@ -41,7 +41,7 @@ from qbheat_det.analysis.training_curves import draw_training_curves  # noqa: E4
 from qbheat_det.engine import (  # noqa: E402
     Trainer,
     add_data_flags,
-    add_image_flag,
+    add_image_flags,
     build_config,
     evaluate,
     run_distributed,
@@ -97,7 +97,7 @@ def invoke_main() -> None:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = default_argument_parser(epilog=__doc__)
     add_data_flags(parser)
-    add_image_flag(parser)
+    add_image_flags(parser)
     add_run_flags(parser)
     ours = {
         "opts": "overrides of the config: KEY VALUE pairs, such as SOLVER.IMS_PER_BATCH 4",

@@ -4,6 +4,7 @@
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
+from .knn_keys import add_knn_keys
 from .pretraining_data_keys import add_pretraining_data_keys
 from .pretraining_keys import add_pretraining_keys
 
@@ -52,10 +53,12 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     _add_solver(cfg)
 
     cfg.TEST.EVAL_EPOCHS = 0.0  # where not 0, TEST.EVAL_PERIOD is worked out from it
-    # "task/metric" of the evaluation that decides which checkpoint is the best; higher is better.
+    # "task/metric" of the evaluation that decides which checkpoint is the best: the highest, or of
+    # metrics whose name begins with "loss" the lowest.
     cfg.TEST.BEST_METRIC = "bbox/AP"
     # "auto": faster-coco-eval where it is installed, else pycocotools; or one of the two names.
     cfg.TEST.COCO_EVAL_LIBRARY = "auto"
+    add_knn_keys(cfg)
 
 
 def _add_solver(cfg: CfgNode) -> None:

@@ -9,7 +9,8 @@ from .coco_images import load_coco_images, register_coco_images
 from .coco_json import CocoSummary, check_coco_json, check_same_classes, register_coco_json
 from .decoded_images import DecodedImages, decode_if_small
 from .detr_mapper import DetrDatasetMapper, build_detr_crop
-from .faults import Fault
+from .faults import Fault, raise_first
+from .image_batches import ImageBatches, build_image_batches, with_places
 from .image_files import check_image_files
 from .image_folder import (
     IMAGE_SUFFIXES,
@@ -36,10 +37,12 @@ __all__ = [
     "DecodedImages",
     "DetrDatasetMapper",
     "Fault",
+    "ImageBatches",
     "PretrainingMapper",
     "ToySpec",
     "TrainStream",
     "build_detr_crop",
+    "build_image_batches",
     "build_mapper",
     "build_train_stream",
     "check_coco_json",
@@ -55,12 +58,14 @@ __all__ = [
     "load_image_folders",
     "prepare_toy_set",
     "preserved_randomness",
+    "raise_first",
     "register_coco_images",
     "register_coco_json",
     "register_image_folders",
     "register_pretraining_sets",
     "register_toy_set",
     "seed_place",
+    "with_places",
 ]
 
 for _name, _spec in TOY_SETS.items():

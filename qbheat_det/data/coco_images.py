@@ -58,6 +58,7 @@ def register_coco_images(
         json_file=paths[0],
         image_root=paths[1],
         unlabelled=True,
+        evaluator_type="reconstruction",
     )
     if prepare is not None:  # so that no one misses the json_file before
         MetadataCatalog.get(name).set(drawn_on_first_use=True)

@@ -57,7 +57,9 @@ def register_image_folders(
         return records
 
     DatasetCatalog.register(name, load)
-    MetadataCatalog.get(name).set(image_folders=paths, unlabelled=True)
+    MetadataCatalog.get(name).set(
+        image_folders=paths, unlabelled=True, evaluator_type="reconstruction"
+    )
 
 
 def load_image_folders(

@@ -22,16 +22,17 @@ from .upright_image import Box, Picture, open_upright, resize
 
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _FORMATS = ("RGB", "BGR")
-_KEPT = ("file_name", "image_id", "label")
+_KEPT = ("file_name", "image_id", "label", "place")
 
 
 class PretrainingMapper:
     """From a record with ``file_name`` to an image of the size that the model sees.
 
-    Returns the record's ``file_name``, ``image_id`` and ``label``, as far as it has them, and
-    ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``. In training, the part,
-    the flip and nothing else are drawn, from torch's global generator; in inference the part is
-    the largest square in the middle. An image that cannot be read is a ``Fault`` in training.
+    Returns the record's ``file_name``, ``image_id``, ``label`` and ``place`` (of the quarter that
+    is to be visible), as far as it has them, and ``image`` (3, S, S), uint8, in the channel order
+    of ``INPUT.FORMAT``. In training, the part, the flip and nothing else are drawn, from torch's
+    global generator; in inference the part is the largest square in the middle. An image that
+    cannot be read is a ``Fault``.
     """
 
     @configurable
@@ -104,10 +105,7 @@ class PretrainingMapper:
             raise
         except Exception as error:  # what a broken file raises depends on its format's decoder
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            fault = Fault("unreadable image", f"image {file_name!r}", reason)
-            if not self.is_train:
-                raise UserError(fault.sentence) from error
-            return fault
+            return Fault("unreadable image", f"image {file_name!r}", reason)
         reverse = self._reversed + (self._flipped if self._is_to_be_flipped() else ())
         image = resize(pixels, self.size, self.size)
         image = image.flip(reverse) if reverse else image

@@ -57,7 +57,7 @@ class BrokenImages(HookBase):
             self._add(met)
         new = [fault for fault in self._sorted() if fault.where not in known]
         if new and comm.is_main_process():
-            logger.warning(f"Left out, with another image in its place: {_name(new)}")
+            logger.warning(f"Left out, with another image in its place: {name_faults(new)}")
             self._write()
 
     def after_train(self) -> None:
@@ -66,7 +66,7 @@ class BrokenImages(HookBase):
             images = self.trainer.data_loader.num_images
             logger.warning(
                 f"{len(self.faults):,} of {images:,} images were left out: "
-                f"{_name(self._sorted())}. {FAULTS_FILE} in OUTPUT_DIR lists them all."
+                f"{name_faults(self._sorted())}. {FAULTS_FILE} in OUTPUT_DIR lists them all."
             )
 
     def _add(self, faults: Iterable[Fault]) -> None:
@@ -81,7 +81,8 @@ class BrokenImages(HookBase):
         write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
-def _name(faults: list[Fault]) -> str:
+def name_faults(faults: list[Fault]) -> str:
+    """Returns the first few of them in one line, and how many there are besides."""
     more = f"; and {len(faults) - _NAMED:,} more" if len(faults) > _NAMED else ""
     return "; ".join(_printable(fault) for fault in faults[:_NAMED]) + more
 

@@ -53,7 +53,8 @@ def dry_run(
     if cfg.SOLVER.WANDB_PROJECT:
         check_wandb()
     start = time.perf_counter()
-    with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as (few, num_images):
+    with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as few_images:
+        few, num_tried, num_images = few_images
         small = cfg.clone()
         small.defrost()
         small.OUTPUT_DIR = str(folder)
@@ -77,7 +78,7 @@ def dry_run(
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         setup_seconds=setup_seconds,
         step_seconds=tuple(measured.step_seconds),
-        evaluation_seconds=measured.predict_evaluation(num_images),
+        evaluation_seconds=measured.predict_evaluation(num_images, num_tried),
         memory_bytes=measured.memory_bytes,
         memory_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
@@ -122,7 +123,7 @@ class _Measured(HookBase):
         self._steps: list[float] = []
         self._begin = 0.0
         self._evaluation = 0.0
-        self._image_starts: list[float] = []
+        self._image_starts: list[float] = []  # of each batch, where they come in batches
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         # First of all hooks, so that what the others do belongs to the step that follows.
@@ -144,12 +145,15 @@ class _Measured(HookBase):
         """Of all steps but the first, where there are others."""
         return self._steps[1:] or self._steps
 
-    def predict_evaluation(self, num_images: int) -> float:
-        """Returns the seconds that ``num_images`` take, of all processes together."""
+    def predict_evaluation(self, num_images: int, num_tried: int) -> float:
+        """Returns the seconds that ``num_images`` take, of all processes together.
+
+        Where those tried came as one batch, the time to begin counts for each of them too.
+        """
         starts = self._image_starts
         gaps = sorted(after - before for before, after in itertools.pairwise(starts))
         if not gaps:
-            return self._evaluation
+            return self._evaluation * num_images / max(1, num_tried)
         each = gaps[len(gaps) // 2]
         once = max(0.0, self._evaluation - each * len(starts))
         return once + each * num_images / comm.get_world_size()
@@ -210,14 +214,15 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields the names of small test sets that exist meanwhile, and the size of the whole ones."""
-    names, total = [], 0
+def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """Yields the names of small test sets that exist meanwhile, their size, and the whole ones'."""
+    names, tried, total = [], 0, 0
     try:
         for name in cfg.DATASETS.TEST:
             records = DatasetCatalog.get(name)
             total += len(records)
             few = records[:: max(1, len(records) // _NUM_TEST_IMAGES)][:_NUM_TEST_IMAGES]
+            tried += len(few)
             small = name + _ENDING
             DatasetCatalog.register(small, lambda few=few: few)
             names.append(small)
@@ -225,7 +230,7 @@ def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int]]:
             # Without its json file, Detectron2's evaluator writes one of the images at hand.
             dropped = {"name", "json_file", "drawn_on_first_use"}
             MetadataCatalog.get(small).set(**{k: v for k, v in known.items() if k not in dropped})
-        yield tuple(names), total
+        yield tuple(names), tried, total
     finally:
         for name in names:
             DatasetCatalog.remove(name)

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Evaluation on the test sets of a config, with loaders and evaluators that are built once."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,13 @@ from detectron2.utils import comm
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from qbheat_det.data import Fault, ImageBatches
+
+from .broken_images import name_faults
+
+logger = logging.getLogger(__name__)
+TestLoader = DataLoader[Any] | ImageBatches
+
 
 class Evaluation:
     """Evaluates models on ``DATASETS.TEST``; annotations are read and workers started once."""
@@ -18,7 +26,7 @@ class Evaluation:
         self,
         cfg: CfgNode,
         *,
-        build_loader: Callable[[CfgNode, str], DataLoader[Any]],
+        build_loader: Callable[[CfgNode, str], TestLoader],
         build_evaluator: Callable[[CfgNode, str], DatasetEvaluator],
     ) -> None:
         """
@@ -30,7 +38,8 @@ class Evaluation:
         self._cfg = cfg
         self._build_loader = build_loader
         self._build_evaluator = build_evaluator
-        self._parts: dict[str, tuple[DataLoader[Any], DatasetEvaluator]] = {}
+        self._parts: dict[str, tuple[TestLoader, DatasetEvaluator]] = {}
+        self._named: set[str] = set()  # sets whose broken images were told
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
         """Returns results by task, as ``{"bbox": {"AP": …}}``; by dataset where there are several.
@@ -48,16 +57,34 @@ class Evaluation:
 
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
         if name not in self._parts:
-            loader = persistent(self._build_loader(self._cfg, name))
-            self._parts[name] = loader, self._build_evaluator(self._cfg, name)
-        results = dict(inference_on_dataset(model, *self._parts[name]) or {})
+            built = persistent(self._build_loader(self._cfg, name))
+            self._parts[name] = built, self._build_evaluator(self._cfg, name)
+        loader, evaluator = self._parts[name]
+        results = dict(inference_on_dataset(model, loader, evaluator) or {})
+        if isinstance(loader, ImageBatches):
+            self._name_broken(name, loader.faults)
         if comm.is_main_process():
             print_csv_format(results)
         return results
 
+    def _name_broken(self, name: str, faults: dict[str, Fault]) -> None:
+        """Counts and names, once, the images that all processes left out."""
+        everywhere: dict[str, Fault] = {}
+        for found in comm.all_gather(faults):
+            everywhere.update(found)
+        if everywhere and name not in self._named:
+            self._named.add(name)
+            if comm.is_main_process():
+                logger.warning(
+                    f"Left out of the evaluation on '{name}', {len(everywhere):,} in all: "
+                    f"{name_faults([everywhere[where] for where in sorted(everywhere)])}"
+                )
 
-def persistent(loader: DataLoader[Any]) -> DataLoader[Any]:
+
+def persistent(loader: TestLoader) -> TestLoader:
     """Returns the same loader with workers that wait for the next pass instead of ending."""
+    if isinstance(loader, ImageBatches):
+        return loader
     if loader.num_workers == 0 or isinstance(loader.dataset, IterableDataset):
         return loader
     return DataLoader(

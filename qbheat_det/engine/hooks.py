@@ -55,7 +55,8 @@ class Evaluate(HookBase):
         """
         Args:
             period: iterations; 0 evaluates at the end only.
-            best_metric: "task/metric" that decides which weights are the best; higher is better.
+            best_metric: "task/metric" that decides which weights are the best; higher is
+                better, but for metrics whose name begins with "loss", where lower is.
         """
         self._period = period
         self._best_metric = best_metric
@@ -63,12 +64,14 @@ class Evaluate(HookBase):
         """``value`` and ``iteration`` of the best evaluation so far."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The best evaluation so far."""
-        return dict(self.best)
+        """The best evaluation so far, and by which metric."""
+        return {"metric": self._best_metric, **self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` gave."""
-        self.best = dict(state_dict)
+        """Takes up what ``state_dict`` gave, if it is by the same metric."""
+        same = state_dict.get("metric", self._best_metric) == self._best_metric
+        known = {name: value for name, value in state_dict.items() if name != "metric"}
+        self.best = known if same else {}
 
     def after_step(self) -> None:
         """Evaluates where it is time to, if there is something to evaluate on."""
@@ -93,14 +96,21 @@ class Evaluate(HookBase):
                 "TEST.BEST_METRIC '%s' is not among the metrics, so no weights are called the "
                 "best: %s", self._best_metric, ", ".join(metrics),
             )  # fmt: skip
-        elif finite.get(self._best_metric, -math.inf) > self.best.get("value", -math.inf):
+        elif self._best_metric in finite and self._is_best(finite[self._best_metric]):
             self.best = {"value": finite[self._best_metric], "iteration": self.trainer.iter}
             self.trainer.export("model_best")
             logger.info(
-                "Best %s so far: %.2f, in model_best.safetensors",
+                "Best %s so far: %.4g, in model_best.safetensors",
                 self._best_metric,
                 self.best["value"],
             )
+
+    def _is_best(self, value: float) -> bool:
+        if not self.best:
+            return True
+        lower_is_better = self._best_metric.rpartition("/")[2].startswith("loss")
+        before = self.best["value"]
+        return value < before if lower_is_better else value > before
 
 
 class Write(PeriodicWriter):

@@ -18,7 +18,7 @@ from detectron2.structures import ImageList
 from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor, nn
 
-from qbheat_det.data import build_mapper
+from qbheat_det.data import Fault, build_mapper, raise_first
 from qbheat_det.errors import UserError
 
 
@@ -110,7 +110,9 @@ def read_whole_images(
     loader = build_detection_test_loader(
         chosen, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
-    return [entry["image"] for batch in loader for entry in batch]
+    entries = [entry for batch in loader for entry in batch]
+    raise_first([entry for entry in entries if isinstance(entry, Fault)])
+    return [entry["image"] for entry in entries]
 
 
 class _Normalising(nn.Module):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What stands between a command line and a trainer: data flags, classes, folders, seeds."""
+"""What stands between a command line and a trainer: data, classes, folders, seeds."""
 
 import argparse
 import contextlib
@@ -20,49 +20,19 @@ from qbheat_det.checkpoint import check_weights_file, class_names_of, write_atom
 from qbheat_det.config import load_config
 from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
-    CocoSummary,
-    check_coco_json,
     check_image_files,
     check_image_folder,
     check_records,
-    check_same_classes,
-    load_coco_images,
-    register_coco_images,
-    register_coco_json,
-    register_image_folders,
 )
 from qbheat_det.errors import UserError
 
+from .data_flags import use_data_flags
 from .resuming import check_verbs, holds_run
 from .run_config import load_run_config
 
 _GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
+_GIVE_FOLDERS = "give folders of images with --image-folder and --val-image-folder"
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
-CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
-CUSTOM_IMAGES = "custom_images"
-
-
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the four flags that train on COCO-format data of one's own."""
-    group = parser.add_argument_group("data of your own, in COCO format")
-    group.add_argument("--train-json", metavar="FILE", help="annotations to train on")
-    group.add_argument("--train-images", metavar="DIR", help="folder of their images")
-    group.add_argument(
-        "--val-json", metavar="FILE", help="annotations to evaluate on; training needs them too"
-    )
-    group.add_argument("--val-images", metavar="DIR", help="folder of their images")
-
-
-def add_image_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--image-folder``, which pre-trains on images of one's own."""
-    group = parser.add_argument_group("images of your own, for pre-training")
-    group.add_argument(
-        "--image-folder",
-        metavar="DIR",
-        action="append",
-        help="take every image in this folder and below it, without labels; can be given again. "
-        "--train-json and --train-images alone take the images of an annotation file",
-    )
 
 
 def build_config(args: argparse.Namespace) -> CfgNode:
@@ -70,7 +40,7 @@ def build_config(args: argparse.Namespace) -> CfgNode:
 
     Args:
         args: ``config_file``, ``opts``, ``eval_only``, ``resume``, the four data flags and, where
-            the tool has it, ``image_folder``.
+            the tool has them, those for images.
 
     Raises:
         UserError: the config or the data is not sound.
@@ -84,12 +54,8 @@ def build_config(args: argparse.Namespace) -> CfgNode:
         cfg.SEED = comm.shared_random_seed()
     if cfg.MODEL.WEIGHTS:  # before anything is written
         check_weights_file(cfg.MODEL.WEIGHTS)
-    _use_data_flags(cfg, args)
-    used = cfg.DATASETS.TEST if args.eval_only else (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
-    if not used or not (args.eval_only or cfg.DATASETS.TRAIN):
-        raise UserError(f"the config names no dataset; {_GIVE_YOUR_OWN}")
-    for name in used:
-        _check_dataset(name, mapper=cfg.INPUT.DATASET_MAPPER_NAME)
+    use_data_flags(cfg, args)
+    used = _check_datasets(cfg, eval_only=args.eval_only)
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
     if labelled:
         use_classes_of(cfg, labelled[0])
@@ -246,9 +212,29 @@ def _choose_device(cfg: CfgNode, *, asked_for: bool) -> None:
     cfg.MODEL.DEVICE = "cpu"
 
 
+def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
+    """Returns the names of the sets to train or evaluate on, looked at as far as costs nothing."""
+    mapper, test = cfg.INPUT.DATASET_MAPPER_NAME, list(cfg.DATASETS.TEST)
+    used = test if eval_only else [*cfg.DATASETS.TRAIN, *test]
+    knn = [*cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL]
+    if not (used or (eval_only and knn)) or not (eval_only or cfg.DATASETS.TRAIN):
+        hint = _GIVE_FOLDERS if mapper in MAPPERS_OF_IMAGES else _GIVE_YOUR_OWN
+        raise UserError(f"the config names no dataset; {hint}")
+    for name in [*used, *knn]:
+        _check_dataset(name, mapper=mapper)
+    for name in test:
+        if mapper in MAPPERS_OF_IMAGES and not MetadataCatalog.get(name).get("unlabelled"):
+            raise UserError(
+                f"DATASETS.TEST names '{name}', a dataset with annotations, but pre-training is "
+                f"evaluated on images alone: {_GIVE_FOLDERS}, or name such a set"
+            )
+    return used
+
+
 def _check_dataset(name: str, *, mapper: str) -> None:
     if name not in DatasetCatalog:
-        raise UserError(f"there is no dataset '{name}'; {_GIVE_YOUR_OWN}, or register it before")
+        hint = _GIVE_FOLDERS if mapper in MAPPERS_OF_IMAGES else _GIVE_YOUR_OWN
+        raise UserError(f"there is no dataset '{name}'; {hint}, or register it before")
     metadata = MetadataCatalog.get(name)
     if metadata.get("unlabelled") and mapper not in MAPPERS_OF_IMAGES:
         raise UserError(
@@ -261,8 +247,8 @@ def _check_dataset(name: str, *, mapper: str) -> None:
             check_image_folder(folder)
         except UserError as error:
             raise UserError(
-                f"dataset '{name}' cannot be used: {error}; set $DETECTRON2_DATASETS, or give "
-                "--image-folder"
+                f"dataset '{name}' cannot be used: {error}; set $DETECTRON2_DATASETS, or "
+                + _GIVE_FOLDERS
             ) from error
     json_file = None if metadata.get("drawn_on_first_use") else metadata.get("json_file")
     if json_file and not os.path.isfile(json_file):
@@ -280,54 +266,3 @@ def _check_classes_of_weights(cfg: CfgNode) -> None:
             f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data to "
             f"evaluate on have {list(cfg.MODEL.CLASS_NAMES)}: another name or order is another AP"
         )
-
-
-def _use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
-    if getattr(args, "image_folder", None):
-        _use_image_folders(cfg, args)
-        return
-    pairs = {
-        "train": (args.train_json, args.train_images),
-        "val": (args.val_json, args.val_images),
-    }
-    for split, (json_file, images) in pairs.items():
-        if bool(json_file) != bool(images):
-            raise UserError(f"--{split}-json and --{split}-images go together")
-    if not any(json_file for json_file, _ in pairs.values()):
-        return
-    if not args.val_json and cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
-        load_coco_images(args.train_json, args.train_images)  # raises what is wrong now
-        register_coco_images(CUSTOM_IMAGES, args.train_json, args.train_images)
-        cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (CUSTOM_IMAGES,), ()
-        return
-    if not args.val_json:
-        raise UserError("training on your own data needs --val-json and --val-images as well")
-    if not args.train_json and not args.eval_only:
-        raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
-    val = _use_coco_json(CUSTOM_VAL, args.val_json, args.val_images)
-    cfg.DATASETS.TEST = (CUSTOM_VAL,)
-    if args.train_json:
-        check_same_classes(_use_coco_json(CUSTOM_TRAIN, args.train_json, args.train_images), val)
-        cfg.DATASETS.TRAIN = (CUSTOM_TRAIN,)
-
-
-def _use_image_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
-    others = ("train_json", "train_images", "val_json", "val_images", "eval_only")
-    if clash := [f"--{flag.replace('_', '-')}" for flag in others if getattr(args, flag)]:
-        raise UserError(f"--image-folder trains on images alone: leave out {' and '.join(clash)}")
-    if "DATASETS.TRAIN" in args.opts[::2]:
-        raise UserError("DATASETS.TRAIN and --image-folder both name data: choose one")
-    for folder in args.image_folder:
-        check_image_folder(folder)
-    register_image_folders(CUSTOM_IMAGES, args.image_folder)
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (CUSTOM_IMAGES,), ()
-
-
-def _use_coco_json(name: str, json_file: str, images: str) -> CocoSummary:
-    summary = check_coco_json(json_file, images)
-    register_coco_json(name, json_file, images)
-    ids = {category: index for index, category in enumerate(summary.category_ids)}
-    MetadataCatalog.get(name).set(
-        thing_classes=list(summary.class_names), thing_dataset_id_to_contiguous_id=ids
-    )
-    return summary

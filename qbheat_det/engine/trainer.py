@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import build_detection_test_loader
+from detectron2.data import MetadataCatalog, build_detection_test_loader
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
@@ -21,7 +21,6 @@ from detectron2.utils.events import EventStorage, EventWriter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
@@ -30,7 +29,7 @@ from qbheat_det.checkpoint import (
     save_weights,
     write_atomically,
 )
-from qbheat_det.data import TrainStream, build_mapper, build_train_stream
+from qbheat_det.data import TrainStream, build_image_batches, build_mapper, build_train_stream
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.solver import (
@@ -41,7 +40,7 @@ from qbheat_det.solver import (
 )
 
 from .broken_images import BrokenImages
-from .evaluation import Evaluation
+from .evaluation import Evaluation, TestLoader
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, Write, build_average
 from .launch import distribute
@@ -302,10 +301,16 @@ class Trainer(DefaultTrainer):
         return build_train_stream(cfg)
 
     @classmethod
-    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader[Any]:
-        """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names."""
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
+        """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
+
+        Sets of images alone come in batches, see ``qbheat_det.data.build_image_batches``.
+        """
+        if MetadataCatalog.get(dataset_name).get("evaluator_type") == "reconstruction":
+            return build_image_batches(cfg, dataset_name)
         mapper = build_mapper(cfg, is_train=False)
-        return build_detection_test_loader(cfg, dataset_name, mapper=mapper)
+        loader: TestLoader = build_detection_test_loader(cfg, dataset_name, mapper=mapper)
+        return loader
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:

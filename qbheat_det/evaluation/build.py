@@ -10,6 +10,7 @@ from detectron2.evaluation import DatasetEvaluator
 from qbheat_det.errors import UserError
 
 from .coco import CocoEvaluator
+from .reconstruction import ReconstructionEvaluator
 
 
 def build_evaluator(
@@ -27,12 +28,14 @@ def build_evaluator(
             or not installed.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
+    if kind == "reconstruction":
+        return ReconstructionEvaluator(dataset_name)
     if kind != "coco":
         said = f"has evaluator_type '{kind}'" if kind else "names no evaluator_type"
         raise UserError(
-            f"dataset '{dataset_name}' {said}, but only 'coco' can be evaluated here: register "
-            "it as COCO-format boxes, or pass an evaluator of your own to Detectron2's "
-            "inference_on_dataset"
+            f"dataset '{dataset_name}' {said}, but only 'coco' and 'reconstruction' can be "
+            "evaluated here: register it as COCO-format boxes, or pass an evaluator of your own "
+            "to Detectron2's inference_on_dataset"
         )
     if output_dir is None:
         output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)

@@ -12,8 +12,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_argument_parser
 
 from qbheat_det.data import build_train_stream
-from qbheat_det.engine import add_data_flags, add_image_flag, build_config
-from qbheat_det.engine.setup import CUSTOM_IMAGES
+from qbheat_det.engine import add_data_flags, add_image_flags, build_config
+from qbheat_det.engine.data_flags import CUSTOM_IMAGES
 from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
@@ -32,7 +32,7 @@ def _clean() -> Iterator[None]:
 def parse(*words: str) -> argparse.Namespace:
     parser = default_argument_parser()
     add_data_flags(parser)
-    add_image_flag(parser)
+    add_image_flags(parser)
     return parser.parse_args(["--config-file", str(CONFIG), *words])
 
 

@@ -128,6 +128,25 @@ def test_a_resumed_run_remembers_what_was_best(
     assert info.iteration == 0
 
 
+def test_of_losses_the_lowest_is_the_best_and_another_metric_starts_anew(
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter([3.0, 1.0, 2.0, 0.5])
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda self: {"task": {"loss": next(left), "score": 0.0}}
+    )
+    opts = {**SOON, "TEST.EVAL_PERIOD": "1", "SOLVER.LR_SCHEDULER_NAME": "WarmupMultiStepLR"}
+    train_afresh(tmp_path, {**opts, "TEST.BEST_METRIC": "task/loss", "SOLVER.MAX_ITER": "3"})
+    _, info = read_weights(str(tmp_path / "model_best.safetensors"))
+    assert info is not None
+    assert info.iteration == 1
+    # By the old metric 0 would not be above 1.
+    train_afresh(tmp_path, {**opts, "TEST.BEST_METRIC": "task/score"}, "--resume")
+    _, info = read_weights(str(tmp_path / "model_best.safetensors"))
+    assert info is not None
+    assert info.iteration == 3
+
+
 def test_an_unknown_metric_calls_nothing_the_best(
     train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

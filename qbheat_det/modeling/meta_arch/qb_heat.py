@@ -132,9 +132,11 @@ class QBHeat(nn.Module):
     ) -> Any:
         """
         Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S).
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, where a test set
+                says so, "place".
             places: of the visible quarters, one name of ``PLACES`` an image. By default they are
-                drawn in training; else the images of a batch take them in turn.
+                drawn in training; else they are the images' own, and where those have none, the
+                images of a batch take them in turn.
 
         Returns:
             A dict of losses in training; else a list with a dict for each image: "reconstruction"
@@ -143,6 +145,9 @@ class QBHeat(nn.Module):
             the encoder looked; "place"; "loss_reconstruction", 0-d.
         """
         images = self.preprocess_image(batched_inputs)
+        if places is None and not self.training:
+            own = [entry["place"] for entry in batched_inputs if "place" in entry]
+            places = own if len(own) == len(images) else None
         quarters = self.choose_quarters(len(images), places)
         images = images[quarters.order]
         z = self.encode(quarters.crop(images))

@@ -1,0 +1,167 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The flags that name data of one's own, and the data sets that they become."""
+
+import argparse
+
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
+
+from qbheat_det.data import (
+    MAPPERS_OF_IMAGES,
+    CocoSummary,
+    check_coco_json,
+    check_image_folder,
+    check_same_classes,
+    load_coco_images,
+    register_coco_images,
+    register_coco_json,
+    register_image_folders,
+)
+from qbheat_det.errors import UserError
+
+CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
+CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
+CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the four flags that train on COCO-format data of one's own."""
+    group = parser.add_argument_group("data of your own, in COCO format")
+    group.add_argument("--train-json", metavar="FILE", help="annotations to train on")
+    group.add_argument("--train-images", metavar="DIR", help="folder of their images")
+    group.add_argument(
+        "--val-json", metavar="FILE", help="annotations to evaluate on; training needs them too"
+    )
+    group.add_argument("--val-images", metavar="DIR", help="folder of their images")
+
+
+def add_image_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that pre-train, and look at what is learnt, on images of one's own."""
+    group = parser.add_argument_group("images of your own, for pre-training")
+    group.add_argument(
+        "--image-folder",
+        metavar="DIR",
+        action="append",
+        help="take every image in this folder and below it, without labels; can be given again. "
+        "--train-json and --train-images alone take the images of an annotation file",
+    )
+    group.add_argument(
+        "--val-image-folder",
+        metavar="DIR",
+        action="append",
+        help="held-out images, for the loss on what was never trained on; can be given again",
+    )
+    group.add_argument(
+        "--knn-train-folder",
+        metavar="DIR",
+        help="class folders whose images vote in a nearest-neighbour score of the backbone",
+    )
+    group.add_argument(
+        "--knn-val-folder", metavar="DIR", help="class folders whose images are classified by it"
+    )
+
+
+def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Registers the data that flags name, and names them in the config, in place.
+
+    Args:
+        cfg: not frozen.
+        args: the four data flags and, where the tool has them, those of ``add_image_flags``.
+
+    Raises:
+        UserError: flags contradict each other or the config, or data are not sound.
+    """
+    if getattr(args, "image_folder", None):
+        _use_image_folders(cfg, args)
+    else:
+        _use_annotation_files(cfg, args)
+    if getattr(args, "val_image_folder", None):
+        _use_val_image_folders(cfg, args)
+    _use_knn_folders(cfg, args)
+
+
+def _use_image_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
+    others = ("train_json", "train_images", "val_json", "val_images", "eval_only")
+    if clash := [f"--{flag.replace('_', '-')}" for flag in others if getattr(args, flag)]:
+        raise UserError(f"--image-folder trains on images alone: leave out {' and '.join(clash)}")
+    if "DATASETS.TRAIN" in args.opts[::2]:
+        raise UserError("DATASETS.TRAIN and --image-folder both name data: choose one")
+    for folder in args.image_folder:
+        check_image_folder(folder)
+    register_image_folders(CUSTOM_IMAGES, args.image_folder)
+    cfg.DATASETS.TRAIN = (CUSTOM_IMAGES,)
+    _forget_test_sets(cfg, args)
+
+
+def _use_annotation_files(cfg: CfgNode, args: argparse.Namespace) -> None:
+    pairs = {
+        "train": (args.train_json, args.train_images),
+        "val": (args.val_json, args.val_images),
+    }
+    for split, (json_file, images) in pairs.items():
+        if bool(json_file) != bool(images):
+            raise UserError(f"--{split}-json and --{split}-images go together")
+    if not any(json_file for json_file, _ in pairs.values()):
+        return
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        if args.train_json:
+            cfg.DATASETS.TRAIN = (_use_coco_images(CUSTOM_IMAGES, *pairs["train"]),)
+            _forget_test_sets(cfg, args)
+        if args.val_json:
+            cfg.DATASETS.TEST = (_use_coco_images(CUSTOM_VAL_IMAGES, *pairs["val"]),)
+        return
+    if not args.val_json:
+        raise UserError("training on your own data needs --val-json and --val-images as well")
+    if not args.train_json and not args.eval_only:
+        raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
+    val = _use_coco_json(CUSTOM_VAL, args.val_json, args.val_images)
+    cfg.DATASETS.TEST = (CUSTOM_VAL,)
+    if args.train_json:
+        check_same_classes(_use_coco_json(CUSTOM_TRAIN, args.train_json, args.train_images), val)
+        cfg.DATASETS.TRAIN = (CUSTOM_TRAIN,)
+
+
+def _use_val_image_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
+    if args.val_json or "DATASETS.TEST" in args.opts[::2]:
+        other = "--val-json" if args.val_json else "DATASETS.TEST"
+        raise UserError(f"{other} and --val-image-folder both name data: choose one")
+    for folder in args.val_image_folder:
+        check_image_folder(folder)
+    register_image_folders(CUSTOM_VAL_IMAGES, args.val_image_folder)
+    cfg.DATASETS.TEST = (CUSTOM_VAL_IMAGES,)
+
+
+def _use_knn_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
+    folders = [getattr(args, flag, None) for flag in ("knn_train_folder", "knn_val_folder")]
+    if not any(folders):
+        return
+    if not all(folders):
+        raise UserError("--knn-train-folder and --knn-val-folder go together")
+    if clash := [key for key in ("TEST.KNN.TRAIN", "TEST.KNN.VAL") if key in args.opts[::2]]:
+        raise UserError(f"{' and '.join(clash)} and --knn-… both name data: choose one")
+    for name, folder in zip((CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL), folders, strict=True):
+        check_image_folder(folder)
+        register_image_folders(name, [folder], labelled=True)
+    cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL = (CUSTOM_KNN_TRAIN,), (CUSTOM_KNN_VAL,)
+
+
+def _forget_test_sets(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """What a recipe evaluates on does not belong to training images of one's own."""
+    if "DATASETS.TEST" not in args.opts[::2]:
+        cfg.DATASETS.TEST = ()
+
+
+def _use_coco_images(name: str, json_file: str, images: str) -> str:
+    load_coco_images(json_file, images)  # raises what is wrong now
+    register_coco_images(name, json_file, images)
+    return name
+
+
+def _use_coco_json(name: str, json_file: str, images: str) -> CocoSummary:
+    summary = check_coco_json(json_file, images)
+    register_coco_json(name, json_file, images)
+    ids = {category: index for index, category in enumerate(summary.category_ids)}
+    MetadataCatalog.get(name).set(
+        thing_classes=list(summary.class_names), thing_dataset_id_to_contiguous_id=ids
+    )
+    return summary

@@ -1,0 +1,100 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Batches of whole images, the views that they are seen from, and what cannot be read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from qbheat_det.config import get_cfg
+from qbheat_det.data import (
+    Fault,
+    ImageBatches,
+    build_image_batches,
+    register_image_folders,
+    with_places,
+)
+from qbheat_det.modeling.pretrain import PLACES_OF
+
+from .pictures import draw, save
+
+
+class Plain:
+    """A mapper that fails on some images."""
+
+    def __init__(self, *broken: int) -> None:
+        self.broken = broken
+
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault:
+        number = record["image_id"]
+        if number in self.broken:
+            return Fault("unreadable image", f"image '{number}'", "no image")
+        return {**record, "image": torch.full((3, 2, 2), number)}
+
+
+def numbers(batches: ImageBatches) -> list[list[int]]:
+    return [[entry["image_id"] for entry in batch] for batch in batches]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_workers: int) -> None:
+    records = [{"image_id": i} for i in range(7)]
+    mapper = Plain(1, 4, 5)
+    batches = ImageBatches(records, mapper=mapper, batch_size=2, num_workers=num_workers)
+    assert len(batches) == 4
+    for _ in range(2):
+        assert numbers(batches) == [[0], [2, 3], [6]]  # the third batch was broken as a whole
+        assert sorted(batches.faults) == ["image '1'", "image '4'", "image '5'"]
+
+
+def test_the_global_generator_stays_as_it_was() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    numbers(ImageBatches([{"image_id": 0}], mapper=Plain()))
+    torch.testing.assert_close(torch.rand(()), expected, rtol=0, atol=0)
+
+
+def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None:
+    records = [{"image_id": i} for i in range(6)]
+    seen = with_places(records, "both")
+    assert [entry["image_id"] for entry in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    corners = ["top_left", "top_right", "bottom_left", "bottom_right"]
+    assert [entry["place"] for entry in seen[::2]] == [*corners, *corners[:2]]
+    assert {entry["place"] for entry in seen[1::2]} == {"centre"}
+    assert records == [{"image_id": i} for i in range(6)]
+
+
+@pytest.mark.parametrize("visible", sorted(PLACES_OF))
+def test_the_views_are_the_places_that_the_objective_knows(visible: str) -> None:
+    seen = with_places([{"image_id": i} for i in range(4)], visible)
+    assert {entry["place"] for entry in seen} == set(PLACES_OF[visible])
+    assert len(seen) == {"corner": 4, "centre": 4, "both": 8}[visible]
+
+
+def test_a_registered_folder_comes_whole_with_its_places(tmp_path: Path) -> None:
+    for i in range(2):
+        save(tmp_path / f"{i}.jpg", draw(20, 30, seed=i))
+    (tmp_path / "2.jpg").write_text("no image")
+    register_image_folders("batches", [tmp_path])
+    try:
+        assert MetadataCatalog.get("batches").evaluator_type == "reconstruction"
+        cfg = get_cfg()
+        cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+        cfg.INPUT.PRETRAIN.SIZE = 16
+        cfg.DATALOADER.NUM_WORKERS = 0
+        batches = build_image_batches(cfg, "batches")
+        (batch,) = batches
+    finally:
+        DatasetCatalog.remove("batches")
+        MetadataCatalog.remove("batches")
+    assert [(entry["image_id"], entry["place"]) for entry in batch] == [
+        (0, "top_left"),
+        (0, "centre"),
+        (1, "top_right"),
+        (1, "centre"),
+    ]
+    assert {tuple(entry["image"].shape) for entry in batch} == {(3, 16, 16)}
+    assert list(batches.faults) == [f"image {str(tmp_path / '2.jpg')!r}"]

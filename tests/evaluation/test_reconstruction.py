@@ -1,0 +1,56 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The held-out loss, averaged by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from qbheat_det.errors import UserError
+from qbheat_det.evaluation.reconstruction import ReconstructionEvaluator, mean_and_standard_error
+
+
+def entry(image: int) -> dict[str, Any]:
+    return {"image_id": image, "file_name": f"{image}.jpg"}
+
+
+def output(place: str, loss: float) -> dict[str, Any]:
+    return {"place": place, "loss_reconstruction": torch.tensor(loss)}
+
+
+def test_means_are_those_of_the_views_and_the_error_is_over_images() -> None:
+    evaluator = ReconstructionEvaluator("held_out")
+    evaluator.process([entry(1), entry(1)], [output("top_left", 1.0), output("centre", 3.0)])
+    evaluator.process([entry(10)], [output("bottom_right", 5.0)])
+    evaluator.process([entry(10)], [output("centre", 4.0)])
+    found = evaluator.evaluate()["reconstruction"]
+    # Of image 1 the mean is 2, of image 10 it is 4.5; their deviation is 2.5 / sqrt(2).
+    assert found == pytest.approx(
+        {"loss_corner": 3.0, "loss_centre": 3.5, "loss": 3.25, "loss_standard_error": 1.25}
+    )
+    evaluator.reset()
+    evaluator.process([entry(1)], [output("centre", 2.0)])
+    found = evaluator.evaluate()["reconstruction"]
+    assert math.isnan(found.pop("loss_standard_error"))
+    assert found == {"loss_centre": 2.0, "loss": 2.0}
+
+
+def test_without_any_image_or_with_a_loss_that_is_not_finite_the_mean_is_nan() -> None:
+    evaluator = ReconstructionEvaluator("held_out")
+    assert math.isnan(evaluator.evaluate()["reconstruction"]["loss"])
+    evaluator.process([entry(1)], [output("centre", math.nan)])
+    assert math.isnan(evaluator.evaluate()["reconstruction"]["loss"])
+
+
+def test_a_model_that_reconstructs_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'held_out' has images alone.*reconstructs none"):
+        ReconstructionEvaluator("held_out").process([entry(1)], [{"instances": None}])
+
+
+def test_the_standard_error_is_that_of_a_mean() -> None:
+    values = torch.randn(50, dtype=torch.float64) + 3
+    mean, error = mean_and_standard_error(values.tolist())
+    torch.testing.assert_close(torch.tensor(mean).double(), values.mean(), rtol=1e-6, atol=0)
+    expected = (values.var() / 50).sqrt()
+    torch.testing.assert_close(torch.tensor(error).double(), expected, rtol=1e-6, atol=0)
