@@ -1,14 +1,18 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Train a small detector on the built-in toy set, evaluate it, and write an illustrated report.
+"""Pre-train a backbone without labels, freeze it, teach a decoder to detect, and show all of it.
 
-The set is drawn on first use, so nothing is downloaded. Training takes minutes on two cores, and
-running the demo again trains again. Inside, it is the training of tools/train_net.py and the
-prediction of tools/predict.py; the report shows both commands.
+QB-Heat on the toy set's pictures without their boxes; then RetinaNet's decoder on the frozen
+backbone, and the same on the frozen random backbone that pre-training began with. BatchNorm's
+statistics of both are estimated on the same whole images. Ends with an illustrated report.
+
+The set is drawn on first use, so nothing is downloaded. It takes minutes on two cores, and running
+the demo again trains again. Inside, it is the training of tools/train_net.py and the prediction of
+tools/predict.py; the report shows the commands.
 
 examples:
   python tools/demo.py
-  python tools/demo.py --output output/longer SOLVER.MAX_ITER 3000
+  python tools/demo.py --output output/longer --pretraining SOLVER.EPOCHS 40
 """
 
 import argparse
@@ -19,6 +23,7 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 # What Detectron2's own imports say would otherwise be the first thing that the demo shows.
@@ -29,20 +34,23 @@ from detectron2.config import CfgNode  # noqa: E402
 from detectron2.data import DatasetCatalog, MetadataCatalog  # noqa: E402
 from detectron2.engine import HookBase  # noqa: E402
 
-import qbheat_det.analysis.run_report as run_report  # noqa: E402
+import qbheat_det.analysis.story_report as story_report  # noqa: E402
 from qbheat_det.analysis.detection_pictures import (  # noqa: E402
     DrawnBoxes,
     draw_side_by_side,
     tile_pictures,
 )
 from qbheat_det.analysis.html_report import Picture, write_report  # noqa: E402
+from qbheat_det.analysis.story_report import PRETRAINED, RANDOM, Probe, Story  # noqa: E402
 from qbheat_det.config import get_config_path  # noqa: E402
 from qbheat_det.engine import Trainer, build_config, setup  # noqa: E402
+from qbheat_det.engine.backbone_export import export_backbone  # noqa: E402
 from qbheat_det.engine.media import read_bgr, write_image  # noqa: E402
 from qbheat_det.engine.prediction import build_predictor, load_run_config  # noqa: E402
 from qbheat_det.errors import exit_with_sentence  # noqa: E402
 
 NUM_PICTURES = 12
+NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
 SCORE_THRESHOLD = 0.4
 
 
@@ -62,10 +70,9 @@ class Progress(HookBase):
             self._said = now
             loss = self.trainer.storage.history("total_loss").median(20)
             done_here = done - self.trainer.start_iter
-            left = run_report.format_duration((now - self._start) / done_here * (total - done))
+            left = (now - self._start) / done_here * (total - done)
+            left = story_report.format_duration(left)
             print(f"     step {done:>5,} of {total:,}   loss {loss:.3f}   {left} left", flush=True)
-        if done == total:
-            print("3/4  evaluating on images that were not trained on", flush=True)
 
 
 class DemoTrainer(Trainer):
@@ -84,20 +91,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("output/demo"), help="folder (default: output/demo)"
     )
-    parser.add_argument("--config-file", help="YAML (default: configs/demo/toy_retinanet.yaml)")
-    parser.add_argument(
-        "opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last"
+    for stage in ("pretraining", "detection"):
+        parser.add_argument(
+            f"--{stage}",
+            nargs="+",
+            default=[],
+            metavar="KEY VALUE",
+            help=f"config overrides of {stage}",
+        )
+    return parser.parse_args(argv)
+
+
+def start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
+    """Sets a run up; of Detectron2's log, only errors reach the console from here on."""
+    shutil.rmtree(output, ignore_errors=True)  # its own, from the last time
+    args = argparse.Namespace(
+        config_file=get_config_path(config), opts=["OUTPUT_DIR", str(output), *opts]
     )
-    args = parser.parse_args(argv)
-    args.config_file = args.config_file or get_config_path("demo/toy_retinanet.yaml")
-    args.opts = ["OUTPUT_DIR", str(args.output / "run"), *args.opts]
     args.eval_only = args.resume = False
     args.train_json = args.train_images = args.val_json = args.val_images = None
-    return args
-
-
-def set_up_quietly(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Sets a run up; of Detectron2's log, only errors reach the console from here on."""
+    cfg = build_config(args)
     with contextlib.redirect_stdout(io.StringIO()) as hidden:
         setup(cfg, args)
     for name in ("detectron2", "fvcore"):
@@ -105,6 +118,29 @@ def set_up_quietly(cfg: CfgNode, args: argparse.Namespace) -> None:
             if isinstance(handler, logging.StreamHandler) and handler.stream is hidden:
                 handler.setStream(sys.stdout)
                 handler.setLevel(logging.ERROR)
+    trainer = DemoTrainer(cfg)
+    trainer.resume_or_load(resume=False)
+    return trainer
+
+
+def pretrain(output: Path, opts: Sequence[str]) -> tuple[CfgNode, dict[str, Path]]:
+    """Pre-trains; returns the config and the backbones' files, of before and after."""
+    trainer = start_run("demo/toy_qb_heat.yaml", output / "pretraining", opts)
+    trainer.export("model_random")
+    trainer.train()
+    backbones = {}
+    for name, stem in ((PRETRAINED, "model_final"), (RANDOM, "model_random")):
+        weights = output / "pretraining" / f"{stem}.safetensors"
+        backbones[name] = output / f"backbone_{stem}.safetensors"
+        export_backbone(str(weights), backbones[name], overwrite=True, num_images=NUM_RECALIBRATED)
+    return trainer.cfg, backbones
+
+
+def teach_decoder(output: Path, backbone: Path, opts: Sequence[str]) -> Probe:
+    """Trains the detector's decoder on a frozen backbone and evaluates it."""
+    weights = ["MODEL.WEIGHTS", str(backbone)]
+    trainer = start_run("demo/toy_probe.yaml", output, [*weights, *opts])
+    return Probe(trainer.cfg, trainer.train().get("bbox", {}))
 
 
 def draw_predictions(cfg: CfgNode, output: Path) -> list[Picture]:
@@ -137,36 +173,35 @@ def main(argv: list[str] | None = None) -> None:
     report_file = args.output / "report.html"
     if report_file.exists():
         print(f"{report_file} is there already: training again, and replacing it at the end")
-    shutil.rmtree(args.output / "run", ignore_errors=True)  # its own, from the last time
-    cfg = build_config(args)
-    set_up_quietly(cfg, args)
-    print("1/4  data (drawn now if this is the first time)")
-    num_train = len(DatasetCatalog.get(cfg.DATASETS.TRAIN[0]))
-    num_val = len(DatasetCatalog.get(cfg.DATASETS.TEST[0]))
-    print(f"2/4  training on {num_train} images (full log: {cfg.OUTPUT_DIR}/log.txt)")
-    trainer = DemoTrainer(cfg)
-    trainer.resume_or_load(resume=False)
-    metrics = trainer.train().get("bbox", {})
-    print(f"4/4  predicting on {NUM_PICTURES} of them for the report")
-    pictures = draw_predictions(cfg, args.output)
-    seconds = time.monotonic() - start
-    run = run_report.Run(
-        cfg=cfg,
-        config_file=args.config_file,
-        metrics=metrics,
-        seconds=seconds,
-        num_parameters=sum(p.numel() for p in trainer.model.parameters()),
-        num_train=num_train,
-        num_val=num_val,
+    print(f"1/4  pre-training without boxes (full logs: {args.output}/*/log.txt)", flush=True)
+    pretraining, backbones = pretrain(args.output, args.pretraining)
+    probes = {}
+    for number, (name, backbone) in enumerate(backbones.items(), start=2):
+        print(f"{number}/4  a decoder on the frozen backbone: {name}", flush=True)
+        folder = args.output / f"probe_{name.lower().replace('-', '_')}"
+        probes[name] = teach_decoder(folder, backbone, args.detection)
+    print(f"4/4  predicting on {NUM_PICTURES} unseen images for the report", flush=True)
+    probe = probes[PRETRAINED].cfg
+    pictures = draw_predictions(probe, args.output)
+    story = Story(
+        pretraining=pretraining,
+        probes=probes,
+        config_files=(
+            get_config_path("demo/toy_qb_heat.yaml"),
+            get_config_path("demo/toy_probe.yaml"),
+        ),
+        seconds=time.monotonic() - start,
+        num_unlabelled=len(DatasetCatalog.get(pretraining.DATASETS.TRAIN[0])),
+        num_train=len(DatasetCatalog.get(probe.DATASETS.TRAIN[0])),
+        num_val=len(DatasetCatalog.get(probe.DATASETS.TEST[0])),
         score_threshold=SCORE_THRESHOLD,
     )
-    write_report(run_report.describe_run(run, pictures), report_file)
-    print()
-    print(f"AP    {metrics.get('AP', float('nan')):.1f}")
-    print(
-        f"AP50  {metrics.get('AP50', float('nan')):.1f}   (COCO metrics, {num_val} unseen images)"
-    )
-    print(f"took  {run_report.format_duration(seconds)}")
+    write_report(story_report.describe_story(story, pictures), report_file)
+    print(f"\nCOCO metrics on {story.num_val} unseen images, decoder on a frozen backbone:")
+    for name, ap, ap50, _ in story_report.list_scores(probes):
+        print(f"{name:<8} AP {ap:>5}   AP50 {ap50:>5}")
+    print(story_report.HOW_TO_READ)
+    print(f"took  {story_report.format_duration(story.seconds)}")
     print(f"open  {report_file.resolve()}")
 
 

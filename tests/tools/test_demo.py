@@ -1,15 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """tools/demo.py from its command line, with two steps on a handful of images."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.data import ToySpec, register_toy_set
+from qbheat_det.checkpoint import read_weights
+from qbheat_det.data import ToySpec, prepare_toy_set, register_image_folders, register_toy_set
 from tests.tool_modules import load_tool
 
 NAMES = ("demo_test_train", "demo_test_val")
@@ -18,11 +19,15 @@ NAMES = ("demo_test_train", "demo_test_val")
 @pytest.fixture
 def tiny_sets(tmp_path: Path) -> Iterator[None]:
     for name in NAMES:
-        register_toy_set(name, ToySpec(name=name, num_images=4, image_size=64), tmp_path / "cache")
+        spec = ToySpec(name=name, num_images=4, image_size=64)
+        register_toy_set(name, spec, tmp_path / "cache")
+        images = prepare_toy_set(spec, tmp_path / "cache") / "images"
+        register_image_folders(f"{name}_images", [str(images)])
     yield
     for name in NAMES:
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
+        for registered in (name, f"{name}_images"):
+            DatasetCatalog.remove(registered)
+            MetadataCatalog.remove(registered)
 
 
 @pytest.fixture
@@ -30,41 +35,70 @@ def demo() -> ModuleType:
     return load_tool("demo")
 
 
+def flatten(overrides: dict[str, str]) -> list[str]:
+    return [word for pair in overrides.items() for word in pair]
+
+
 @pytest.mark.usefixtures("tiny_sets")
-def test_two_steps_end_in_a_report_and_say_where_it_is(
+def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "demo"
-    overrides = {
-        "DATASETS.TRAIN": f"('{NAMES[0]}',)",
-        "DATASETS.TEST": f"('{NAMES[1]}',)",
+    both = {
+        "SOLVER.EPOCHS": "0.0",
+        "SOLVER.CHECKPOINT_EPOCHS": "0.0",
         "SOLVER.MAX_ITER": "2",
         "SOLVER.IMS_PER_BATCH": "2",
         "SOLVER.WARMUP_ITERS": "0",
         "DATALOADER.NUM_WORKERS": "0",
-        "INPUT.MIN_SIZE_TRAIN": "(64,)",
-        "INPUT.MIN_SIZE_TEST": "64",
         "MODEL.DEVICE": "cpu",
         "MODEL.MOBILE_FORMER.BLOCKS": str([["lite", 16, 8, 0], *3 * [["down", 8, 8, 8]]]),
         "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
+    }
+    pretraining = {
+        "DATASETS.TRAIN": f"('{NAMES[0]}_images',)",
+        "DATASETS.TEST": f"('{NAMES[1]}_images',)",
+        "SOLVER.WARMUP_EPOCHS": "0.0",
+        "TEST.EVAL_EPOCHS": "0.5",
+        "INPUT.PRETRAIN.SIZE": "64",
+        "MODEL.QB_HEAT.FEATURE_DIM": "16",
+        "MODEL.QB_HEAT.DECODER_DIM": "16",
+    }
+    detection = {
+        "DATASETS.TRAIN": f"('{NAMES[0]}',)",
+        "DATASETS.TEST": f"('{NAMES[1]}',)",
+        "TEST.EVAL_PERIOD": "1",
+        "INPUT.MIN_SIZE_TRAIN": "(64,)",
+        "INPUT.MIN_SIZE_TEST": "64",
         "MODEL.FPN.OUT_CHANNELS": "8",
     }
-    arguments = ["--output", str(output), *(word for pair in overrides.items() for word in pair)]
+    arguments = ["--output", str(output), "--pretraining", *flatten({**both, **pretraining})]
+    arguments += ["--detection", *flatten({**both, **detection})]
     demo.main(arguments)
-    first = capsys.readouterr().out
-    *_, ap, ap50, took, where = first.strip().splitlines()
-    assert [line.split()[0] for line in (ap, ap50, took, where)] == ["AP", "AP50", "took", "open"]
+    said = capsys.readouterr().out
+    *_, trained, random, how_to_read, took, where = said.strip().splitlines()
+    assert trained.startswith("QB-Heat  AP ")
+    assert random.startswith("random   AP ")
+    assert "noise" in how_to_read
+    assert took.startswith("took ")
     assert Path(where.split()[1]) == output / "report.html"
-    assert "step     2 of 2" in first
+    assert said.count("step     2 of 2") == 3
     page = (output / "report.html").read_text()
-    assert page.count("<figure>") >= 4
+    for title in ("the better one?", "a quarter of a picture", "Spectrum", "Predictions", "hand"):
+        assert f"{title}" in page
+    assert page.count("<figure>") >= 4 + 2  # predictions, reconstructions, spectrum
     assert {p.suffix for p in (output / "pictures").iterdir()} == {".png"}
     assert len(list((output / "pictures").iterdir())) == 4
     assert (output / "predictions.jpg").is_file()
-    config = (output / "run" / "config.yaml").read_text()
-    assert "CATEGORY_IDS:\n  - 1\n" in config
-    results = output / "run" / "inference" / NAMES[1] / "coco_instances_results.json"
-    assert isinstance(json.loads(results.read_text()), list)
+    for folder, backbone in (("qb_heat", "final"), ("random", "random")):
+        config = (output / f"probe_{folder}" / "config.yaml").read_text()
+        assert "CATEGORY_IDS:\n  - 1\n" in config
+        before, _ = read_weights(str(output / f"backbone_model_{backbone}.safetensors"))
+        after, _ = read_weights(str(output / f"probe_{folder}" / "model_final.safetensors"))
+        for name, tensor in before.items():
+            if not name.endswith("num_batches_tracked"):  # frozen norms count nothing
+                kept = after[f"backbone.bottom_up.{name}"]
+                torch.testing.assert_close(kept, tensor, rtol=0, atol=0)
 
     demo.main(arguments)
     assert "is there already: training again" in capsys.readouterr().out
