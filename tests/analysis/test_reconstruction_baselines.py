@@ -1,0 +1,276 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Losses without a network: by hand, by a naive second way, and against QB-Heat's own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from numpy.typing import NDArray
+from PIL import Image
+
+from qbheat_det.analysis import reconstruction_baselines
+from qbheat_det.analysis.held_out_losses import HeldOutLosses
+from qbheat_det.analysis.reconstruction_baselines import BaselineReport, compute_baselines
+from qbheat_det.config import load_config
+from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_places
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.pretrain import CORNERS, PLACES
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "quick_schedules" / "qb_heat_285M_toy.yaml"
+SIZE, PATCH = 16, 4
+QUARTERS = dict(zip(PLACES, ((0, 0), (0, 8), (8, 0), (8, 8), (4, 4)), strict=True))
+
+Pixels = NDArray[np.uint8]
+Records = list[dict[str, Any]]
+
+
+def make_config(*opts: str) -> CfgNode:
+    """Images of 16 x 16 pixels, patches of 4 x 4, raw pixels and no flips unless told otherwise."""
+    small = ["INPUT.PRETRAIN.SIZE", "16", "MODEL.QB_HEAT.IN_FEATURE", "s4"]
+    small += ["MODEL.MOBILE_FORMER.OUT_FEATURES", "('s4',)", "INPUT.RANDOM_FLIP", "none"]
+    small += ["MODEL.QB_HEAT.NORM_PIXEL_LOSS", "False", "MODEL.DEVICE", "cpu"]
+    return load_config(str(CONFIG), [*small, *opts])
+
+
+def write(folder: Path, images: Sequence[Pixels]) -> Records:
+    folder.mkdir()
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(folder / f"{i:03}.png")
+    return load_image_folders([folder])[0]
+
+
+def draw(num: int, seed: int) -> list[Pixels]:
+    """Smooth noise, so that there is something to predict."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (num, 4, 4, 3), dtype=np.uint8)
+    fine = rng.integers(-20, 20, (num, SIZE, SIZE, 3))
+    large = coarse.repeat(4, axis=1).repeat(4, axis=2)
+    return list((large * 0.8 + 25 + fine).clip(0, 255).astype(np.uint8))
+
+
+def normalise(cfg: CfgNode, image: Pixels) -> NDArray[np.float64]:
+    return (image - np.array(cfg.MODEL.PIXEL_MEAN)) / np.array(cfg.MODEL.PIXEL_STD)
+
+
+def is_masked(place: str) -> NDArray[np.bool_]:
+    top, left = QUARTERS[place]
+    masked = np.ones((SIZE, SIZE), dtype=bool)
+    masked[top : top + 8, left : left + 8] = False
+    return masked
+
+
+def losses_of(report: BaselineReport, name: str) -> dict[str, float]:
+    return {view: mean for view, (mean, _) in report.losses[name].summarise().items()}
+
+
+def check_losses(
+    report: BaselineReport, name: str, corner: Sequence[float], centre: Sequence[float]
+) -> None:
+    expected = {"corner": np.mean(corner), "centre": np.mean(centre)}
+    expected["mean"] = (expected["corner"] + expected["centre"]) / 2
+    assert losses_of(report, name) == pytest.approx(expected, rel=1e-5)
+
+
+def test_zero_of_normalised_patches_is_their_own_variance(tmp_path: Path) -> None:
+    # A patch of 48 values, normalised by the variance with 47 in the denominator.
+    board = (np.indices((SIZE, SIZE)).sum(axis=0) % 2 * 255).astype(np.uint8)
+    board = np.repeat(board[..., None], 3, axis=2)
+    train = write(tmp_path / "train", [board, board])
+    val = write(tmp_path / "val", [board, 255 - board])
+    grey = ["MODEL.PIXEL_MEAN", "[0., 0., 0.]", "MODEL.PIXEL_STD", "[255., 255., 255.]"]
+    cfg = make_config("MODEL.QB_HEAT.NORM_PIXEL_LOSS", "True", *grey)
+    report = compute_baselines(cfg, train, val)
+    check_losses(report, "zero", [47 / 48], [47 / 48])
+    # The mean image is the board: the first is met exactly, the other missed by twice its height.
+    check_losses(report, "mean image", [0, 4 * 47 / 48], [0, 4 * 47 / 48])
+
+
+def test_zero_of_raw_pixels_is_the_mean_colour(tmp_path: Path) -> None:
+    flat = [np.full((SIZE, SIZE, 3), value, dtype=np.uint8) for value in (0, 100, 80)]
+    train, val = write(tmp_path / "train", flat[:2]), write(tmp_path / "val", flat[2:])
+    cfg = make_config("MODEL.PIXEL_STD", "[10., 20., 30.]")
+    loss = np.mean([(30 / std) ** 2 for std in (10, 20, 30)])
+    check_losses(compute_baselines(cfg, train, val), "zero", [loss], [loss])
+
+
+def test_the_mean_image_of_two_is_halfway_between_them(tmp_path: Path) -> None:
+    images = draw(2, seed=0), draw(5, seed=1)
+    train, val = write(tmp_path / "train", images[0]), write(tmp_path / "val", images[1])
+    cfg = make_config()
+    halfway = (normalise(cfg, images[0][0]) + normalise(cfg, images[0][1])) / 2
+    errors = [(normalise(cfg, image) - halfway) ** 2 for image in images[1]]
+    corner = [error[is_masked(CORNERS[i % 4])].mean() for i, error in enumerate(errors)]
+    centre = [error[is_masked("centre")].mean() for error in errors]
+    check_losses(compute_baselines(cfg, train, val), "mean image", corner, centre)
+
+
+def predict_naively(
+    cfg: CfgNode, train: list[Pixels], image: Pixels, place: str, penalty: float
+) -> NDArray[np.float64]:
+    """Returns the loss of one regression for this place alone, pixels in the order of the image."""
+    top, left = QUARTERS[place]
+    pixels = np.stack([normalise(cfg, one) for one in [*train, image]])
+    seen = pixels[:, top : top + 8, left : left + 8].reshape(len(pixels), -1)
+    target = pixels[:, is_masked(place)].reshape(len(pixels), -1)
+    x, y = seen[:-1], target[:-1]
+    centred = x - x.mean(axis=0)
+    extra = np.sqrt(penalty * (centred**2).sum() / x.shape[1]) * np.eye(x.shape[1])
+    rows = np.concatenate([centred, extra])
+    goals = np.concatenate([y - y.mean(axis=0), np.zeros((x.shape[1], y.shape[1]))])
+    weight = np.linalg.lstsq(rows, goals, rcond=None)[0]
+    error: NDArray[np.float64] = (seen[-1] - x.mean(axis=0)) @ weight + y.mean(axis=0) - target[-1]
+    return error
+
+
+@pytest.mark.parametrize("flip", ["none", "horizontal", "vertical"])
+def test_ridge_is_five_regressions_on_images_and_their_mirror_images(
+    tmp_path: Path, flip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconstruction_baselines, "PENALTIES", (0.1,))
+    images = draw(30, seed=0), draw(6, seed=1)
+    train, val = write(tmp_path / "train", images[0]), write(tmp_path / "val", images[1])
+    cfg = make_config("INPUT.RANDOM_FLIP", flip)
+    report = compute_baselines(cfg, train, val)
+    axis = {"none": [], "horizontal": [1], "vertical": [0]}[flip]
+    rows = images[0] + [np.flip(image, axis) for image in images[0] if axis]
+    assert report.num_rows == len(rows)
+    assert len(report.penalties) == (3 if axis else 5)
+    losses = [
+        [
+            float((predict_naively(cfg, rows, image, place, 0.1) ** 2).mean())
+            for place in (CORNERS[i % 4], "centre")
+        ]
+        for i, image in enumerate(images[1])
+    ]
+    corner, centre = zip(*losses, strict=True)
+    check_losses(report, "ridge", corner, centre)
+
+
+def test_ridge_finds_a_world_in_which_all_is_linear(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    patterns = rng.uniform(-1, 1, (4, SIZE, SIZE, 3))
+
+    def make(num: int) -> list[Pixels]:
+        weights = rng.uniform(-30, 30, (num, 4))
+        pixels = 128 + np.tensordot(weights, patterns, axes=1)
+        return list(pixels.round().clip(0, 255).astype(np.uint8))
+
+    train, val = write(tmp_path / "train", make(80)), write(tmp_path / "val", make(8))
+    report = compute_baselines(make_config("INPUT.RANDOM_FLIP", "horizontal"), train, val)
+    for view, loss in losses_of(report, "ridge").items():
+        assert loss < 2e-3 * losses_of(report, "mean image")[view]
+
+
+def model_losses(cfg: CfgNode, model: torch.nn.Module, val: Records) -> HeldOutLosses:
+    losses = HeldOutLosses()
+    places = with_places(val, cfg.MODEL.QB_HEAT.VISIBLE)
+    with torch.no_grad():
+        for batch in ImageBatches(places, mapper=build_mapper(cfg, is_train=False)):
+            outputs = model(batch)
+            losses.add(batch, torch.stack([output["loss_reconstruction"] for output in outputs]))
+    return losses
+
+
+@pytest.mark.parametrize("positions", ["masked", "all"])
+@pytest.mark.parametrize("visible", ["corner", "centre", "both"])
+def test_a_model_that_predicts_zero_has_the_loss_of_zero(
+    tmp_path: Path, positions: str, visible: str
+) -> None:
+    keys = {"LOSS_ON": positions, "VISIBLE": visible, "NORM_PIXEL_LOSS": "True"}
+    opts = [word for key, value in keys.items() for word in (f"MODEL.QB_HEAT.{key}", value)]
+    cfg = make_config(*opts, "INPUT.RANDOM_FLIP", "horizontal")
+    train, val = (
+        write(tmp_path / "train", draw(4, seed=0)),
+        write(tmp_path / "val", draw(6, seed=1)),
+    )
+    model = build_model(cfg).eval()
+    torch.nn.init.zeros_(model.decoder.head.weight)
+    expected = model_losses(cfg, model, val).summarise()
+    found = compute_baselines(cfg, train, val).losses["zero"].summarise()
+    assert list(found) == list(expected)
+    for view, figures in expected.items():
+        assert found[view] == pytest.approx(figures, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("positions", ["masked", "all"])
+def test_a_model_that_predicts_one_patch_has_the_loss_of_a_mean_of_such_patches(
+    tmp_path: Path, positions: str
+) -> None:
+    tile = draw(1, seed=3)[0][:PATCH, :PATCH]
+    train = write(tmp_path / "train", [np.tile(tile, (4, 4, 1))] * 2)
+    val = write(tmp_path / "val", draw(5, seed=1))
+    cfg = make_config("MODEL.QB_HEAT.LOSS_ON", positions)
+    model = build_model(cfg).eval()
+    torch.nn.init.zeros_(model.decoder.head.weight)
+    with torch.no_grad():  # a patch has its channels outermost
+        patch = torch.from_numpy(normalise(cfg, tile)).permute(2, 0, 1).flatten()
+        model.decoder.head.bias.copy_(patch)
+    report = compute_baselines(cfg, train, val)
+    for name in ("mean image", "ridge"):  # all that ridge sees of the two is the same
+        expected = model_losses(cfg, model, val).summarise()
+        for view, figures in report.losses[name].summarise().items():
+            assert figures == pytest.approx(expected[view], rel=1e-5)
+
+
+def test_little_memory_changes_nothing_but_the_time(tmp_path: Path) -> None:
+    train = write(tmp_path / "train", draw(12, seed=0))
+    val = write(tmp_path / "val", draw(5, seed=1))
+    cfg = make_config("INPUT.RANDOM_FLIP", "horizontal")
+    once = compute_baselines(cfg, train, val, num_crops=1)
+    state = torch.get_rng_state()
+    often = compute_baselines(cfg, train, val, num_crops=1, memory_gb=1e-6)
+    torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
+    assert once.num_rows == often.num_rows == 12 * 2 * 2
+    assert once.penalties == often.penalties
+    for name, losses in once.losses.items():
+        assert losses_of(often, name) == pytest.approx(
+            {view: mean for view, (mean, _) in losses.summarise().items()}, rel=1e-6
+        )
+
+
+def test_images_that_cannot_be_read_are_left_out_and_kept_in_mind(tmp_path: Path) -> None:
+    images = draw(4, seed=0), draw(3, seed=1)
+    train, val = write(tmp_path / "train", images[0]), write(tmp_path / "val", images[1])
+    expected = compute_baselines(make_config(), train[1:], val[:2])
+    Path(train[0]["file_name"]).write_bytes(b"no image")
+    Path(val[2]["file_name"]).write_bytes(b"")
+    report = compute_baselines(make_config(), train, val)
+    assert len(report.faults) == 2
+    assert (report.num_images, report.losses["ridge"].num_images) == (3, 2)
+    for name in report.losses:
+        assert losses_of(report, name) == pytest.approx(losses_of(expected, name), rel=1e-6)
+
+
+def test_too_little_to_learn_from_is_said(tmp_path: Path) -> None:
+    train = write(tmp_path / "train", draw(2, seed=0))
+    val = write(tmp_path / "val", draw(1, seed=1))
+    with pytest.raises(UserError, match=r"two training images or more.*but 1 can be read$"):
+        compute_baselines(make_config(), train[:1], val)
+    with pytest.raises(UserError, match=r"000\.png' is both a training image and a held-out one"):
+        compute_baselines(make_config(), train, train[:1])
+    with pytest.raises(UserError, match="memory for sums must be more than 0 GB, not 0"):
+        compute_baselines(make_config(), train, val, memory_gb=0)
+    Path(val[0]["file_name"]).write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"none of the held-out images can be read: .*000\.png"):
+        compute_baselines(make_config(), train, val)
+
+
+@pytest.mark.parametrize(
+    ("opts", "expected"),
+    [
+        (["MODEL.META_ARCHITECTURE", "RetinaNet"], "'RetinaNet', which reconstructs nothing"),
+        (["INPUT.PRETRAIN.SIZE", "20"], "must be a multiple of 16, not 20"),
+        (["MODEL.QB_HEAT.VISIBLE", "left"], "VISIBLE is 'left', but must be one of corner"),
+        (["MODEL.QB_HEAT.LOSS_ON", "some"], "LOSS_ON is one of"),
+        (["INPUT.RANDOM_FLIP", "both"], "INPUT.RANDOM_FLIP is 'both', but must be one of"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(opts: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        compute_baselines(make_config(*opts), [], [])
