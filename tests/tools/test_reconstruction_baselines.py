@@ -1,0 +1,144 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The tool: its table, models beside the baselines, and what it says of bad input."""
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from detectron2.modeling import build_model
+from PIL import Image
+
+from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
+from qbheat_det.config import load_config
+from qbheat_det.data import build_image_batches, register_image_folders
+from qbheat_det.evaluation import build_evaluator
+from tests.tool_modules import load_tool
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs" / "quick_schedules" / "qb_heat_285M_toy.yaml")
+SMALL = ["INPUT.PRETRAIN.SIZE", "16", "MODEL.QB_HEAT.IN_FEATURE", "s4", "MODEL.DEVICE", "cpu"]
+SMALL += ["MODEL.MOBILE_FORMER.OUT_FEATURES", "('s4',)"]
+VIEWS = ("corner", "centre", "mean")
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return load_tool("reconstruction_baselines")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Flags for six training images and five others."""
+    rng = np.random.default_rng(0)
+    for name, num in (("train", 6), ("val", 5)):
+        (tmp_path / name).mkdir()
+        for i in range(num):
+            pixels = rng.integers(0, 256, (20, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{i}.png")
+    return ["--image-folder", f"{tmp_path}/train", "--val-image-folder", f"{tmp_path}/val"]
+
+
+def save_model(path: Path, *opts: str, zero: bool = False) -> str:
+    cfg = load_config(CONFIG, [*SMALL, *opts])
+    model = build_model(cfg)
+    if zero:
+        torch.nn.init.zeros_(model.decoder.head.weight)
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="c0ffee", left_behind=[])
+    save_weights(str(path), model.state_dict(), info)
+    return str(path)
+
+
+def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
+    tool: ModuleType, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = save_model(tmp_path / "zero.safetensors", zero=True)
+    trained = save_model(tmp_path / "trained.safetensors")
+    path = tmp_path / "made" / "figures.json"
+    tool.main([*folders, "--weights", zero, "--weights", trained, "--json", str(path)])
+    rows = json.loads(path.read_text())["losses"]
+    assert list(rows) == ["zero", "mean image", "ridge", zero, trained]
+    for view in VIEWS:
+        assert rows[zero][view]["loss"] == pytest.approx(rows["zero"][view]["loss"], rel=1e-5)
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split() == list(VIEWS)
+    line = next(line for line in text.splitlines() if line.startswith(trained))
+    figures = [rows[trained][view] for view in VIEWS]
+    cells = [f"{cell['loss']:.4f} ± {cell['standard_error']:.4f}" for cell in figures]
+    assert line[len(trained) :].split("  ") == ["", *cells]
+    assert "over 5 held-out images. Learned from 6 images (12 with crops" in text
+
+    cfg = load_config(CONFIG, SMALL)  # and as a run evaluates itself
+    register_image_folders("held_out_of_a_test", [folders[3]])
+    model = build_model(cfg).eval()
+    model.load_state_dict(read_weights(trained)[0])
+    evaluator = build_evaluator(cfg, "held_out_of_a_test")
+    evaluator.reset()
+    with torch.no_grad():
+        for batch in build_image_batches(cfg, "held_out_of_a_test"):
+            evaluator.process(batch, model(batch))
+    found = evaluator.evaluate()["reconstruction"]
+    names = ("loss_corner", "loss_centre", "loss")
+    assert [found[name] for name in names] == pytest.approx([cell["loss"] for cell in figures])
+    assert found["loss_standard_error"] == pytest.approx(figures[2]["standard_error"])
+
+
+def test_unreadable_images_are_named_and_crops_and_draws_counted(
+    tool: ModuleType, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train" / "0.png").write_bytes(b"no image")
+    for i in range(1, 5):
+        (tmp_path / "val" / f"{i}.png").unlink()
+    path = tmp_path / "figures.json"
+    options = ["--augmentations", "2", "--max-images", "6", "--json", str(path)]
+    tool.main(["--config-file", CONFIG, *folders, *options, *SMALL])
+    captured = capsys.readouterr()
+    assert "1 images cannot be read and were left out:" in captured.err
+    assert "train/0.png" in captured.err
+    figures = json.loads(path.read_text())
+    assert (figures["training_images"], figures["training_rows"]) == (5, 5 * 3 * 2)
+    assert figures["losses"]["ridge"]["mean"]["standard_error"] is None  # of one image
+    assert len(figures["unreadable"]) == 1
+
+
+def test_bad_input_is_one_sentence(
+    tool: ModuleType, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    one = tmp_path / "one"
+    one.mkdir()
+    shutil.copy(tmp_path / "train" / "0.png", one)
+    raw = save_model(tmp_path / "raw.safetensors", "MODEL.QB_HEAT.NORM_PIXEL_LOSS", "False")
+    named = ["--config-file", CONFIG]
+    val = folders[2:]
+    for arguments, expected in (
+        (folders, "give --config-file"),
+        ([*named, "--image-folder", f"{tmp_path}/empty", *val, *SMALL], "there is no image in"),
+        ([*named, "--image-folder", str(one), *val, *SMALL], "need two training images or more"),
+        ([*named, *folders, "--weights", raw, *SMALL], "NORM_PIXEL_LOSS False, but the baselines"),
+        ([*named, *folders, "--weights", "nowhere.pth", *SMALL], "nowhere.pth"),
+        ([*named, *folders, "--augmentations", "-1"], "--augmentations must be 0 or more"),
+        ([*named, *folders, "--max-images", "1"], "--max-images must be 2 or more"),
+        ([*named, *folders, "--json", str(tmp_path)], "is a folder"),
+        (["--config-file", str(ROOT / "configs/demo/toy_retinanet.yaml"), *folders], "RetinaNet"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            tool.main(arguments)
+        assert stopped.value.code == 2
+        text = capsys.readouterr().err
+        assert expected in text
+        assert "Traceback" not in text
+
+
+def test_help_shows_what_each_baseline_is(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "ridge       linear regression" in text
+    assert "--val-image-folder photos/val" in text
