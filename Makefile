@@ -38,7 +38,7 @@ check: $(INSTALLED) ## formatting, lint, types, tests
 	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
-bench: $(INSTALLED) ## latency and memory beside other detectors; tables in output/bench
+bench: $(INSTALLED) ## detectors and pre-training beside their peers; tables in output/bench
 	$(PY) benchmarks/run.py $(ARGS)
 
 doctor: ## versions, device, datasets, and what is missing

@@ -48,6 +48,23 @@ class Result:
         return cls(name, ours, peer, unit, peer / ours)
 
 
+@dataclass(frozen=True)
+class PairedResult(Result):
+    """A row whose ratio was taken in every round: its median, least and greatest."""
+
+    ratio_least: float
+    ratio_greatest: float
+
+    @classmethod
+    def higher_is_better(
+        cls, name: str, ours: Sequence[float], peer: Sequence[float], unit: str
+    ) -> "PairedResult":
+        """Takes what both reached in each round."""
+        ratios = Sample.of([a / b for a, b in zip(ours, peer, strict=True)])
+        middles = statistics.median(ours), statistics.median(peer)
+        return cls(name, *middles, unit, ratios.median, ratios.least, ratios.greatest)
+
+
 def time_interleaved(
     calls: Mapping[str, Callable[[], object]],
     *,
@@ -55,6 +72,18 @@ def time_interleaved(
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Sample]:
+    """As ``seconds_in_rounds``, summed up."""
+    seconds = seconds_in_rounds(calls, rounds=rounds, warm_up=warm_up, clock=clock)
+    return {name: Sample.of(values) for name, values in seconds.items()}
+
+
+def seconds_in_rounds(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Times calls in turns, A B A B, so that a slow spell of the machine meets all of them.
 
     Args:
@@ -64,7 +93,7 @@ def time_interleaved(
         clock: seconds.
 
     Returns:
-        Seconds of one call, by name.
+        Seconds of the call in each round, by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(warm_up + rounds):
@@ -73,7 +102,7 @@ def time_interleaved(
             call()
             if number >= warm_up:
                 seconds[name].append(clock() - start)
-    return {name: Sample.of(values) for name, values in seconds.items()}
+    return seconds
 
 
 def peak_memory_in_turns(
@@ -147,9 +176,9 @@ def write_results(results: Sequence[Result], path: Path) -> None:
 def format_results(results: Sequence[Result]) -> str:
     """Returns the rows as an aligned table."""
     width = max([len("name"), *(len(result.name) for result in results)])
-    lines = [f"{'name':<{width}}  {'ours':>9}  {'peer':>9}  {'unit':<4}  ratio"]
+    lines = [f"{'name':<{width}}  {'ours':>9}  {'peer':>9}  {'unit':<7}  ratio"]
     lines += [
-        f"{r.name:<{width}}  {r.ours:>9.4g}  {r.peer:>9.4g}  {r.unit:<4}  {r.ratio:.2f}"
+        f"{r.name:<{width}}  {r.ours:>9.4g}  {r.peer:>9.4g}  {r.unit:<7}  {r.ratio:.2f}"
         for r in results
     ]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ Learners" (MAE), arXiv:2111.06377, whose heads, MLP, positions and initialisatio
 """
 
 from functools import partial
+from math import isqrt
 
 from timm.layers import build_sincos2d_pos_embed
 from timm.models.vision_transformer import Block
@@ -89,6 +90,6 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
     """Undoes ``patchify``."""
-    grid_size = round(patches.shape[1] ** 0.5)
+    grid_size = isqrt(patches.shape[1])
     maps = patches.transpose(1, 2).unflatten(2, (grid_size, grid_size))
     return F.pixel_shuffle(maps, patch_size)

@@ -1,0 +1,173 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Two other ways to hide three quarters of an image from an encoder, as peers of QB-Heat's.
+
+"Masked Autoencoders Are Scalable Vision Learners" (MAE), arXiv:2111.06377: hidden patches leave
+before a vision transformer, here timm's. "Designing BERT for Convolutional Networks: Sparse and
+Hierarchical Masked Modeling" (SparK), arXiv:2301.03580: a convolutional encoder computes visible
+positions only, which dense convolutions emulate on the whole image by masks.
+
+These are for measuring time and memory, not for pre-training: they have the decoder, the loss and
+the share of visible patches of QB-Heat, whatever their papers have. Where SparK is cheaper to
+compute in another way, it is: a mask comes before convolutions of 3 x 3 only, since 1 x 1 mixes no
+positions, and BatchNorm counts all positions instead of gathering the visible ones.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import timm
+import torch
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.layers import MobileFormerBlock
+from qbheat_det.modeling.backbone import MobileFormer
+from qbheat_det.modeling.pretrain import ReconstructionDecoder, ReconstructionLoss, patchify
+
+
+class TokenDroppingEncoder(nn.Module):
+    """MAE's: timm's ViT on the visible patches alone, without a class token."""
+
+    def __init__(self, *, image_size: int, name: str = "vit_small_patch16_224") -> None:
+        """
+        Args:
+            image_size: S, side of the image in pixels.
+            name: a model of timm.
+        """
+        super().__init__()
+        vit = timm.create_model(
+            name, img_size=image_size, num_classes=0, class_token=False, global_pool=""
+        )
+        self.vit = cast(VisionTransformer, vit)
+        self.channels = self.vit.embed_dim
+
+    def forward(self, images: Tensor, visible: Tensor) -> Tensor:
+        """
+        Args:
+            images: (N, 3, S, S).
+            visible: (N, V), indices of patches in row order.
+
+        Returns:
+            (N, V, C).
+        """
+        patches = self.vit.patch_embed(images) + self.vit.pos_embed
+        encoded: Tensor = self.vit.norm(self.vit.blocks(take(patches, visible)))
+        return encoded
+
+
+class MaskedConvolutionEncoder(nn.Module):
+    """SparK's: Mobile-Former on the whole image, hidden patches zero wherever pixels mix.
+
+    It goes the way that Mobile-Former has for padded batches, with hidden patches as padding: zeros
+    before each convolution of 3 x 3, no weight in the attention of the tokens.
+    """
+
+    def __init__(self, *, backbone: MobileFormer, stride: int = 16) -> None:
+        """
+        Args:
+            backbone: its last map is the encoder's output.
+            stride: of this map, and the side of a patch in pixels.
+        """
+        super().__init__()
+        self.backbone = backbone
+        self.stride = stride
+        self.channels = backbone.output_shape()[f"s{stride}_expanded"].channels
+
+    def forward(self, images: Tensor, visible: Tensor) -> Tensor:
+        """As ``TokenDroppingEncoder.forward``."""
+        net, grid = self.backbone, images.shape[-1] // self.stride
+        patches = hidden_patches(visible, grid**2).view(len(images), 1, grid, grid)
+        hidden = patches.repeat_interleave(self.stride, dim=2)
+        hidden = hidden.repeat_interleave(self.stride, dim=3)
+        x = F.relu6(net.stem(images.masked_fill(hidden, 0)))
+        hidden = hidden[..., ::2, ::2].contiguous()
+        tokens = net.tokens.expand(len(x), -1, -1)
+        for stage in net.stages:
+            for block in cast(Iterable[MobileFormerBlock], stage):
+                x, tokens = block(x, tokens, hidden)
+                hidden = hidden[..., ::2, ::2].contiguous() if block.stride == 2 else hidden
+        return take(F.relu6(net.expand(x)).flatten(2).transpose(1, 2), visible)
+
+
+class MaskedReconstruction(nn.Module):
+    """An encoder of visible patches, a mask embedding for hidden ones, QB-Heat's decoder and loss.
+
+    Takes images as ``QBHeat`` does.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoder: TokenDroppingEncoder | MaskedConvolutionEncoder,
+        decoder: ReconstructionDecoder,
+        loss: ReconstructionLoss,
+        dim: int,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+    ) -> None:
+        """
+        Args:
+            encoder: from images and visible patches to their features.
+            decoder: from features to pixels.
+            loss: compares patches.
+            dim: channels that the decoder takes.
+            pixel_mean: mean of each channel.
+            pixel_std: standard deviation of each channel.
+        """
+        super().__init__()
+        self.encoder = encoder
+        self.projection = nn.Linear(encoder.channels, dim)
+        self.mask_embedding = nn.Parameter(torch.zeros(dim))
+        nn.init.normal_(self.mask_embedding, std=0.02)
+        self.decoder = decoder
+        self.loss = loss
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
+        self.pixel_mean: Tensor
+        self.pixel_std: Tensor
+
+    def forward(
+        self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            batched_inputs: dicts with "image" (3, S, S).
+            visible: (N, V), indices of visible patches; a quarter of them, drawn, by default.
+
+        Returns:
+            "loss_reconstruction", 0-d.
+        """
+        images = torch.stack([entry["image"] for entry in batched_inputs])
+        images = (images.to(self.pixel_mean.device) - self.pixel_mean) / self.pixel_std
+        num_patches = self.decoder.grid_size**2
+        if visible is None:
+            visible = draw_visible(len(images), num_patches, images.device)
+        z = self.fill(self.projection(self.encoder(images, visible)), visible)
+        patches = patchify(images, self.decoder.patch_size)
+        shown = ~hidden_patches(visible, num_patches)
+        return {"loss_reconstruction": self.loss(self.decoder(z), patches, shown).mean()}
+
+    def fill(self, z: Tensor, visible: Tensor) -> Tensor:
+        """From visible features (N, V, C) to all, (N, G, G, C): mask embeddings elsewhere."""
+        grid = self.decoder.grid_size
+        whole = self.mask_embedding.to(z.dtype).expand(len(z), grid**2, -1)
+        whole = whole.scatter(1, visible[:, :, None].expand_as(z), z)
+        return whole.view(len(z), grid, grid, -1)
+
+
+def draw_visible(num_images: int, num_patches: int, device: torch.device) -> Tensor:
+    """Returns (N, V), indices of a random quarter of the patches of each image, ascending."""
+    order = torch.rand(num_images, num_patches, device=device).argsort(dim=1)
+    return order[:, : num_patches // 4].sort(dim=1).values
+
+
+def hidden_patches(visible: Tensor, num_patches: int) -> Tensor:
+    """From indices (N, V) to (N, num_patches), True where a patch is hidden."""
+    hidden = torch.ones(len(visible), num_patches, dtype=torch.bool, device=visible.device)
+    return hidden.scatter(1, visible, torch.zeros_like(visible, dtype=torch.bool))
+
+
+def take(x: Tensor, visible: Tensor) -> Tensor:
+    """From (N, L, C) to the visible (N, V, C)."""
+    return x.gather(1, visible[:, :, None].expand(-1, -1, x.shape[-1]))

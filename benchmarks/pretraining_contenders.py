@@ -1,0 +1,221 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The pre-training models that are measured, and what of them is.
+
+Run as a program it prints the peak memory in MiB of a step of one of them on the CPU:
+``python benchmarks/pretraining_contenders.py NAME SETTING SIZE BATCH THREADS``.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.masked_peers import (
+    MaskedConvolutionEncoder,
+    MaskedReconstruction,
+    TokenDroppingEncoder,
+    draw_visible,
+)
+from benchmarks.timing import resident_mib, set_threads
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes that all models share."""
+
+    name: str
+    title: str
+    size: int
+    feature_dim: int
+    decoder_dim: int
+    decoder_depth: int
+    decoder_heads: int
+    cpu_batch: int
+    cuda_batch: int
+
+    def at(self, *, size: int) -> "Setting":
+        """Returns the same for images of another size."""
+        return replace(self, size=size)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model to measure.
+
+    Attributes:
+        title: for people.
+        method: "quarter" is QB-Heat, "masked" are masked convolutions, "whole" is the encoder of
+            both on the whole image, and "tokens" the transformer without the hidden tokens.
+        variant: of Mobile-Former.
+        channels_last: whether weights and maps have their channels last.
+    """
+
+    title: str
+    method: str
+    variant: str = ""
+    channels_last: bool = False
+
+
+SETTINGS = {
+    "256": Setting("256", "the paper's decoder, 6 x 512", 256, 512, 512, 6, 16, 4, 256),
+    "128": Setting("128", "the CPU recipe's decoder, 2 x 192", 128, 256, 192, 2, 6, 16, 512),
+}
+CONTENDERS = {
+    "mae_vit_s": Contender("MAE-style ViT-S/16", "tokens"),
+    "285m": Contender("QB-Heat 285M", "quarter", "285M"),
+    "285m_masked_convolution": Contender("SparK-style 285M", "masked", "285M"),
+    "285m_whole_image": Contender("285M, nothing masked", "whole", "285M"),
+    "3.7g": Contender("QB-Heat 3.7G", "quarter", "3.7G"),
+    "3.7g_masked_convolution": Contender("SparK-style 3.7G", "masked", "3.7G"),
+    "3.7g_whole_image": Contender("3.7G, nothing masked", "whole", "3.7G"),
+}
+CHANNELS_LAST = "_channels_last"
+CONTENDERS |= {
+    name + CHANNELS_LAST: replace(
+        contender, title=f"{contender.title}, channels last", channels_last=True
+    )
+    for name, contender in CONTENDERS.items()
+    if contender.variant
+}
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What is timed: both take a batch through the model once, forward and backward.
+
+    Attributes:
+        encoder: from normalised images on the device to the features of visible positions, and
+            back from a gradient of these.
+        step: from images in bytes on the device to new weights, by AdamW.
+    """
+
+    encoder: Callable[[], object]
+    step: Callable[[], object]
+
+
+def make_config(variant: str, setting: Setting) -> CfgNode:
+    """Returns the recipe of pre-training with the sizes of ``setting``."""
+    from qbheat_det.config import get_config_path, load_config
+
+    cfg = load_config(get_config_path("ImageNet-QBHeat/qb_heat_285M_100ep.yaml"))
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.MOBILE_FORMER.VARIANT = variant or "285M"
+    cfg.MODEL.QB_HEAT.FEATURE_DIM = setting.feature_dim
+    cfg.MODEL.QB_HEAT.DECODER_DIM = setting.decoder_dim
+    cfg.MODEL.QB_HEAT.DECODER_DEPTH = setting.decoder_depth
+    cfg.MODEL.QB_HEAT.DECODER_HEADS = setting.decoder_heads
+    cfg.INPUT.PRETRAIN.SIZE = setting.size
+    return cfg
+
+
+def build(contender: Contender, setting: Setting) -> nn.Module:
+    """Builds a model on the CPU; all of a setting have the same decoder and loss."""
+    from qbheat_det.modeling.meta_arch import QBHeat
+
+    parts = QBHeat.from_config(make_config(contender.variant, setting))
+    model: nn.Module
+    if contender.method == "quarter":
+        model = QBHeat(**parts)
+    else:
+        encoder = (
+            TokenDroppingEncoder(image_size=setting.size)
+            if contender.method == "tokens"
+            else MaskedConvolutionEncoder(backbone=parts["backbone"])
+        )
+        model = MaskedReconstruction(
+            encoder=encoder,
+            decoder=parts["decoder"],
+            loss=parts["loss"],
+            dim=setting.feature_dim,
+            pixel_mean=parts["pixel_mean"],
+            pixel_std=parts["pixel_std"],
+        )
+    layout = torch.channels_last if contender.channels_last else torch.contiguous_format
+    return model.train().to(memory_format=layout)
+
+
+def prepare(contender: Contender, setting: Setting, *, batch: int, device: torch.device) -> Calls:
+    """Builds a model on ``device`` and returns what of it is timed, in bfloat16 on a GPU."""
+    from qbheat_det.solver import build_optimizer
+
+    model = build(contender, setting).to(device)
+    optimizer = build_optimizer(make_config(contender.variant, setting), model)
+    inputs = [{"image": image} for image in random_images(batch, setting.size).to(device)]
+
+    def precision() -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with precision():
+            loss = model(inputs)["loss_reconstruction"]
+        loss.backward()
+        optimizer.step()
+
+    encode = encoder_of(model, contender, setting, batch=batch, device=device)
+    with torch.no_grad(), precision():
+        gradient = torch.randn_like(encode())
+
+    def encoder() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with precision():
+            features = encode()
+        torch.autograd.backward(features, gradient)
+
+    return Calls(encoder, step)
+
+
+def encoder_of(
+    model: Any, contender: Contender, setting: Setting, *, batch: int, device: torch.device
+) -> Callable[[], Tensor]:
+    """Returns the encoder's part of the forward pass, with what it does to hide patches."""
+    from qbheat_det.modeling.pretrain import PLACES, VisibleQuarters
+
+    images = torch.randn(batch, 3, setting.size, setting.size, device=device)
+    if contender.method == "quarter":
+        half = ["centre"] * (batch // 2)
+        corners = [PLACES[i % 4] for i in range(batch - len(half))]
+        quarters = VisibleQuarters.at([*corners, *half], device=device)
+        return lambda: model.backbone(quarters.crop(images))["s16_expanded"]
+    if contender.method == "whole":
+        return lambda: model.encoder.backbone(images)["s16_expanded"]
+    visible = draw_visible(batch, model.decoder.grid_size**2, device)
+    return lambda: model.encoder(images, visible)
+
+
+def random_images(batch: int, size: int) -> Tensor:
+    """Returns (batch, 3, size, size), bytes."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, (batch, 3, size, size), dtype=torch.uint8, generator=generator)
+
+
+def peak_memory(name: str, setting: str, size: int, batch: int, threads: int) -> float:
+    """Builds a model, makes two steps on the CPU and returns the peak in MiB beyond the imports.
+
+    Counts weights, moments of AdamW, gradients and activations. To be called once, in a fresh
+    process.
+    """
+    set_threads(threads)
+    import qbheat_det.modeling.meta_arch  # before memory is looked at
+    import qbheat_det.solver  # noqa: F401
+
+    torch.nn.functional.conv2d(torch.zeros(1, 3, 9, 9), torch.zeros(1, 3, 3, 3))
+    before = resident_mib(peak=False)
+    sizes = SETTINGS[setting].at(size=size)
+    calls = prepare(CONTENDERS[name], sizes, batch=batch, device=torch.device("cpu"))
+    for _ in range(2):
+        calls.step()
+    return resident_mib(peak=True) - before
+
+
+if __name__ == "__main__":
+    _name, _setting, *_numbers = sys.argv[1:]
+    print(peak_memory(_name, _setting, *(int(number) for number in _numbers)))

@@ -1,0 +1,153 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Times, memory and multiply-adds of pre-training models, and the machine's matrix products."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.pretraining_contenders import CONTENDERS, Calls, Setting, build, prepare
+from benchmarks.timing import peak_memory_in_turns, seconds_in_rounds
+
+MATMUL = "matmul"
+_ENCODER_ROUNDS, _STEP_ROUNDS = 7, 4
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one setting, by the names of ``CONTENDERS``.
+
+    Attributes:
+        batch: images of a step.
+        encoder: seconds of the encoder's part in each round.
+        step: seconds of a step in each round; "matmul" has those of the large matrix product.
+        memory: peak MiB of a step; on the CPU not of another layout, which takes as much.
+        madds: multiply-adds of the encoder's and of the whole forward pass, per image.
+        matmul_flops: operations of the product.
+    """
+
+    batch: int
+    encoder: dict[str, list[float]]
+    step: dict[str, list[float]]
+    memory: dict[str, float]
+    madds: dict[str, tuple[int, int]]
+    matmul_flops: float
+
+
+def measure_setting(
+    setting: Setting,
+    models: Sequence[str],
+    *,
+    batch: int,
+    rounds: int | None,
+    threads: int,
+    device: torch.device,
+    with_profile: bool = False,
+) -> Figures:
+    """Measures models in turns.
+
+    Args:
+        setting: their sizes.
+        models: names of ``CONTENDERS``; of the encoder on a whole image there is no step.
+        batch: images of a step.
+        rounds: timed calls of each; None for 7 of the encoders and 4 of the steps.
+        threads: CPU threads of the processes whose memory is measured.
+        device: where the models run.
+        with_profile: also print what operators take most time in each encoder.
+    """
+    with_step = [model for model in models if CONTENDERS[model].method != "whole"]
+    madds = {model: count(model, setting) for model in with_step}
+    calls: dict[str, Calls] = {}
+    contiguous = [model for model in with_step if not CONTENDERS[model].channels_last]
+    memory = (
+        {} if device.type == "cuda" else memory_of_processes(setting, contiguous, batch, threads)
+    )
+    for model in models:
+        make = partial(prepare, CONTENDERS[model], setting, batch=batch, device=device)
+        if device.type == "cuda":
+            calls[model], memory[model] = peak_on_gpu(make, device)
+        else:
+            calls[model] = make()
+    clock = partial(synchronised_clock, device)
+    encoder = seconds_in_rounds(
+        {model: calls[model].encoder for model in models},
+        rounds=rounds or _ENCODER_ROUNDS,
+        clock=clock,
+    )
+    product, flops = matrix_product(device)
+    steps: dict[str, Callable[[], object]] = {model: calls[model].step for model in with_step}
+    step = seconds_in_rounds({**steps, MATMUL: product}, rounds=rounds or _STEP_ROUNDS, clock=clock)
+    if with_profile:
+        for model in models:
+            print(f"\n{CONTENDERS[model].title}: the encoder's part")
+            print(profiled(calls[model].encoder, device))
+    return Figures(batch, encoder, step, memory, madds, flops)
+
+
+def count(model: str, setting: Setting) -> tuple[int, int]:
+    """Returns the multiply-adds of the encoder and of the whole forward pass, for one image."""
+    from qbheat_det.analysis.complexity import CountingRule, count_detector_madds
+
+    counts = count_detector_madds(build(CONTENDERS[model], setting), setting.size, setting.size)
+    encoder = "backbone" if CONTENDERS[model].method == "quarter" else "encoder"
+    return counts.total(CountingRule.CORE, encoder), counts.total(CountingRule.CORE)
+
+
+def memory_of_processes(
+    setting: Setting, models: Sequence[str], batch: int, threads: int
+) -> dict[str, float]:
+    """Returns the peak MiB of two steps on the CPU, each model in a fresh process."""
+    arguments = [setting.name, *(str(number) for number in (setting.size, batch, threads))]
+    commands = {
+        model: ["benchmarks/pretraining_contenders.py", model, *arguments] for model in models
+    }
+    samples = peak_memory_in_turns(commands, rounds=1)
+    return {model: sample.median for model, sample in samples.items()}
+
+
+def peak_on_gpu(make: Callable[[], Calls], device: torch.device) -> tuple[Calls, float]:
+    """Returns what ``make`` does, and the peak MiB of it and of two steps of it."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    calls = make()
+    for _ in range(2):
+        calls.step()
+    return calls, (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def matrix_product(device: torch.device) -> tuple[Callable[[], object], float]:
+    """Returns a product of two large square matrices, and how many operations it takes."""
+    on_gpu = device.type == "cuda"
+    side, repeats = (8192, 20) if on_gpu else (2048, 2)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    result = torch.empty_like(left)
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            torch.mm(left, right, out=result)
+
+    return multiply, 2.0 * repeats * side**3
+
+
+def synchronised_clock(device: torch.device) -> float:
+    """Returns seconds, after the device has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def profiled(call: Callable[[], object], device: torch.device) -> str:
+    """Returns a table of the operators that take most time in three calls."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(3):
+            call()
+        synchronised_clock(device)
+    key = f"self_{device.type}_time_total"
+    return str(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=40))

@@ -1,0 +1,164 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The benchmark of a pre-training step: what is counted, what is compared, and that it runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import pretraining, pretraining_figures
+from benchmarks.pretraining import format_figures, format_ratios, main, measure, rows_of
+from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS, build, encoder_of, prepare
+from benchmarks.pretraining_figures import MATMUL, Figures, count, matrix_product
+from benchmarks.timing import PairedResult, write_results
+from qbheat_det.analysis.complexity import CountingRule, count_madds
+
+CPU = torch.device("cpu")
+OURS, MASKED, WHOLE, MAE = "285m", "285m_masked_convolution", "285m_whole_image", "mae_vit_s"
+FIGURES = Figures(
+    batch=8,
+    encoder={MAE: [1.0] * 3, OURS: [2.0, 1.0, 4.0], MASKED: [8.0, 3.0, 16.0], WHOLE: [4.0] * 3},
+    step={MAE: [2.0, 2.0], OURS: [4.0, 2.0], MASKED: [8.0, 8.0], MATMUL: [0.5, 0.25]},
+    memory={MAE: 50.0, OURS: 100.0, MASKED: 300.0},
+    madds={MAE: (10**12, 2 * 10**12), OURS: (10**12, 10**12), MASKED: (10**12, 10**12)},
+    matmul_flops=48e12,
+)
+
+
+@pytest.fixture(autouse=True)
+def _keep_torch_as_it_was() -> Iterator[None]:
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def rows_by_name() -> dict[str, pretraining.Result]:
+    return {row.name.split("/", 2)[2]: row for row in rows_of("256", FIGURES)}
+
+
+def test_a_ratio_is_taken_in_every_round_and_has_its_spread() -> None:
+    row = rows_by_name()["285m_encoder_vs_masked_convolution"]
+    assert isinstance(row, PairedResult)
+    assert (row.ours, row.peer, row.unit) == (4.0, 1.0, "img/s")
+    assert (row.ratio_least, row.ratio, row.ratio_greatest) == (3.0, 4.0, 4.0)
+
+
+def test_ours_stands_beside_each_peer_in_each_part() -> None:
+    rows = rows_by_name()
+    peers = ("masked_convolution", "mae_vit_s")
+    expected = {f"285m_{part}_vs_{peer}" for part in ("step", "memory") for peer in peers}
+    expected |= {f"285m_encoder_vs_{peer}" for peer in (*peers, "whole_image")}
+    expected |= {f"{name}_step_vs_matmul" for name in (OURS, MASKED, MAE)}
+    assert set(rows) == expected
+    assert rows["285m_memory_vs_masked_convolution"].ratio == 3.0
+    assert rows["285m_memory_vs_mae_vit_s"].ratio == 0.5
+
+
+def test_a_step_is_three_forward_passes_of_two_operations_a_multiply_add() -> None:
+    row = rows_by_name()["285m_step_vs_matmul"]
+    assert row.peer == (96 + 192) / 2  # 48e12 operations in 0.5 s and in 0.25 s
+    assert row.ours == (12 + 24) / 2  # 8 images of 6e12 operations in 4 s and in 2 s
+    assert row.ratio == 1 / 8
+    assert rows_by_name()["mae_vit_s_step_vs_matmul"].ratio == (0.5 + 0.25) / 2
+
+
+def test_the_table_has_a_line_for_each_model_and_says_whether_the_bar_was_reached() -> None:
+    table = format_figures(FIGURES).splitlines()[2:]
+    assert [line.strip().split("  ")[0] for line in table] == [
+        CONTENDERS[name].title for name in FIGURES.encoder
+    ]
+    assert "nan" not in "".join(table)
+    lines = format_ratios(rows_of("256", FIGURES)).splitlines()
+    (encoder,) = [line for line in lines if "encoder_vs_masked" in line]
+    assert encoder.endswith("4.00 times (3.00 to 4.00); wanted 3.5: reached")
+    slow = Figures(**{**vars(FIGURES), "encoder": {OURS: [1.0], MASKED: [3.4]}})
+    assert "wanted 3.5: not reached" in format_ratios(rows_of("256", slow))
+
+
+def test_rows_with_a_spread_are_written_like_the_others(tmp_path: Path) -> None:
+    write_results(rows_of("256", FIGURES), tmp_path / "pretraining.json")
+    assert '"ratio_least": 3.0' in (tmp_path / "pretraining.json").read_text()
+
+
+def test_multiply_adds_are_those_of_the_parts() -> None:
+    setting = SETTINGS["128"]
+    model = build(CONTENDERS[OURS], setting)
+    encoder, whole = count(OURS, setting)
+    assert encoder == count_madds(model.backbone, torch.zeros(1, 3, 64, 64)).total(
+        CountingRule.CORE
+    )
+    decoder = count_madds(model.decoder, torch.zeros(1, 8, 8, 256)).total(CountingRule.CORE)
+    projection = 16 * 720 * 256
+    predictor = 3 * 16 * 256 * 256
+    assert whole == encoder + projection + predictor + decoder
+    masked, _ = count(MASKED, setting)
+    assert masked == count_madds(model.backbone, torch.zeros(1, 3, 128, 128)).total(
+        CountingRule.CORE
+    )
+
+
+@pytest.mark.parametrize("name", [OURS, MASKED, MAE, "285m_channels_last"])
+def test_a_step_changes_the_weights_and_the_encoders_part_gives_the_encoder_alone_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[torch.nn.Module] = []
+
+    def kept(*args: object) -> torch.nn.Module:
+        models.append(build(*args))  # type: ignore[arg-type]
+        return models[-1]
+
+    monkeypatch.setattr("benchmarks.pretraining_contenders.build", kept)
+    calls = prepare(CONTENDERS[name], SETTINGS["128"].at(size=64), batch=4, device=CPU)
+    model = models[0]
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    calls.encoder()
+    beginning = ("backbone.", "encoder.")
+    for key, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == key.startswith(beginning), key
+        torch.testing.assert_close(parameter, before[key], rtol=0, atol=0)
+    calls.step()
+    for part in ("projection", "decoder.head", "encoder" if "encoder" in str(model) else ""):
+        moved = [key for key in before if key.startswith(part)]
+        assert any(not torch.equal(before[key], model.get_parameter(key)) for key in moved), part
+
+
+def test_all_encoders_parts_give_a_quarter_of_the_positions_but_that_of_the_whole_image() -> None:
+    setting = SETTINGS["128"]
+    positions = {}
+    for name in (OURS, MASKED, WHOLE, MAE):
+        model = build(CONTENDERS[name], setting)
+        encode = encoder_of(model, CONTENDERS[name], setting, batch=4, device=CPU)
+        features = encode()
+        channels = model.encoder.channels if name == MAE else 720
+        positions[name] = features.numel() // 4 // channels
+    assert positions == {OURS: 16, MASKED: 16, MAE: 16, WHOLE: 64}
+
+
+def test_the_matrix_product_is_as_large_as_it_says() -> None:
+    product, flops = matrix_product(CPU)
+    assert flops == 2 * 2 * 2048**3
+    product()
+
+
+def test_a_quick_run_measures_both_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        pretraining_figures,
+        "peak_memory_in_turns",
+        lambda commands, rounds: {name: pretraining.Sample.of([1.0]) for name in commands},
+    )
+    monkeypatch.setattr(pretraining_figures, "matrix_product", lambda _: (lambda: None, 1.0))
+    names = {row.name for row in measure(["256", "128"], quick=True, threads=1, device="cpu")}
+    assert {f"pretraining/{size}/285m_encoder_vs_masked_convolution" for size in (256, 128)} < names
+    assert "QB-Heat 285M" in capsys.readouterr().out
+
+
+def test_a_model_of_another_name_ends_with_the_names_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--models", "beit"])
+    assert "285m_masked_convolution" in capsys.readouterr().err
