@@ -41,11 +41,13 @@ class MatrixSpectrum:
     Attributes:
         eigenvalues: (C,), complex, of A, by falling magnitude.
         rank: numerical, see ``rank``.
+        effective_rank: see there.
         condition: of I + M, in the spectral norm; infinite where it is singular.
     """
 
     eigenvalues: Tensor
     rank: int
+    effective_rank: float
     condition: float
 
     @property
@@ -181,6 +183,18 @@ def rank(matrix: Tensor) -> int:
     return int((singular > tolerance).sum())
 
 
+def effective_rank(matrix: Tensor) -> float:
+    """Returns the exponential of the entropy of the singular values, each divided by their sum.
+
+    Between 1 and C: how many directions share what the matrix does (Roy and Vetterli, 2007). nan
+    if the matrix is zero.
+    """
+    singular = torch.linalg.svdvals(matrix.detach().cpu())
+    if float(singular.sum()) == 0:
+        return math.nan
+    return float(torch.special.entr(singular / singular.sum()).sum().exp())
+
+
 def condition(matrix: Tensor) -> float:
     """Returns the largest singular value over the smallest; infinite where that is zero."""
     singular = torch.linalg.svdvals(matrix.detach().cpu()).tolist()
@@ -259,6 +273,7 @@ def _describe_scale(
         name: MatrixSpectrum(
             eigenvalues=eigenvalues[name] / offset,
             rank=rank(matrix),
+            effective_rank=effective_rank(matrix),
             condition=condition(torch.eye(len(matrix), dtype=matrix.dtype) + matrix),
         )
         for name, matrix in matrices.items()
@@ -289,6 +304,7 @@ def _describe(matrix: MatrixSpectrum) -> dict[str, Any]:
         "eigenvalues": pairs,
         "energy": matrix.energy,
         "rank": matrix.rank,
+        "effective_rank": matrix.effective_rank,
         "condition": matrix.condition,
     }
 

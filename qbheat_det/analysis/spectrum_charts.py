@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from .charts import INK, LINE, Format, Theme, encode, list_colors, style_axes
 from .spectrum import NAMES, Spectrum
 
-_WIDTH = 3.6  # inches of a panel
+_WIDTH, _HEIGHT = 3.6, 3.4  # inches of a panel
 
 
 def plot_spectrum(
@@ -26,8 +26,12 @@ def plot_spectrum(
         format: of the file.
     """
     panels = len(spectrum.scales) + (len(spectrum.scales) == 2)
-    figure = Figure(figsize=(_WIDTH * panels, 3.4))
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(_WIDTH * panels, _HEIGHT))
+    # By hand: looking for a layout would take longer than all of the drawing.
+    width = _WIDTH * panels
+    figure.subplots_adjust(
+        left=0.55 / width, right=1 - 0.12 / width, bottom=0.16, top=0.91, wspace=0.24
+    )
     for index, scale in enumerate(spectrum.scales):
         axes = figure.add_subplot(1, panels, index + 1)
         _draw_magnitudes(axes, spectrum, control, scale, theme)
@@ -53,7 +57,7 @@ def _draw_magnitudes(
     axes.set_xlabel("eigenvalue, by magnitude")
     axes.set_ylabel("|eigenvalue| of A, B")
     axes.grid(color=LINE[theme])
-    axes.legend(frameon=False, labelcolor=INK[theme], fontsize=8)
+    axes.legend(frameon=False, labelcolor=INK[theme], fontsize=8, loc="upper right")
 
 
 def _draw_across_scales(
@@ -65,15 +69,18 @@ def _draw_across_scales(
     lines = [(spectrum, name, color) for name, color in zip(NAMES, colors, strict=False)]
     if control is not None:
         lines = [(control, name, colors[-1]) for name in NAMES] + lines
+    drawn = False
     for source, name, color in lines:
         x, y = (scale.matrices[name].magnitudes for scale in source.scales.values())
         if float(x.sum()) and float(y.sum()):
             axes.plot((x / x.sum()).tolist(), (y / y.sum()).tolist(), ".", color=color, ms=2.5)
-    # Through the origin at 45 degrees: where the two scales agree.
-    axes.axline((0, 0), slope=1, color=INK[theme], lw=0.8)
+            drawn = True
+    if drawn:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.tick_params(which="minor", length=0)
+        axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=INK[theme], lw=0.8)  # where they agree
     axes.set_title("the scales against each other", fontsize=10, loc="left")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
     axes.set_xlabel(f"{first}: share of its energy")
     axes.set_ylabel(f"{second}: share of its energy")
     axes.grid(color=LINE[theme])

@@ -5,6 +5,7 @@ from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from .knn_keys import add_knn_keys
+from .looking_keys import add_looking_keys
 from .pretraining_data_keys import add_pretraining_data_keys
 from .pretraining_keys import add_pretraining_keys
 
@@ -59,6 +60,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     # "auto": faster-coco-eval where it is installed, else pycocotools; or one of the two names.
     cfg.TEST.COCO_EVAL_LIBRARY = "auto"
     add_knn_keys(cfg)
+    add_looking_keys(cfg)
 
 
 def _add_solver(cfg: CfgNode) -> None:

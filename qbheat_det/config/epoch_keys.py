@@ -15,7 +15,10 @@ EPOCH_KEYS = {
     "SOLVER.WARMUP_EPOCHS": "SOLVER.WARMUP_ITERS",
     "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
+    "LOOK.EPOCHS": "LOOK.PERIOD",
 }
+# Those that the config of every run holds; LOOK came later.
+_OLDER = {key for pair in EPOCH_KEYS.items() for key in pair if not key.startswith("LOOK.")}
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
@@ -34,7 +37,7 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
     """
     overruled: set[str] = set()
     for layer in layers:
-        is_whole_config = {*EPOCH_KEYS, *EPOCH_KEYS.values()} <= set(layer)
+        is_whole_config = set(layer) >= _OLDER
         for epochs, iterations in EPOCH_KEYS.items():
             if epochs in layer:
                 overruled.discard(epochs)

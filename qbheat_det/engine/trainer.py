@@ -44,6 +44,7 @@ from .evaluation import Evaluation, TestLoader
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, Write, build_average
 from .launch import distribute
+from .pretraining_looks import build_looks
 from .resuming import check_continues, check_same_images, describe_resumption, with_seed
 from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
@@ -190,6 +191,7 @@ class Trainer(DefaultTrainer):
             hooks.IterationTimer(),
             hooks.LRScheduler(),
             MovingAverage(self._average, self.bare_model) if self._average else None,
+            *build_looks(cfg, self.bare_model),
             Evaluate(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             Write(self.build_writers(), cfg.SOLVER.LOG_PERIOD) if main else None,
             BrokenImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),

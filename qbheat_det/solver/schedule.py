@@ -59,6 +59,8 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
         solver.CHECKPOINT_PERIOD = iterations(solver.CHECKPOINT_EPOCHS)
     if test.EVAL_EPOCHS:
         test.EVAL_PERIOD = iterations(test.EVAL_EPOCHS)
+    if resolved.LOOK.EPOCHS:
+        resolved.LOOK.PERIOD = iterations(resolved.LOOK.EPOCHS)
     if solver.REFERENCE_BATCH_SIZE:
         factor = _LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
         solver.BASE_LR *= factor
@@ -197,6 +199,7 @@ def _check_epochs(cfg: CfgNode) -> None:
     _numbers("SOLVER.EPOCHS", [solver.EPOCHS])
     _numbers("SOLVER.CHECKPOINT_EPOCHS", [solver.CHECKPOINT_EPOCHS])
     _numbers("TEST.EVAL_EPOCHS", [cfg.TEST.EVAL_EPOCHS])
+    _numbers("LOOK.EPOCHS", [cfg.LOOK.EPOCHS])
     if 0 in steps or sorted(set(steps)) != steps:
         raise UserError(f"SOLVER.STEP_EPOCHS must rise from above 0, not {steps}")
     if not solver.EPOCHS:
@@ -231,6 +234,8 @@ def _check_iterations(cfg: CfgNode) -> None:
             raise UserError(f"SOLVER.{key} is at least {lowest}, not {solver[key]}")
     if cfg.TEST.EVAL_PERIOD < 0:
         raise UserError(f"TEST.EVAL_PERIOD is at least 0, not {cfg.TEST.EVAL_PERIOD}")
+    if cfg.LOOK.PERIOD < 0:
+        raise UserError(f"LOOK.PERIOD is at least 0, not {cfg.LOOK.PERIOD}")
     if not solver.WARMUP_FACTOR >= 0:
         raise UserError(f"SOLVER.WARMUP_FACTOR is at least 0, not {solver.WARMUP_FACTOR}")
     steps = [0, *_steps_in_time(cfg)]

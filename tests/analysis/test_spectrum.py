@@ -16,6 +16,7 @@ from qbheat_det.analysis.spectrum import (
     condition,
     cosine,
     describe_models,
+    effective_rank,
     inverse_error,
     magnitude_correlation,
     rank,
@@ -63,6 +64,14 @@ def test_rank_counts_the_directions_that_are_not_lost() -> None:
     assert rank((column @ column.T).float()) == 2
     assert rank(draw(2)) == DIM
     assert rank(torch.zeros(3, 3)) == 0
+
+
+def test_effective_rank_says_how_many_directions_share_the_work() -> None:
+    equal = torch.linalg.qr(draw(1))[0] @ torch.diag(torch.tensor([5.0] * 3 + [0.0] * 3).double())
+    assert effective_rank(equal) == pytest.approx(3.0)
+    # Shares 1/2, 1/4, 1/4: an entropy of 3/2 log 2.
+    assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
+    assert math.isnan(effective_rank(torch.zeros(3, 3)))
 
 
 def test_condition_is_that_of_the_singular_values() -> None:

@@ -1,0 +1,291 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What a run of pre-training looks at: reconstructions, spectrum, spatial correlation.
+
+No model is named here. A look is built where the model has the parts that the look needs.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any, Protocol, cast
+
+import numpy as np
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from PIL import Image
+from torch import Tensor, nn
+
+from qbheat_det.analysis.detection_pictures import RGBImage
+from qbheat_det.analysis.reconstruction_pictures import complete, draw_sheet, show_visible
+from qbheat_det.analysis.spatial_correlation import measure_spatial_correlation
+from qbheat_det.analysis.spectrum import GaussianControl, Spectrum, describe_models
+from qbheat_det.analysis.spectrum_charts import plot_spectrum
+from qbheat_det.data import build_mapper
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.pretrain import PLACES_OF
+
+from .looking import Look
+
+CORRELATED_IMAGES = 64
+"""Over how many images spatial correlation is taken."""
+_BATCH_SIZE = 32
+_TRIED = 10  # broken images in a row, before a look gives up
+
+BatchedInputs = list[dict[str, Any]]
+
+
+class LinearScale(Protocol):
+    """The linear models of one scale, M = Δx A."""
+
+    offset: float
+
+    def matrices(self) -> Mapping[str, Tensor]:
+        """Returns M (C, C) by name."""
+
+
+class LinearPredictor(Protocol):
+    """What predicts the features of masked positions."""
+
+    scales: Mapping[str, LinearScale]
+    """By the kind of visible quarter, "corner" or "centre"."""
+
+
+class QuarterModel(Protocol):
+    """A model that sees a quarter of an image and predicts the rest by linear models."""
+
+    predictor: LinearPredictor
+
+    def __call__(
+        self, batched_inputs: BatchedInputs, places: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Returns "reconstruction", "visible", "place" and "loss_reconstruction" of each image."""
+
+
+class MapModel(Protocol):
+    """A model that is pre-trained to give a good map of an image."""
+
+    backbone: Callable[[Tensor], Mapping[str, Tensor]]
+    in_features: Sequence[str]
+
+    def preprocess_image(self, batched_inputs: BatchedInputs) -> Tensor:
+        """Returns what the backbone takes."""
+
+
+def build_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
+    """Returns the looks of a run that fit its model; none for a model that is not pre-trained.
+
+    Raises:
+        UserError: a key of ``LOOK`` makes no sense.
+    """
+    keys = cfg.LOOK
+    if not 0 <= keys.SHARE <= 1:
+        raise UserError(f"LOOK.SHARE is a share of the run's time, 0 to 1, not {keys.SHARE}")
+    if keys.NUM_IMAGES < 1:
+        raise UserError(
+            f"LOOK.NUM_IMAGES is at least 1, not {keys.NUM_IMAGES}; LOOK.ENABLED False looks at "
+            "nothing"
+        )
+    is_pretrained = hasattr(model, "left_behind") and hasattr(model, "preprocess_image")
+    if not keys.ENABLED or not is_pretrained:
+        return []
+    settings = {"period": keys.PERIOD, "share": keys.SHARE}
+    images = FixedImages(cfg)
+    looks: list[Look] = []
+    if hasattr(getattr(model, "predictor", None), "scales"):
+        looks += [LookAtReconstructions(cfg, images, **settings), LookAtSpectrum(**settings)]
+    if hasattr(model, "backbone") and hasattr(model, "in_features"):
+        looks.append(LookAtCorrelation(images, **settings))
+    return looks
+
+
+class LookAtReconstructions(Look):
+    """Reconstructs fixed images from a corner, the corners in turn, and from the centre.
+
+    Writes ``reconstructions_<steps>.png`` and, with the loss of each image, ``.json``.
+    """
+
+    def __init__(self, cfg: CfgNode, images: "FixedImages", *, period: int, share: float) -> None:
+        """
+        Args:
+            cfg: ``LOOK.NUM_IMAGES``, ``INPUT.FORMAT`` and ``MODEL.QB_HEAT.NORM_PIXEL_LOSS``.
+            images: where they come from.
+            period: see ``Look``.
+            share: see ``Look``.
+        """
+        super().__init__(period=period, share=share)
+        self._cfg = cfg
+        self._images = images
+
+    def look(self) -> None:
+        """Draws a row for each image: input, and for each kind what was visible and what made."""
+        entries = self._images.load(self._cfg.LOOK.NUM_IMAGES)
+        model = cast(QuarterModel, self.trainer.evaluated_model)
+        inputs = [self._to_rgb(entry["image"]).astype(np.uint8) for entry in entries]
+        columns: dict[str, list[RGBImage]] = {"input": inputs}
+        losses: dict[str, list[dict[str, Any]]] = {}
+        for kind in model.predictor.scales:
+            known = PLACES_OF[kind]
+            places = [known[i % len(known)] for i in range(len(inputs))]
+            outputs = model(entries, places)
+            masks = [output["visible"].cpu().numpy() for output in outputs]
+            made = [self._to_rgb(output["reconstruction"]) for output in outputs]
+            columns[f"visible {kind}"] = [
+                show_visible(*pair) for pair in zip(inputs, masks, strict=True)
+            ]
+            columns[f"from the {kind}"] = [
+                complete(*three) for three in zip(inputs, masks, made, strict=True)
+            ]
+            losses[kind] = [
+                {"place": output["place"], "loss": float(output["loss_reconstruction"])}
+                for output in outputs
+            ]
+        normalized = self._cfg.MODEL.QB_HEAT.NORM_PIXEL_LOSS
+        note = (
+            "Mean and contrast of each masked patch are those of the image." if normalized else ""
+        )
+        self.show("reconstructions", draw_sheet(columns, note=f"{self.steps:,} steps. {note}"))
+        names = [entry.get("file_name", "") for entry in entries]
+        self.write_json("reconstructions", {"images": names, "note": note, **losses})
+        means = {kind: fmean(row["loss"] for row in rows) for kind, rows in losses.items()}
+        self.record({f"reconstructions/{kind}": mean for kind, mean in means.items()})
+
+    def _to_rgb(self, image: Tensor) -> Any:
+        """From (3, S, S) in the mapper's channels to (S, S, 3), RGB, float32."""
+        pixels = image.detach().cpu().float().permute(1, 2, 0).numpy()
+        return pixels[..., ::-1] if self._cfg.INPUT.FORMAT == "BGR" else pixels
+
+
+class LookAtSpectrum(Look):
+    """The spectrum of the linear models beside that of Gaussian matrices of the same norms.
+
+    Writes ``spectrum_<steps>.svg``, ``.png`` and, with all figures, ``.json``.
+    """
+
+    def __init__(self, *, period: int, share: float) -> None:
+        """
+        Args:
+            period: see ``Look``.
+            share: see ``Look``.
+        """
+        super().__init__(period=period, share=share)
+        self._control = GaussianControl()
+
+    def look(self) -> None:
+        """Works out the figures, see ``qbheat_det.analysis.spectrum``."""
+        model = cast(QuarterModel, self.trainer.evaluated_model)
+        models = {
+            kind: (scale.offset, {name: m.cpu() for name, m in scale.matrices().items()})
+            for kind, scale in model.predictor.scales.items()
+        }
+        learned, control = describe_models(models), self._control.describe(models)
+        self.write_json("spectrum", {**learned.to_dict(), "control": control.to_dict()})
+        self.record(_name_figures(learned, "spectrum"))
+        self.record(_name_figures(control, "spectrum_control"))
+        svg = plot_spectrum(learned, control)
+        self.write(f"spectrum_{self.steps:07d}.svg", svg)
+        png = plot_spectrum(learned, control, format="png")
+        with Image.open(io.BytesIO(png)) as picture:
+            self.show("spectrum", np.asarray(picture.convert("RGB")))
+
+
+class LookAtCorrelation(Look):
+    """Spatial correlation of the backbone's map of whole images.
+
+    Writes ``correlation_<steps>.json``.
+    """
+
+    def __init__(self, images: "FixedImages", *, period: int, share: float) -> None:
+        """
+        Args:
+            images: where they come from.
+            period: see ``Look``.
+            share: see ``Look``.
+        """
+        super().__init__(period=period, share=share)
+        self._images = images
+
+    def look(self) -> None:
+        """Measures it on ``CORRELATED_IMAGES``, see ``qbheat_det.analysis.spatial_correlation``."""
+        entries = self._images.load(CORRELATED_IMAGES)
+        model = cast(MapModel, self.trainer.evaluated_model)
+        found: list[float] = []
+        for start in range(0, len(entries), _BATCH_SIZE):
+            images = model.preprocess_image(entries[start : start + _BATCH_SIZE])
+            features = model.backbone(images)[model.in_features[0]]
+            found += measure_spatial_correlation(features).tolist()
+        mean, deviation = fmean(found), pstdev(found)
+        self.record({"correlation/mean": mean})
+        self.write_json(
+            "correlation",
+            {
+                "map": model.in_features[0],
+                "mean": mean,
+                "deviation": deviation,
+                "images": [entry.get("file_name", "") for entry in entries],
+                "values": found,
+            },
+        )
+
+
+class FixedImages:
+    """The same few images for all looks, read when the first look wants them.
+
+    They are spread evenly over the first test set, or the first training set where there is no
+    test set, and are what the mapper makes of them in inference. In the place of one that cannot
+    be read stands the next that can.
+    """
+
+    def __init__(self, cfg: CfgNode) -> None:
+        """
+        Args:
+            cfg: names data and mapper.
+        """
+        self._cfg = cfg
+        self._kept: dict[int, BatchedInputs] = {}
+
+    def load(self, number: int) -> BatchedInputs:
+        """Returns so many images; where there are fewer, all.
+
+        Raises:
+            UserError: none can be read.
+        """
+        if number not in self._kept:
+            self._kept[number] = self._read(number)
+        return self._kept[number]
+
+    def _read(self, number: int) -> BatchedInputs:
+        name = (*self._cfg.DATASETS.TEST, *self._cfg.DATASETS.TRAIN)[0]
+        records = DatasetCatalog.get(name)
+        mapper = build_mapper(self._cfg, is_train=False)
+        number = min(number, len(records))
+        images: BatchedInputs = []
+        end = 0
+        for index in range(number):
+            start = max(end, index * len(records) // number)
+            for end in range(start + 1, min(start + _TRIED, len(records)) + 1):
+                entry = mapper(records[end - 1])
+                if isinstance(entry, dict):
+                    images.append(entry)
+                    break
+        if not images:
+            raise UserError(f"the data set '{name}' has no image to look at that can be read")
+        return images
+
+
+def _name_figures(spectrum: Spectrum, prefix: str) -> dict[str, float]:
+    """Returns the figures that are worth a curve."""
+    figures = {}
+    for kind, scale in spectrum.scales.items():
+        figures[f"{prefix}/{kind}/energy_ratio"] = scale.energy_ratio
+        figures[f"{prefix}/{kind}/commutator"] = fmean(scale.commutators.values())
+        figures[f"{prefix}/{kind}/inverse_error"] = fmean(scale.inverse_errors.values())
+        figures[f"{prefix}/{kind}/largest_eigenvalue"] = max(
+            float(matrix.magnitudes[0]) for matrix in scale.matrices.values()
+        )
+        figures[f"{prefix}/{kind}/effective_rank"] = fmean(
+            matrix.effective_rank for matrix in scale.matrices.values()
+        )
+    for name in ("cosines", "correlations"):
+        if values := getattr(spectrum, name):
+            figures[f"{prefix}/{name}"] = fmean(values.values())
+    return figures
