@@ -2,6 +2,7 @@
 """Charts of a run, as SVG for a light or a dark page or as PNG: AP of each class, curves."""
 
 import io
+import itertools
 import json
 import math
 import os
@@ -52,20 +53,35 @@ def plot_curve(
     values: Mapping[str, Sequence[float]],
     *,
     label: str,
+    x_label: str = "iteration",
+    levels: Mapping[str, float] | None = None,
     theme: Theme = "light",
     format: Format = "svg",
 ) -> bytes:
-    """Draws one line per entry of ``values`` over the iterations; gaps where a value is nan."""
+    """Draws one line per entry of ``values`` over the iterations; gaps where a value is nan.
+
+    Args:
+        iterations: of all lines, or whatever else is counted along x.
+        values: one number each for every line.
+        label: of the values.
+        x_label: of what is counted along x.
+        levels: values that do not depend on x, such as a baseline's; dashed.
+        theme: of the page.
+        format: of the file.
+    """
     figure, axes = start_figure(theme, height=3.2)
     colors = list_colors(theme)
+    dashes = itertools.cycle(("--", ":", "-."))
     for index, (name, line) in enumerate(values.items()):
         marker = "o" if len(iterations) < 25 else ""
         color = colors[index % len(colors)]
         axes.plot(iterations, line, label=name, color=color, lw=1.8, marker=marker, ms=4)
-    if len(values) > 1:
+    for name, level in (levels or {}).items():
+        axes.axhline(level, label=name, color=_QUIET[theme], lw=1.4, ls=next(dashes))
+    if len(values) + len(levels or {}) > 1:
         axes.legend(frameon=False, labelcolor=INK[theme], fontsize=9)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("iteration")
+    axes.set_xlabel(x_label)
     axes.set_ylabel(label)
     axes.grid(color=LINE[theme])
     return encode(figure, theme, format)

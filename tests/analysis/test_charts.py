@@ -50,3 +50,12 @@ def test_the_longest_bar_is_the_best_class() -> None:
 def test_svg_is_the_default() -> None:
     assert b"<svg" in plot_class_ap(METRICS)
     assert b"<svg" in plot_curve([1, 2], {"loss": [2.0, 1.0]}, label="loss")
+
+
+def test_levels_are_named_and_change_the_picture() -> None:
+    lines = {"QB-Heat": [1.0, 2.0]}
+    chart = plot_curve([0, 1], lines, label="AP", x_label="images seen", levels={"random": 1.5})
+    assert chart != plot_curve([0, 1], lines, label="AP", x_label="images seen")
+    # Matplotlib draws text as paths, and names them in comments.
+    assert b"<!-- random -->" in chart
+    assert b"<!-- images seen -->" in chart
