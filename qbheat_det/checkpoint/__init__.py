@@ -3,7 +3,7 @@
 
 from .atomic import remove_leftovers, write_atomically
 from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_exact
-from .fitting import fit_weights
+from .fitting import find_unbuilt, fit_weights
 from .load_report import GroupReport, LoadReport
 from .name_matching import bare_backbone
 from .timm_weights import TimmWeights
@@ -21,6 +21,7 @@ __all__ = [
     "check_exact",
     "check_weights_file",
     "class_names_of",
+    "find_unbuilt",
     "fit_weights",
     "info_of",
     "read_weights",

@@ -19,6 +19,7 @@ from .image_folder import (
     load_image_folders,
     register_image_folders,
 )
+from .labelled_images import load_labelled_sets, unite_labels
 from .mappers import DATASET_MAPPERS, MAPPERS_OF_IMAGES, build_mapper
 from .pretraining_mapper import PretrainingMapper
 from .pretraining_sets import register_pretraining_sets
@@ -56,6 +57,7 @@ __all__ = [
     "list_images",
     "load_coco_images",
     "load_image_folders",
+    "load_labelled_sets",
     "prepare_toy_set",
     "preserved_randomness",
     "raise_first",
@@ -65,6 +67,7 @@ __all__ = [
     "register_pretraining_sets",
     "register_toy_set",
     "seed_place",
+    "unite_labels",
     "with_places",
 ]
 

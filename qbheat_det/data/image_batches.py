@@ -11,6 +11,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, DatasetFromList, MapDataset
 from detectron2.data.samplers import InferenceSampler
+from torch import is_tensor
 from torch.utils.data import DataLoader
 
 from .faults import Fault
@@ -29,7 +30,7 @@ _PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 class ImageBatches(Iterable[list[dict[str, Any]]]):
-    """A process's share of a set of images, in batches and in order, as often as wanted.
+    """Images of a set in batches and in order, as often as wanted.
 
     Images that cannot be read are left out, and never end a run.
 
@@ -44,34 +45,52 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         mapper: Mapper,
         batch_size: int = BATCH_SIZE,
         num_workers: int = 0,
+        shared: bool = True,
+        memory_gb: float = 0.0,
     ) -> None:
         """
         Args:
             records: dicts for the mapper.
             mapper: gives a ``Fault`` for an image that cannot be read.
             batch_size: the most images of a batch.
-            num_workers: processes that load ahead; they wait from one pass to the next.
+            num_workers: processes that load ahead; without memory they wait for the next pass.
+            shared: whether each process of a run takes its part; else each takes all.
+            memory_gb: images that take less than this when decoded, in GB, are decoded once.
         """
         self._loader: DataLoader[Any] = DataLoader(
             MapDataset(DatasetFromList(list(records), copy=False), mapper),
             batch_size=batch_size,
-            sampler=InferenceSampler(len(records)) if records else None,
+            sampler=InferenceSampler(len(records)) if records and shared else None,
             num_workers=num_workers,
             collate_fn=_as_it_is,
-            persistent_workers=num_workers > 0,
+            persistent_workers=num_workers > 0 and not memory_gb,
             generator=torch.Generator(),  # else it draws from the global one
         )
+        self._budget = 1e9 * memory_gb
+        self._kept: list[list[dict[str, Any]]] = []
+        self._all_kept = False
         self.faults: dict[str, Fault] = {}
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        if self._all_kept:
+            yield from self._kept
+            return
+        keeping = self._budget > 0
+        kept: list[list[dict[str, Any]]] = []
         for batch in self._loader:
             broken = [entry for entry in batch if isinstance(entry, Fault)]
             self.faults.update({fault.where: fault for fault in broken})
             if whole := [entry for entry in batch if not isinstance(entry, Fault)]:
+                keeping = keeping and _bytes(whole) * len(self) <= self._budget
+                if keeping:
+                    kept.append(whole)
+                else:
+                    kept.clear()
                 yield whole
+        self._kept, self._all_kept = kept, keeping
 
 
 def build_image_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
@@ -100,6 +119,10 @@ def with_places(records: Sequence[dict[str, Any]], visible: str) -> list[dict[st
         for i, record in enumerate(records)
         for places in views
     ]
+
+
+def _bytes(batch: list[dict[str, Any]]) -> int:
+    return sum(value.nbytes for entry in batch for value in entry.values() if is_tensor(value))
 
 
 def _as_it_is(batch: list[Any]) -> list[Any]:

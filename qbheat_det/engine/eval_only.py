@@ -4,11 +4,14 @@
 from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.evaluation import print_csv_format
+from detectron2.utils import comm
 
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.errors import UserError
 
 from .evaluation import Evaluation
+from .knn_look import NeighbourScorer, names_neighbours
 from .trainer import Trainer
 
 
@@ -32,4 +35,9 @@ def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
     evaluation = Evaluation(
         cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
     )
-    return evaluation(model)
+    results = evaluation(model)
+    if names_neighbours(cfg) and comm.is_main_process():
+        model.eval()
+        results = {**results, "knn": NeighbourScorer(cfg, model)(model).to_dict()}
+        print_csv_format({"knn": results["knn"]})
+    return results

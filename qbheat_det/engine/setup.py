@@ -27,6 +27,7 @@ from qbheat_det.data import (
 from qbheat_det.errors import UserError
 
 from .data_flags import use_data_flags
+from .knn_look import check_neighbours, names_neighbours
 from .resuming import check_verbs, holds_run
 from .run_config import load_run_config
 
@@ -228,6 +229,8 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
                 f"DATASETS.TEST names '{name}', a dataset with annotations, but pre-training is "
                 f"evaluated on images alone: {_GIVE_FOLDERS}, or name such a set"
             )
+    if names_neighbours(cfg) and comm.is_main_process():
+        check_neighbours(cfg)
     return used
 
 

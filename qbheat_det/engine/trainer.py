@@ -43,6 +43,7 @@ from .broken_images import BrokenImages
 from .evaluation import Evaluation, TestLoader
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, Write, build_average
+from .knn_look import build_knn_looks
 from .launch import distribute
 from .pretraining_looks import build_looks
 from .resuming import check_continues, check_same_images, describe_resumption, with_seed
@@ -192,6 +193,7 @@ class Trainer(DefaultTrainer):
             hooks.LRScheduler(),
             MovingAverage(self._average, self.bare_model) if self._average else None,
             *build_looks(cfg, self.bare_model),
+            *build_knn_looks(cfg, self.bare_model),
             Evaluate(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             Write(self.build_writers(), cfg.SOLVER.LOG_PERIOD) if main else None,
             BrokenImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),

@@ -49,6 +49,25 @@ def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_worke
         assert sorted(batches.faults) == ["image '1'", "image '4'", "image '5'"]
 
 
+def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None:
+    read: list[int] = []
+
+    class Counting(Plain):
+        def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault:
+            read.append(record["image_id"])
+            return super().__call__(record)
+
+    records = [{"image_id": i} for i in range(5)]  # 96 bytes each, 192 a batch
+    for memory_gb, passes in ((600e-9, 1), (500e-9, 2)):
+        read.clear()
+        batches = ImageBatches(records, mapper=Counting(3), batch_size=2, memory_gb=memory_gb)
+        assert next(iter(batches))[0]["image_id"] == 0  # a pass that is broken off keeps nothing
+        read.clear()
+        assert numbers(batches) == numbers(batches) == [[0, 1], [2], [4]]
+        assert read == passes * [0, 1, 2, 3, 4]
+        assert list(batches.faults) == ["image '3'"]
+
+
 def test_the_global_generator_stays_as_it_was() -> None:
     torch.manual_seed(3)
     expected = torch.rand(())
