@@ -1,0 +1,146 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Nearest neighbours: how well features separate classes, without training anything.
+
+"Unsupervised Feature Learning via Non-Parametric Instance Discrimination", arXiv:1805.01978: the
+k most similar training images vote, each with weight exp(cosine similarity / temperature).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 2**24  # similarities at a time: 128 MB
+
+
+@dataclass(frozen=True)
+class KnnScore:
+    """Shares of images in per cent, with their standard errors as of binomial counts.
+
+    Attributes:
+        top1: whose class has the most votes.
+        top5: whose class is one of the five with the most votes.
+        top1_standard_error: of ``top1``.
+        top5_standard_error: of ``top5``.
+        num_images: how many were classified.
+    """
+
+    top1: float
+    top5: float
+    top1_standard_error: float
+    top5_standard_error: float
+    num_images: int
+
+    @classmethod
+    def from_ranks(cls, ranks: Tensor) -> "KnnScore":
+        """Counts the ranks (N,) of the true classes, 0 for the most votes; nan without any."""
+        num_images = len(ranks)
+        shares = [int((ranks < top).sum()) / max(1, num_images) for top in (1, 5)]
+        errors = [math.sqrt(share * (1 - share) / max(1, num_images)) for share in shares]
+        scale = 100.0 if num_images else math.nan
+        top1, top5, *more = (scale * value for value in (*shares, *errors))
+        return cls(top1, top5, more[0], more[1], num_images)
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns all but the number of images, by name."""
+        values = vars(self).items()
+        return {name: value for name, value in values if name != "num_images"}
+
+
+@torch.no_grad()
+def score_neighbours(
+    train: tuple[Tensor, Tensor],
+    val: tuple[Tensor, Tensor],
+    *,
+    k: int = 20,
+    temperature: float = 0.07,
+) -> KnnScore:
+    """Classifies images by the votes of others.
+
+    Args:
+        train: features (T, D) and labels (T,) of the images that vote.
+        val: features (N, D) and labels (N,) of those that are classified.
+        k: neighbours that vote; all where there are fewer.
+        temperature: the lower, the more the nearest count.
+    """
+    return KnnScore.from_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
+
+
+@torch.no_grad()
+def rank_true_classes(
+    train: tuple[Tensor, Tensor],
+    val: tuple[Tensor, Tensor],
+    *,
+    k: int,
+    temperature: float,
+    chunk: int = _CHUNK,
+) -> Tensor:
+    """Returns (N,), how many classes come before the true one; see ``score_neighbours``.
+
+    Similarities are rounded to float32, after float64, so that equal features have equal ones,
+    however the work is cut. Of equally similar images those that come first vote, of classes with
+    equal votes the lower label comes first, and a class without votes comes after all.
+
+    Raises:
+        ValueError: ``k`` or ``temperature`` is not positive, or nobody can vote.
+    """
+    (train_features, train_labels), (features, labels) = train, val
+    if k < 1 or not temperature > 0 or not len(train_features):
+        raise ValueError(
+            f"k ({k}), temperature ({temperature}) and the number of images that vote "
+            f"({len(train_features)}) must be positive"
+        )
+    k = min(k, len(train_features))
+    num_classes = int(torch.cat([train_labels, labels]).max()) + 1
+    voters = _normalised(train_features).T
+    ranks = [torch.empty(0, dtype=torch.long, device=labels.device)]
+    rows = max(1, chunk // len(train_features))
+    for some, truth in zip(features.split(rows), labels.split(rows), strict=True):
+        similarities = (_normalised(some) @ voters).float()
+        neighbours = _first_of_the_largest(similarities, k)
+        weights = (similarities.gather(1, neighbours).double() / temperature).exp()
+        votes = weights.new_zeros(len(some), num_classes)
+        votes.scatter_add_(1, train_labels[neighbours], weights)
+        own = votes.gather(1, truth[:, None])
+        lower = torch.arange(num_classes, device=votes.device) < truth[:, None]
+        before = (votes > own) | ((votes == own) & lower)
+        ranks.append(torch.where(own[:, 0] > 0, before.sum(dim=1), num_classes + 5))
+    return torch.cat(ranks)
+
+
+@torch.no_grad()
+def extract_features(
+    describe: Callable[[list[dict[str, Any]]], Tensor], batches: Iterable[list[dict[str, Any]]]
+) -> tuple[Tensor, Tensor]:
+    """Returns features (N, D) and labels (N,) of all images, on the CPU.
+
+    Args:
+        describe: from a batch of a mapper's dicts to its features (N, D).
+        batches: dicts with "label".
+    """
+    features, labels = [torch.empty(0, 0)], []
+    for batch in batches:
+        features.append(describe(batch).float().cpu())
+        labels += [entry["label"] for entry in batch]
+    return torch.cat(features[1:] or features), torch.tensor(labels, dtype=torch.long)
+
+
+def _normalised(features: Tensor) -> Tensor:
+    features = features.double()
+    norm = features.norm(dim=1, keepdim=True)
+    return features / norm.clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
+    """Returns (N, k), the columns of the k largest of each row, of equal ones the first.
+
+    ``topk`` alone leaves open which of equal ones it takes.
+    """
+    smallest = values.topk(k, dim=1).values[:, -1:]
+    above, equal = values > smallest, values == smallest
+    free = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(dim=1) <= free))
+    return chosen.nonzero()[:, 1].view(len(values), k)

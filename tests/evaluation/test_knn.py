@@ -1,0 +1,128 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Nearest neighbours against a double loop in NumPy, with ties, and what must not change them."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qbheat_det.evaluation.knn import (
+    KnnScore,
+    extract_features,
+    rank_true_classes,
+    score_neighbours,
+)
+
+Labelled = tuple[Tensor, Tensor]
+
+
+def draw(number: int, *, classes: int, dim: int = 6, seed: int = 0) -> Labelled:
+    """Features that are small whole numbers, so that many are equal or of equal direction."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randint(-1, 2, (number, dim), generator=generator).float()
+    features[:, 0] += 2  # else some would be zero
+    return features, torch.randint(classes, (number,), generator=generator)
+
+
+def naive_ranks(train: Labelled, val: Labelled, *, k: int, temperature: float) -> list[int]:
+    """One image and one neighbour at a time."""
+    ranks = []
+    for feature, truth in zip(val[0].double().numpy(), val[1].tolist(), strict=True):
+        similarities = []
+        for other in train[0].double().numpy():
+            cosine = feature @ other / math.sqrt(feature @ feature) / math.sqrt(other @ other)
+            similarities.append(float(np.float32(cosine)))
+        order = sorted(range(len(similarities)), key=lambda i: (-similarities[i], i))
+        votes: dict[int, float] = {}
+        for i in sorted(order[:k]):
+            label = int(train[1][i])
+            votes[label] = votes.get(label, 0.0) + math.exp(similarities[i] / temperature)
+        ranking = sorted(votes, key=lambda label: (-votes[label], label))
+        ranks.append(ranking.index(truth) if truth in ranking else 99)
+    return ranks
+
+
+def score_of(ranks: list[int]) -> tuple[float, float]:
+    hits = [100 * sum(rank < top for rank in ranks) / len(ranks) for top in (1, 5)]
+    return hits[0], hits[1]
+
+
+@pytest.mark.parametrize("chunk", [1, 200, 10**6])
+@pytest.mark.parametrize(("k", "classes"), [(1, 3), (7, 9), (20, 12), (500, 4)])
+def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(
+    k: int, classes: int, chunk: int
+) -> None:
+    train, val = draw(90, classes=classes), draw(30, classes=classes, seed=1)
+    # A tie decides which neighbours vote.
+    assert len(train[0].unique(dim=0)) < len(train[0])
+    ranks = rank_true_classes(train, val, k=k, temperature=0.07, chunk=chunk)
+    expected = naive_ranks(train, val, k=k, temperature=0.07)
+    capped = [rank if rank < 99 else classes for rank in expected]
+    assert [min(rank, classes) for rank in ranks.tolist()] == capped
+    score = score_neighbours(train, val, k=k)
+    assert (score.top1, score.top5) == pytest.approx(score_of(expected))
+
+
+def test_of_equally_similar_images_the_first_votes_and_of_equal_votes_the_lower_label_wins() -> (
+    None
+):
+    features = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    asked = torch.tensor([[2.0, 0.0]]).expand(3, 2)
+    truths = torch.arange(3)
+
+    def ranks(labels: list[int], k: int) -> list[int]:
+        voters = features, torch.tensor(labels)
+        return rank_true_classes(voters, (asked, truths), k=k, temperature=0.07).tolist()
+
+    assert ranks([2, 1, 0, 0], k=1)[2] == 0
+    assert min(ranks([2, 1, 0, 0], k=1)[:2]) >= 5  # without votes, in no top five
+    assert ranks([2, 1, 0, 0], k=3) == [0, 1, 2]
+
+
+def test_a_class_without_votes_is_not_among_the_five_though_there_are_but_three() -> None:
+    train = torch.eye(3), torch.tensor([0, 1, 2])
+    val = torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 2])
+    score = score_neighbours(train, val, k=2)
+    # Both neighbours of the first and the second image are of 0 and 1, of the third of 1 and 0.
+    assert score.top1 == pytest.approx(100 / 3)
+    assert score.top5 == pytest.approx(200 / 3)
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.7, 1e-6])
+def test_the_scale_of_features_does_not_matter(factor: float) -> None:
+    train = torch.randn(60, 5), torch.arange(60) % 7
+    val = torch.randn(40, 5), torch.arange(40) % 7
+    expected = score_neighbours(train, val)
+    assert score_neighbours((train[0] * factor, train[1]), (val[0] / factor, val[1])) == expected
+
+
+def test_errors_are_those_of_binomial_counts() -> None:
+    score = KnnScore.from_ranks(torch.tensor([0, 0, 3, 9]))
+    expected = KnnScore(50.0, 75.0, 25.0, 100 * math.sqrt(0.75 * 0.25 / 4), 4)
+    assert score == expected
+    assert math.isnan(KnnScore.from_ranks(torch.tensor([])).top1)
+
+
+@pytest.mark.parametrize(("k", "temperature", "voters"), [(0, 1.0, 3), (1, 0.0, 3), (1, 1.0, 0)])
+def test_nonsense_is_refused(k: int, temperature: float, voters: int) -> None:
+    train, val = draw(voters, classes=2), draw(2, classes=2)
+    with pytest.raises(ValueError, match="must be positive"):
+        rank_true_classes(train, val, k=k, temperature=temperature)
+
+
+def test_features_come_in_the_order_of_the_images() -> None:
+    batches: list[list[dict[str, Any]]] = [
+        [{"label": 3, "x": 1.0}, {"label": 1, "x": 2.0}],
+        [{"label": 2, "x": 3.0}],
+    ]
+
+    def describe(batch: list[dict[str, Any]]) -> Tensor:
+        return torch.tensor([[entry["x"], -entry["x"]] for entry in batch])
+
+    features, labels = extract_features(describe, batches)
+    torch.testing.assert_close(features, torch.tensor([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]))
+    assert labels.tolist() == [3, 1, 2]
+    assert [len(part) for part in extract_features(describe, [])] == [0, 0]
