@@ -1,0 +1,43 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A whole run of QB-Heat in seconds, from a shipped recipe."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from detectron2.engine import default_argument_parser
+
+from qbheat_det.config import get_config_path
+from qbheat_det.engine import Trainer, add_data_flags, build_config, setup
+
+RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
+OPTS = {
+    "MODEL.DEVICE": "cpu",
+    "MODEL.QB_HEAT.FEATURE_DIM": "16",
+    "MODEL.QB_HEAT.DECODER_DEPTH": "1",
+    "MODEL.QB_HEAT.DECODER_DIM": "16",
+    "INPUT.PRETRAIN.SIZE": "64",
+    "SOLVER.IMS_PER_BATCH": "5",
+    "SOLVER.ACCUMULATE": "2",
+    "SOLVER.MAX_ITER": "4",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+    "SOLVER.LOG_PERIOD": "1",
+    "SOLVER.BASE_LR": "0.1",  # for 256 images
+    "SOLVER.WARMUP_ITERS": "1",
+    "LOOK.ENABLED": "False",
+    "SEED": "3",
+}
+
+
+def train(output_dir: Path, opts: Mapping[str, str], *flags: str) -> Trainer:
+    """Trains to the end, as ``tools/train_net.py`` does; the data set is named in ``opts``."""
+    parser = default_argument_parser()
+    add_data_flags(parser)
+    pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}
+    words = [word for pair in pairs.items() for word in pair]
+    args = parser.parse_args(["--config-file", RECIPE, *flags, *words])
+    cfg = build_config(args)
+    setup(cfg, args)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    trainer.train()
+    return trainer
