@@ -11,6 +11,9 @@ Examples:
   Evaluate (with the same --val-json and --val-images, where the data are your own):
     tools/train_net.py --config-file output/config.yaml --eval-only \\
         MODEL.WEIGHTS output/model_final.pth
+  Pre-train on images of your own, and watch the loss on images that are held out:
+    tools/train_net.py --config-file configs/custom/qb_heat_285M_cpu.yaml --image-folder photos/ \\
+        --val-image-folder others/ TEST.EVAL_EPOCHS 5
   See in seconds whether a run will work, and how long it will take:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --dry-run
   Continue a run that was stopped, exactly:
