@@ -14,6 +14,34 @@ from qbheat_det.data import ToySpec, prepare_toy_set, register_image_folders, re
 from tests.tool_modules import load_tool
 
 NAMES = ("demo_test_train", "demo_test_val")
+BOTH = {
+    "SOLVER.EPOCHS": "0.0",
+    "SOLVER.CHECKPOINT_EPOCHS": "0.0",
+    "SOLVER.MAX_ITER": "2",
+    "SOLVER.IMS_PER_BATCH": "2",
+    "SOLVER.WARMUP_ITERS": "0",
+    "DATALOADER.NUM_WORKERS": "0",
+    "MODEL.DEVICE": "cpu",
+    "MODEL.MOBILE_FORMER.BLOCKS": str([["lite", 16, 8, 0], *3 * [["down", 8, 8, 8]]]),
+    "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
+}
+PRETRAINING = {
+    "DATASETS.TRAIN": f"('{NAMES[0]}_images',)",
+    "DATASETS.TEST": f"('{NAMES[1]}_images',)",
+    "SOLVER.WARMUP_EPOCHS": "0.0",
+    "TEST.EVAL_EPOCHS": "0.5",
+    "INPUT.PRETRAIN.SIZE": "64",
+    "MODEL.QB_HEAT.FEATURE_DIM": "16",
+    "MODEL.QB_HEAT.DECODER_DIM": "16",
+}
+DETECTION = {
+    "DATASETS.TRAIN": f"('{NAMES[0]}',)",
+    "DATASETS.TEST": f"('{NAMES[1]}',)",
+    "TEST.EVAL_PERIOD": "1",
+    "INPUT.MIN_SIZE_TRAIN": "(64,)",
+    "INPUT.MIN_SIZE_TEST": "64",
+    "MODEL.FPN.OUT_CHANNELS": "8",
+}
 
 
 @pytest.fixture
@@ -44,36 +72,8 @@ def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "demo"
-    both = {
-        "SOLVER.EPOCHS": "0.0",
-        "SOLVER.CHECKPOINT_EPOCHS": "0.0",
-        "SOLVER.MAX_ITER": "2",
-        "SOLVER.IMS_PER_BATCH": "2",
-        "SOLVER.WARMUP_ITERS": "0",
-        "DATALOADER.NUM_WORKERS": "0",
-        "MODEL.DEVICE": "cpu",
-        "MODEL.MOBILE_FORMER.BLOCKS": str([["lite", 16, 8, 0], *3 * [["down", 8, 8, 8]]]),
-        "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
-    }
-    pretraining = {
-        "DATASETS.TRAIN": f"('{NAMES[0]}_images',)",
-        "DATASETS.TEST": f"('{NAMES[1]}_images',)",
-        "SOLVER.WARMUP_EPOCHS": "0.0",
-        "TEST.EVAL_EPOCHS": "0.5",
-        "INPUT.PRETRAIN.SIZE": "64",
-        "MODEL.QB_HEAT.FEATURE_DIM": "16",
-        "MODEL.QB_HEAT.DECODER_DIM": "16",
-    }
-    detection = {
-        "DATASETS.TRAIN": f"('{NAMES[0]}',)",
-        "DATASETS.TEST": f"('{NAMES[1]}',)",
-        "TEST.EVAL_PERIOD": "1",
-        "INPUT.MIN_SIZE_TRAIN": "(64,)",
-        "INPUT.MIN_SIZE_TEST": "64",
-        "MODEL.FPN.OUT_CHANNELS": "8",
-    }
-    arguments = ["--output", str(output), "--pretraining", *flatten({**both, **pretraining})]
-    arguments += ["--detection", *flatten({**both, **detection})]
+    arguments = ["--output", str(output), "--pretraining", *flatten({**BOTH, **PRETRAINING})]
+    arguments += ["--detection", *flatten({**BOTH, **DETECTION})]
     demo.main(arguments)
     said = capsys.readouterr().out
     *_, trained, random, how_to_read, took, where = said.strip().splitlines()
