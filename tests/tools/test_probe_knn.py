@@ -1,0 +1,132 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Scores of files and of random backbones, side by side, a function of the seed alone."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+
+from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.config import load_config
+from qbheat_det.engine.backbone_export import build_bare_backbone, export_backbone
+from tests.data.pictures import draw, save
+from tests.tool_modules import load_tool
+
+main = load_tool("probe_knn").main
+_CONFIG = """
+MODEL:
+  DEVICE: cpu
+  BACKBONE:
+    NAME: NETWORK
+    FREEZE_AT: 0
+  PIXEL_MEAN: [120.0, 120.0, 120.0]
+  PIXEL_STD: [60.0, 60.0, 60.0]
+INPUT:
+  PRETRAIN:
+    SIZE: 32
+DATALOADER:
+  NUM_WORKERS: 0
+TEST:
+  KNN:
+    K: 3
+"""
+
+
+def make_config(tmp_path: Path, backbone: str = "timm:resnet10t") -> str:
+    """Writes a config of a small network of timm, at 32 pixels."""
+    path = tmp_path / f"{backbone.replace(':', '_')}.yaml"
+    path.write_text(_CONFIG.replace("NETWORK", backbone))
+    return str(path)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Flags that name two folders of three classes each, with a broken image."""
+    flags = []
+    for split, first in (("train", 0), ("val", 100)):
+        for i, name in enumerate("abc"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for j in range(3):
+                seed = first + 10 * i + j
+                save(tmp_path / split / name / f"{j}.png", draw(32 + i, 40, seed=seed))
+        flags += [f"--{split}-folder", str(tmp_path / split)]
+    (tmp_path / "train" / "b" / "x.png").write_text("no image")
+    return flags
+
+
+def probe(words: list[str], tmp_path: Path) -> dict[str, Any]:
+    main([*words, "--json", str(tmp_path / "out.json")])
+    return dict(json.loads((tmp_path / "out.json").read_text()))
+
+
+def write_weights(cfg: CfgNode, path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    backbone = build_bare_backbone(cfg)
+    state = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
+    save_weights(str(path), state, WeightsInfo())
+
+
+def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(tmp_path)
+    weights, bare = tmp_path / "w.safetensors", tmp_path / "bare.safetensors"
+    write_weights(load_config(config), weights, seed=7)
+    export_backbone(str(weights), bare)
+    words = ["--config-file", config, "--weights", str(weights), str(bare), *folders]
+    words += ["--random-seeds", "7", "8", "--recalibrate-bn", "4"]
+    found = probe(words, tmp_path)
+    table = capsys.readouterr().out
+    rows = found["rows"]
+    names = [str(weights), str(bare), "random, seed 7", "random, seed 8"]
+    assert [(row["backbone"], row["recalibrated"]) for row in rows] == [
+        (name, number) for name in names for number in (0, 4)
+    ]
+    # What a file holds is scored as what it was written from.
+    scores = [{k: v for k, v in row.items() if k != "backbone"} for row in rows]
+    assert scores[0:2] == scores[2:4] == scores[4:6]
+    assert {row["num_images"] for row in rows} == {9}
+    assert (found["feature"], found["k"], found["broken_images"]) == ("s16", 3, 1)
+    assert "Left out, 1 in all" in caplog.text
+    assert "x.png" in caplog.text
+    assert f"| {names[2]} " in table
+    assert "as stored" in table
+    assert probe(words, tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--weights", "W"], "of the .* tensors of the config's backbone.*--config-file"),
+        ([], "name what to score"),
+        (["--random", "--feature", "s4"], "no map 's4', but s8, s16"),
+        (["--random", "--recalibrate-bn", "-1"], "a number of images, not -1"),
+        (["--random", "TEST.KNN.K", "0"], "must be positive"),
+        (["--random", "--val-folder", "OTHER"], r"1 classes that .* lacks \(d\)"),
+    ],
+)
+def test_what_cannot_be_scored_ends_in_a_sentence(
+    words: list[str],
+    expected: str,
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_weights(
+        load_config(make_config(tmp_path, "timm:resnet14t")), tmp_path / "w.safetensors", seed=0
+    )
+    (tmp_path / "other" / "d").mkdir(parents=True)
+    save(tmp_path / "other" / "d" / "0.png", draw(32, 32, seed=0))
+    known = {"W": str(tmp_path / "w.safetensors"), "OTHER": str(tmp_path / "other")}
+    given = [known.get(word, word) for word in words]
+    with pytest.raises(SystemExit) as stopped:
+        main(["--config-file", make_config(tmp_path), *folders, *given])
+    assert stopped.value.code == 2
+    assert re.search(expected, capsys.readouterr().err)
