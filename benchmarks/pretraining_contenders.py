@@ -65,8 +65,8 @@ class Contender:
 
 
 SETTINGS = {
-    "256": Setting("256", "the paper's decoder, 6 x 512", 256, 512, 512, 6, 16, 4, 256),
-    "128": Setting("128", "the CPU recipe's decoder, 2 x 192", 128, 256, 192, 2, 6, 16, 512),
+    "256": Setting("256", "the paper's decoder, 6 x 512", 256, 512, 512, 6, 16, 8, 256),
+    "128": Setting("128", "the CPU recipe's decoder, 2 x 192", 128, 256, 192, 2, 6, 32, 512),
 }
 CONTENDERS = {
     "mae_vit_s": Contender("MAE-style ViT-S/16", "tokens"),

@@ -13,7 +13,7 @@ from benchmarks.pretraining_contenders import CONTENDERS, Calls, Setting, build,
 from benchmarks.timing import peak_memory_in_turns, seconds_in_rounds
 
 MATMUL = "matmul"
-_ENCODER_ROUNDS, _STEP_ROUNDS = 7, 4
+_ENCODER_ROUNDS, _STEP_ROUNDS = 5, 3
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def measure_setting(
         setting: their sizes.
         models: names of ``CONTENDERS``; of the encoder on a whole image there is no step.
         batch: images of a step.
-        rounds: timed calls of each; None for 7 of the encoders and 4 of the steps.
+        rounds: timed calls of each; None for 5 of the encoders and 3 of the steps.
         threads: CPU threads of the processes whose memory is measured.
         device: where the models run.
         with_profile: also print what operators take most time in each encoder.

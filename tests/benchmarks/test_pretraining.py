@@ -156,6 +156,14 @@ def test_a_quick_run_measures_both_settings(
     assert "QB-Heat 285M" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_quick_run_measures_on_a_gpu() -> None:
+    rows = {row.name: row for row in measure(["128"], quick=True, device="cuda")}
+    assert rows["pretraining/128/285m_memory_vs_masked_convolution"].ours > 0
+    assert 0 < rows["pretraining/128/285m_step_vs_matmul"].ratio < 1
+
+
 def test_a_model_of_another_name_ends_with_the_names_that_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
