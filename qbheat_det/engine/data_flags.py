@@ -132,14 +132,16 @@ def _use_val_image_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
 
 
 def _use_knn_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
-    folders = [getattr(args, flag, None) for flag in ("knn_train_folder", "knn_val_folder")]
-    if not any(folders):
+    flags = {CUSTOM_KNN_TRAIN: "knn_train_folder", CUSTOM_KNN_VAL: "knn_val_folder"}
+    given = {name: getattr(args, flag, None) for name, flag in flags.items()}
+    folders: dict[str, str] = {name: folder for name, folder in given.items() if folder}
+    if not folders:
         return
-    if not all(folders):
+    if len(folders) < len(flags):
         raise UserError("--knn-train-folder and --knn-val-folder go together")
     if clash := [key for key in ("TEST.KNN.TRAIN", "TEST.KNN.VAL") if key in args.opts[::2]]:
         raise UserError(f"{' and '.join(clash)} and --knn-… both name data: choose one")
-    for name, folder in zip((CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL), folders, strict=True):
+    for name, folder in folders.items():
         check_image_folder(folder)
         register_image_folders(name, [folder], labelled=True)
     cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL = (CUSTOM_KNN_TRAIN,), (CUSTOM_KNN_VAL,)

@@ -63,12 +63,17 @@ def train(output_dir: Path, opts: dict[str, str], *flags: str) -> dict[str, Any]
 
 
 def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:
-    """The job of one process: ``--eval-only`` of ``args.weights`` on ``args.folder``."""
-    flags = ("--eval-only", "--val-image-folder", args.folder)
+    """The job of one process: ``--eval-only`` of ``args.weights`` on ``args.folder``.
+
+    Where there are ``args.classes``, they vote on themselves.
+    """
+    flags = ["--eval-only", "--val-image-folder", args.folder]
+    if hasattr(args, "classes"):
+        flags += ["--knn-train-folder", args.classes, "--knn-val-folder", args.classes]
     cfg, _ = configure({"MODEL.WEIGHTS": args.weights, "OUTPUT_DIR": args.output_dir}, *flags)
     try:
         return evaluate(cfg)
     finally:
-        for name in cfg.DATASETS.TEST:
+        for name in (*cfg.DATASETS.TEST, *cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL):
             DatasetCatalog.remove(name)
             MetadataCatalog.remove(name)

@@ -106,13 +106,21 @@ def test_weights_are_evaluated_as_by_hand(folders: tuple[str, str], weights: str
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_two_processes_find_the_loss_of_one(
+def test_two_processes_find_the_loss_of_one_and_its_nearest_neighbours(
     folders: tuple[str, str], weights: str, tmp_path: Path
 ) -> None:
-    args = make_args(weights=weights, folder=folders[1], output_dir=str(tmp_path))
-    alone = evaluate_weights(args)["reconstruction"]
+    for i, name in enumerate("ab"):
+        make_folder(tmp_path / "classes" / name, 3, first=10 * i)
+    args = make_args(
+        weights=weights,
+        folder=folders[1],
+        classes=str(tmp_path / "classes"),
+        output_dir=str(tmp_path),
+    )
+    alone = evaluate_weights(args)
     main, other = run_in_processes(evaluate_weights, args, tmp_path)
-    assert main["reconstruction"] == pytest.approx(alone, rel=1e-5)
+    assert main["reconstruction"] == pytest.approx(alone["reconstruction"], rel=1e-5)
+    assert main["knn"] == alone["knn"]
     assert other == {}
 
 
