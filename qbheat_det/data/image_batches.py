@@ -32,7 +32,8 @@ _PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 class ImageBatches(Iterable[list[dict[str, Any]]]):
     """Images of a set in batches and in order, as often as wanted.
 
-    Images that cannot be read are left out, and never end a run.
+    Images that cannot be read are left out, and never end a run. Entries can be kept, any number of
+    them: what workers send is copied out of the memory that they share.
 
     Attributes:
         faults: what is wrong with the images of this process that were left out, by image.
@@ -83,7 +84,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         for batch in self._loader:
             broken = [entry for entry in batch if isinstance(entry, Fault)]
             self.faults.update({fault.where: fault for fault in broken})
-            if whole := [entry for entry in batch if not isinstance(entry, Fault)]:
+            if whole := [_own(entry) for entry in batch if not isinstance(entry, Fault)]:
                 keeping = keeping and _bytes(whole) * len(self) <= self._budget
                 if keeping:
                     kept.append(whole)
@@ -123,6 +124,14 @@ def with_places(records: Sequence[dict[str, Any]], visible: str) -> list[dict[st
 
 def _bytes(batch: list[dict[str, Any]]) -> int:
     return sum(value.nbytes for entry in batch for value in entry.values() if is_tensor(value))
+
+
+def _own(entry: dict[str, Any]) -> dict[str, Any]:
+    # A shared tensor is an open file, of which a process may have about a thousand.
+    return {
+        key: value.clone() if is_tensor(value) and value.is_shared() else value
+        for key, value in entry.items()
+    }
 
 
 def _as_it_is(batch: list[Any]) -> list[Any]:

@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Nearest-neighbour scores of backbones, trained or random, of any config."""
 
+import heapq
+import itertools
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -148,9 +150,13 @@ class KnnProbe:
         self._add(backbone, name, recalibrated=0)
         if not self._num_recalibrated:
             return
-        entries = [entry for batch in self._images[0] for entry in batch]
-        entries.sort(key=lambda entry: self._order[entry["image_id"]])
-        images = [entry["image"] for entry in entries[: self._num_recalibrated]]
+        # Of those that can be read, the first in the order drawn; no more of them are held.
+        entries = heapq.nsmallest(
+            self._num_recalibrated,
+            itertools.chain.from_iterable(self._images[0]),
+            key=lambda entry: self._order[entry["image_id"]],
+        )
+        images = [entry["image"] for entry in entries]
         keys = self._cfg.MODEL
         if recalibrate_bn(backbone, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD):
             self._add(backbone, name, recalibrated=len(images))

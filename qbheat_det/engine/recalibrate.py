@@ -110,9 +110,14 @@ def read_whole_images(
     loader = build_detection_test_loader(
         chosen, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
-    entries = [entry for batch in loader for entry in batch]
+    # Copied, since what workers send is an open file each, and a process may have few.
+    entries = [
+        entry if isinstance(entry, Fault) else entry["image"].clone()
+        for batch in loader
+        for entry in batch
+    ]
     raise_first([entry for entry in entries if isinstance(entry, Fault)])
-    return [entry["image"] for entry in entries]
+    return entries
 
 
 class _Normalising(nn.Module):

@@ -49,6 +49,15 @@ def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_worke
         assert sorted(batches.faults) == ["image '1'", "image '4'", "image '5'"]
 
 
+@pytest.mark.parametrize("memory_gb", [0.0, 1.0])
+def test_what_workers_send_can_be_kept_without_an_open_file_each(memory_gb: float) -> None:
+    records = [{"image_id": i} for i in range(5)]
+    batches = ImageBatches(records, mapper=Plain(), num_workers=1, memory_gb=memory_gb)
+    kept = [entry["image"] for batch in batches for entry in batch]
+    assert [int(image[0, 0, 0]) for image in kept] == list(range(5))
+    assert not any(image.is_shared() for image in kept)
+
+
 def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None:
     read: list[int] = []
 
