@@ -92,14 +92,20 @@ def measure(
         setting = SETTINGS[name].at(size=64) if quick else SETTINGS[name]
         chosen = models or (list(CONTENDERS) if cuda else _ON_CPU[name])
         images = batch or (setting.cuda_batch if cuda else setting.cpu_batch)
+        encoded = batch or (setting.cuda_batch if cuda else setting.cpu_encoder_batch)
         if quick:
-            chosen, images, rounds = _ON_CPU["128"], 2, 1
-        print(f"{setting.size} px, {setting.title}; {images} images a step; {where}", flush=True)
+            chosen, images, encoded, rounds = _ON_CPU["128"], 2, 2, 1
+        print(
+            f"{setting.size} px, {setting.title}; {images} images a step, {encoded} in the "
+            f"encoder's part; {where}",
+            flush=True,
+        )
         try:
             figures = measure_setting(
                 setting,
                 chosen,
                 batch=images,
+                encoder_batch=encoded,
                 rounds=rounds,
                 threads=threads,
                 device=on,
@@ -119,9 +125,12 @@ def measure(
 def rows_of(setting: str, figures: Figures) -> list[Result]:
     """Returns ours beside each peer that was measured: rates, memory, share of matrix products."""
     rows: list[Result] = []
-    for part in ("encoder", "step"):
-        seconds: dict[str, list[float]] = getattr(figures, part)
-        rates = {name: [figures.batch / s for s in taken] for name, taken in seconds.items()}
+    parts = {
+        "encoder": (figures.encoder_batch, figures.encoder),
+        "step": (figures.batch, figures.step),
+    }
+    for part, (batch, seconds) in parts.items():
+        rates = {name: [batch / s for s in taken] for name, taken in seconds.items()}
         rows += [
             PairedResult.higher_is_better(
                 f"pretraining/{setting}/{ours}_{part}_vs_{what}", rates[ours], rates[peer], "img/s"
@@ -174,8 +183,11 @@ def format_figures(figures: Figures) -> str:
             f"{madds / 1e6:,.0f}" for madds in figures.madds.get(name, (float("nan"),) * 2)
         )
         rates = [
-            str(Sample.of([figures.batch / s for s in taken])) if taken else ""
-            for taken in (seconds, figures.step.get(name, []))
+            str(Sample.of([batch / s for s in taken])) if taken else ""
+            for batch, taken in (
+                (figures.encoder_batch, seconds),
+                (figures.batch, figures.step.get(name, [])),
+            )
         ]
         memory = f"{figures.memory[name]:8,.0f}" if name in figures.memory else ""
         lines.append(
@@ -222,8 +234,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="NAME",
         help=f"of {', '.join(CONTENDERS)}; by default all on a GPU, a choice on the CPU",
     )
-    parser.add_argument("--batch", type=int, help="images a step (default: 8 and 32 on the CPU)")
-    parser.add_argument("--rounds", type=int, help="(default: 5 of the encoders, 3 of the steps)")
+    parser.add_argument(
+        "--batch", type=int, help="images a step everywhere (default: by setting and device)"
+    )
+    parser.add_argument("--rounds", type=int, help="(default: 4 of the encoders, 3 of the steps)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where it is)")
     parser.add_argument(

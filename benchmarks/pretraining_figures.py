@@ -13,7 +13,7 @@ from benchmarks.pretraining_contenders import CONTENDERS, Calls, Setting, build,
 from benchmarks.timing import peak_memory_in_turns, seconds_in_rounds
 
 MATMUL = "matmul"
-_ENCODER_ROUNDS, _STEP_ROUNDS = 5, 3
+_ENCODER_ROUNDS, _STEP_ROUNDS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Figures:
 
     Attributes:
         batch: images of a step.
+        encoder_batch: images of the encoder's part.
         encoder: seconds of the encoder's part in each round.
         step: seconds of a step in each round; "matmul" has those of the large matrix product.
         memory: peak MiB of a step; on the CPU not of another layout, which takes as much.
@@ -30,6 +31,7 @@ class Figures:
     """
 
     batch: int
+    encoder_batch: int
     encoder: dict[str, list[float]]
     step: dict[str, list[float]]
     memory: dict[str, float]
@@ -42,6 +44,7 @@ def measure_setting(
     models: Sequence[str],
     *,
     batch: int,
+    encoder_batch: int,
     rounds: int | None,
     threads: int,
     device: torch.device,
@@ -53,7 +56,8 @@ def measure_setting(
         setting: their sizes.
         models: names of ``CONTENDERS``; of the encoder on a whole image there is no step.
         batch: images of a step.
-        rounds: timed calls of each; None for 5 of the encoders and 3 of the steps.
+        encoder_batch: images of the encoder's part.
+        rounds: timed calls of each; None for 4 of the encoders and 3 of the steps.
         threads: CPU threads of the processes whose memory is measured.
         device: where the models run.
         with_profile: also print what operators take most time in each encoder.
@@ -66,7 +70,14 @@ def measure_setting(
         {} if device.type == "cuda" else memory_of_processes(setting, contiguous, batch, threads)
     )
     for model in models:
-        make = partial(prepare, CONTENDERS[model], setting, batch=batch, device=device)
+        make = partial(
+            prepare,
+            CONTENDERS[model],
+            setting,
+            batch=batch,
+            device=device,
+            encoder_batch=encoder_batch,
+        )
         if device.type == "cuda":
             calls[model], memory[model] = peak_on_gpu(make, device)
         else:
@@ -84,7 +95,7 @@ def measure_setting(
         for model in models:
             print(f"\n{CONTENDERS[model].title}: the encoder's part")
             print(profiled(calls[model].encoder, device))
-    return Figures(batch, encoder, step, memory, madds, flops)
+    return Figures(batch, encoder_batch, encoder, step, memory, madds, flops)
 
 
 def count(model: str, setting: Setting) -> tuple[int, int]:
