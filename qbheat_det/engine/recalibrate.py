@@ -110,14 +110,15 @@ def read_whole_images(
     loader = build_detection_test_loader(
         chosen, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
-    # Copied, since what workers send is an open file each, and a process may have few.
-    entries = [
-        entry if isinstance(entry, Fault) else entry["image"].clone()
-        for batch in loader
-        for entry in batch
-    ]
-    raise_first([entry for entry in entries if isinstance(entry, Fault)])
-    return entries
+    images: list[Tensor] = []
+    faults: list[Fault] = []
+    for entry in itertools.chain.from_iterable(loader):
+        if isinstance(entry, Fault):
+            faults.append(entry)
+        else:  # copied, since what workers send is an open file each, and a process may have few
+            images.append(entry["image"].clone())
+    raise_first(faults)
+    return images
 
 
 class _Normalising(nn.Module):
