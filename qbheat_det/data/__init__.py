@@ -11,7 +11,7 @@ from .decoded_images import DecodedImages, decode_if_small
 from .detr_mapper import DetrDatasetMapper, build_detr_crop
 from .faults import Fault, raise_first
 from .image_batches import ImageBatches, build_image_batches, with_places
-from .image_files import check_image_files
+from .image_files import check_image_files, check_some_readable
 from .image_folder import (
     IMAGE_SUFFIXES,
     check_image_folder,
@@ -51,6 +51,7 @@ __all__ = [
     "check_image_folder",
     "check_records",
     "check_same_classes",
+    "check_some_readable",
     "cut",
     "decode_if_small",
     "get_cache_dir",

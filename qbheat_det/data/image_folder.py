@@ -33,7 +33,7 @@ def register_image_folders(
     """Registers the images of folders as one data set; they are listed when it is first loaded.
 
     A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``: the
-    contiguous index of its class folder; ``class_names`` of the metadata then lists these once
+    contiguous index of its class folder; ``folder_classes`` of the metadata then lists these once
     the set is loaded. Registering a name again with the same folders does nothing.
 
     Raises:
@@ -52,8 +52,9 @@ def register_image_folders(
     def load() -> list[dict[str, Any]]:
         records, class_names = load_image_folders(paths, labelled=labelled)
         if labelled:
-            MetadataCatalog.get(name).set(class_names=class_names)
-        logger.info(f"{len(records):,} images in {', '.join(paths)}")
+            MetadataCatalog.get(name).set(folder_classes=class_names)
+        shown = ", ".join(os.fsencode(path).decode(errors="backslashreplace") for path in paths)
+        logger.info(f"{len(records):,} images in {shown}")
         return records
 
     DatasetCatalog.register(name, load)

@@ -68,7 +68,7 @@ def unite_labels(
 
 def _load(name: str) -> Labelled:
     records = DatasetCatalog.get(name)
-    class_names = MetadataCatalog.get(name).get("class_names")
+    class_names = MetadataCatalog.get(name).get("folder_classes")
     if not class_names or any("label" not in record for record in records):
         raise UserError(
             f"the images of dataset '{name}' have no labels: name a set of class folders, such as "

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 from qbheat_det.errors import UserError
 
 from .faults import Fault
-from .mappers import Mapper, build_mapper
+from .image_files import check_some_readable
+from .mappers import MAPPERS_OF_IMAGES, Mapper, build_mapper
 from .seeding import IMAGE, preserved_randomness, seed_place
 
 Entry = tuple[int, int]
@@ -57,7 +58,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         Args:
             dataset: Detectron2's dicts of images.
             mapper: from a dict to what the model takes; None or a fault leaves an image out, and
-                the next of the dataset takes its place.
+                another, drawn under the same seed, takes its place.
             build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
             batch_size: images of one step over all processes. Shares may differ by one.
             aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
@@ -143,14 +144,19 @@ class _SeededImages(Dataset[dict[str, Any]]):
         faults: list[Fault] = []
         with preserved_randomness():
             seed_place(self._seed, IMAGE, position)
-            for offset in range(MAX_TRIES):
-                mapped = self._mapper(self._dataset[(index + offset) % len(self._dataset)])
+            # Not the next: files that lie side by side are often broken together.
+            others = np.random.default_rng((self._seed, position))
+            for attempt in range(MAX_TRIES):
+                chosen = int(others.integers(len(self._dataset))) if attempt else index
+                mapped = self._mapper(self._dataset[chosen])
                 if isinstance(mapped, Fault):
                     faults.append(mapped)
                 elif mapped is not None:
                     return {**mapped, _FAULTS: faults} if faults else mapped
         last = f"; the last fault is {faults[-1].sentence}" if faults else ""
-        raise UserError(f"the mapper wanted none of {MAX_TRIES} images in a row{last}")
+        raise UserError(
+            f"the mapper wanted none of {MAX_TRIES} images drawn from {len(self._dataset)}{last}"
+        )
 
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
@@ -173,6 +179,8 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
     )
     mapper = build_mapper(cfg, is_train=True)
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        check_some_readable("the training set", [entry["file_name"] for entry in dataset])
     mapper.prepare(dataset)
     return TrainStream(
         dataset,

@@ -2,6 +2,8 @@
 """The flags that name data of one's own, and the data sets that they become."""
 
 import argparse
+import logging
+import os
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
@@ -19,6 +21,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.errors import UserError
 
+logger = logging.getLogger(__name__)
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
 CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
@@ -78,6 +81,7 @@ def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
     if getattr(args, "val_image_folder", None):
         _use_val_image_folders(cfg, args)
     _use_knn_folders(cfg, args)
+    _warn_of_shared_folders(args)
 
 
 def _use_image_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
@@ -145,6 +149,27 @@ def _use_knn_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
         check_image_folder(folder)
         register_image_folders(name, [folder], labelled=True)
     cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL = (CUSTOM_KNN_TRAIN,), (CUSTOM_KNN_VAL,)
+
+
+def _warn_of_shared_folders(args: argparse.Namespace) -> None:
+    for learn, judge, what in (
+        ("image_folder", "val_image_folder", "the held-out loss"),
+        ("knn_train_folder", "knn_val_folder", "the nearest-neighbour score"),
+    ):
+        learned, judged = (
+            [os.path.realpath(folder) for folder in _listed(getattr(args, name, None))]
+            for name in (learn, judge)
+        )
+        if any(os.path.commonpath([one, other]) in (one, other)
+               for one in learned for other in judged):  # fmt: skip
+            logger.warning(
+                "--%s and --%s share images: %s will be better than it is on others",
+                learn.replace("_", "-"), judge.replace("_", "-"), what,
+            )  # fmt: skip
+
+
+def _listed(folders: str | list[str] | None) -> list[str]:
+    return [folders] if isinstance(folders, str) else list(folders or ())
 
 
 def _forget_test_sets(cfg: CfgNode, args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from detectron2.config import CfgNode
+from detectron2.utils import comm
 from torch import Tensor, nn
 
 from qbheat_det.data import ImageBatches, build_mapper, load_labelled_sets
@@ -16,6 +17,7 @@ from .broken_images import name_faults
 from .looking import Look
 
 logger = logging.getLogger(__name__)
+_MOST_BESIDE_OTHERS = 100_000  # images
 _PARTS = ("backbone", "in_features", "preprocess_image")  # of a MapModel
 
 
@@ -58,7 +60,13 @@ def check_neighbours(cfg: CfgNode) -> None:
         raise UserError(
             f"TEST.KNN.K ({keys.K}) and TEST.KNN.TEMPERATURE ({keys.TEMPERATURE}) must be positive"
         )
-    load_labelled_sets(keys.TRAIN, keys.VAL)
+    num_images = sum(map(len, load_labelled_sets(keys.TRAIN, keys.VAL)))
+    if comm.get_world_size() > 1 and num_images > _MOST_BESIDE_OTHERS:
+        raise UserError(
+            f"TEST.KNN names {num_images:,} images, which the main process would go through alone "
+            "while the others wait, and would stop waiting after a time: name sets of no more "
+            f"than {_MOST_BESIDE_OTHERS:,}, or score checkpoints with tools/probe_knn.py"
+        )
 
 
 class NeighbourScorer:
@@ -99,8 +107,9 @@ class NeighbourScorer:
 
         train, val = (extract_features(describe, batches) for batches in self._batches)
         self._name_broken()
-        if not len(train[0]):
-            raise UserError("none of the images of TEST.KNN.TRAIN can be read")
+        for key, (features, _) in {"TRAIN": train, "VAL": val}.items():
+            if not len(features):
+                raise UserError(f"none of the images of TEST.KNN.{key} can be read")
         keys = self._cfg.TEST.KNN
         return score_neighbours(train, val, k=keys.K, temperature=keys.TEMPERATURE)
 

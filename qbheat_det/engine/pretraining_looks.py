@@ -50,10 +50,18 @@ class LinearPredictor(Protocol):
     """By the kind of visible quarter, "corner" or "centre"."""
 
 
+class ComparesPatches(Protocol):
+    """The loss of patches."""
+
+    normalize_patches: bool
+    """Whether true patches are brought to mean 0 and variance 1 before."""
+
+
 class QuarterModel(Protocol):
     """A model that sees a quarter of an image and predicts the rest by linear models."""
 
     predictor: LinearPredictor
+    loss: ComparesPatches
 
     def __call__(
         self, batched_inputs: BatchedInputs, places: Sequence[str] | None = None
@@ -107,7 +115,7 @@ class LookAtReconstructions(Look):
     def __init__(self, cfg: CfgNode, images: "FixedImages", *, period: int, share: float) -> None:
         """
         Args:
-            cfg: ``LOOK.NUM_IMAGES``, ``INPUT.FORMAT`` and ``MODEL.QB_HEAT.NORM_PIXEL_LOSS``.
+            cfg: ``LOOK.NUM_IMAGES`` and ``INPUT.FORMAT``.
             images: where they come from.
             period: see ``Look``.
             share: see ``Look``.
@@ -139,7 +147,7 @@ class LookAtReconstructions(Look):
                 {"place": output["place"], "loss": float(output["loss_reconstruction"])}
                 for output in outputs
             ]
-        normalized = self._cfg.MODEL.QB_HEAT.NORM_PIXEL_LOSS
+        normalized = model.loss.normalize_patches
         note = (
             "Mean and contrast of each masked patch are those of the image." if normalized else ""
         )

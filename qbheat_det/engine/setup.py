@@ -23,6 +23,7 @@ from qbheat_det.data import (
     check_image_files,
     check_image_folder,
     check_records,
+    check_some_readable,
 )
 from qbheat_det.errors import UserError
 
@@ -66,6 +67,9 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     if comm.is_main_process():
         for name in labelled:
             _check_content(cfg, name)
+        for name in set(cfg.DATASETS.TEST) - set(labelled):
+            file_names = [record["file_name"] for record in DatasetCatalog.get(name)]
+            check_some_readable(f"dataset '{name}'", file_names)
     cfg.freeze()
     return cfg
 

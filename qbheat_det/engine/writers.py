@@ -5,6 +5,7 @@ The writers are Detectron2's. They open their files at the first line, because o
 known whether a run begins or goes on.
 """
 
+import copy
 import importlib
 import importlib.util
 import json
@@ -150,7 +151,14 @@ class ProgressPrinter(CommonMetricPrinter):
         if self._iterations_per_epoch and now:
             done = (storage.iter + 1) / self._iterations_per_epoch
             storage.put_scalar("epoch", done, smoothing_hint=False)
-        super().write()
+        # Detectron2 prints a median of whatever is called a loss. Over evaluations, which have a
+        # "/" in their names and lines of their own, it would be one of the whole run.
+        of_steps = copy.copy(storage)
+        of_steps.histories = lambda: {
+            name: history for name, history in storage.histories().items() if "/" not in name
+        }
+        with of_steps:
+            super().write()
 
 
 class WandbWriter(EventWriter):

@@ -226,7 +226,7 @@ def test_a_registered_set_is_listed_when_it_is_loaded(tmp_path: Path) -> None:
     assert metadata.unlabelled
     fill(tmp_path, "b/1.jpg", "a/2.jpg")
     assert [record["label"] for record in DatasetCatalog.get(NAME)] == [0, 1]
-    assert metadata.class_names == ["a", "b"]
+    assert metadata.folder_classes == ["a", "b"]
 
 
 def test_a_name_is_registered_again_only_for_the_same_folders(tmp_path: Path) -> None:

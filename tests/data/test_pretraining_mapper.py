@@ -292,8 +292,10 @@ def test_broken_images_are_replaced_the_same_everywhere_and_known_to_the_stream(
     del iterator
     names = [Path(image["file_name"]).stem for batch in batches for image in batch]
     indices = [index for _, index in (entry for b in _first(stream, 4) for entry in b)]
-    replaced = {2: 4, 3: 4, 7: 0}
-    assert names == [str(replaced.get(index, index)) for index in indices]
+    broken = {2, 3, 7}
+    for name, index in zip(names, indices, strict=True):
+        assert int(name) not in broken
+        assert index in broken or name == str(index)
     met = {Path(where.split("'")[1]).stem for where in stream.faults}
     assert met == {"2", "3", "7"}
     assert all("faults" not in image for batch in batches for image in batch)
@@ -312,7 +314,18 @@ def _first(stream: TrainStream, count: int) -> list[list[tuple[int, int]]]:
     return [next(batches) for _ in range(count)]
 
 
-def test_a_set_of_broken_images_alone_ends_with_the_reason(tmp_path: Path) -> None:
+def test_a_set_of_broken_images_alone_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"broken")
-    with pytest.raises(UserError, match=r"wanted none of 1000 .*a\.jpg.*cannot identify"):
-        next(iter(make_stream(tmp_path)))
+    with pytest.raises(UserError, match=r"training set: none of 1 images.*a\.jpg.*Unidentified"):
+        make_stream(tmp_path)
+
+
+def test_a_set_of_images_whose_headers_alone_are_whole_ends_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "a.png", draw(40, 30))
+    content = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(content[:60])
+    stream = iter(make_stream(tmp_path))
+    with pytest.raises(UserError, match=r"wanted none of 1000 images drawn from 1; .*a\.png"):
+        next(stream)

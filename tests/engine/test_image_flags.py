@@ -13,7 +13,7 @@ from detectron2.engine import default_argument_parser
 
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import add_data_flags, add_image_flags, build_config
-from qbheat_det.engine.data_flags import CUSTOM_IMAGES
+from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
 from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
@@ -26,7 +26,7 @@ PRETRAIN = ("INPUT.DATASET_MAPPER_NAME", "pretrain", "DATALOADER.ASPECT_RATIO_GR
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
-    forget_runs(CUSTOM_IMAGES)
+    forget_runs(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -106,3 +106,33 @@ def test_a_tool_without_the_flag_is_configured_too(tmp_path: Path) -> None:
     args = parse("DATASETS.TRAIN", "('qbheat_toy_val_images',)", "DATASETS.TEST", "()", *PRETRAIN)
     del args.image_folder
     assert MetadataCatalog.get(build_config(args).DATASETS.TRAIN[0]).unlabelled
+
+
+@pytest.mark.parametrize("judged", ["all", "all/some"])
+def test_images_both_learned_from_and_held_out_are_said_to_be(
+    tmp_path: Path, judged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_images(tmp_path / "all", 2)
+    make_images(tmp_path / "all" / "some", 2)
+    make_images(tmp_path / "other", 2)
+    words = ["--image-folder", str(tmp_path / "all"), "--val-image-folder"]
+    configure(*words, str(tmp_path / "other"))
+    assert "share images" not in caplog.text
+    forget_runs(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
+    configure(*words, str(tmp_path / judged))
+    assert "--image-folder and --val-image-folder share images: the held-out loss" in caplog.text
+
+
+def test_held_out_images_of_which_none_can_be_read_are_refused_at_once(tmp_path: Path) -> None:
+    make_images(tmp_path / "one", 2)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for i in range(3):
+        (broken / f"{i}.jpg").write_bytes(b"no")
+    words = ["--image-folder", str(tmp_path / "one"), "--val-image-folder", str(broken)]
+    with pytest.raises(UserError, match=r"custom_val_images.*none of 3 images"):
+        configure(*words)
+    make_images(tmp_path / "mixed", 1)
+    (tmp_path / "mixed" / "a.jpg").write_bytes(b"no")
+    forget_runs(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
+    configure(*words[:-1], str(tmp_path / "mixed"))

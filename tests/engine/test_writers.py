@@ -129,6 +129,26 @@ def test_progress_shows_epochs_and_remaining_time(
     assert [entry["epoch"] for entry in lines if "epoch" in entry] == [1.0, 2.0, 3.0]
 
 
+def test_the_line_has_losses_of_steps_and_none_of_evaluations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writers = build_writers(make_config(tmp_path), 4)
+    with (
+        caplog.at_level(logging.INFO, logger="detectron2.utils.events"),
+        EventStorage(0) as storage,
+    ):
+        for value in (4.0, 2.0, 1.0):
+            storage.put_scalars(total_loss=0.5)
+            storage.put_scalars(smoothing_hint=False, **{"reconstruction/loss": value})
+            for writer in writers:
+                writer.write()
+            storage.step()
+    assert all("total_loss: 0.5" in line for line in caplog.messages)
+    assert all("reconstruction" not in line for line in caplog.messages)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert [entry["reconstruction/loss"] for entry in lines] == [4.0, 2.0, 1.0]
+
+
 def test_wandb_gets_every_scalar_once_and_config_and_name(tmp_path: Path, wandb: FakeWandb) -> None:
     folder = tmp_path / "my_run"
     folder.mkdir()
