@@ -8,10 +8,10 @@ taken of M. A figure that is undefined, as most are while M is zero, is nan; ``S
 leaves it out and says why.
 
 Chosen here: the energies of the two directions of an axis count together, E(A) = E(A1) + E(A2),
-and the control of every figure is Gaussian matrices of the same Frobenius norms, because M starts
-at zero and has no spectrum before training. Random matrices have full rank, E(A)/E(B) near 1 at
-both scales where their norms agree, and sorted magnitudes that all but coincide across scales:
-what is to be read as learned must differ from that.
+and the control of every figure is matrices of the same singular values in random directions,
+because M starts at zero and has no spectrum before training. Random matrices, too, have E(A)/E(B)
+near 1 at both scales where their norms agree, and sorted magnitudes that all but coincide across
+scales: what is to be read as learned must differ from that.
 """
 
 import math
@@ -128,41 +128,47 @@ def describe_models(models: Mapping[str, tuple[float, Mapping[str, Tensor]]]) ->
     return _describe_models(models, eigenvalues)
 
 
-class GaussianControl:
-    """Untrained models with which to compare: Gaussian matrices, always the same ones.
+class RotatedControl:
+    """Matrices of the same singular values, in directions drawn once: what size and rank alone do.
 
-    Their eigenvalues are worked out once, and scaled with the norms.
+    Whatever depends on how the directions of several matrices, or of rows and columns of one, lie
+    to each other is chance in them. Of the same Frobenius norm alone, they would also be of full
+    rank, and commute better than any of low rank. What opposite directions share by construction
+    (Eq. 9), the control shares too.
     """
 
     def __init__(self, seed: int = 0) -> None:
         """
         Args:
-            seed: of the matrices.
+            seed: of the directions.
         """
         self._seed = seed
-        self._units: dict[str, dict[str, Tensor]] = {}  # of norm 1, by scale and name
-        self._eigenvalues: dict[str, dict[str, Tensor]] = {}
+        self._directions: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}  # by scale and name
 
     def describe(self, models: Mapping[str, tuple[float, Mapping[str, Tensor]]]) -> Spectrum:
-        """Returns the figures of Gaussian matrices with the Frobenius norms of ``models``."""
-        drawn: dict[str, tuple[float, Mapping[str, Tensor]]] = {}
-        eigenvalues: dict[str, dict[str, Tensor]] = {}
+        """Returns the figures of rotated ``models``."""
+        rotated: dict[str, tuple[float, Mapping[str, Tensor]]] = {}
         for index, (scale, (offset, matrices)) in enumerate(models.items()):
-            if scale not in self._units:
-                self._draw(scale, matrices, index)
-            norms = {name: matrices[name].norm().cpu() for name in NAMES}
-            units, unit_eigenvalues = self._units[scale], self._eigenvalues[scale]
-            drawn[scale] = offset, {name: norms[name] * units[name] for name in NAMES}
-            eigenvalues[scale] = {name: norms[name] * unit_eigenvalues[name] for name in NAMES}
-        return _describe_models(drawn, eigenvalues)
+            if scale not in self._directions:
+                self._directions[scale] = self._draw(matrices, index)
+            found = {
+                name: (left * torch.linalg.svdvals(matrices[name].float())) @ right
+                for name, (left, right) in self._directions[scale].items()
+            }
+            for one, other in AXES.values():
+                if torch.equal(matrices[other], -matrices[one]):
+                    found[other] = -found[one]
+            rotated[scale] = offset, found
+        return describe_models(rotated)
 
-    def _draw(self, scale: str, matrices: Mapping[str, Tensor], index: int) -> None:
+    def _draw(self, matrices: Mapping[str, Tensor], index: int) -> dict[str, tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(2 * self._seed + index)
-        drawn = {name: torch.randn(matrices[name].shape, generator=generator) for name in NAMES}
-        self._units[scale] = {name: matrix / matrix.norm() for name, matrix in drawn.items()}
-        self._eigenvalues[scale] = {
-            name: sort_eigenvalues(matrix) for name, matrix in self._units[scale].items()
-        }
+
+        def draw(dim: int) -> Tensor:  # uniform over all rotations and reflections
+            q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator))
+            return q * r.diagonal().sign()
+
+        return {name: (draw(len(matrices[name])), draw(len(matrices[name]))) for name in NAMES}
 
 
 def sort_eigenvalues(matrix: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def _draw_magnitudes(
     figures = spectrum.scales[scale]
     if control is not None:
         for index, matrix in enumerate(control.scales[scale].matrices.values()):
-            label = "" if index else "Gaussian, same norm"
+            label = "" if index else "rotated at random"
             axes.plot(matrix.magnitudes.tolist(), color=list_colors(theme)[-1], lw=0.9, label=label)
     for name, color in zip(NAMES, list_colors(theme), strict=False):
         magnitudes = figures.matrices[name].magnitudes.tolist()

@@ -176,8 +176,8 @@ def _show_spectrum(story: Story) -> Section | None:
         "Spectrum of the linear maps",
         paragraphs=[
             "Magnitudes of the eigenvalues of A (along x) and B (along y), learned over half an "
-            "image and over a quarter of it; in grey Gaussian matrices of the same norm, which "
-            "have learned nothing."
+            "image and over a quarter of it; in grey matrices of the same singular values in "
+            "random directions."
         ],
         pictures=pictures,
     )

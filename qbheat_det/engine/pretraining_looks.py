@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qbheat_det.analysis.detection_pictures import RGBImage
 from qbheat_det.analysis.reconstruction_pictures import complete, draw_sheet, show_visible
 from qbheat_det.analysis.spatial_correlation import measure_spatial_correlation
-from qbheat_det.analysis.spectrum import GaussianControl, Spectrum, describe_models
+from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_models
 from qbheat_det.analysis.spectrum_charts import plot_spectrum
 from qbheat_det.data import build_mapper
 from qbheat_det.errors import UserError
@@ -164,7 +164,7 @@ class LookAtReconstructions(Look):
 
 
 class LookAtSpectrum(Look):
-    """The spectrum of the linear models beside that of Gaussian matrices of the same norms.
+    """The spectrum of the linear models beside that of randomly rotated ones.
 
     Writes ``spectrum_<steps>.svg``, ``.png`` and, with all figures, ``.json``.
     """
@@ -176,7 +176,7 @@ class LookAtSpectrum(Look):
             share: see ``Look``.
         """
         super().__init__(period=period, share=share)
-        self._control = GaussianControl()
+        self._control = RotatedControl()
 
     def look(self) -> None:
         """Works out the figures, see ``qbheat_det.analysis.spectrum``."""

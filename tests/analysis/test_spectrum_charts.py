@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from qbheat_det.analysis.spectrum import NAMES, GaussianControl, describe_models
+from qbheat_det.analysis.spectrum import NAMES, RotatedControl, describe_models
 from qbheat_det.analysis.spectrum_charts import plot_spectrum
 
 
@@ -18,7 +18,7 @@ def test_a_chart_has_a_panel_for_each_scale_and_one_for_both(
         scale: (offset, {name: factor * torch.randn(5, 5) for name in NAMES})
         for scale, offset in scales.items()
     }
-    chart = plot_spectrum(describe_models(models), GaussianControl().describe(models)).decode()
+    chart = plot_spectrum(describe_models(models), RotatedControl().describe(models)).decode()
     assert chart.count('id="axes_') == len(scales) + (len(scales) == 2)
     png = plot_spectrum(describe_models(models), theme="dark", format="png")
     assert png.startswith(b"\x89PNG")
