@@ -88,8 +88,7 @@ class KnnProbe:
             val_folder: class folders whose images are classified.
             num_recalibrated: score each backbone a second time, with BatchNorm's statistics from
                 that many whole images of ``train_folder``; not if 0.
-            feature: name of the map; by default ``MODEL.QB_HEAT.IN_FEATURE`` where the backbone
-                has it, else its coarsest.
+            feature: name of the map; by default the backbone's coarsest, of several the last.
             seed: of the draw of images for that.
             progress: show a bar with the time left on stderr.
 
@@ -141,7 +140,7 @@ class KnnProbe:
 
     def _build(self) -> Backbone:
         backbone = build_bare_backbone(self._cfg).to(self._cfg.MODEL.DEVICE)
-        self.feature = find_feature(self._cfg, backbone, self.feature)
+        self.feature = find_feature(backbone, self.feature)
         layout = torch.channels_last if self._cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
         return backbone.to(memory_format=layout)
 
@@ -176,8 +175,9 @@ class KnnProbe:
         title = f"{name}{', statistics anew' if recalibrated else ''}"
         train, val = (extract_features(describe, part) for part in self._show(title))
         self._name_broken()
-        if not len(train[0]):
-            raise UserError("none of the images that are to vote can be read")
+        for aim, (features, _) in {"vote": train, "be classified": val}.items():
+            if not len(features):
+                raise UserError(f"none of the images that are to {aim} can be read")
         keys = self._cfg.TEST.KNN
         score = score_neighbours(train, val, k=keys.K, temperature=keys.TEMPERATURE)
         self.rows.append(ProbeRow(name, recalibrated, score))
@@ -198,7 +198,7 @@ class KnnProbe:
         self._named = True
 
 
-def find_feature(cfg: CfgNode, backbone: Backbone, wanted: str = "") -> str:
+def find_feature(backbone: Backbone, wanted: str = "") -> str:
     """Returns the name of the map to score, see ``KnnProbe``.
 
     Raises:
@@ -209,8 +209,8 @@ def find_feature(cfg: CfgNode, backbone: Backbone, wanted: str = "") -> str:
     }
     if wanted and wanted not in strides:
         raise UserError(f"the backbone has no map '{wanted}', but {', '.join(strides)}")
-    usual = cfg.MODEL.QB_HEAT.IN_FEATURE
-    return wanted or (usual if usual in strides else max(strides, key=strides.__getitem__))
+    # Of the coarsest maps the last, which is the deepest.
+    return wanted or max(reversed(strides), key=strides.__getitem__)
 
 
 def load_backbone(backbone: Backbone, weights: str) -> None:

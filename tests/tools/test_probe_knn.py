@@ -110,6 +110,8 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
         (["--random", "--recalibrate-bn", "-1"], "a number of images, not -1"),
         (["--random", "TEST.KNN.K", "0"], "must be positive"),
         (["--random", "--val-folder", "OTHER"], r"1 classes that .* lacks \(d\)"),
+        (["--random", "--train-folder", "BROKEN"], "images that are to vote can be read"),
+        (["--random", "--val-folder", "BROKEN"], "images that are to be classified can be read"),
     ],
 )
 def test_what_cannot_be_scored_ends_in_a_sentence(
@@ -124,7 +126,11 @@ def test_what_cannot_be_scored_ends_in_a_sentence(
     )
     (tmp_path / "other" / "d").mkdir(parents=True)
     save(tmp_path / "other" / "d" / "0.png", draw(32, 32, seed=0))
-    known = {"W": str(tmp_path / "w.safetensors"), "OTHER": str(tmp_path / "other")}
+    for name in "abc":
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name / "0.png").write_text("no image")
+    known = {"W": str(tmp_path / "w.safetensors")}
+    known |= {name.upper(): str(tmp_path / name) for name in ("other", "broken")}
     given = [known.get(word, word) for word in words]
     with pytest.raises(SystemExit) as stopped:
         main(["--config-file", make_config(tmp_path), *folders, *given])
