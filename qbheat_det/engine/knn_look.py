@@ -2,8 +2,7 @@
 """A nearest-neighbour score of the backbone while it is pre-trained, and of weights alone."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from detectron2.config import CfgNode
 from detectron2.utils import comm
@@ -15,20 +14,11 @@ from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
 
 from .broken_images import name_faults
 from .looking import Look
+from .pretraining_looks import MapModel
 
 logger = logging.getLogger(__name__)
 _MOST_BESIDE_OTHERS = 100_000  # images
 _PARTS = ("backbone", "in_features", "preprocess_image")  # of a MapModel
-
-
-class MapModel(Protocol):
-    """A model whose backbone gives the map that is scored."""
-
-    backbone: Callable[[Tensor], Mapping[str, Tensor]]
-    in_features: Sequence[str]
-
-    def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns what the backbone takes."""
 
 
 def build_knn_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
