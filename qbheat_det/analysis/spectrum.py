@@ -132,9 +132,8 @@ class RotatedControl:
     """Matrices of the same singular values, in directions drawn once: what size and rank alone do.
 
     Whatever depends on how the directions of several matrices, or of rows and columns of one, lie
-    to each other is chance in them. Of the same Frobenius norm alone, they would also be of full
-    rank, and commute better than any of low rank. What opposite directions share by construction
-    (Eq. 9), the control shares too.
+    to each other is chance in them; they commute as matrices of chance do, whatever their rank.
+    What opposite directions share by construction (Eq. 9), the control shares too.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -152,7 +151,7 @@ class RotatedControl:
             if scale not in self._directions:
                 self._directions[scale] = self._draw(matrices, index)
             found = {
-                name: (left * torch.linalg.svdvals(matrices[name].float())) @ right
+                name: (left * torch.linalg.svdvals(matrices[name].detach().float().cpu())) @ right
                 for name, (left, right) in self._directions[scale].items()
             }
             for one, other in AXES.values():
