@@ -29,7 +29,7 @@ from detectron2.config import CfgNode
 from tabulate import tabulate
 
 import qbheat_det  # noqa: F401  (registers models and data sets)
-from qbheat_det.checkpoint import write_atomically
+from qbheat_det.checkpoint import check_weights_file, write_atomically
 from qbheat_det.config import load_config
 from qbheat_det.engine.knn_probe import KnnProbe, ProbeRow
 from qbheat_det.engine.run_config import load_run_config
@@ -108,6 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if args.recalibrate_bn < 0:
         raise UserError(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
+    for file in args.weights:  # all, before minutes go into the first
+        check_weights_file(file)
     cfg = load(args)
     seeds = [*([max(cfg.SEED, 0)] if args.random else []), *args.random_seeds]
     if not (args.weights or seeds):

@@ -122,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     losses = dict(report.losses)
     for file, own in models.items():
         losses[file] = evaluate_weights(own, held_out)
+        losses[f"{file} - ridge"] = losses[file].minus(losses["ridge"])
     print(format_table(losses))
     print(
         f"\n{describe(cfg)}; mean and standard error over {losses['zero'].num_images:,} held-out "

@@ -42,3 +42,16 @@ class HeldOutLosses:
                 by_image.setdefault(image, []).append(loss)
         rows["mean"] = [statistics.fmean(losses) for losses in by_image.values()]
         return {name: mean_and_standard_error(row) for name, row in rows.items()}
+
+    def minus(self, other: "HeldOutLosses") -> "HeldOutLosses":
+        """Returns the differences of images that both have seen.
+
+        Images differ more than predictors do, so their mean is known better than either's.
+        """
+        difference = HeldOutLosses()
+        for view, values in self._values.items():
+            known = other._values[view]
+            difference._values[view] = {
+                image: loss - known[image] for image, loss in values.items() if image in known
+            }
+        return difference

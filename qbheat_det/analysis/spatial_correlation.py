@@ -2,7 +2,8 @@
 """How much the positions of a feature map say the same: spatial correlation, an image at a time.
 
 Paper: QB-Heat, arXiv:2211.13228, Appendix D and Fig. 12, after "Barlow Twins", arXiv:2103.03230.
-Left open there and chosen here: features are compared by the cosine, without their mean taken off.
+As there, the mean over the channels is taken off: maps behind a rectifier, which have no negative
+features, would else seem correlated where they are not.
 """
 
 from torch import Tensor
@@ -10,10 +11,10 @@ from torch.nn import functional as F
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
-    """Returns the mean |cosine| between the features of any two positions of a map.
+    """Returns the mean |correlation| over channels between any two positions of a map.
 
-    It is 1 where all positions point in one direction or its opposite, and 0 where they are
-    orthogonal to each other. A position whose features are all zero counts as orthogonal.
+    It is 1 where the features of all positions are the same, up to sign, scale and a constant, and
+    0 where none says anything of another. A position whose features are all equal counts so.
 
     Args:
         features: (N, C, H, W), two positions or more.
@@ -24,10 +25,12 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
     Raises:
         ValueError: a map has less than two positions.
     """
-    vectors = F.normalize(features.float().flatten(2).transpose(1, 2), dim=-1)
+    vectors = features.float().flatten(2).transpose(1, 2)
+    vectors = F.normalize(vectors - vectors.mean(dim=-1, keepdim=True), dim=-1)
     positions = vectors.shape[1]
     if positions < 2:
         raise ValueError(f"correlation needs two positions of a map, but there is {positions}")
-    cosines = (vectors @ vectors.transpose(1, 2)).abs()
-    off_diagonal = cosines.sum(dim=(1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(dim=1)
+    correlations = (vectors @ vectors.transpose(1, 2)).abs()
+    off_diagonal = correlations.sum(dim=(1, 2))
+    off_diagonal = off_diagonal - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)
     return (off_diagonal / (positions * (positions - 1))).clamp(0.0, 1.0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LEAST_VOTE = 1e-300  # of a neighbour, however far: less would round to none
 _CHUNK = 2**24  # similarities at a time: 128 MB
 
 
@@ -101,7 +102,10 @@ def rank_true_classes(
     for some, truth in zip(features.split(rows), labels.split(rows), strict=True):
         similarities = (_normalised(some) @ voters).float()
         neighbours = _first_of_the_largest(similarities, k)
-        weights = (similarities.gather(1, neighbours).double() / temperature).exp()
+        nearest = similarities.gather(1, neighbours).double()
+        # Relative to the largest: exp(1 / temperature) alone is infinite at a low temperature.
+        nearest -= nearest.amax(dim=1, keepdim=True)
+        weights = (nearest / temperature).exp().clamp(min=_LEAST_VOTE)
         votes = weights.new_zeros(len(some), num_classes)
         votes.scatter_add_(1, train_labels[neighbours], weights)
         own = votes.gather(1, truth[:, None])

@@ -247,6 +247,21 @@ def test_images_that_cannot_be_read_are_left_out_and_kept_in_mind(tmp_path: Path
         assert losses_of(report, name) == pytest.approx(losses_of(expected, name), rel=1e-6)
 
 
+def test_a_difference_is_of_the_same_images() -> None:
+    first, second = HeldOutLosses(), HeldOutLosses()
+    views = [{"image_id": i, "place": place} for i in range(3) for place in ("top_left", "centre")]
+    first.add(views, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 7.0]))
+    second.add(views[:4], torch.tensor([0.5, 2.5, 1.5, 2.5]))
+    found = first.minus(second).summarise()
+    # Corners 0.5 and 1.5, centres -0.5 and 1.5; by image 0 and 1.5. Spread of two: half apart.
+    for view, expected in {
+        "corner": (1.0, 0.5),
+        "centre": (0.5, 1.0),
+        "mean": (0.75, 0.75),
+    }.items():
+        torch.testing.assert_close(found[view], expected)
+
+
 def test_too_little_to_learn_from_is_said(tmp_path: Path) -> None:
     train = write(tmp_path / "train", draw(2, seed=0))
     val = write(tmp_path / "val", draw(1, seed=1))

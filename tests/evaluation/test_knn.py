@@ -99,6 +99,16 @@ def test_the_scale_of_features_does_not_matter(factor: float) -> None:
     assert score_neighbours((train[0] * factor, train[1]), (val[0] / factor, val[1])) == expected
 
 
+def test_at_a_very_low_temperature_the_nearest_decides() -> None:
+    train = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]), torch.tensor([0, 1, 2])
+    val = torch.tensor([[0.1, 1.0], [1.0, 0.1]]), torch.tensor([2, 0])
+    # exp(1 / 0.001) is infinite in float64: all would tie, and the first class win.
+    ranks = rank_true_classes(train, val, k=3, temperature=0.001)
+    torch.testing.assert_close(ranks, torch.tensor([0, 0]))
+    ranks = rank_true_classes(train, (val[0], torch.tensor([0, 2])), k=3, temperature=0.001)
+    assert int(ranks.max()) < 3  # they have votes, however small
+
+
 def test_errors_are_those_of_binomial_counts() -> None:
     score = KnnScore.from_ranks(torch.tensor([0, 0, 3, 9]))
     expected = KnnScore(50.0, 75.0, 25.0, 100 * math.sqrt(0.75 * 0.25 / 4), 4)

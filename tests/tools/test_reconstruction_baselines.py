@@ -60,15 +60,19 @@ def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
     path = tmp_path / "made" / "figures.json"
     tool.main([*folders, "--weights", zero, "--weights", trained, "--json", str(path)])
     rows = json.loads(path.read_text())["losses"]
-    assert list(rows) == ["zero", "mean image", "ridge", zero, trained]
+    beside = [name for file in (zero, trained) for name in (file, f"{file} - ridge")]
+    assert list(rows) == ["zero", "mean image", "ridge", *beside]
     for view in VIEWS:
         assert rows[zero][view]["loss"] == pytest.approx(rows["zero"][view]["loss"], rel=1e-5)
     text = capsys.readouterr().out
     assert text.splitlines()[0].split() == list(VIEWS)
-    line = next(line for line in text.splitlines() if line.startswith(trained))
+    for view in VIEWS:
+        expected = rows[trained][view]["loss"] - rows["ridge"][view]["loss"]
+        assert rows[f"{trained} - ridge"][view]["loss"] == pytest.approx(expected)
+    line = next(line for line in text.splitlines() if line.startswith(f"{trained}  "))
     figures = [rows[trained][view] for view in VIEWS]
     cells = [f"{cell['loss']:.4f} ± {cell['standard_error']:.4f}" for cell in figures]
-    assert line[len(trained) :].split("  ") == ["", *cells]
+    assert [cell for cell in line[len(trained) :].split("  ") if cell.strip()] == cells
     assert "over 5 held-out images. Learned from 6 images (12 with crops" in text
 
     cfg = load_config(CONFIG, SMALL)  # and as a run evaluates itself

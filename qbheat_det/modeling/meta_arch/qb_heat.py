@@ -8,6 +8,7 @@ paper counts as part of the backbone and its classifiers and decoders read: pre-
 earlier map, the last convolution would stay random under a frozen backbone.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from qbheat_det.modeling.pretrain import (
     unpatchify,
     visible_positions,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @META_ARCH_REGISTRY.register()
@@ -79,6 +82,12 @@ class QBHeat(nn.Module):
                 f"'{in_feature}' has stride {shape.stride}, but the decoder's patches have "
                 f"{decoder.patch_size} pixels a side: both must be the same"
             )
+        for name, other in backbone.output_shape().items():
+            if (other.stride or 0) > shape.stride:
+                logger.warning(
+                    f"'{name}' lies behind '{in_feature}', which is what is learned from: its own "
+                    "layers stay as they began"
+                )
         self.backbone = backbone
         self.projection = nn.Conv2d(shape.channels, predictor.dim, 1)
         nn.init.xavier_uniform_(self.projection.weight)
@@ -242,7 +251,8 @@ def find_map(shapes: Mapping[str, ShapeSpec], name: str, image_size: int) -> Sha
     if name not in strides:
         raise ValueError(
             f"MODEL.QB_HEAT.IN_FEATURE '{name}' is no map of the backbone, whose maps have the "
-            f"strides {strides}; for images of {image_size} pixels, use one of {fitting}"
+            f"strides {strides}; for images of {image_size} pixels, use one of {fitting}, or ask "
+            "the backbone for more maps (MODEL.TIMM.OUT_FEATURES, MODEL.MOBILE_FORMER.OUT_FEATURES)"
         )
     if name not in fitting or image_size < 1:
         multiple = 4 * strides[name]

@@ -86,9 +86,12 @@ class HeatPredictor(nn.Module):
             visible: "corner", "centre" or "both": the scales to be had.
 
         Raises:
-            ValueError: another number of models, or another kind of visible quarter.
+            ValueError: another number of models, or another kind of visible quarter, or no
+                features.
         """
         super().__init__()
+        if dim < 1:
+            raise ValueError(f"FEATURE_DIM is at least 1, not {dim}")
         if visible not in PLACES_OF:
             raise ValueError(f"VISIBLE is one of {tuple(PLACES_OF)}, not '{visible}'")
         self.dim = dim

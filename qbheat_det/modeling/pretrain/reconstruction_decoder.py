@@ -39,12 +39,19 @@ class ReconstructionDecoder(nn.Module):
             mlp_ratio: hidden width of the feed-forward networks, in widths.
 
         Raises:
-            ValueError: ``dim`` is not divisible by the number of heads and by 4.
+            ValueError: ``dim`` is not divisible by the number of heads and by 4, or something is
+                not positive.
         """
         super().__init__()
-        if dim % num_heads or dim % 4:
+        if min(dim, num_heads) < 1 or dim % num_heads or dim % 4:
             raise ValueError(
-                f"DECODER_DIM {dim} must be divisible by 4 and by DECODER_HEADS {num_heads}"
+                f"DECODER_DIM {dim} must be positive and divisible by 4 and by DECODER_HEADS "
+                f"{num_heads}"
+            )
+        if depth < 1 or not mlp_ratio > 0:
+            raise ValueError(
+                f"DECODER_DEPTH is at least 1, not {depth}, and DECODER_MLP_RATIO above 0, not "
+                f"{mlp_ratio}"
             )
         self.grid_size = grid_size
         self.patch_size = patch_size

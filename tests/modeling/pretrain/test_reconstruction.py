@@ -113,5 +113,20 @@ def test_the_positions_are_no_weights() -> None:
 
 
 def test_a_width_that_the_heads_do_not_divide_is_named() -> None:
-    with pytest.raises(ValueError, match="DECODER_DIM 18 must be divisible by 4"):
+    with pytest.raises(ValueError, match="DECODER_DIM 18 must be positive and divisible by 4"):
         ReconstructionDecoder(in_channels=18, grid_size=4, patch_size=2, dim=18, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"dim": 0}, "DECODER_DIM 0 must be positive"),
+        ({"num_heads": 0}, "DECODER_HEADS 0"),
+        ({"depth": -1}, "DECODER_DEPTH is at least 1, not -1"),
+        ({"mlp_ratio": 0.0}, "DECODER_MLP_RATIO above 0, not 0"),
+    ],
+)
+def test_a_decoder_of_nothing_is_refused(values: dict[str, float], expected: str) -> None:
+    sizes = {"in_channels": 4, "grid_size": 4, "patch_size": 2, "dim": 8, "num_heads": 2}
+    with pytest.raises(ValueError, match=expected):
+        ReconstructionDecoder(**{**sizes, **values})  # type: ignore[arg-type]
