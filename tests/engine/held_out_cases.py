@@ -25,6 +25,7 @@ OPTS = {
     "SOLVER.MAX_ITER": "2",
     "SOLVER.LOG_PERIOD": "1",
     "SOLVER.WARMUP_ITERS": "1",
+    "LOOK.ENABLED": "False",
     "SEED": "3",
 }
 
