@@ -23,6 +23,8 @@ examples:
 """
 
 import argparse
+import logging
+import sys
 from pathlib import Path
 
 import qbheat_det  # noqa: F401  (registers models and data sets)
@@ -53,9 +55,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 @exit_with_sentence
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if args.recalibrate_bn is not None and args.recalibrate_bn < 1:
         raise UserError(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
-    num_tensors = export_backbone(
+    num_tensors, num_images = export_backbone(
         args.weights,
         args.output,
         overwrite=args.overwrite,
@@ -63,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         image_folders=args.image_folder,
         opts=args.opts,
     )
-    how = f", statistics from {args.recalibrate_bn} images" if args.recalibrate_bn else ""
+    how = f", statistics from {num_images} images" if num_images else ""
     print(f"{args.output}: {num_tensors} tensors{how}")
 
 

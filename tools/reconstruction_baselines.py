@@ -109,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cfg, models = _load_configs(args)
     train = _load_records(args.image_folder, args.max_images)
     held_out = _load_records(args.val_image_folder, args.max_images)
+    # First, since a file that does not fit ends it here.
+    own_losses = {file: evaluate_weights(own, held_out) for file, own in models.items()}
     began = time.perf_counter()
     report = compute_baselines(
         cfg,
@@ -120,8 +122,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     seconds = time.perf_counter() - began
     losses = dict(report.losses)
-    for file, own in models.items():
-        losses[file] = evaluate_weights(own, held_out)
+    for file, own in own_losses.items():
+        losses[file] = own
         losses[f"{file} - ridge"] = losses[file].minus(losses["ridge"])
     print(format_table(losses))
     print(

@@ -32,7 +32,7 @@ def export_backbone(
     num_images: int = 0,
     image_folders: Sequence[str] = (),
     opts: Sequence[str] = (),
-) -> int:
+) -> tuple[int, int]:
     """Writes the backbone of ``weights``, names without prefix, with its description.
 
     Args:
@@ -44,7 +44,7 @@ def export_backbone(
         opts: overrides of that config, ``KEY VALUE``.
 
     Returns:
-        The number of tensors written.
+        The number of tensors written, and of images that statistics were estimated on.
 
     Raises:
         UserError: the weights hold no backbone, cannot be read, or ``output`` is not to be written.
@@ -59,6 +59,7 @@ def export_backbone(
             f"'{weights}' has no tensors named 'backbone.…', such as checkpoints of training have"
         )
     bare = {short: state[name] for name, short in names.items()}
+    images: list[Tensor] = []
     if num_images:
         cfg = load_run_config(weights, opts=opts)
         records = load_image_folders(image_folders)[0] if image_folders else training_records(cfg)
@@ -69,7 +70,7 @@ def export_backbone(
         info or WeightsInfo(), class_names=(), category_ids=(), left_behind=()
     )
     save_weights(str(output), bare, info)
-    return len(bare)
+    return len(bare), len(images)
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
@@ -25,6 +25,11 @@ logger = logging.getLogger(__name__)
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
 CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
+_CUSTOM = (
+    *(CUSTOM_TRAIN, CUSTOM_VAL),
+    *(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES),
+    *(CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL),
+)
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +79,7 @@ def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
     Raises:
         UserError: flags contradict each other or the config, or data are not sound.
     """
+    _forget_flags_of_another_run(cfg)
     if getattr(args, "image_folder", None):
         _use_image_folders(cfg, args)
     else:
@@ -82,6 +88,15 @@ def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
         _use_val_image_folders(cfg, args)
     _use_knn_folders(cfg, args)
     _warn_of_shared_folders(args)
+
+
+def _forget_flags_of_another_run(cfg: CfgNode) -> None:
+    """A config that a run wrote names sets that its flags made, which are not here."""
+    for node, key in ((cfg.DATASETS, "TRAIN"), (cfg.DATASETS, "TEST"),
+                      (cfg.TEST.KNN, "TRAIN"), (cfg.TEST.KNN, "VAL")):  # fmt: skip
+        node[key] = tuple(
+            name for name in node[key] if name not in _CUSTOM or name in DatasetCatalog
+        )
 
 
 def _use_image_folders(cfg: CfgNode, args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ BatchNorm", Wu & Johnson, arXiv:2105.07576, whose code in fvcore does the counti
 """
 
 import itertools
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ from torch import Tensor, nn
 
 from qbheat_det.data import Fault, build_mapper, raise_first
 from qbheat_det.errors import UserError
+
+from .broken_images import name_faults
+
+logger = logging.getLogger(__name__)
 
 
 def recalibrate_bn(
@@ -101,10 +106,10 @@ def read_whole_images(
         seed: of the draw.
 
     Returns:
-        (3, H, W) each, in pixels.
+        (3, H, W) each, in pixels. What cannot be read is left out and named in the log.
 
     Raises:
-        UserError: an image cannot be read.
+        UserError: no image can be read.
     """
     chosen = random.Random(seed).sample(list(records), min(num_images, len(records)))
     loader = build_detection_test_loader(
@@ -117,7 +122,12 @@ def read_whole_images(
             faults.append(entry)
         else:  # copied, since what workers send is an open file each, and a process may have few
             images.append(entry["image"].clone())
-    raise_first(faults)
+    if not images:
+        raise_first(faults)
+    if faults:
+        logger.warning(
+            "%d of %d images are left out: %s", len(faults), len(chosen), name_faults(faults)
+        )
     return images
 
 

@@ -136,3 +136,13 @@ def test_held_out_images_of_which_none_can_be_read_are_refused_at_once(tmp_path:
     (tmp_path / "mixed" / "a.jpg").write_bytes(b"no")
     forget_runs(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
     configure(*words[:-1], str(tmp_path / "mixed"))
+
+
+def test_sets_that_flags_of_another_run_made_are_not_looked_for(tmp_path: Path) -> None:
+    others = ("TEST.KNN.TRAIN", "('custom_knn_train',)", "TEST.KNN.VAL", "('custom_knn_val',)")
+    images = str(make_images(tmp_path / "one", 2))
+    cfg = configure("--image-folder", images, "DATASETS.TEST", "('custom_val_images',)", *others)
+    assert (cfg.DATASETS.TEST, cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL) == ((), (), ())
+    forget_runs(CUSTOM_IMAGES)
+    with pytest.raises(UserError, match=r"names no dataset; .*--image-folder"):
+        configure("DATASETS.TRAIN", "('custom_images',)", "DATASETS.TEST", "()")

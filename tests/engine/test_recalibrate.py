@@ -140,6 +140,24 @@ def test_images_come_whole_through_the_configs_mapper_and_without_repetition(
     assert len(read_whole_images(cfg, records, 100)) == 6
 
 
+def test_images_that_cannot_be_read_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Image.new("RGB", (40, 30)).save(tmp_path / "good.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    cfg = get_cfg()
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    cfg.INPUT.FORMAT = "RGB"
+    cfg.INPUT.PRETRAIN.SIZE = 32
+    cfg.DATALOADER.NUM_WORKERS = 0
+    records = load_image_folders([tmp_path])[0]
+    assert len(read_whole_images(cfg, records, 2)) == 1
+    assert "1 of 2 images are left out" in caplog.text
+    assert "broken.png" in caplog.text
+    with pytest.raises(UserError, match=r"broken\.png"):
+        read_whole_images(cfg, [r for r in records if "broken" in r["file_name"]], 2)
+
+
 def test_a_training_set_that_is_not_known_here_is_named() -> None:
     cfg = get_cfg()
     cfg.DATASETS.TRAIN = ("of_another_machine",)
