@@ -9,6 +9,8 @@ features, would else seem correlated where they are not.
 from torch import Tensor
 from torch.nn import functional as F
 
+_ROUNDING = 1e-6  # relative
+
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
     """Returns the mean |correlation| over channels between any two positions of a map.
@@ -26,7 +28,10 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
         ValueError: a map has less than two positions.
     """
     vectors = features.float().flatten(2).transpose(1, 2)
-    vectors = F.normalize(vectors - vectors.mean(dim=-1, keepdim=True), dim=-1)
+    centred = vectors - vectors.mean(dim=-1, keepdim=True)
+    # Of features that are all equal, rounding is left, which must not pass for a direction.
+    differ = centred.norm(dim=-1, keepdim=True) > _ROUNDING * vectors.norm(dim=-1, keepdim=True)
+    vectors = F.normalize(centred * differ, dim=-1)
     positions = vectors.shape[1]
     if positions < 2:
         raise ValueError(f"correlation needs two positions of a map, but there is {positions}")

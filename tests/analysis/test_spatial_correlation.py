@@ -42,5 +42,7 @@ def test_positions_without_features_count_as_unrelated() -> None:
     maps[0, 0, 0] = 1.0  # two of four positions, equal: one pair of six
     torch.testing.assert_close(measure_spatial_correlation(maps), torch.tensor([1 / 6]))
     torch.testing.assert_close(measure_spatial_correlation(0 * maps), torch.zeros(1))
+    equal = torch.full((1, 720, 2, 2), 0.1)  # whose mean is not 0.1 to the last bit
+    torch.testing.assert_close(measure_spatial_correlation(equal), torch.zeros(1))
     with pytest.raises(ValueError, match="two positions"):
         measure_spatial_correlation(torch.zeros(1, 2, 1, 1))
