@@ -47,11 +47,12 @@ from qbheat_det.engine import Trainer, build_config, setup  # noqa: E402
 from qbheat_det.engine.backbone_export import export_backbone  # noqa: E402
 from qbheat_det.engine.media import read_bgr, write_image  # noqa: E402
 from qbheat_det.engine.prediction import build_predictor, load_run_config  # noqa: E402
-from qbheat_det.errors import exit_with_sentence  # noqa: E402
+from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 NUM_PICTURES = 12
 NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
 SCORE_THRESHOLD = 0.4
+MARK = ".of_the_demo"  # in folders that the next demo may remove
 
 
 class Progress(HookBase):
@@ -102,15 +103,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def clear(folder: Path) -> None:
+    """Makes an empty folder; what an earlier demo left there is removed, anything else is not."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
+        raise UserError(f"'{folder}' is not of the demo: name another folder with --output")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARK).touch()
+
+
 def start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
     """Sets a run up; of Detectron2's log, only errors reach the console from here on."""
-    shutil.rmtree(output, ignore_errors=True)  # its own, from the last time
     args = argparse.Namespace(
         config_file=get_config_path(config), opts=["OUTPUT_DIR", str(output), *opts]
     )
     args.eval_only = args.resume = False
     args.train_json = args.train_images = args.val_json = args.val_images = None
     cfg = build_config(args)
+    clear(output)
     with contextlib.redirect_stdout(io.StringIO()) as hidden:
         setup(cfg, args)
     for name in ("detectron2", "fvcore"):

@@ -104,6 +104,22 @@ def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
     assert "is there already: training again" in capsys.readouterr().out
 
 
+def test_a_folder_that_is_not_of_the_demo_is_left_alone(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pretraining").mkdir()
+    weights = tmp_path / "pretraining" / "model_final.pth"
+    weights.write_bytes(b"a week of training")
+    for more in ([], ["--pretraining", "SOLVER.MISSPELT", "1"]):
+        with pytest.raises(SystemExit) as stopped:
+            demo.main(["--output", str(tmp_path), *more])
+        assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "is not of the demo: name another folder with --output" in said
+    assert "SOLVER.MISSPELT" in said
+    assert weights.read_bytes() == b"a week of training"
+
+
 def test_help_says_that_it_trains_again(
     demo: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
