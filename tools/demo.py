@@ -119,8 +119,8 @@ def start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
     )
     args.eval_only = args.resume = False
     args.train_json = args.train_images = args.val_json = args.val_images = None
-    cfg = build_config(args)
     clear(output)
+    cfg = build_config(args)
     with contextlib.redirect_stdout(io.StringIO()) as hidden:
         setup(cfg, args)
     for name in ("detectron2", "fvcore"):
