@@ -51,7 +51,7 @@ from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 NUM_PICTURES = 12
 NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
-SCORE_THRESHOLD = 0.4
+SCORE_THRESHOLD = 0.2
 MARK = ".of_the_demo"  # in folders that the next demo may remove
 
 
