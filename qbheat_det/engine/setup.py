@@ -67,7 +67,7 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     if comm.is_main_process():
         for name in labelled:
             _check_content(cfg, name)
-        for name in set(cfg.DATASETS.TEST) - set(labelled):
+        for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
             file_names = [record["file_name"] for record in DatasetCatalog.get(name)]
             check_some_readable(f"dataset '{name}'", file_names)
     cfg.freeze()
