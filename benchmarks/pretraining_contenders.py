@@ -32,7 +32,7 @@ class Setting:
     """Sizes that all models share.
 
     On the CPU the encoder's part has more images than a step: what a call costs whatever the batch
-    is, 0.09 s of 0.28 s at 4 images of 256 pixels for 285M, would hide what masking does.
+    is would hide what masking does.
     """
 
     name: str

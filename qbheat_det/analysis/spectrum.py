@@ -121,11 +121,25 @@ def describe_models(models: Mapping[str, tuple[float, Mapping[str, Tensor]]]) ->
         models: for each scale its offset, and M (C, C) by the names of ``NAMES``; others are
             passed over.
     """
-    eigenvalues = {
-        scale: {name: sort_eigenvalues(matrices[name]) for name in NAMES}
-        for scale, (_, matrices) in models.items()
+    matrices = {
+        scale: {name: found[name].detach().cpu() for name in NAMES}
+        for scale, (_, found) in models.items()
     }
-    return _describe_models(models, eigenvalues)
+    scales = {
+        scale: _describe_scale(matrices[scale], offset) for scale, (offset, _) in models.items()
+    }
+    if len(models) != 2:
+        return Spectrum(scales)
+    first, second = matrices.values()
+    one, other = (scale.matrices for scale in scales.values())
+    return Spectrum(
+        scales,
+        cosines={name: cosine(first[name], second[name]) for name in NAMES},
+        correlations={
+            name: magnitude_correlation(one[name].magnitudes, other[name].magnitudes)
+            for name in NAMES
+        },
+    )
 
 
 class RotatedControl:
@@ -245,38 +259,10 @@ def magnitude_correlation(a: Tensor, b: Tensor) -> float:
     return _ratio((a * b).sum(), a.norm() * b.norm())
 
 
-def _describe_models(
-    models: Mapping[str, tuple[float, Mapping[str, Tensor]]],
-    eigenvalues: Mapping[str, Mapping[str, Tensor]],
-) -> Spectrum:
-    matrices = {
-        scale: {name: found[name].detach().cpu() for name in NAMES}
-        for scale, (_, found) in models.items()
-    }
-    scales = {
-        scale: _describe_scale(matrices[scale], offset, eigenvalues[scale])
-        for scale, (offset, _) in models.items()
-    }
-    if len(models) != 2:
-        return Spectrum(scales)
-    first, second = matrices.values()
-    one, other = (scale.matrices for scale in scales.values())
-    return Spectrum(
-        scales,
-        cosines={name: cosine(first[name], second[name]) for name in NAMES},
-        correlations={
-            name: magnitude_correlation(one[name].magnitudes, other[name].magnitudes)
-            for name in NAMES
-        },
-    )
-
-
-def _describe_scale(
-    matrices: Mapping[str, Tensor], offset: float, eigenvalues: Mapping[str, Tensor]
-) -> ScaleSpectrum:
+def _describe_scale(matrices: Mapping[str, Tensor], offset: float) -> ScaleSpectrum:
     described = {
         name: MatrixSpectrum(
-            eigenvalues=eigenvalues[name] / offset,
+            eigenvalues=sort_eigenvalues(matrix) / offset,
             rank=rank(matrix),
             effective_rank=effective_rank(matrix),
             condition=condition(torch.eye(len(matrix), dtype=matrix.dtype) + matrix),
