@@ -4,6 +4,8 @@
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
+from .classifier_keys import add_classifier_keys
+from .classify_data_keys import add_classify_data_keys
 from .knn_keys import add_knn_keys
 from .looking_keys import add_looking_keys
 from .pretraining_data_keys import add_pretraining_data_keys
@@ -38,15 +40,18 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.MODEL.TIMM.OUT_FEATURES = ["s8", "s16"]  # maps by stride, of those that the model has
     _add_mf_detr(cfg)
     add_pretraining_keys(cfg)
+    add_classifier_keys(cfg)
 
     # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does,
-    # "pretrain" cuts out a random part of an image without annotations.
+    # "pretrain" cuts out a random part of an image without annotations, "classify" augments it
+    # further, with the label of the image's class folder.
     cfg.INPUT.DATASET_MAPPER_NAME = "default"
     # Crop of the "detr" mapper: with probability 1/2 resize the shorter side to one of these
     # lengths (pixels), then crop height and width uniform in [min, max] (pixels). Empty: no crop.
     cfg.INPUT.DETR_CROP_RESIZE = [400, 500, 600]
     cfg.INPUT.DETR_CROP_RANGE = [384, 600]
     add_pretraining_data_keys(cfg)
+    add_classify_data_keys(cfg)
 
     # Read the header and the last bytes of every image file before training.
     cfg.DATASETS.CHECK_IMAGES = True

@@ -5,6 +5,7 @@ Importing this package registers ``qbheat_toy_train`` and ``qbheat_toy_val``, an
 pre-training that ``register_pretraining_sets`` lists.
 """
 
+from .classification_mapper import ClassificationMapper
 from .coco_images import load_coco_images, register_coco_images
 from .coco_json import CocoSummary, check_coco_json, check_same_classes, register_coco_json
 from .decoded_images import DecodedImages, decode_if_small
@@ -20,7 +21,7 @@ from .image_folder import (
     register_image_folders,
 )
 from .labelled_images import load_labelled_sets, unite_labels
-from .mappers import DATASET_MAPPERS, MAPPERS_OF_IMAGES, build_mapper
+from .mappers import DATASET_MAPPERS, MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper
 from .pretraining_mapper import PretrainingMapper
 from .pretraining_sets import register_pretraining_sets
 from .record_checks import check_records
@@ -31,9 +32,11 @@ from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy
 __all__ = [
     "DATASET_MAPPERS",
     "IMAGE_SUFFIXES",
+    "MAPPERS_OF_CLASSES",
     "MAPPERS_OF_IMAGES",
     "STEP",
     "TOY_SETS",
+    "ClassificationMapper",
     "CocoSummary",
     "DecodedImages",
     "DetrDatasetMapper",

@@ -12,6 +12,7 @@ from PIL.Image import DecompressionBombError
 
 from qbheat_det.errors import UserError
 
+from .classification_mapper import ClassificationMapper
 from .detr_mapper import DetrDatasetMapper
 from .faults import Fault
 from .pretraining_mapper import PretrainingMapper
@@ -23,6 +24,7 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
     "default": DatasetMapper,
     "detr": DetrDatasetMapper,
     "pretrain": PretrainingMapper,
+    "classify": ClassificationMapper,
 }
 """What ``INPUT.DATASET_MAPPER_NAME`` can name: ``(cfg, is_train) -> mapper``.
 
@@ -31,8 +33,11 @@ subclass of Detectron2's ``DatasetMapper`` fits as it is. Before training, a met
 gets all records, where the mapper has one.
 """
 
-MAPPERS_OF_IMAGES = {"pretrain"}
+MAPPERS_OF_IMAGES = {"pretrain", "classify"}
 """Names of the mappers that need no annotations; one of your own goes here too if it needs none."""
+
+MAPPERS_OF_CLASSES = {"classify"}
+"""Those among them for images that have the class of their folder as "label"."""
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "CheckedMapper":

@@ -31,8 +31,8 @@ class PretrainingMapper:
     Returns the record's ``file_name``, ``image_id``, ``label`` and ``place`` (of the quarter that
     is to be visible), as far as it has them, and ``image`` (3, S, S), uint8, in the channel order
     of ``INPUT.FORMAT``. In training, the part, the flip and nothing else are drawn, from torch's
-    global generator; in inference the part is the largest square in the middle. An image that
-    cannot be read is a ``Fault``.
+    global generator; in inference the part is the largest square in the middle, or a share of it.
+    An image that cannot be read is a ``Fault``.
     """
 
     @configurable
@@ -45,6 +45,7 @@ class PretrainingMapper:
         flip: str = "horizontal",
         pixel_format: str = "RGB",
         memory_gb: float = 0.0,
+        test_crop: float = 1.0,
         is_train: bool = True,
     ) -> None:
         """
@@ -55,17 +56,23 @@ class PretrainingMapper:
             flip: "none", or "horizontal" or "vertical" for one in two images.
             pixel_format: "RGB" or "BGR".
             memory_gb: images that take less than this when decoded stay in memory, in GB.
+            test_crop: in inference, side of the square relative to the image's shorter side.
             is_train: whether parts are random.
 
         Raises:
             UserError: a value makes no sense.
         """
         _check(size=size, scale=scale, ratio=ratio, flip=flip, pixel_format=pixel_format)
+        if not 0 < test_crop <= 1:
+            raise UserError(
+                f"INPUT.CLASSIFY.TEST_CROP is a share of a side, above 0 to 1, but is {test_crop}"
+            )
         if memory_gb < 0:
             raise UserError(f"INPUT.PRETRAIN.MEMORY_GB must not be negative, but is {memory_gb}")
         self.size = size
         self.scale = scale[0], scale[1]
         self.ratio = ratio[0], ratio[1]
+        self.test_crop = test_crop
         self.is_train = is_train
         self._flipped = _FLIPS[flip]
         self._reversed = (0,) if pixel_format == "BGR" else ()
@@ -118,7 +125,7 @@ class PretrainingMapper:
 
     def _choose_box(self, width: int, height: int) -> Box:
         if not self.is_train:
-            side = min(width, height)
+            side = max(1, round(self.test_crop * min(width, height)))
             left, top = (width - side) // 2, (height - side) // 2
             return left, top, left + side, top + side
         without_pixels = torch.empty(3, height, width, device="meta")
