@@ -41,6 +41,9 @@ class StepTrainer(SimpleTrainer):
     divide by, from the sum of all counts. Where a step is cut into micro-batches, ``forward`` gets
     the latter as its second argument; where it is not, the model sums over processes by itself.
     The losses of a model without these are taken for means over images.
+
+    A model may also tell what is no loss, such as an accuracy: its attribute ``figures``, 0-d
+    tensors by name, of the last batch of this process. They are read where something is logged.
     """
 
     def __init__(
@@ -202,6 +205,8 @@ class StepTrainer(SimpleTrainer):
         norm = getattr(self.optimizer, "gradient_norm", None)
         if norm is not None:
             storage.put_scalar("gradient_norm", float(norm), smoothing_hint=False)
+        for name, value in getattr(self._bare, "figures", {}).items():
+            storage.put_scalar(name, float(value), smoothing_hint=False)
         if self.grad_scaler.is_enabled():
             scale = self.grad_scaler.get_scale()
             storage.put_scalar("gradient_scale", scale, smoothing_hint=False)

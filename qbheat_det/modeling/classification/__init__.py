@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Classifiers on the features of a Mobile-Former backbone."""
+"""Classifiers on the features of any backbone."""
 
+from .batch_mixing import BatchMixing
 from .linear_decoder import LinearDecoder
 from .transformer_decoder import TransformerDecoder
 
-__all__ = ["LinearDecoder", "TransformerDecoder"]
+__all__ = ["BatchMixing", "LinearDecoder", "TransformerDecoder"]

@@ -2,7 +2,8 @@
 """The linear classifier of the QB-Heat paper ("lin").
 
 Self-Supervised Learning based on Heat Equation, Section B.1. As in its Table 8, the pooled map is
-joined with the first token before the classifier.
+joined with the first token before the classifier, where the backbone gives tokens; of a backbone
+that gives none, the map alone is read.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 
 class LinearDecoder(nn.Module):
-    """Global average pooling, the first token beside it, one linear layer."""
+    """Global average pooling, the first token beside it if there are any, one linear layer."""
 
     def __init__(
         self,
@@ -25,18 +26,20 @@ class LinearDecoder(nn.Module):
     ) -> None:
         """
         Args:
-            input_shape: the backbone's ``output_shape()``, with ``in_feature`` and ``"tokens"``.
+            input_shape: the backbone's ``output_shape()``, with ``in_feature``, and ``"tokens"``
+                where they are to be read.
             num_classes: K.
             normalize: BatchNorm without scale and offset before the linear layer, as linear
                 probing has it; fine-tuning does without.
             in_feature: name of the map to pool.
 
         Raises:
-            ValueError: the backbone does not give the map or the tokens.
+            ValueError: the backbone does not give the map.
         """
         super().__init__()
         channels, token_dim = decoder_widths(input_shape, in_feature)
         self.in_feature = in_feature
+        self.reads_token = token_dim > 0
         self.pool = nn.AdaptiveAvgPool2d(1)
         width = channels + token_dim
         self.norm = nn.BatchNorm1d(width, affine=False) if normalize else nn.Identity()
@@ -47,31 +50,32 @@ class LinearDecoder(nn.Module):
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """
         Args:
-            features: the map (N, C, H, W) under ``in_feature`` and ``"tokens"`` (N, M, D).
+            features: the map (N, C, H, W) under ``in_feature``, and ``"tokens"`` (N, M, D) where
+                the backbone gives them.
 
         Returns:
             Logits, (N, K).
         """
         pooled = self.pool(features[self.in_feature]).flatten(1)
-        token = features["tokens"][:, 0]
-        logits: Tensor = self.classifier(self.norm(torch.cat([pooled, token], dim=1)))
+        if self.reads_token:
+            pooled = torch.cat([pooled, features["tokens"][:, 0]], dim=1)
+        logits: Tensor = self.classifier(self.norm(pooled))
         return logits
 
 
 def decoder_widths(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> tuple[int, int]:
-    """Returns C of the map and D of the tokens.
+    """Returns C of the map and D of the tokens; 0 where the backbone gives no tokens.
 
     Raises:
-        ValueError: one of them is not among the backbone's outputs.
+        ValueError: the map is not among the backbone's outputs.
     """
-    widths = []
-    for name in (in_feature, "tokens"):
-        channels = input_shape[name].channels if name in input_shape else None
-        if channels is None:
-            given = ", ".join(sorted(input_shape))
-            raise ValueError(
-                f"the classifier reads '{name}', but the backbone's outputs are {given}; "
-                f"add it to MODEL.MOBILE_FORMER.OUT_FEATURES"
-            )
-        widths.append(channels)
-    return widths[0], widths[1]
+    shape = input_shape.get(in_feature)
+    if shape is None or not shape.channels or in_feature == "tokens":
+        maps = [name for name in input_shape if name != "tokens"]
+        raise ValueError(
+            f"the classifier reads the map '{in_feature}', but the backbone's maps are "
+            f"{', '.join(maps) or 'none'}: set MODEL.CLASSIFIER.IN_FEATURE to one of them, or add "
+            "it to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
+        )
+    tokens = input_shape.get("tokens")
+    return shape.channels, (tokens.channels or 0) if tokens is not None else 0

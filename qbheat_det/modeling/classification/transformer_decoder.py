@@ -3,7 +3,8 @@
 
 Self-Supervised Learning based on Heat Equation, Section 5. What the paper leaves open is read off
 the parameter counts of its Tables 6 and 15: no position embedding, and the first token beside the
-pooled map as in Table 8. Heads of width 64 are a choice that no count shows.
+pooled map as in Table 8, where the backbone gives tokens. Heads of width 64 are a choice that no
+count shows.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ class TransformerDecoder(nn.Module):
     ) -> None:
         """
         Args:
-            input_shape: the backbone's ``output_shape()``, with ``in_feature`` and ``"tokens"``.
+            input_shape: the backbone's ``output_shape()``, with ``in_feature``, and ``"tokens"``
+                where the first is to be read.
             num_classes: K.
             dim: width of the blocks, a multiple of 64; the paper has 192, 384 and 768 for
                 MF-285M, MF-1.0G and MF-3.7G.
@@ -41,14 +43,20 @@ class TransformerDecoder(nn.Module):
             in_feature: name of the map whose positions the blocks attend over.
 
         Raises:
-            ValueError: ``dim`` is not a multiple of 64, or the backbone does not give the map or
-                the tokens.
+            ValueError: ``dim`` is not a multiple of 64, there is no block, or the backbone does
+                not give the map.
         """
         super().__init__()
         if dim <= 0 or dim % 64:
             raise ValueError(f"dim must be a multiple of 64 (the width of a head), not {dim}")
+        if depth < 1 or not 0 <= dropout < 1:
+            raise ValueError(
+                f"a transformer decoder has at least 1 block and drops a share in [0, 1), not "
+                f"{depth} and {dropout}"
+            )
         channels, token_dim = decoder_widths(input_shape, in_feature)
         self.in_feature = in_feature
+        self.reads_token = token_dim > 0
         self.projection = nn.Linear(channels, dim)
         self.blocks = nn.Sequential(
             *(Block(dim, dim // 64, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
@@ -63,7 +71,8 @@ class TransformerDecoder(nn.Module):
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """
         Args:
-            features: the map (N, C, H, W) under ``in_feature`` and ``"tokens"`` (N, M, D).
+            features: the map (N, C, H, W) under ``in_feature``, and ``"tokens"`` (N, M, D) where
+                the backbone gives them.
 
         Returns:
             Logits, (N, K).
@@ -71,6 +80,7 @@ class TransformerDecoder(nn.Module):
         positions = features[self.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
         positions = self.norm(self.blocks(self.projection(positions)))
         pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
-        token = features["tokens"][:, 0]
-        logits: Tensor = self.classifier(torch.cat([pooled, token], dim=1))
+        if self.reads_token:
+            pooled = torch.cat([pooled, features["tokens"][:, 0]], dim=1)
+        logits: Tensor = self.classifier(pooled)
         return logits

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Meta-architectures; importing this package registers them."""
 
+from .image_classifier import ImageClassifier
 from .mf_detr import MFDETR
 from .qb_heat import QBHeat
 from .retinanet import SyncRetinaNet
 
-__all__ = ["MFDETR", "QBHeat", "SyncRetinaNet"]
+__all__ = ["MFDETR", "ImageClassifier", "QBHeat", "SyncRetinaNet"]

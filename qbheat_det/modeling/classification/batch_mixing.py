@@ -1,0 +1,87 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Mixup and CutMix of a batch, and the soft targets that go with them; both are timm's.
+
+Papers: "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412; "CutMix: Regularization
+Strategy to Train Strong Classifiers with Localizable Features", arXiv:1905.04899; label
+smoothing: "Rethinking the Inception Architecture for Computer Vision", arXiv:1512.00567.
+"""
+
+from timm.data import Mixup
+from timm.data.mixup import mixup_target
+from torch import Tensor
+
+from qbheat_det.errors import UserError
+
+
+class BatchMixing:
+    """Mixes each image of a batch with its mirror in the batch's order, and its label likewise.
+
+    One share is drawn for the whole batch, from NumPy's global generator, which the trainer seeds
+    by the run's seed, the step and the process: a run that is resumed draws the same. Processes
+    draw shares of their own, so that with mixing several of them are not one with a joined batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            num_classes: K.
+            label_smoothing: share of a target that is spread evenly over all classes.
+            mixup: alpha of Mixup's Beta(alpha, alpha); 0 leaves it out.
+            cutmix: alpha of CutMix's; with both, each batch takes one of the two, drawn evenly.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        if num_classes < 1:
+            raise ValueError(f"MODEL.CLASSIFIER.NUM_CLASSES is at least 1, not {num_classes}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(
+                f"MODEL.CLASSIFIER.LABEL_SMOOTHING is a share in [0, 1), not {label_smoothing}"
+            )
+        if not (mixup >= 0 and cutmix >= 0):
+            raise ValueError(
+                f"MODEL.CLASSIFIER.MIXUP ({mixup}) and CUTMIX ({cutmix}) are alphas of beta "
+                "distributions, or 0 to leave them out"
+            )
+        self.num_classes = num_classes
+        self.label_smoothing = label_smoothing
+        self._mix = (
+            Mixup(
+                mixup_alpha=mixup,
+                cutmix_alpha=cutmix,
+                label_smoothing=label_smoothing,
+                num_classes=num_classes,
+            )
+            if mixup or cutmix
+            else None
+        )
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            images: (N, 3, H, W); changed in place where they are mixed.
+            labels: (N,), classes from 0 on.
+
+        Returns:
+            The images, and targets (N, K), each row of which sums to one.
+
+        Raises:
+            UserError: the batch is to be mixed, and its images do not come in pairs.
+        """
+        if self._mix is None:
+            return images, mixup_target(labels, self.num_classes, smoothing=self.label_smoothing)
+        if len(images) % 2:
+            raise UserError(
+                f"Mixup and CutMix pair the images of a batch, and a process has {len(images)}: "
+                "choose SOLVER.IMS_PER_BATCH so that the share of each process, and each of its "
+                "SOLVER.ACCUMULATE parts, is even"
+            )
+        mixed, targets = self._mix(images, labels)
+        return mixed, targets
