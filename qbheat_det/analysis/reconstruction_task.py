@@ -12,12 +12,12 @@ from torch import Tensor
 
 from qbheat_det.data import preserved_randomness
 from qbheat_det.errors import UserError
-from qbheat_det.modeling.meta_arch.qb_heat import find_map
 from qbheat_det.modeling.pretrain import (
     PLACES,
     PLACES_OF,
     ReconstructionLoss,
     VisibleQuarters,
+    find_map,
     visible_positions,
 )
 
@@ -70,7 +70,7 @@ class ReconstructionTask:
                 shapes = build_backbone(cfg).output_shape()
             return cls(
                 image_size=size,
-                patch_size=find_map(shapes, node.IN_FEATURE, size).stride,
+                patch_size=find_map(shapes, node.IN_FEATURE, size, multiple=4).stride,
                 visible=node.VISIBLE,
                 flip=cfg.INPUT.RANDOM_FLIP,
                 loss=ReconstructionLoss(

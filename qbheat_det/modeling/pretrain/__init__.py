@@ -2,8 +2,10 @@
 """Parts of pre-training objectives."""
 
 from .heat_predictor import DIRECTIONS, HeatPredictor, LinearModels, extend
+from .pretraining_model import PretrainingModel, find_map
 from .reconstruction_decoder import ReconstructionDecoder, patchify, unpatchify
 from .reconstruction_loss import ReconstructionLoss
+from .reconstruction_model import Reconstruction, ReconstructionModel, mean_loss
 from .visible_quarter import CORNERS, PLACES, PLACES_OF, VisibleQuarters, visible_positions
 
 __all__ = [
@@ -13,10 +15,15 @@ __all__ = [
     "PLACES_OF",
     "HeatPredictor",
     "LinearModels",
+    "PretrainingModel",
+    "Reconstruction",
     "ReconstructionDecoder",
     "ReconstructionLoss",
+    "ReconstructionModel",
     "VisibleQuarters",
     "extend",
+    "find_map",
+    "mean_loss",
     "patchify",
     "unpatchify",
     "visible_positions",

@@ -1,0 +1,143 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What all pre-training objectives have in common: a backbone, one of its maps, images of one size.
+
+A subclass adds the parts that its objective needs and a ``forward`` that gives losses in training.
+The mapper decodes and crops; what an objective draws at random it draws in the model, and tests and
+pictures can pass it in.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone
+from torch import Tensor, nn
+
+from qbheat_det.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class PretrainingModel(nn.Module):
+    """The backbone that is to be trained, and the way of images into it."""
+
+    left_behind: tuple[str, ...] = ()
+    """The children that nothing but this pre-training needs."""
+    mapper_name = "pretrain"
+    """``INPUT.DATASET_MAPPER_NAME`` of the images that the objective takes."""
+
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        in_feature: str,
+        image_size: int,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+    ) -> None:
+        """
+        Args:
+            backbone: what is to be trained; gives ``in_feature``.
+            in_feature: name of the backbone's map that is learned from.
+            image_size: S, rows and columns of the images.
+            pixel_mean: mean of each channel, in the mapper's pixel format.
+            pixel_std: standard deviation of each channel.
+
+        Raises:
+            ValueError: the backbone has no such map.
+        """
+        super().__init__()
+        shape = find_map(backbone.output_shape(), in_feature, image_size)
+        for name, other in backbone.output_shape().items():
+            if (other.stride or 0) > shape.stride:
+                logger.warning(
+                    f"'{name}' lies behind '{in_feature}', which is what is learned from: its own "
+                    "layers stay as they began"
+                )
+        self.backbone = backbone
+        self.in_features = [in_feature]  # where other models name what they read of a backbone
+        self.image_size = image_size
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
+        self.pixel_mean: Tensor
+        self.pixel_std: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.pixel_mean.device
+
+    def preprocess_image(
+        self, batched_inputs: Sequence[Mapping[str, Any]], key: str = "image"
+    ) -> Tensor:
+        """Brings images to the device as one batch.
+
+        Args:
+            batched_inputs: dicts of a dataset mapper.
+            key: where they hold the image (3, S, S), in the mapper's pixels.
+
+        Returns:
+            (N, 3, S, S), normalised.
+
+        Raises:
+            UserError: an image has another size, or there is none.
+        """
+        expected = (len(self.pixel_mean), self.image_size, self.image_size)
+        for entry in batched_inputs:
+            named = f"image '{entry.get('file_name', '')}'"
+            if key not in entry:
+                raise UserError(
+                    f"{named} comes without '{key}': {type(self).__name__} wants what "
+                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}' makes of it"
+                )
+            if entry[key].shape != expected:
+                raise UserError(
+                    f"{named} has shape {tuple(entry[key].shape)},"
+                    f" but pre-training wants {expected}: INPUT.DATASET_MAPPER_NAME "
+                    f"'{self.mapper_name}' crops images to INPUT.PRETRAIN.SIZE"
+                )
+        # Stacked first, so that a batch goes to the device at once, a byte a value.
+        images = torch.stack([entry[key] for entry in batched_inputs])
+        images = images.to(self.device, non_blocking=True)
+        return (images - self.pixel_mean) / self.pixel_std
+
+
+def find_map(
+    shapes: Mapping[str, ShapeSpec], name: str, image_size: int, *, multiple: int | None = None
+) -> ShapeSpec:
+    """Returns the shape of a backbone's map.
+
+    Args:
+        shapes: of the backbone's outputs.
+        name: of the map.
+        image_size: rows and columns of the images, in pixels.
+        multiple: what the positions along a side of the map must be a multiple of, each of them
+            stride x stride pixels of the image; None where any image does.
+
+    Raises:
+        ValueError: there is none of that name, or the image does not fall into such positions; the
+            sentence says what would work.
+    """
+    strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
+    fitting = [
+        key
+        for key, stride in strides.items()
+        if multiple is None or image_size % (multiple * stride) == 0
+    ]
+    if name not in strides:
+        raise ValueError(
+            f"IN_FEATURE '{name}' is no map of the backbone, whose maps have the strides "
+            f"{strides}; for images of {image_size} pixels, use one of {fitting}, or ask the "
+            "backbone for more maps (MODEL.TIMM.OUT_FEATURES, MODEL.MOBILE_FORMER.OUT_FEATURES)"
+        )
+    if name not in fitting or image_size < 1:
+        side = (multiple or 1) * strides[name]
+        nearest = max(1, round(image_size / side)) * side
+        others = f", or IN_FEATURE to one of {fitting}" if fitting else ""
+        raise ValueError(
+            f"'{name}' has stride {strides[name]}, so the image's side must be a multiple of "
+            f"{side}, not {image_size}: set INPUT.PRETRAIN.SIZE to {nearest}{others}"
+        )
+    return shapes[name]
