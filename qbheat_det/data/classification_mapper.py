@@ -25,6 +25,8 @@ from .faults import Fault
 from .pretraining_mapper import PretrainingMapper
 
 _LARGEST_MAGNITUDE = 10  # timm's scale
+# At the very end of it no bit of a posterised image would be left, which Pillow refuses.
+_LARGEST_DRAWN = 9.99
 _TRANSLATION = 0.45  # of the side, the farthest that RandAugment shifts, as timm's recipes have it
 
 
@@ -96,6 +98,7 @@ class ClassificationMapper:
                 f"rand-m{int(magnitude)}-mstd{deviation:f}-inc1",
                 {
                     "translate_const": int(_TRANSLATION * size),
+                    "magnitude_max": _LARGEST_DRAWN,
                     "img_mean": tuple(reversed(mean) if self._is_bgr else mean),
                 },
             )
