@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.classification import BatchMixing, LinearDecoder, TransformerDecoder
+from qbheat_det.modeling.pretrain import PretrainingModel
 
 _DECODERS = ("linear", "transformer")
 
 
 @META_ARCH_REGISTRY.register()
-class ImageClassifier(nn.Module):
+class ImageClassifier(PretrainingModel):
     """An encoder, a decoder to class scores, and cross-entropy.
 
     Any Detectron2 backbone serves as encoder. One of which nothing is trainable is frozen: it
@@ -35,6 +36,7 @@ class ImageClassifier(nn.Module):
 
     left_behind = ("decoder",)
     """The child that no other kind of model takes over; another classifier does."""
+    mapper_name = "classify"
 
     @configurable
     def __init__(
@@ -43,6 +45,7 @@ class ImageClassifier(nn.Module):
         backbone: Backbone,
         decoder: LinearDecoder | TransformerDecoder,
         mixing: BatchMixing,
+        image_size: int,
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
     ) -> None:
@@ -51,18 +54,19 @@ class ImageClassifier(nn.Module):
             backbone: gives the map that ``decoder`` reads, and tokens if it reads one.
             decoder: from the backbone's outputs to logits of K classes.
             mixing: makes targets of labels, and mixes images where that is wanted.
+            image_size: S, rows and columns of the images.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
         """
-        super().__init__()
-        self.backbone = backbone
+        super().__init__(
+            backbone=backbone,
+            in_feature=decoder.in_feature,
+            image_size=image_size,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+        )
         self.decoder = decoder
         self.mixing = mixing
-        self.in_features = [decoder.in_feature]
-        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
-        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
-        self.pixel_mean: Tensor
-        self.pixel_std: Tensor
         self.is_frozen = not any(p.requires_grad for p in backbone.parameters())
         self.figures: dict[str, Tensor] = {}
         """"accuracy" of the last training batch, in per cent, 0-d: of hard labels, and where
@@ -94,14 +98,10 @@ class ImageClassifier(nn.Module):
                 mixup=node.MIXUP,
                 cutmix=node.CUTMIX,
             ),
+            "image_size": cfg.INPUT.PRETRAIN.SIZE,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
         }
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model lives."""
-        return self.pixel_mean.device
 
     @property
     def num_classes(self) -> int:
@@ -118,15 +118,15 @@ class ImageClassifier(nn.Module):
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
         """
         Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, H, W), of one size in a batch;
-                in training "label", from 0 on.
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S), in training with "label"
+                from 0 on.
 
         Returns:
             {"loss_cls"}, 0-d, in training; else a list with a dict for each image: "scores" (K,),
             which sum to one.
 
         Raises:
-            UserError: images differ in size, or a label is missing or is none of the K classes.
+            UserError: an image has another size, or a label is missing or is none of the K classes.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -139,27 +139,11 @@ class ImageClassifier(nn.Module):
         return {"loss_cls": F.cross_entropy(logits, targets)}
 
     def classify(self, images: Tensor) -> Tensor:
-        """From normalised images (N, 3, H, W) to logits (N, K), in float32."""
+        """From normalised images (N, 3, S, S) to logits (N, K), in float32."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             features = self.backbone(images)
         logits: Tensor = self.decoder(features)
         return logits.float()
-
-    def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (N, 3, H, W), normalised.
-
-        Raises:
-            UserError: images differ in size.
-        """
-        images = [entry["image"] for entry in batched_inputs]
-        if sizes := {tuple(image.shape) for image in images[1:]} - {tuple(images[0].shape)}:
-            raise UserError(
-                f"images of one batch have the shapes {tuple(images[0].shape)} and {sizes.pop()}: "
-                "INPUT.DATASET_MAPPER_NAME 'classify' brings all to one size"
-            )
-        # Stacked first, so that a batch goes to the device at once, a byte a value.
-        stacked = torch.stack(images).to(self.device, non_blocking=True)
-        return (stacked - self.pixel_mean) / self.pixel_std
 
     def prepare_labels(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the labels, (N,), checked on the CPU so that no device is waited for.
