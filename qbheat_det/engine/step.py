@@ -42,6 +42,10 @@ class StepTrainer(SimpleTrainer):
     the latter as its second argument; where it is not, the model sums over processes by itself.
     The losses of a model without these are taken for means over images.
 
+    What a model changes between steps besides its weights, such as a queue or a copy that follows
+    them, it changes in ``after_step()``, which is called once a step, after the optimizer's: not
+    once a micro-batch, and not where the step failed.
+
     A model may also tell what is no loss, such as an accuracy: its attribute ``figures``, 0-d
     tensors by name, of the last batch of this process. They are read where something is logged.
     """
@@ -113,6 +117,8 @@ class StepTrainer(SimpleTrainer):
                 self.grad_scaler.scale(total).backward()
         self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees gradients proper
         self.grad_scaler.update()
+        if hasattr(self._bare, "after_step"):
+            self._bare.after_step()
         self._log(logged, data_time)
 
     def close(self) -> None:
