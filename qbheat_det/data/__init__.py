@@ -20,7 +20,13 @@ from .image_folder import (
     load_image_folders,
     register_image_folders,
 )
-from .labelled_images import load_labelled_sets, unite_labels
+from .labelled_images import (
+    build_class_batches,
+    list_classes,
+    load_classes,
+    load_labelled_sets,
+    unite_labels,
+)
 from .mappers import DATASET_MAPPERS, MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper
 from .pretraining_mapper import PretrainingMapper
 from .pretraining_sets import register_pretraining_sets
@@ -45,6 +51,7 @@ __all__ = [
     "PretrainingMapper",
     "ToySpec",
     "TrainStream",
+    "build_class_batches",
     "build_detr_crop",
     "build_image_batches",
     "build_mapper",
@@ -58,7 +65,9 @@ __all__ = [
     "cut",
     "decode_if_small",
     "get_cache_dir",
+    "list_classes",
     "list_images",
+    "load_classes",
     "load_coco_images",
     "load_image_folders",
     "load_labelled_sets",

@@ -28,7 +28,8 @@ from qbheat_det.errors import UserError
 
 from .faults import Fault
 from .image_files import check_some_readable
-from .mappers import MAPPERS_OF_IMAGES, Mapper, build_mapper
+from .labelled_images import list_classes, load_classes
+from .mappers import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, Mapper, build_mapper
 from .seeding import IMAGE, preserved_randomness, seed_place
 
 Entry = tuple[int, int]
@@ -171,13 +172,7 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
     Raises:
         UserError: no image is left to train on, or the sampler is not known.
     """
-    with_keypoints = cfg.MODEL.KEYPOINT_ON
-    dataset = get_detection_dataset_dicts(
-        cfg.DATASETS.TRAIN,
-        filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
-        min_keypoints=cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE if with_keypoints else 0,
-        proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
-    )
+    dataset = _load_training_set(cfg)
     mapper = build_mapper(cfg, is_train=True)
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         check_some_readable("the training set", [entry["file_name"] for entry in dataset])
@@ -191,6 +186,20 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         num_workers=cfg.DATALOADER.NUM_WORKERS,
         seed=max(cfg.SEED, 0),
     )
+
+
+def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+        names = cfg.DATASETS.TRAIN
+        return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
+    with_keypoints = cfg.MODEL.KEYPOINT_ON
+    dataset: Sequence[dict[str, Any]] = get_detection_dataset_dicts(
+        cfg.DATASETS.TRAIN,
+        filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+        min_keypoints=cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE if with_keypoints else 0,
+        proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
+    )
+    return dataset
 
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:
