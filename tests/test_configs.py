@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
 from qbheat_det.config import load_config
@@ -16,6 +17,7 @@ RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if not path.name.start
 COCO_TRAIN_IMAGES = 118287
 COCO_TRAIN_WITH_BOXES = 117266
 IMAGENET_TRAIN_IMAGES = 1281167
+VARIANTS = ("285M", "1.0G", "3.7G")
 
 
 def _name(path: Path) -> str:
@@ -29,7 +31,7 @@ def _card(path: Path) -> str:
 
 
 def test_every_recipe_of_the_paper_has_its_file() -> None:
-    sizes, kinds = ("285M", "1.0G", "3.7G"), ("probe", "finetune")
+    sizes, kinds = VARIANTS, ("probe", "finetune")
     expected = {f"coco/retinanet_{size}_{kind}.yaml" for size in sizes for kind in kinds}
     expected |= {
         f"coco/mf_detr_{decoder}_{size}_{kind}.yaml"
@@ -45,6 +47,16 @@ def test_every_recipe_of_the_paper_has_its_file() -> None:
     expected |= {
         f"ImageNet-QBHeat/ablation_{name}_3.7G_400ep.yaml"
         for name in ("corner", "centre", "2_models", "4_models")
+    }
+    expected |= {
+        f"ImageNet-probing/{decoder}_{size}.yaml"
+        for decoder in ("linear", "tran1", "tran4")
+        for size in VARIANTS
+    }
+    expected |= {
+        f"ImageNet-finetune/{decoder}_{size}.yaml"
+        for decoder in ("tran1", "tran4")
+        for size in VARIANTS
     }
     assert expected <= {_name(path) for path in RECIPES}
 
@@ -97,23 +109,31 @@ def test_what_the_data_make_of_a_recipes_epochs_is_what_its_card_says(path: Path
         filtered = cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
         assert _number(epochs[2]) == (COCO_TRAIN_WITH_BOXES if filtered else COCO_TRAIN_IMAGES)
         assert bool(epochs[3]) == filtered
-    if path.parent.name == "ImageNet-QBHeat":
+    if path.parent.name.startswith("ImageNet-"):
         assert _number(epochs[2]) == IMAGENET_TRAIN_IMAGES
+    if path.parent.name == "ImageNet-QBHeat":
         assert f"_{epochs[1]}ep" in path.name
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=_name)
 def test_a_recipes_rate_is_meant_for_the_recipes_batch(path: Path) -> None:
     solver = load_config(path).SOLVER
-    if path.parent.name == "ImageNet-QBHeat":  # the paper gives its rate for 256 images
+    on_imagenet = path.parent.name.startswith("ImageNet-")
+    if path.parent.name == "ImageNet-QBHeat":
         assert (solver.IMS_PER_BATCH, solver.REFERENCE_BATCH_SIZE) == (1024, 256)
+    elif on_imagenet:  # papers give their rates for 256 images
+        assert solver.REFERENCE_BATCH_SIZE == 256
     elif path.parent.name == "quick_schedules":  # some scale the rate of their base down
         assert solver.IMS_PER_BATCH <= solver.REFERENCE_BATCH_SIZE
     else:
         assert solver.IMS_PER_BATCH == solver.REFERENCE_BATCH_SIZE
-    pre_training = load_config(path).MODEL.META_ARCHITECTURE == "QBHeat"
-    sqrt = solver.OPTIMIZER == "ADAMW" and not pre_training
+    linear = on_imagenet or path.parent.name == "objectives" or _is_pre_training(path)
+    sqrt = solver.OPTIMIZER == "ADAMW" and not linear
     assert solver.LR_SCALING == ("sqrt" if sqrt else "linear")
+
+
+def _is_pre_training(path: Path) -> bool:
+    return bool(load_config(path).MODEL.META_ARCHITECTURE == "QBHeat")
 
 
 def test_iterations_on_the_command_line_overrule_a_recipe_in_epochs() -> None:
@@ -139,3 +159,60 @@ def test_pre_training_follows_the_papers_setup() -> None:
     heat = cfg.MODEL.QB_HEAT  # Sec. 4.2 and the grey rows of Table 2
     assert (heat.VISIBLE, heat.NUM_MODELS) == ("both", 8)
     assert (heat.FEATURE_DIM, heat.DECODER_DEPTH, heat.DECODER_DIM) == (512, 6, 512)
+
+
+def _imagenet(name: str) -> CfgNode:
+    cfg = load_config(CONFIGS / f"ImageNet-{name}.yaml")
+    return resolve_schedule(cfg, num_images=IMAGENET_TRAIN_IMAGES)
+
+
+@pytest.mark.parametrize("size", VARIANTS)
+def test_linear_probing_follows_the_papers_setup(size: str) -> None:
+    cfg = _imagenet(f"probing/linear_{size}")  # Table 10
+    solver, classifier = cfg.SOLVER, cfg.MODEL.CLASSIFIER
+    assert (solver.OPTIMIZER, solver.WEIGHT_DECAY, solver.EPOCHS) == ("SGD", 0, 90)
+    assert solver.BASE_LR == pytest.approx(0.1 * 4096 / 256)
+    assert (solver.IMS_PER_BATCH, solver.WARMUP_EPOCHS) == (4096, 10)
+    assert (classifier.DECODER, classifier.NORMALIZE) == ("linear", True)
+    assert not cfg.INPUT.CLASSIFY.RAND_AUGMENT
+    assert classifier.LABEL_SMOOTHING == cfg.INPUT.CLASSIFY.RANDOM_ERASING == 0
+    assert cfg.INPUT.PRETRAIN.SIZE == 224
+
+
+@pytest.mark.parametrize("size", VARIANTS)
+def test_tran_1_probing_follows_the_papers_setup(size: str) -> None:
+    cfg = _imagenet(f"probing/tran1_{size}")  # Table 11
+    solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
+    assert (solver.OPTIMIZER, solver.WEIGHT_DECAY, solver.EPOCHS) == ("ADAMW", 0.1, 200)
+    assert solver.BASE_LR == pytest.approx(5e-4 * 4096 / 256)
+    assert (solver.IMS_PER_BATCH, solver.WARMUP_EPOCHS) == (4096, 10)
+    assert (classifier.DECODER, classifier.DEPTH) == ("transformer", 1)
+    assert classifier.WIDTH == {"285M": 192, "1.0G": 384, "3.7G": 768}[size]
+    assert classifier.DROPOUT == {"285M": 0.1}.get(size, 0.2)
+    assert (classifier.LABEL_SMOOTHING, classifier.MIXUP, classifier.CUTMIX) == (0.1, 0, 0)
+    assert images.RAND_AUGMENT == [9, 0.5]
+    assert images.RANDOM_ERASING == {"3.7G": 0.25}.get(size, 0)
+
+
+@pytest.mark.parametrize("size", VARIANTS)
+def test_fine_tuning_follows_the_papers_setup(size: str) -> None:
+    cfg = _imagenet(f"finetune/tran1_{size}")  # Table 12
+    solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
+    assert (solver.OPTIMIZER, solver.WEIGHT_DECAY) == ("ADAMW", 0.05)
+    assert solver.BASE_LR == pytest.approx(5e-4 * 512 / 256)
+    assert (solver.IMS_PER_BATCH, solver.WARMUP_EPOCHS) == (512, 5)
+    assert solver.EPOCHS == {"285M": 200, "1.0G": 150, "3.7G": 100}[size]
+    assert solver.LAYER_DECAY == {"3.7G": 0.85}.get(size, 0.9)
+    assert classifier.MIXUP == {"285M": 0, "1.0G": 0.2, "3.7G": 0.8}[size]
+    assert classifier.CUTMIX == {"285M": 0, "1.0G": 0.25, "3.7G": 1.0}[size]
+    assert (classifier.DROPOUT, classifier.LABEL_SMOOTHING) == (0.2, 0.1)
+    assert (images.RAND_AUGMENT, images.RANDOM_ERASING) == ([9, 0.5], 0.25)
+
+
+@pytest.mark.parametrize("size", VARIANTS)
+@pytest.mark.parametrize("decoder", ["tran1", "tran4"])
+def test_a_fine_tuned_classifier_is_the_probes(size: str, decoder: str) -> None:
+    probe, tuned = _imagenet(f"probing/{decoder}_{size}"), _imagenet(f"finetune/{decoder}_{size}")
+    assert probe.MODEL.MOBILE_FORMER == tuned.MODEL.MOBILE_FORMER
+    for key in ("DECODER", "WIDTH", "DEPTH", "IN_FEATURE", "NUM_CLASSES"):
+        assert probe.MODEL.CLASSIFIER[key] == tuned.MODEL.CLASSIFIER[key]
