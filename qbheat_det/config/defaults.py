@@ -10,6 +10,7 @@ from .knn_keys import add_knn_keys
 from .looking_keys import add_looking_keys
 from .pretraining_data_keys import add_pretraining_data_keys
 from .pretraining_keys import add_pretraining_keys
+from .scattered_keys import add_scattered_keys
 
 
 def get_cfg() -> CfgNode:
@@ -40,6 +41,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.MODEL.TIMM.OUT_FEATURES = ["s8", "s16"]  # maps by stride, of those that the model has
     _add_mf_detr(cfg)
     add_pretraining_keys(cfg)
+    add_scattered_keys(cfg)
     add_classifier_keys(cfg)
 
     # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does,

@@ -98,10 +98,14 @@ def build_image_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
     """Builds the batches of a registered set, from all views that the objective trains on.
 
     With ``MODEL.QB_HEAT.VISIBLE`` "both", every image comes twice: with a corner visible, the
-    four in turn over the images, and with the centre visible.
+    four in turn over the images, and with the centre visible. Other models than QB-Heat, which have
+    no places, get every image once.
     """
+    records = DatasetCatalog.get(dataset_name)
+    if cfg.MODEL.META_ARCHITECTURE == "QBHeat":
+        records = with_places(records, cfg.MODEL.QB_HEAT.VISIBLE)
     return ImageBatches(
-        with_places(DatasetCatalog.get(dataset_name), cfg.MODEL.QB_HEAT.VISIBLE),
+        records,
         mapper=build_mapper(cfg, is_train=False),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )

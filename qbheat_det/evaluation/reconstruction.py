@@ -23,7 +23,8 @@ class ReconstructionEvaluator(DatasetEvaluator):
     Results are ``{"reconstruction": {"loss_corner", "loss_centre", "loss",
     "loss_standard_error"}}``: the means over all images that were seen from a corner and from the
     centre, the mean over images of each one's mean over its views, and the standard error of
-    that. What no image was seen from is left out; the standard error of one image is nan.
+    that. What no image was seen from is left out, as both are where outputs have no "place"; the
+    standard error of one image is nan.
     """
 
     def __init__(self, dataset_name: str) -> None:
@@ -51,7 +52,7 @@ class ReconstructionEvaluator(DatasetEvaluator):
             )
         losses = torch.stack([output[_LOSS] for output in outputs]).double().tolist()
         for entry, output, loss in zip(inputs, outputs, losses, strict=True):
-            view = "centre" if output["place"] == "centre" else "corner"
+            view = "" if "place" not in output else _view_of(output["place"])
             image = str(entry.get("image_id", entry.get("file_name")))
             self._losses.append((image, view, loss))
 
@@ -71,6 +72,10 @@ class ReconstructionEvaluator(DatasetEvaluator):
         mean, error = mean_and_standard_error(each)
         found = {f"loss_{view}": statistics.fmean(seen) for view, seen in by_view.items() if seen}
         return {"reconstruction": {**found, "loss": mean, "loss_standard_error": error}}
+
+
+def _view_of(place: str) -> str:
+    return "centre" if place == "centre" else "corner"
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def parameter_groups(
         model: a meta-architecture; its child ``backbone`` may have learning rates of its own.
         lr: learning rate.
         backbone_multiplier: the backbone's learning rate relative to ``lr``.
-        weight_decay: of weights; the global tokens of a Mobile-Former have none.
+        weight_decay: of weights; the global tokens of a Mobile-Former and a [MASK] token have none.
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
         layer_decay: factor from each layer of the backbone to the one before it.
@@ -92,7 +92,7 @@ def parameter_groups(
     Raises:
         UserError: ``layer_decay`` is not 1, and the backbone does not say what its layers are.
     """
-    overrides = {"tokens": {"weight_decay": 0.0}}
+    overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
     # Detectron2 knows biases by the name "bias" alone.
     of_bias = {} if weight_decay_bias is None else {"weight_decay": weight_decay_bias}
     overrides["in_proj_bias"] = {"lr": lr * bias_lr_factor, **of_bias}

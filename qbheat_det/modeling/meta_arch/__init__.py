@@ -5,5 +5,13 @@ from .image_classifier import ImageClassifier
 from .mf_detr import MFDETR
 from .qb_heat import QBHeat
 from .retinanet import SyncRetinaNet
+from .scattered_masking import InterpolatedMasking, MaskTokenMasking
 
-__all__ = ["MFDETR", "ImageClassifier", "QBHeat", "SyncRetinaNet"]
+__all__ = [
+    "MFDETR",
+    "ImageClassifier",
+    "InterpolatedMasking",
+    "MaskTokenMasking",
+    "QBHeat",
+    "SyncRetinaNet",
+]
