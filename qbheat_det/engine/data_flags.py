@@ -21,6 +21,8 @@ from qbheat_det.data import (
 )
 from qbheat_det.errors import UserError
 
+from .class_folders import LABELLED_TRAIN, LABELLED_VAL, add_class_flags, use_class_folders
+
 logger = logging.getLogger(__name__)
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
@@ -29,6 +31,7 @@ _CUSTOM = (
     *(CUSTOM_TRAIN, CUSTOM_VAL),
     *(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES),
     *(CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL),
+    *(LABELLED_TRAIN, LABELLED_VAL),
 )
 
 
@@ -44,7 +47,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that pre-train, and look at what is learnt, on images of one's own."""
+    """Adds the flags that pre-train, look at what is learnt, and classify images of one's own."""
     group = parser.add_argument_group("images of your own, for pre-training")
     group.add_argument(
         "--image-folder",
@@ -67,6 +70,7 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--knn-val-folder", metavar="DIR", help="class folders whose images are classified by it"
     )
+    add_class_flags(parser)
 
 
 def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
@@ -80,7 +84,9 @@ def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
         UserError: flags contradict each other or the config, or data are not sound.
     """
     _forget_flags_of_another_run(cfg)
-    if getattr(args, "image_folder", None):
+    if use_class_folders(cfg, args):
+        pass
+    elif getattr(args, "image_folder", None):
         _use_image_folders(cfg, args)
     else:
         _use_annotation_files(cfg, args)
@@ -169,6 +175,7 @@ def _use_knn_folders(cfg: CfgNode, args: argparse.Namespace) -> None:
 def _warn_of_shared_folders(args: argparse.Namespace) -> None:
     for learn, judge, what in (
         ("image_folder", "val_image_folder", "the held-out loss"),
+        ("train_folder", "val_folder", "the accuracy"),
         ("knn_train_folder", "knn_val_folder", "the nearest-neighbour score"),
     ):
         learned, judged = (

@@ -164,6 +164,12 @@ def holds_run(folder: str) -> bool:
     return bool(_last_checkpoint(Path(folder)))
 
 
+def find_last_checkpoint(folder: str) -> str:
+    """Returns the path of the newest checkpoint in a folder; empty where there is none."""
+    name = _last_checkpoint(Path(folder))
+    return str(Path(folder) / name) if name and (Path(folder) / name).is_file() else ""
+
+
 def _last_checkpoint(folder: Path) -> str:
     try:
         return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()

@@ -19,6 +19,7 @@ from detectron2.utils.logger import setup_logger
 from qbheat_det.checkpoint import check_weights_file, class_names_of, write_atomically
 from qbheat_det.config import load_config
 from qbheat_det.data import (
+    MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     check_image_files,
     check_image_folder,
@@ -27,6 +28,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.errors import UserError
 
+from .class_folders import use_classes_of_folders
 from .data_flags import use_data_flags
 from .knn_look import check_neighbours, names_neighbours
 from .resuming import check_verbs, holds_run
@@ -34,6 +36,7 @@ from .run_config import load_run_config
 
 _GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
 _GIVE_FOLDERS = "give folders of images with --image-folder and --val-image-folder"
+_GIVE_CLASSES = "give class folders with --train-folder and --val-folder"
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
 
 
@@ -59,7 +62,10 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     use_data_flags(cfg, args)
     used = _check_datasets(cfg, eval_only=args.eval_only)
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
-    if labelled:
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+        use_classes_of_folders(cfg, eval_only=args.eval_only, resume=args.resume)
+        _check_overrides(cfg, args)
+    elif labelled:
         use_classes_of(cfg, labelled[0])
         _check_overrides(cfg, args)
     if args.eval_only and cfg.MODEL.WEIGHTS:
@@ -223,31 +229,35 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
     used = test if eval_only else [*cfg.DATASETS.TRAIN, *test]
     knn = [*cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL]
     if not (used or (eval_only and knn)) or not (eval_only or cfg.DATASETS.TRAIN):
-        hint = _GIVE_FOLDERS if mapper in MAPPERS_OF_IMAGES else _GIVE_YOUR_OWN
-        raise UserError(f"the config names no dataset; {hint}")
+        raise UserError(f"the config names no dataset; {_hint(mapper)}")
     for name in [*used, *knn]:
         _check_dataset(name, mapper=mapper)
     for name in test:
         if mapper in MAPPERS_OF_IMAGES and not MetadataCatalog.get(name).get("unlabelled"):
             raise UserError(
-                f"DATASETS.TEST names '{name}', a dataset with annotations, but pre-training is "
-                f"evaluated on images alone: {_GIVE_FOLDERS}, or name such a set"
+                f"DATASETS.TEST names '{name}', a dataset with annotations, but mapper '{mapper}' "
+                f"is evaluated on images alone: {_hint(mapper)}, or name such a set"
             )
     if names_neighbours(cfg) and comm.is_main_process():
         check_neighbours(cfg)
     return used
 
 
+def _hint(mapper: str) -> str:
+    if mapper in MAPPERS_OF_CLASSES:
+        return _GIVE_CLASSES
+    return _GIVE_FOLDERS if mapper in MAPPERS_OF_IMAGES else _GIVE_YOUR_OWN
+
+
 def _check_dataset(name: str, *, mapper: str) -> None:
     if name not in DatasetCatalog:
-        hint = _GIVE_FOLDERS if mapper in MAPPERS_OF_IMAGES else _GIVE_YOUR_OWN
-        raise UserError(f"there is no dataset '{name}'; {hint}, or register it before")
+        raise UserError(f"there is no dataset '{name}'; {_hint(mapper)}, or register it before")
     metadata = MetadataCatalog.get(name)
     if metadata.get("unlabelled") and mapper not in MAPPERS_OF_IMAGES:
         raise UserError(
             f"dataset '{name}' has no annotations, but INPUT.DATASET_MAPPER_NAME '{mapper}' needs "
-            f"them: choose a config of pre-training (mapper {' or '.join(MAPPERS_OF_IMAGES)}), or "
-            "a dataset with annotations"
+            "them: choose a config of pre-training or of a classifier (mapper "
+            f"{' or '.join(sorted(MAPPERS_OF_IMAGES))}), or a dataset with annotations"
         )
     for folder in metadata.get("image_folders", ()):
         try:
@@ -255,7 +265,7 @@ def _check_dataset(name: str, *, mapper: str) -> None:
         except UserError as error:
             raise UserError(
                 f"dataset '{name}' cannot be used: {error}; set $DETECTRON2_DATASETS, or "
-                + _GIVE_FOLDERS
+                + _hint(mapper)
             ) from error
     json_file = None if metadata.get("drawn_on_first_use") else metadata.get("json_file")
     if json_file and not os.path.isfile(json_file):
