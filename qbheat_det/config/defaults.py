@@ -8,6 +8,7 @@ from .classifier_keys import add_classifier_keys
 from .classify_data_keys import add_classify_data_keys
 from .knn_keys import add_knn_keys
 from .looking_keys import add_looking_keys
+from .moco_keys import add_moco_keys
 from .pretraining_data_keys import add_pretraining_data_keys
 from .pretraining_keys import add_pretraining_keys
 from .scattered_keys import add_scattered_keys
@@ -53,6 +54,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.INPUT.DETR_CROP_RESIZE = [400, 500, 600]
     cfg.INPUT.DETR_CROP_RANGE = [384, 600]
     add_pretraining_data_keys(cfg)
+    add_moco_keys(cfg)
     add_classify_data_keys(cfg)
 
     # Read the header and the last bytes of every image file before training.

@@ -34,6 +34,7 @@ from .record_checks import check_records
 from .seeding import STEP, preserved_randomness, seed_place
 from .stream import TrainStream, build_train_stream, cut
 from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+from .two_view_mapper import TwoViewMapper
 
 __all__ = [
     "DATASET_MAPPERS",
@@ -51,6 +52,7 @@ __all__ = [
     "PretrainingMapper",
     "ToySpec",
     "TrainStream",
+    "TwoViewMapper",
     "build_class_batches",
     "build_detr_crop",
     "build_image_batches",

@@ -16,6 +16,7 @@ from .classification_mapper import ClassificationMapper
 from .detr_mapper import DetrDatasetMapper
 from .faults import Fault
 from .pretraining_mapper import PretrainingMapper
+from .two_view_mapper import TwoViewMapper
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | Fault | None]
 """From a record to what the model takes; None leaves an image out, a fault also reports why."""
@@ -25,6 +26,7 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
     "detr": DetrDatasetMapper,
     "pretrain": PretrainingMapper,
     "classify": ClassificationMapper,
+    "two_views": TwoViewMapper,
 }
 """What ``INPUT.DATASET_MAPPER_NAME`` can name: ``(cfg, is_train) -> mapper``.
 
@@ -33,7 +35,7 @@ subclass of Detectron2's ``DatasetMapper`` fits as it is. Before training, a met
 gets all records, where the mapper has one.
 """
 
-MAPPERS_OF_IMAGES = {"pretrain", "classify"}
+MAPPERS_OF_IMAGES = {"pretrain", "classify", "two_views"}
 """Names of the mappers that need no annotations; one of your own goes here too if it needs none."""
 
 MAPPERS_OF_CLASSES = {"classify"}

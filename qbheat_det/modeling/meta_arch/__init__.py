@@ -3,6 +3,7 @@
 
 from .image_classifier import ImageClassifier
 from .mf_detr import MFDETR
+from .moco import MoCo
 from .qb_heat import QBHeat
 from .retinanet import SyncRetinaNet
 from .scattered_masking import InterpolatedMasking, MaskTokenMasking
@@ -12,6 +13,7 @@ __all__ = [
     "ImageClassifier",
     "InterpolatedMasking",
     "MaskTokenMasking",
+    "MoCo",
     "QBHeat",
     "SyncRetinaNet",
 ]

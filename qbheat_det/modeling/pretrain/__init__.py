@@ -1,9 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Parts of pre-training objectives."""
 
+from .batch_shuffle import draw_order, embed_in_groups, embed_shuffled, gather
+from .feature_queue import FeatureQueue
 from .heat_predictor import DIRECTIONS, HeatPredictor, LinearModels, extend
 from .hidden_features import InterpolatedFeatures, MaskToken
+from .info_nce import compare, info_nce
+from .momentum_copy import MomentumCopy
+from .pooled_features import pool_features, pooled_width
 from .pretraining_model import PretrainingModel, find_map
+from .projection_head import ProjectionHead
 from .reconstruction_decoder import ReconstructionDecoder, patchify, unpatchify
 from .reconstruction_loss import ReconstructionLoss
 from .reconstruction_model import Reconstruction, ReconstructionModel, mean_loss
@@ -15,21 +21,32 @@ __all__ = [
     "DIRECTIONS",
     "PLACES",
     "PLACES_OF",
+    "FeatureQueue",
     "HeatPredictor",
     "InterpolatedFeatures",
     "LinearModels",
     "MaskToken",
+    "MomentumCopy",
     "PretrainingModel",
+    "ProjectionHead",
     "Reconstruction",
     "ReconstructionDecoder",
     "ReconstructionLoss",
     "ReconstructionModel",
     "ScatteredMask",
     "VisibleQuarters",
+    "compare",
+    "draw_order",
+    "embed_in_groups",
+    "embed_shuffled",
     "extend",
     "find_map",
+    "gather",
+    "info_nce",
     "mean_loss",
     "patchify",
+    "pool_features",
+    "pooled_width",
     "unpatchify",
     "visible_positions",
 ]

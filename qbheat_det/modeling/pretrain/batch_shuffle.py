@@ -1,0 +1,64 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Shuffled BatchNorm: queries and keys of an image are normalised in the company of other images.
+
+"Momentum Contrast for Unsupervised Visual Representation Learning", arXiv:1911.05722, Sec. 3.3:
+where a query and its key share batch statistics, these give away which key is the right one. The
+images of all processes are therefore dealt out anew for the encoder of keys. Groups within a
+process, each with statistics of its own, do the same where there is one process, or few.
+"""
+
+from collections.abc import Callable
+
+import torch
+from detectron2.utils import comm
+from torch import Tensor
+
+
+def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
+    """Returns (N, D) of images (N, 3, H, W), encoded in so many consecutive parts."""
+    # Nothing gets its statistics from no image: few images make fewer parts.
+    return torch.cat([embed(part) for part in images.chunk(groups)])
+
+
+def draw_order(num_images: int, *, device: torch.device) -> Tensor:
+    """Returns a random order of the images of all processes, the same one on each of them.
+
+    Args:
+        num_images: of each process.
+        device: where it is to be.
+    """
+    order = torch.randperm(num_images * comm.get_world_size(), device=device)
+    if comm.get_world_size() > 1:
+        torch.distributed.broadcast(order, src=0)
+    return order
+
+
+@torch.no_grad()
+def embed_shuffled(
+    embed: Callable[[Tensor], Tensor], images: Tensor, order: Tensor, groups: int
+) -> Tensor:
+    """Encodes the images of all processes as they are dealt out by ``order``.
+
+    Args:
+        embed: from images (n, 3, H, W) to (n, D).
+        images: (N, 3, H, W), those of this process; equally many on each.
+        order: (P N,), of the images of P processes; the first N go to the first process.
+        groups: parts of each process with statistics of their own.
+
+    Returns:
+        (P N, D), those of the first process first, as if nothing was shuffled.
+    """
+    num_images, rank = len(images), comm.get_rank()
+    mine = order[rank * num_images : (rank + 1) * num_images]
+    found = gather(embed_in_groups(embed, gather(images)[mine], groups))
+    return found[order.argsort()]
+
+
+@torch.no_grad()
+def gather(values: Tensor) -> Tensor:
+    """Joins (N, …) of each of P processes to (P N, …); N is the same on each."""
+    if comm.get_world_size() == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(comm.get_world_size())]
+    torch.distributed.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
