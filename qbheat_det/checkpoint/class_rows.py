@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Class layers of detectors: their rows carried over to other classes by the classes' names."""
+"""Class layers of a model: their rows carried over to other classes by the classes' names."""
 
 import re
 from collections.abc import Sequence
@@ -54,6 +54,8 @@ class _Layout:
 
 
 _LAYOUTS = (
+    # ImageClassifier.
+    _Layout(re.compile(r"^decoder\.classifier\.(weight|bias)$")),
     # MF-DETR: no-object comes last.
     _Layout(re.compile(r"(^|\.)class_embed\.(weight|bias)$"), trailing=1),
     # RetinaNet: for each anchor of a place, all classes.
@@ -93,7 +95,7 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
 
 
 def is_class_layer(name: str) -> bool:
-    """Whether a tensor of a detector may have rows for each class."""
+    """Whether a tensor of a model may have rows for each class."""
     return _find_layout(name) is not None
 
 

@@ -57,6 +57,16 @@ def test_mf_detrs_logits_follow_their_names_and_no_object_stays_last(
 
 
 @pytest.mark.parametrize("names", [NEW, SAME_NUMBER])
+def test_an_image_classifiers_logits_follow_their_names(names: tuple[str, ...]) -> None:
+    x = torch.randn(7, 16)
+    old = _randomise(nn.Linear(16, len(OLD)))
+    new = _randomise(nn.Linear(16, len(names)))
+    fresh = new(x)
+    _carry(old, new, "decoder.classifier", names)
+    _check_columns(old(x)[..., None], new(x)[..., None], fresh[..., None], names)
+
+
+@pytest.mark.parametrize("names", [NEW, SAME_NUMBER])
 def test_retinanets_scores_follow_their_names_at_every_anchor(names: tuple[str, ...]) -> None:
     def build(num_classes: int) -> nn.Module:
         shape = [ShapeSpec(channels=8, stride=8)]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Two steps of small detectors on few images, as one of several processes or as the only one."""
+"""Two steps of small models on few images, as one of several processes or as the only one."""
 
 import argparse
 from dataclasses import dataclass
@@ -28,12 +28,13 @@ BLOCKS = [
     ["down", 32, 16, 32], ["plain", 32, 16, 0],
 ]  # fmt: skip
 RETINANET, MF_DETR = "coco/Base-RetinaNet.yaml", "coco/Base-MFDETR.yaml"
+CLASSIFIER = "ImageNet-finetune/Base-finetune.yaml"
 Batch = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A detector, the images of its steps, and what is special about it."""
+    """A model, the images of its steps, and what is special about it."""
 
     config: str
     batches: tuple[Batch, ...] = ((0, 1, 2, 3), (4, 3, 1, 0))
@@ -59,12 +60,15 @@ def make_case_config(case: Case, device: str) -> CfgNode:
     decoder.NUM_BLOCKS, decoder.HIDDEN_DIM, decoder.NHEADS = [1, 1, 1], 16, 2
     decoder.DIM_FEEDFORWARD, decoder.EXPANSION, decoder.DROPOUT = 16, 2, 0.0
     decoder.NUM_OBJECT_QUERIES = 7
+    cfg.INPUT.PRETRAIN.SIZE = SIZE
+    classifier = cfg.MODEL.CLASSIFIER
+    classifier.NUM_CLASSES, classifier.WIDTH, classifier.DROPOUT = 3, 64, 0.0
     cfg.merge_from_list(list(case.opts))
     return cfg
 
 
 def make_image(index: int) -> dict[str, Any]:
-    """Returns what a mapper gives for an image: its noise and boxes follow from its number."""
+    """Returns what a mapper gives for an image: noise, boxes and label are its number's."""
     generator = torch.Generator().manual_seed(index)
     count = NUM_BOXES[index]
     corner = torch.rand(count, 2, generator=generator) * 32
@@ -73,7 +77,7 @@ def make_image(index: int) -> dict[str, Any]:
     instances.gt_boxes = Boxes(torch.cat([corner, corner + size], dim=1))
     instances.gt_classes = torch.randint(3, (count,), generator=generator)
     image = torch.randint(256, (3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
-    return {"image": image, "instances": instances}
+    return {"image": image, "instances": instances, "label": index % 3}
 
 
 def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:

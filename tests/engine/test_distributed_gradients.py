@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .gradient_cases import MF_DETR, RETINANET, Case, run_case, run_cases
+from .gradient_cases import CLASSIFIER, MF_DETR, RETINANET, Case, run_case, run_cases
 from .processes import make_args, run_in_processes
 
 BOTH = {"MF-DETR": MF_DETR, "RetinaNet": RETINANET}
@@ -27,11 +27,12 @@ UNEVEN = KINDS["uneven shares"]["batches"]
 DETECTRON2 = "Detectron2's RetinaNet"
 SYNCED, LOCAL = "synchronised BatchNorm", "BatchNorm of each process"
 SYNC_BN = ("MODEL.MOBILE_FORMER.NORM", "naiveSyncBN_N", "MODEL.MF_DETR.NORM", "naiveSyncBN_N")
+OF_CLASSIFIER = ("plain", "a frozen backbone", "uneven shares", "uneven micro-batches")
 EXACT_CASES = {
     f"{name}, {kind}": Case(path, **special)
     for name, path in BOTH.items()
     for kind, special in KINDS.items()
-}
+} | {f"ImageClassifier, {kind}": Case(CLASSIFIER, **KINDS[kind]) for kind in OF_CLASSIFIER}
 CASES = {
     **EXACT_CASES,
     SYNCED: Case(MF_DETR, UNEVEN, SYNC_BN, batch_statistics=True),

@@ -1,9 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What the classifiers compute; their exact sizes are tests/analysis/test_complexity.py's."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
+from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.modeling.classification import LinearDecoder, TransformerDecoder
@@ -61,9 +65,25 @@ def test_only_the_first_token_reaches_the_transformer_decoder(
     assert_close(gradient[:, 1:], torch.zeros(4, 5, 8), atol=0, rtol=0)
 
 
-def test_a_missing_output_and_a_wrong_width_are_named() -> None:
+@pytest.mark.parametrize("make", [LinearDecoder, partial(TransformerDecoder, dim=64)])
+def test_without_tokens_the_map_alone_is_read(
+    features: dict[str, torch.Tensor], make: Callable[..., nn.Module]
+) -> None:
+    shape = {"s16_expanded": SHAPE["s16_expanded"]}
+    both = make(input_shape=SHAPE, num_classes=7).eval()
+    alone = make(input_shape=shape, num_classes=7).eval()
+    state = both.state_dict()
+    state["classifier.weight"] = state["classifier.weight"][:, :-8].clone()
+    alone.load_state_dict(state)
+    without_token = features | {"tokens": torch.zeros(4, 6, 8)}
+    assert_close(alone({"s16_expanded": features["s16_expanded"]}), both(without_token))
+
+
+def test_bad_arguments_are_named() -> None:
     tokens = {"tokens": SHAPE["tokens"]}
-    with pytest.raises(ValueError, match="reads 's16_expanded', but the backbone's outputs are t"):
+    with pytest.raises(ValueError, match="reads the map 's16_expanded', but the backbone's maps a"):
         LinearDecoder(input_shape=tokens, num_classes=7)
     with pytest.raises(ValueError, match="multiple of 64"):
         TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=100)
+    with pytest.raises(ValueError, match=r"at least 1 block .* not 0 and"):
+        TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=64, depth=0)
