@@ -12,6 +12,7 @@ from .moco_keys import add_moco_keys
 from .pretraining_data_keys import add_pretraining_data_keys
 from .pretraining_keys import add_pretraining_keys
 from .scattered_keys import add_scattered_keys
+from .wasserstein_keys import add_wasserstein_keys
 
 
 def get_cfg() -> CfgNode:
@@ -43,6 +44,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     _add_mf_detr(cfg)
     add_pretraining_keys(cfg)
     add_scattered_keys(cfg)
+    add_wasserstein_keys(cfg)
     add_classifier_keys(cfg)
 
     # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does,

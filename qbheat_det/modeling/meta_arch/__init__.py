@@ -7,6 +7,7 @@ from .moco import MoCo
 from .qb_heat import QBHeat
 from .retinanet import SyncRetinaNet
 from .scattered_masking import InterpolatedMasking, MaskTokenMasking
+from .wasserstein_dependency import WassersteinDependency
 
 __all__ = [
     "MFDETR",
@@ -16,4 +17,5 @@ __all__ = [
     "MoCo",
     "QBHeat",
     "SyncRetinaNet",
+    "WassersteinDependency",
 ]

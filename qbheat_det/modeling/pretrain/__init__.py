@@ -1,11 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Parts of pre-training objectives."""
 
+from .area_pairs import AreaPairs
 from .batch_shuffle import draw_order, embed_in_groups, embed_shuffled, gather
+from .dependency_loss import DependencyLoss, dual_distance
 from .feature_queue import FeatureQueue
 from .heat_predictor import DIRECTIONS, HeatPredictor, LinearModels, extend
 from .hidden_features import InterpolatedFeatures, MaskToken
 from .info_nce import compare, info_nce
+from .lipschitz_critic import LipschitzCritic
 from .momentum_copy import MomentumCopy
 from .pooled_features import pool_features, pooled_width
 from .pretraining_model import PretrainingModel, find_map
@@ -21,10 +24,13 @@ __all__ = [
     "DIRECTIONS",
     "PLACES",
     "PLACES_OF",
+    "AreaPairs",
+    "DependencyLoss",
     "FeatureQueue",
     "HeatPredictor",
     "InterpolatedFeatures",
     "LinearModels",
+    "LipschitzCritic",
     "MaskToken",
     "MomentumCopy",
     "PretrainingModel",
@@ -37,6 +43,7 @@ __all__ = [
     "VisibleQuarters",
     "compare",
     "draw_order",
+    "dual_distance",
     "embed_in_groups",
     "embed_shuffled",
     "extend",
