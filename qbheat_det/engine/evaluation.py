@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -11,7 +12,10 @@ from detectron2.utils import comm
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from qbheat_det.analysis.confusion_matrix import plot_confusion
+from qbheat_det.checkpoint import write_atomically
 from qbheat_det.data import Fault, ImageBatches
+from qbheat_det.evaluation import ClassificationEvaluator
 
 from .broken_images import name_faults
 
@@ -65,6 +69,8 @@ class Evaluation:
             self._name_broken(name, loader.faults)
         if comm.is_main_process():
             print_csv_format(results)
+            if isinstance(evaluator, ClassificationEvaluator):
+                draw_confusion(name, evaluator)
         return results
 
     def _name_broken(self, name: str, faults: dict[str, Fault]) -> None:
@@ -79,6 +85,20 @@ class Evaluation:
                     f"Left out of the evaluation on '{name}', {len(everywhere):,} in all: "
                     f"{name_faults([everywhere[where] for where in sorted(everywhere)])}"
                 )
+
+
+def draw_confusion(dataset_name: str, evaluator: ClassificationEvaluator) -> None:
+    """Writes ``confusion.png`` beside the evaluator's figures; a picture ends no run."""
+    if not evaluator.output_dir:
+        return
+    path = Path(evaluator.output_dir) / "confusion.png"
+    try:
+        right = int(evaluator.confusion.trace()) / max(1, int(evaluator.confusion.sum()))
+        title = f"{dataset_name}: top-1 {100 * right:.1f} %"
+        picture = plot_confusion(evaluator.confusion, evaluator.class_names, title=title)
+        write_atomically(path, lambda stream: stream.write(picture))
+    except Exception:
+        logger.exception(f"'{path}' could not be drawn")
 
 
 def persistent(loader: TestLoader) -> TestLoader:

@@ -29,7 +29,14 @@ from qbheat_det.checkpoint import (
     save_weights,
     write_atomically,
 )
-from qbheat_det.data import TrainStream, build_image_batches, build_mapper, build_train_stream
+from qbheat_det.data import (
+    MAPPERS_OF_CLASSES,
+    TrainStream,
+    build_class_batches,
+    build_image_batches,
+    build_mapper,
+    build_train_stream,
+)
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.solver import (
@@ -308,8 +315,11 @@ class Trainer(DefaultTrainer):
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
         """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
-        Sets of images alone come in batches, see ``qbheat_det.data.build_image_batches``.
+        Sets of images alone come in batches, see ``qbheat_det.data.build_image_batches``, and
+        those of a classifier with labels, see ``build_class_batches`` there.
         """
+        if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+            return build_class_batches(cfg, dataset_name)
         if MetadataCatalog.get(dataset_name).get("evaluator_type") == "reconstruction":
             return build_image_batches(cfg, dataset_name)
         mapper = build_mapper(cfg, is_train=False)
@@ -319,4 +329,5 @@ class Trainer(DefaultTrainer):
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         """See ``qbheat_det.evaluation.build_evaluator``."""
-        return build_evaluator(cfg, dataset_name)
+        classifies = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
+        return build_evaluator(cfg, dataset_name, classifies=classifies)

@@ -1,15 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluation: COCO's metrics, the loss of pre-training on held-out images, nearest neighbours."""
+"""Evaluation: COCO's metrics, classification, the loss of pre-training, nearest neighbours."""
 
 from .build import build_evaluator
+from .classification import ClassificationEvaluator, find_confusions
 from .coco import CocoEvaluator, resolve_coco_library
 from .knn import KnnScore, extract_features, score_neighbours
 
 __all__ = [
+    "ClassificationEvaluator",
     "CocoEvaluator",
     "KnnScore",
     "build_evaluator",
     "extract_features",
+    "find_confusions",
     "resolve_coco_library",
     "score_neighbours",
 ]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""From a dataset's name to the evaluator that its metadata asks for."""
+"""From a dataset's name to the evaluator that its metadata, or the task of a run, asks for."""
 
 import os
 
@@ -9,25 +9,33 @@ from detectron2.evaluation import DatasetEvaluator
 
 from qbheat_det.errors import UserError
 
+from .classification import ClassificationEvaluator
 from .coco import CocoEvaluator
 from .reconstruction import ReconstructionEvaluator
 
 
 def build_evaluator(
-    cfg: CfgNode, dataset_name: str, output_dir: str | None = None
+    cfg: CfgNode, dataset_name: str, output_dir: str | None = None, *, classifies: bool = False
 ) -> DatasetEvaluator:
     """Returns the evaluator of a registered dataset.
 
     Args:
-        cfg: ``TEST.COCO_EVAL_LIBRARY`` and ``OUTPUT_DIR`` are read.
+        cfg: ``TEST.COCO_EVAL_LIBRARY``, ``OUTPUT_DIR`` and ``MODEL.CLASS_NAMES`` are read.
         dataset_name: a name registered with Detectron2, with ``evaluator_type`` in its metadata.
         output_dir: folder for the predictions; ``OUTPUT_DIR/inference/<dataset_name>`` if None.
+        classifies: whether the images of class folders are to be classified; else their labels
+            are not looked at.
 
     Raises:
         UserError: no evaluator here fits the dataset, or the COCO library asked for is unknown
             or not installed.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
+    if output_dir is None:
+        output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
+    if kind == "reconstruction" and classifies:
+        names = cfg.MODEL.CLASS_NAMES
+        return ClassificationEvaluator(dataset_name, class_names=names, output_dir=output_dir)
     if kind == "reconstruction":
         return ReconstructionEvaluator(dataset_name)
     if kind != "coco":
@@ -37,6 +45,4 @@ def build_evaluator(
             "evaluated here: register it as COCO-format boxes, or pass an evaluator of your own "
             "to Detectron2's inference_on_dataset"
         )
-    if output_dir is None:
-        output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
     return CocoEvaluator(dataset_name, output_dir=output_dir, library=cfg.TEST.COCO_EVAL_LIBRARY)
