@@ -22,7 +22,6 @@ from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_mode
 from qbheat_det.analysis.spectrum_charts import plot_spectrum
 from qbheat_det.data import build_mapper
 from qbheat_det.errors import UserError
-from qbheat_det.modeling.pretrain import PLACES_OF
 
 from .looking import Look
 
@@ -57,16 +56,26 @@ class ComparesPatches(Protocol):
     """Whether true patches are brought to mean 0 and variance 1 before."""
 
 
-class QuarterModel(Protocol):
-    """A model that sees a quarter of an image and predicts the rest by linear models."""
+class ReconstructingModel(Protocol):
+    """A model that sees a part of an image and reconstructs the rest."""
 
-    predictor: LinearPredictor
+    views: Mapping[str, Sequence[str]]
+    """Ways to see an image, each with the places that images take in turn, if it has any."""
     loss: ComparesPatches
 
     def __call__(
-        self, batched_inputs: BatchedInputs, places: Sequence[str] | None = None
+        self, batched_inputs: BatchedInputs, places: Sequence[str] = ..., /
     ) -> list[dict[str, Any]]:
-        """Returns "reconstruction", "visible", "place" and "loss_reconstruction" of each image."""
+        """Returns "reconstruction", "visible" and "loss_reconstruction" of each image.
+
+        Where it was at a place, also "place"; a model without places never gets any.
+        """
+
+
+class LinearModel(Protocol):
+    """A model that predicts features by linear models."""
+
+    predictor: LinearPredictor
 
 
 class MapModel(Protocol):
@@ -99,15 +108,19 @@ def build_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
     settings = {"period": keys.PERIOD, "share": keys.SHARE}
     images = FixedImages(cfg)
     looks: list[Look] = []
+    if hasattr(model, "views"):
+        looks.append(LookAtReconstructions(cfg, images, **settings))
     if hasattr(getattr(model, "predictor", None), "scales"):
-        looks += [LookAtReconstructions(cfg, images, **settings), LookAtSpectrum(**settings)]
+        looks.append(LookAtSpectrum(**settings))
     if hasattr(model, "backbone") and hasattr(model, "in_features"):
         looks.append(LookAtCorrelation(images, **settings))
     return looks
 
 
 class LookAtReconstructions(Look):
-    """Reconstructs fixed images from a corner, the corners in turn, and from the centre.
+    """Reconstructs fixed images from every view that the model has.
+
+    Of QB-Heat these are a corner, the corners in turn, and the centre.
 
     Writes ``reconstructions_<steps>.png`` and, with the loss of each image, ``.json``.
     """
@@ -127,14 +140,13 @@ class LookAtReconstructions(Look):
     def look(self) -> None:
         """Draws a row for each image: input, and for each kind what was visible and what made."""
         entries = self._images.load(self._cfg.LOOK.NUM_IMAGES)
-        model = cast(QuarterModel, self.trainer.evaluated_model)
+        model = cast(ReconstructingModel, self.trainer.evaluated_model)
         inputs = [self._to_rgb(entry["image"]).astype(np.uint8) for entry in entries]
         columns: dict[str, list[RGBImage]] = {"input": inputs}
         losses: dict[str, list[dict[str, Any]]] = {}
-        for kind in model.predictor.scales:
-            known = PLACES_OF[kind]
-            places = [known[i % len(known)] for i in range(len(inputs))]
-            outputs = model(entries, places)
+        for kind, known in model.views.items():
+            places = [known[i % len(known)] for i in range(len(inputs)) if known]
+            outputs = model(entries, places) if known else model(entries)
             masks = [output["visible"].cpu().numpy() for output in outputs]
             made = [self._to_rgb(output["reconstruction"]) for output in outputs]
             columns[f"visible {kind}"] = [
@@ -144,7 +156,10 @@ class LookAtReconstructions(Look):
                 complete(*three) for three in zip(inputs, masks, made, strict=True)
             ]
             losses[kind] = [
-                {"place": output["place"], "loss": float(output["loss_reconstruction"])}
+                {
+                    **({"place": output["place"]} if known else {}),
+                    "loss": float(output["loss_reconstruction"]),
+                }
                 for output in outputs
             ]
         normalized = model.loss.normalize_patches
@@ -180,7 +195,7 @@ class LookAtSpectrum(Look):
 
     def look(self) -> None:
         """Works out the figures, see ``qbheat_det.analysis.spectrum``."""
-        model = cast(QuarterModel, self.trainer.evaluated_model)
+        model = cast(LinearModel, self.trainer.evaluated_model)
         models = {
             kind: (scale.offset, {name: m.cpu() for name, m in scale.matrices().items()})
             for kind, scale in model.predictor.scales.items()

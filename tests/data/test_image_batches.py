@@ -102,7 +102,10 @@ def test_the_views_are_the_places_that_the_objective_knows(visible: str) -> None
     assert len(seen) == {"corner": 4, "centre": 4, "both": 8}[visible]
 
 
-def test_a_registered_folder_comes_whole_with_its_places(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_places", [True, False])
+def test_a_registered_folder_comes_whole_with_the_places_of_the_objective(
+    tmp_path: Path, with_places: bool
+) -> None:
     for i in range(2):
         save(tmp_path / f"{i}.jpg", draw(20, 30, seed=i))
     (tmp_path / "2.jpg").write_text("no image")
@@ -110,6 +113,7 @@ def test_a_registered_folder_comes_whole_with_its_places(tmp_path: Path) -> None
     try:
         assert MetadataCatalog.get("batches").evaluator_type == "reconstruction"
         cfg = get_cfg()
+        cfg.MODEL.META_ARCHITECTURE = "QBHeat" if with_places else "MaskTokenMasking"
         cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
         cfg.INPUT.PRETRAIN.SIZE = 16
         cfg.DATALOADER.NUM_WORKERS = 0
@@ -118,11 +122,8 @@ def test_a_registered_folder_comes_whole_with_its_places(tmp_path: Path) -> None
     finally:
         DatasetCatalog.remove("batches")
         MetadataCatalog.remove("batches")
-    assert [(entry["image_id"], entry["place"]) for entry in batch] == [
-        (0, "top_left"),
-        (0, "centre"),
-        (1, "top_right"),
-        (1, "centre"),
-    ]
+    places = [(0, "top_left"), (0, "centre"), (1, "top_right"), (1, "centre")]
+    expected = places if with_places else [(0, None), (1, None)]
+    assert [(entry["image_id"], entry.get("place")) for entry in batch] == expected
     assert {tuple(entry["image"].shape) for entry in batch} == {(3, 16, 16)}
     assert list(batches.faults) == [f"image {str(tmp_path / '2.jpg')!r}"]

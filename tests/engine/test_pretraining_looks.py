@@ -238,6 +238,8 @@ def test_a_model_without_parts_to_look_at_is_not_looked_at() -> None:
     assert build_looks(cfg, detector) == []
     detector.left_behind, detector.predictor = ("predictor",), nn.Module()
     detector.predictor.scales = nn.ModuleDict()
+    assert [type(look) for look in build_looks(cfg, detector)] == [LookAtSpectrum]
+    detector.views = {"corner": ("top_left",)}
     kinds = [type(look) for look in build_looks(cfg, detector)]
     assert kinds == [pretraining_looks.LookAtReconstructions, LookAtSpectrum]
     cfg.LOOK.ENABLED = False

@@ -36,6 +36,15 @@ def test_means_are_those_of_the_views_and_the_error_is_over_images() -> None:
     assert found == {"loss_centre": 2.0, "loss": 2.0}
 
 
+def test_without_places_the_mean_is_over_images_and_stands_alone() -> None:
+    evaluator = ReconstructionEvaluator("held_out")
+    for image, loss in enumerate((1.0, 2.0, 6.0)):
+        evaluator.process([entry(image)], [{"loss_reconstruction": torch.tensor(loss)}])
+    found = evaluator.evaluate()["reconstruction"]
+    # Variance (4 + 1 + 9) / 2 = 7.
+    assert found == pytest.approx({"loss": 3.0, "loss_standard_error": math.sqrt(7 / 3)})
+
+
 def test_without_any_image_or_with_a_loss_that_is_not_finite_the_mean_is_nan() -> None:
     evaluator = ReconstructionEvaluator("held_out")
     assert math.isnan(evaluator.evaluate()["reconstruction"]["loss"])

@@ -8,7 +8,7 @@ paper counts as part of the backbone and its classifiers and decoders read: pre-
 earlier map, the last convolution would stay random under a frozen backbone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from detectron2.config import CfgNode, configurable
@@ -85,6 +85,11 @@ class QBHeat(ReconstructionModel):
             dim=node.FEATURE_DIM, num_models=node.NUM_MODELS, visible=node.VISIBLE
         )
         return {**cls.shared_from_config(cfg), "predictor": predictor}
+
+    @property
+    def views(self) -> Mapping[str, Sequence[str]]:
+        """The kinds of visible quarters, "corner" and "centre", with their places."""
+        return {kind: PLACES_OF[kind] for kind in self.predictor.scales}
 
     def forward(
         self, batched_inputs: list[dict[str, Any]], places: Sequence[str] | None = None

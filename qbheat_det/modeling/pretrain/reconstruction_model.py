@@ -7,7 +7,7 @@ projection, decoder and target are the same, and so are the config keys of these
 Objectives that are compared have the same decoder by construction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +51,11 @@ class ReconstructionModel(PretrainingModel):
     left_behind = ("projection", "predictor", "decoder")
     grid_multiple = 1
     """G is a multiple of it."""
+
+    @property
+    def views(self) -> Mapping[str, Sequence[str]]:
+        """Ways to see an image, each with the places that ``forward`` takes for it, if any."""
+        return {"patches": ()}
 
     def __init__(
         self,

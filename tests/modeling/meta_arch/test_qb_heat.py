@@ -1,18 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """QB-Heat as a whole: what the encoder sees and costs, what is reconstructed, what is refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from detectron2.config import CfgNode
-from detectron2.layers import ShapeSpec
-from detectron2.modeling import Backbone, build_model
+from detectron2.modeling import build_model
 from fvcore.nn import FlopCountAnalysis
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from qbheat_det.config import get_cfg
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.meta_arch import QBHeat
 from qbheat_det.modeling.pretrain import (
@@ -22,35 +17,16 @@ from qbheat_det.modeling.pretrain import (
     ReconstructionLoss,
     visible_positions,
 )
-
-MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
-
-
-class PatchesAsMap(Backbone):
-    """A backbone without weights: the pixels of each patch are the channels of its position."""
-
-    def __init__(self, *, stride: int = 16, name: str = "map") -> None:
-        super().__init__()
-        self.stride = stride
-        self.name = name
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {self.name: F.pixel_unshuffle(x, self.stride)}
-
-    def output_shape(self) -> dict[str, ShapeSpec]:
-        return {self.name: ShapeSpec(channels=3 * self.stride**2, stride=self.stride)}
-
-
-class Copies(nn.Module):
-    """A decoder that takes features for pixels."""
-
-    def __init__(self, *, grid_size: int, patch_size: int) -> None:
-        super().__init__()
-        self.grid_size, self.patch_size = grid_size, patch_size
-        self.image_size = grid_size * patch_size
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z.flatten(1, 2)
+from tests.modeling.tiny_pretraining import (
+    MEAN,
+    STD,
+    Copies,
+    PatchesAsMap,
+    make_config,
+    make_inputs,
+    make_tiny_config,
+    plane_wave,
+)
 
 
 def make_copying_model(grid_size: int = 8) -> QBHeat:
@@ -68,20 +44,6 @@ def make_copying_model(grid_size: int = 8) -> QBHeat:
     return model.eval()
 
 
-def make_config(**qb_heat: Any) -> CfgNode:
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "QBHeat"
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded"]
-    cfg.INPUT.PRETRAIN.SIZE = 64
-    small = {"FEATURE_DIM": 32, "DECODER_DIM": 32, "DECODER_DEPTH": 2, "DECODER_HEADS": 4}
-    for key, value in {**small, **qb_heat}.items():
-        cfg.MODEL.QB_HEAT[key] = value
-    return cfg
-
-
 def make_resnet_config(in_feature: str, size: int) -> CfgNode:
     cfg = make_config(IN_FEATURE=in_feature)
     cfg.MODEL.BACKBONE.NAME = "build_resnet_backbone"
@@ -91,11 +53,6 @@ def make_resnet_config(in_feature: str, size: int) -> CfgNode:
     cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 4
     cfg.INPUT.PRETRAIN.SIZE = size
     return cfg
-
-
-def make_inputs(count: int, size: int = 64) -> list[dict[str, Any]]:
-    shape = (3, size, size)
-    return [{"image": torch.randint(256, shape, dtype=torch.uint8)} for _ in range(count)]
 
 
 def pixel_mask(place: str, size: int) -> Tensor:
@@ -219,19 +176,8 @@ def test_bfloat16_autocast_is_close_to_float32() -> None:
 
 
 def test_a_few_images_are_learned_by_heart() -> None:
-    cfg = make_config()
-    cfg.MODEL.MOBILE_FORMER.VARIANT = "custom"
-    cfg.MODEL.MOBILE_FORMER.TOKEN_DIM = 16
-    cfg.MODEL.MOBILE_FORMER.STEM_CHANNELS = 8
-    cfg.MODEL.MOBILE_FORMER.EXPANDED_CHANNELS = 64
-    cfg.MODEL.MOBILE_FORMER.BLOCKS = [
-        ["lite", 16, 8, 0],
-        ["down", 16, 12, 24],
-        ["down", 24, 16, 32],
-        ["down", 32, 24, 48],
-    ]
-    model = build_model(cfg)
-    inputs = [{"image": _gradient(angle)} for angle in (0.3, 1.2, 2.1, 2.9)]
+    model = build_model(make_tiny_config())
+    inputs = [{"image": plane_wave(angle)} for angle in (0.3, 1.2, 2.1, 2.9)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     losses = []
     for _ in range(100):
@@ -243,14 +189,6 @@ def test_a_few_images_are_learned_by_heart() -> None:
     zero = 767 / 768  # what predicting nothing costs
     assert losses[0] > zero
     assert sum(losses[-10:]) / 10 < zero / 4
-
-
-def _gradient(angle: float) -> Tensor:
-    """A plane wave, which each patch sees a different part of."""
-    y, x = torch.meshgrid(torch.arange(64.0), torch.arange(64.0), indexing="ij")
-    direction = torch.tensor(angle)
-    wave = torch.sin((x * direction.cos() + y * direction.sin()) / 7)
-    return (127 + 120 * wave).to(torch.uint8).expand(3, 64, 64)
 
 
 @pytest.mark.parametrize(("in_feature", "size", "grid"), [("res4", 64, 4), ("res5", 128, 4)])

@@ -1,0 +1,86 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Small models and inputs of pre-training, for tests."""
+
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.config import get_cfg
+
+MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
+
+
+class PatchesAsMap(Backbone):
+    """A backbone without weights: the pixels of each patch are the channels of its position."""
+
+    def __init__(self, *, stride: int = 16, name: str = "map") -> None:
+        super().__init__()
+        self.stride = stride
+        self.name = name
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.name: F.pixel_unshuffle(x, self.stride)}
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        return {self.name: ShapeSpec(channels=3 * self.stride**2, stride=self.stride)}
+
+
+class Copies(nn.Module):
+    """A decoder that takes features for pixels."""
+
+    def __init__(self, *, grid_size: int, patch_size: int) -> None:
+        super().__init__()
+        self.grid_size, self.patch_size = grid_size, patch_size
+        self.image_size = grid_size * patch_size
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z.flatten(1, 2)
+
+
+def make_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:
+    """Returns that of a Mobile-Former at 64 pixels, with keys of ``MODEL.QB_HEAT``."""
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE = meta_arch
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded"]
+    cfg.INPUT.PRETRAIN.SIZE = 64
+    small = {"FEATURE_DIM": 32, "DECODER_DIM": 32, "DECODER_DEPTH": 2, "DECODER_HEADS": 4}
+    for key, value in {**small, **qb_heat}.items():
+        cfg.MODEL.QB_HEAT[key] = value
+    return cfg
+
+
+def make_tiny_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:
+    """Returns one whose Mobile-Former has four blocks of a few channels."""
+    cfg = make_config(meta_arch, **qb_heat)
+    cfg.MODEL.MOBILE_FORMER.VARIANT = "custom"
+    cfg.MODEL.MOBILE_FORMER.TOKEN_DIM = 16
+    cfg.MODEL.MOBILE_FORMER.STEM_CHANNELS = 8
+    cfg.MODEL.MOBILE_FORMER.EXPANDED_CHANNELS = 64
+    cfg.MODEL.MOBILE_FORMER.BLOCKS = [
+        ["lite", 16, 8, 0],
+        ["down", 16, 12, 24],
+        ["down", 24, 16, 32],
+        ["down", 32, 24, 48],
+    ]
+    return cfg
+
+
+def make_inputs(count: int, size: int = 64) -> list[dict[str, Any]]:
+    shape = (3, size, size)
+    return [{"image": torch.randint(256, shape, dtype=torch.uint8)} for _ in range(count)]
+
+
+def plane_wave(angle: float) -> Tensor:
+    """Returns an image (3, 64, 64) that each patch sees a different part of."""
+    y, x = torch.meshgrid(torch.arange(64.0), torch.arange(64.0), indexing="ij")
+    direction = torch.tensor(angle)
+    wave = torch.sin((x * direction.cos() + y * direction.sin()) / 7)
+    return (127 + 120 * wave).to(torch.uint8).expand(3, 64, 64)
