@@ -17,6 +17,7 @@ FLOORS = {
     "model_zoo": 6,
     "engine": 7,
     "analysis": 6,
+    "probing": 6,
     "modeling.meta_arch": 5,
     "modeling.pretrain": 4,
     "modeling.detr": 4,

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Scores of files and of random backbones, side by side, a function of the seed alone."""
+"""Probes of files and of random backbones, side by side, a function of the seed alone."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from qbheat_det.engine.backbone_export import build_bare_backbone, export_backbo
 from tests.data.pictures import draw, save
 from tests.tool_modules import load_tool
 
-main = load_tool("probe_knn").main
+main = load_tool("probe_backbone").main
 _CONFIG = """
 MODEL:
   DEVICE: cpu
@@ -81,19 +81,23 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
     write_weights(load_config(config), weights, seed=7)
     export_backbone(str(weights), bare)
     words = ["--config-file", config, "--weights", str(weights), str(bare), *folders]
-    words += ["--random-seeds", "7", "8", "--recalibrate-bn", "4"]
+    words += ["--random-seeds", "7", "8", "--recalibrate-bn", "4", "--probes", "knn", "linear"]
     found = probe(words, tmp_path)
     table = capsys.readouterr().out
     rows = found["rows"]
     names = [str(weights), str(bare), "random, seed 7", "random, seed 8"]
-    assert [(row["backbone"], row["recalibrated"]) for row in rows] == [
-        (name, number) for name in names for number in (0, 4)
+    assert [(row["backbone"], row["recalibrated"], row["probe"]) for row in rows] == [
+        (name, number, kind) for name in names for number in (0, 4) for kind in ("knn", "linear")
     ]
     # What a file holds is scored as what it was written from.
-    scores = [{k: v for k, v in row.items() if k != "backbone"} for row in rows]
-    assert scores[0:2] == scores[2:4] == scores[4:6]
+    own = ("backbone", "images_seen", "seconds")
+    scores = [{k: v for k, v in row.items() if k not in own} for row in rows]
+    assert scores[0:4] == scores[4:8] == scores[8:12]
+    assert scores[8:12] != scores[12:16]
+    assert [row["images_seen"] for row in rows[::4]] == [None, None, 0, 0]
     assert {row["num_images"] for row in rows} == {9}
-    assert (found["feature"], found["k"], found["broken_images"]) == ("s16", 3, 1)
+    setting = found["setting"]
+    assert (setting["feature"], setting["knn"]["k"], found["broken_images"]) == ("s16", 3, 1)
     assert "Left out, 1 in all" in caplog.text
     assert "x.png" in caplog.text
     assert f"| {names[2]} " in table
@@ -105,12 +109,12 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
     ("words", "expected"),
     [
         (["--weights", "W"], "of the .* tensors of the config's backbone.*--config-file"),
-        ([], "name what to score"),
+        ([], "name what to probe"),
         (["--random", "--feature", "s4"], "no map 's4', but s8, s16"),
         (["--random", "--recalibrate-bn", "-1"], "a number of images, not -1"),
         (["--random", "TEST.KNN.K", "0"], "must be positive"),
         (["--random", "--val-folder", "OTHER"], r"1 classes that .* lacks \(d\)"),
-        (["--random", "--train-folder", "BROKEN"], "images that are to vote can be read"),
+        (["--random", "--train-folder", "BROKEN"], "images that are to be learned from can be read"),
         (["--random", "--val-folder", "BROKEN"], "images that are to be classified can be read"),
     ],
 )

@@ -1,0 +1,62 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Accuracy of probes against the images that went into the backbone, random ones as levels."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure
+
+
+def plot_probes(
+    rows: Sequence[Mapping[str, Any]], *, theme: Theme = "light", format: Format = "svg"
+) -> bytes:
+    """Draws a line for each probe, with bars of one standard error.
+
+    Where rows stand with BatchNorm's statistics as stored and anew, the latter are drawn, since
+    random backbones have no others that mean anything. A random backbone, or the mean of several,
+    is a dashed line of its probe's colour; weights that do not tell how many images they have seen
+    are left out.
+
+    Args:
+        rows: dicts of the attributes of ``ProbeRow``.
+        theme: of the page.
+        format: of the file.
+    """
+    anew = any(row["recalibrated"] for row in rows)
+    drawn = [row for row in rows if bool(row["recalibrated"]) == anew]
+    figure, axes = start_figure(theme, height=3.6)
+    for probe, color in zip(
+        dict.fromkeys(row["probe"] for row in drawn), list_colors(theme) * len(drawn), strict=False
+    ):
+        own = [row for row in drawn if row["probe"] == probe and row["top1"] is not None]
+        seen = sorted((row for row in own if row["images_seen"]), key=lambda r: r["images_seen"])
+        if seen:
+            axes.errorbar(
+                [row["images_seen"] for row in seen],
+                [row["top1"] for row in seen],
+                yerr=[row["top1_standard_error"] for row in seen],
+                label=probe,
+                color=color,
+                lw=1.8,
+                marker="o",
+                ms=4,
+                elinewidth=1,
+            )
+        if untrained := [row["top1"] for row in own if row["images_seen"] == 0]:
+            several = f" (mean of {len(untrained)})" if len(untrained) > 1 else ""
+            axes.axhline(
+                statistics.fmean(untrained),
+                label=f"{probe}, random{several}",
+                color=color,
+                lw=1.4,
+                ls="--",
+            )
+    if drawn:
+        axes.legend(frameon=False, labelcolor=INK[theme], fontsize=9, ncols=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("images seen in pre-training")
+    axes.set_ylabel("top-1 (%)")
+    axes.grid(color=LINE[theme])
+    return encode(figure, theme, format)

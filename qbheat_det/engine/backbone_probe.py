@@ -1,0 +1,314 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Probes of frozen backbones, trained or random, of any config: features once, then any number."""
+
+import heapq
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import Backbone
+from torch import Tensor
+from tqdm import tqdm
+
+from qbheat_det.data import (
+    ImageBatches,
+    PretrainingMapper,
+    load_image_folders,
+    preserved_randomness,
+    unite_labels,
+)
+from qbheat_det.errors import UserError
+from qbheat_det.probing import (
+    FrozenFeatures,
+    ProbeSettings,
+    TransformerSettings,
+    cache_features,
+    check_probes,
+    depth_of,
+    run_probe,
+)
+
+from .backbone_export import build_bare_backbone
+from .broken_images import name_faults
+from .probe_figures import ProbeFigures, ProbeRow
+from .probed_backbones import count_images_seen, digest, find_feature, load_backbone
+from .recalibrate import recalibrate_bn
+
+logger = logging.getLogger(__name__)
+_DELAY = 2.0  # seconds without a bar
+
+
+def probe_backbone(
+    cfg: CfgNode,
+    train_folder: str,
+    val_folder: str,
+    *,
+    weights: Sequence[str] = (),
+    random_seeds: Sequence[int] = (),
+    probes: Sequence[str] = ("knn", "linear", "tran-1"),
+    num_recalibrated: int = 0,
+    feature: str = "",
+    json_file: Path | None = None,
+    seed: int = 0,
+    memory_gb: float = 8.0,
+    on_row: Callable[[ProbeRow], None] | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Probes frozen backbones of one config on the same images.
+
+    Args:
+        cfg: of the backbone and its images; ``TEST.KNN`` and ``MODEL.CLASSIFIER.WIDTH`` are read.
+        train_folder: class folders whose images the probes learn from.
+        val_folder: class folders whose images are classified, once for each row.
+        weights: files of any model with this backbone, or of the backbone alone.
+        random_seeds: backbones as they are initialised under these seeds.
+        probes: names as in ``qbheat_det.probing.PROBES``.
+        num_recalibrated: probe each backbone a second time, with BatchNorm's statistics from that
+            many whole images of ``train_folder``; not if 0.
+        feature: name of the map; by default the backbone's coarsest, of several the last.
+        json_file: where the result stands after each row. What stands there already under the same
+            setting is not worked out again.
+        seed: of all that the probes draw, and of the images for BatchNorm.
+        memory_gb: what maps may take, in GB; only tran-k keeps them.
+        on_row: called with each row as it comes, those of ``json_file`` included.
+        progress: show a bar with the time left on stderr.
+
+    Returns:
+        What JSON holds: "setting", "broken_images", and "rows", each a dict of the attributes of
+        ``ProbeRow``; after those that ``json_file`` held, backbone by backbone.
+
+    Raises:
+        UserError: images, weights, ``json_file`` or a name are not sound.
+    """
+    probe = BackboneProbe(
+        cfg,
+        train_folder,
+        val_folder,
+        probes=probes,
+        num_recalibrated=num_recalibrated,
+        feature=feature,
+        json_file=json_file,
+        seed=seed,
+        memory_gb=memory_gb,
+        on_row=on_row,
+        progress=progress,
+    )
+    for file in weights:
+        probe.probe_weights(file)
+    for number in random_seeds:
+        probe.probe_random(number)
+    return probe.result()
+
+
+class BackboneProbe:
+    """Probes backbones on the same images, which are decoded once if memory allows.
+
+    Images are whole: the largest square in the middle, resized to ``INPUT.PRETRAIN.SIZE``,
+    normalised as the config says.
+    """
+
+    def __init__(
+        self,
+        cfg: CfgNode,
+        train_folder: str,
+        val_folder: str,
+        *,
+        probes: Sequence[str],
+        num_recalibrated: int,
+        feature: str,
+        json_file: Path | None,
+        seed: int,
+        memory_gb: float,
+        on_row: Callable[[ProbeRow], None] | None,
+        progress: bool,
+    ) -> None:
+        """See ``probe_backbone``."""
+        check_probes(probes)
+        folders = train_folder, val_folder
+        train, val = (load_image_folders([folder], labelled=True) for folder in folders)
+        records = unite_labels([train], [val], names=folders)
+        self._cfg = cfg
+        self._probes = list(dict.fromkeys(probes))
+        self._sizes = [len(part) for part in records]
+        self._images = tuple(map(self._load, records))
+        chosen = random.Random(seed).sample(range(self._sizes[0]), self._sizes[0])
+        self._order = {image_id: place for place, image_id in enumerate(chosen)}
+        self._num_recalibrated, self._seed = num_recalibrated, seed
+        self._memory_gb, self._progress, self._on_row = memory_gb, progress, on_row
+        self._feature = find_feature(self._build(), feature)
+        self._settings = ProbeSettings(
+            num_classes=1 + max(record["label"] for part in records for record in part),
+            k=cfg.TEST.KNN.K,
+            temperature=cfg.TEST.KNN.TEMPERATURE,
+            transformer=TransformerSettings(width=cfg.MODEL.CLASSIFIER.WIDTH),
+            seed=seed,
+            device=cfg.MODEL.DEVICE,
+        )
+        self._figures = ProbeFigures(self._describe_setting(folders), json_file)
+        self._named = False
+
+    def probe_weights(self, weights: str) -> None:
+        """Probes the backbone of a file.
+
+        Raises:
+            UserError: the file does not fill the backbone of the config.
+        """
+        backbone = self._build()
+        info = load_backbone(backbone, weights)
+        self._probe(backbone, weights, count_images_seen(info))
+
+    def probe_random(self, seed: int) -> None:
+        """Probes a backbone as it is initialised under a seed."""
+        with preserved_randomness():
+            torch.manual_seed(seed)
+            backbone = self._build()
+        self._probe(backbone, f"random, seed {seed}", 0)
+
+    def result(self) -> dict[str, Any]:
+        """Returns what JSON holds."""
+        return self._figures.to_dict()
+
+    def _describe_setting(self, folders: tuple[str, str]) -> dict[str, Any]:
+        return {
+            "train_folder": folders[0],
+            "val_folder": folders[1],
+            "num_images": self._sizes,
+            "feature": self._feature,
+            "size": self._cfg.INPUT.PRETRAIN.SIZE,
+            "recalibrate_bn": self._num_recalibrated,
+            **self._settings.to_dict(),
+        }
+
+    def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
+        return ImageBatches(
+            records,
+            mapper=PretrainingMapper(self._cfg, is_train=False),
+            num_workers=self._cfg.DATALOADER.NUM_WORKERS,
+            shared=False,
+            memory_gb=self._cfg.INPUT.PRETRAIN.MEMORY_GB / 2,
+        )
+
+    def _build(self) -> Backbone:
+        backbone = build_bare_backbone(self._cfg).to(self._cfg.MODEL.DEVICE)
+        layout = torch.channels_last if self._cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
+        return backbone.to(memory_format=layout)
+
+    def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
+        backbone.eval()
+        known = name, digest(backbone)
+        for anew in (False, True)[: 2 if self._num_recalibrated else 1]:
+            missing = self._list_missing(known, anew=anew)
+            if not missing:
+                continue
+            recalibrated = self._recalibrate(backbone) if anew else 0
+            if anew and not recalibrated:  # no BatchNorm, so nothing would differ
+                continue
+            train, val = self._extract(
+                backbone,
+                f"{name}{', statistics anew' if anew else ''}",
+                keep_maps=any(map(depth_of, missing)),
+            )
+            for probe in missing:
+                begin = time.perf_counter()
+                score, chosen = run_probe(probe, train, val, settings=self._settings)
+                row = ProbeRow(
+                    *known,
+                    images_seen=images_seen,
+                    recalibrated=recalibrated,
+                    probe=probe,
+                    top1=score.top1,
+                    top1_standard_error=score.top1_standard_error,
+                    top5=score.top5,
+                    top5_standard_error=score.top5_standard_error,
+                    num_images=score.num_images,
+                    seconds=round(time.perf_counter() - begin, 2),
+                    chosen=chosen,
+                )
+                self._figures.add(row)
+                self._tell(row)
+
+    def _list_missing(self, known: tuple[str, str], *, anew: bool) -> list[str]:
+        """Returns the probes that have no row yet, and tells of the rows that are there."""
+        rows = {probe: self._figures.find((*known, anew, probe)) for probe in self._probes}
+        for row in rows.values():
+            if row is not None:
+                self._tell(row)
+        return [probe for probe, row in rows.items() if row is None]
+
+    def _tell(self, row: ProbeRow) -> None:
+        if self._on_row is not None:
+            self._on_row(row)
+
+    def _recalibrate(self, backbone: Backbone) -> int:
+        """Returns the number of images; 0 for a backbone without BatchNorm."""
+        # Of those that can be read, the first in the order drawn; no more of them are held.
+        entries = heapq.nsmallest(
+            self._num_recalibrated,
+            itertools.chain.from_iterable(self._images[0]),
+            key=lambda entry: self._order[entry["image_id"]],
+        )
+        images = [entry["image"] for entry in entries]
+        keys = self._cfg.MODEL
+        norms = recalibrate_bn(
+            backbone, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD
+        )
+        return len(images) if norms else 0
+
+    def _extract(
+        self, backbone: Backbone, title: str, *, keep_maps: bool
+    ) -> tuple[FrozenFeatures, FrozenFeatures]:
+        device = next(backbone.parameters()).device
+        mean, std = (
+            torch.tensor(values, device=device).view(-1, 1, 1)
+            for values in (self._cfg.MODEL.PIXEL_MEAN, self._cfg.MODEL.PIXEL_STD)
+        )
+
+        def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+            images = torch.stack([entry["image"] for entry in batch]).to(device)
+            outputs: dict[str, Tensor] = backbone((images - mean) / std)
+            return outputs
+
+        train, val = (
+            cache_features(
+                describe,
+                batches,
+                num_images=size,
+                feature=self._feature,
+                keep_maps=keep_maps,
+                memory_gb=self._memory_gb * size / sum(self._sizes),
+            )
+            for batches, size in zip(self._show(title), self._sizes, strict=True)
+        )
+        self._name_broken()
+        for aim, features in {"be learned from": train, "be classified": val}.items():
+            if not len(features):
+                raise UserError(f"none of the images that are to {aim} can be read")
+        return train, val
+
+    def _show(self, title: str) -> Iterator[Iterator[list[dict[str, Any]]]]:
+        """Yields the batches of both sets, under one bar."""
+        total = sum(map(len, self._images))
+        with tqdm(
+            total=total, desc=title[-40:], unit=" batches", delay=_DELAY, disable=not self._progress
+        ) as bar:
+            for batches in self._images:
+                yield _counted(batches, bar)
+
+    def _name_broken(self) -> None:
+        faults = [fault for batches in self._images for fault in batches.faults.values()]
+        self._figures.broken_images = len(faults)
+        if faults and not self._named:
+            logger.warning(f"Left out, {len(faults):,} in all: {name_faults(faults)}")
+        self._named = True
+
+
+def _counted(batches: ImageBatches, bar: "tqdm[Any]") -> Iterator[list[dict[str, Any]]]:
+    for batch in batches:
+        yield batch
+        bar.update()

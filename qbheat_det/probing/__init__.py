@@ -1,0 +1,28 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Probes of a frozen backbone, on features that are worked out once."""
+
+from .features import FrozenFeatures, cache_features
+from .linear_probe import L2_GRID, LinearProbe, Standardisation, fit_linear_probe, fit_penalised
+from .probes import PROBES, ProbeSettings, check_probes, depth_of, rank_true_classes, run_probe
+from .splits import split_by_class
+from .transformer_probe import TransformerProbe, TransformerSettings, fit_transformer_probe
+
+__all__ = [
+    "L2_GRID",
+    "PROBES",
+    "FrozenFeatures",
+    "LinearProbe",
+    "ProbeSettings",
+    "Standardisation",
+    "TransformerProbe",
+    "TransformerSettings",
+    "cache_features",
+    "check_probes",
+    "depth_of",
+    "fit_linear_probe",
+    "fit_penalised",
+    "fit_transformer_probe",
+    "rank_true_classes",
+    "run_probe",
+    "split_by_class",
+]

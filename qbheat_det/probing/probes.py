@@ -1,0 +1,128 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The probes by their names, from the features of two sets of images to a score."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qbheat_det.errors import UserError
+from qbheat_det.evaluation import KnnScore, score_neighbours
+
+from .features import FrozenFeatures
+from .linear_probe import L2_GRID, fit_linear_probe
+from .transformer_probe import TransformerSettings, fit_transformer_probe
+
+PROBES = ("knn", "linear", "tran-1", "tran-4")
+"""Nearest neighbours, and the paper's; "tran-k" of any k is understood."""
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """What probes depend on beside features.
+
+    Attributes:
+        num_classes: K.
+        k: nearest neighbours that vote.
+        temperature: of their votes.
+        l2_grid: penalties that the linear probe chooses from.
+        transformer: how tran-k is trained; its depth is that of the name.
+        seed: of all that is drawn.
+        device: that trains tran-k.
+    """
+
+    num_classes: int
+    k: int = 20
+    temperature: float = 0.07
+    l2_grid: tuple[float, ...] = L2_GRID
+    transformer: TransformerSettings = field(default_factory=TransformerSettings)
+    seed: int = 0
+    device: str = "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what figures depend on, for JSON: all but the device."""
+        transformer = self.transformer.to_dict()
+        del transformer["depth"]
+        return {
+            "num_classes": self.num_classes,
+            "seed": self.seed,
+            "knn": {"k": self.k, "temperature": self.temperature},
+            "linear": {"l2_grid": list(self.l2_grid), "share": self.transformer.share},
+            "tran": transformer,
+        }
+
+
+def run_probe(
+    name: str, train: FrozenFeatures, val: FrozenFeatures, *, settings: ProbeSettings
+) -> tuple[KnnScore, dict[str, Any]]:
+    """Learns from the images of one set and classifies those of another, once.
+
+    Args:
+        name: as in ``PROBES``.
+        train: features of the images to learn from, and to choose settings on.
+        val: features of those that are classified; nothing is chosen on them.
+        settings: all else.
+
+    Returns:
+        The score, and what was chosen, see ``fit_linear_probe`` and ``fit_transformer_probe``.
+    """
+    if name == "knn":
+        voters, asked = (train.pooled, train.labels), (val.pooled, val.labels)
+        score = score_neighbours(voters, asked, k=settings.k, temperature=settings.temperature)
+        return score, {}
+    if name == "linear":
+        linear, chosen = fit_linear_probe(
+            train.joined,
+            train.labels,
+            num_classes=settings.num_classes,
+            grid=settings.l2_grid,
+            share=settings.transformer.share,
+            seed=settings.seed,
+        )
+        logits = linear(val.joined)
+    else:
+        transformer, chosen = fit_transformer_probe(
+            train,
+            num_classes=settings.num_classes,
+            settings=dataclasses.replace(settings.transformer, depth=depth_of(name)),
+            seed=settings.seed,
+            device=settings.device,
+        )
+        logits = transformer(val)
+    return KnnScore.from_ranks(rank_true_classes(logits, val.labels)), chosen
+
+
+def check_probes(names: Sequence[str]) -> None:
+    """Checks names of probes.
+
+    Raises:
+        UserError: there are none, or one is not known.
+    """
+    unknown = [name for name in names if name not in ("knn", "linear") and not depth_of(name)]
+    if unknown or not names:
+        given = ", ".join(map(repr, unknown)) or "none"
+        raise UserError(f"probes are {', '.join(PROBES)}, not {given}")
+
+
+def depth_of(name: str) -> int:
+    """Returns k of "tran-k"; 0 for any other probe."""
+    found = re.fullmatch(r"tran-([1-9]\d?)", name)
+    return int(found[1]) if found else 0
+
+
+def rank_true_classes(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns (N,), how many classes come before the true one; of equal logits the lower class.
+
+    A logit that is not a number comes before all others, and is never right.
+
+    Args:
+        logits: (N, K).
+        labels: (N,).
+    """
+    own = logits.gather(1, labels[:, None])
+    lower = torch.arange(logits.shape[1]) < labels[:, None]
+    return (~(logits <= own) | ((logits == own) & lower)).sum(dim=1)
