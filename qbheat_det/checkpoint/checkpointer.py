@@ -209,6 +209,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             classes=self.class_names,
             unbuilt=find_unbuilt(self.model),
             left_behind=find_left_behind(self.model, info.left_behind if info else ()),
+            private=getattr(self.model, "left_behind", ()),
         )
         self._file = WeightsFile({})
         self._check(report)

@@ -37,6 +37,7 @@ def fit_weights(
     classes: Sequence[str] = (),
     unbuilt: Sequence[str] = (),
     left_behind: Sequence[str] = (),
+    private: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
     """Finds the place of each tensor of a file; changes nothing.
 
@@ -49,6 +50,7 @@ def fit_weights(
         unbuilt: beginnings of the names of parts that the model's config leaves out.
         left_behind: children of the model in the file that this model does not take over, even
             where it has parts of the same names.
+        private: see ``match_names``.
 
     Returns:
         Tensors for ``load_state_dict``, by the model's names, and the report. Nothing is said
@@ -65,7 +67,7 @@ def fit_weights(
     }
     check_finite(stored, file)
     change = compare_classes(old_classes, classes, file=file)
-    places = match_names(model_state, stored, file=file)
+    places = match_names(model_state, stored, file=file, private=private)
     fitting, groups = _fit_all(stored, model_state, places, change)
     without_place = {
         key: name

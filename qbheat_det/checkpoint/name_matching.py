@@ -33,7 +33,11 @@ class _Shift:
 
 
 def match_names(
-    model_names: Collection[str], file_names: Collection[str], *, file: str
+    model_names: Collection[str],
+    file_names: Collection[str],
+    *,
+    file: str,
+    private: Collection[str] = (),
 ) -> dict[str, str]:
     """Maps each name in a file to a name in the model, or to one that the model does not have.
 
@@ -41,6 +45,8 @@ def match_names(
         model_names: names of the model's state.
         file_names: names of the tensors in the file.
         file: for the sentence.
+        private: children of the model that only files which name them in full mean, such as a
+            copy of its backbone.
 
     Raises:
         UserError: the tensors would fit in two places of the model.
@@ -48,7 +54,8 @@ def match_names(
     model = set(model_names)
     bare = _without_wrappers(model, [name for name in file_names if name != _NO_WEIGHTS])
     names = set(bare.values())
-    added, taken = _longest_agreement(model, names), _longest_agreement(names, model)
+    public = [name for name in model if name.partition(".")[0] not in private]
+    added, taken = _longest_agreement(public, names), _longest_agreement(names, model)
     if len(added) > 1:
         whole = [p for p in added if _num_placed(_Shift("", p), model, names) == len(names)]
         if len(whole) > 1:

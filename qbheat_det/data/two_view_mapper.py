@@ -128,11 +128,11 @@ class TwoViewMapper:
         entry = self._cropped(dataset_dict)
         if isinstance(entry, Fault) or not self.is_train:
             return entry
-        image = self.augment(entry["image"])
         other = self._cropped(dataset_dict)
         if isinstance(other, Fault):
             return other
-        return {**entry, "image": image, "image_key": self.augment(other["image"])}
+        views = {"image": entry["image"], "image_key": other["image"]}
+        return {**entry, **{key: self.augment(view) for key, view in views.items()}}
 
     def augment(self, image: Tensor) -> Tensor:
         """Draws other colours and a blur for a view (3, S, S), uint8."""

@@ -63,6 +63,13 @@ def test_a_file_that_fits_twice_is_an_error_that_names_both_places() -> None:
         match_names(pair.state_dict(), BARE, file="w")
 
 
+def test_a_bare_backbone_is_not_meant_for_the_copy_that_a_model_keeps_of_its_own() -> None:
+    pair = nn.ModuleDict({"backbone": TinyBackbone(), "copy": TinyBackbone()}).state_dict()
+    matched = match_names(pair, BARE, file="w", private=["copy"])
+    assert list(matched.values()) == [f"backbone.{name}" for name in BARE]
+    assert match_names(pair, pair, file="w", private=["copy"]) == {name: name for name in pair}
+
+
 def test_ends_of_names_that_agree_by_accident_are_not_taken_one_by_one() -> None:
     # Detectron2's heuristic would put each of the two where its name ends alike.
     model = {"backbone.stem.0.weight": None, "decoder.block.0.bias": None}

@@ -1,0 +1,200 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The mapper of contrastive pre-training: two views that share the image and nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qbheat_det.config import get_cfg
+from qbheat_det.data import Fault, PretrainingMapper, TwoViewMapper, build_mapper
+from qbheat_det.errors import UserError
+from tests.data.pictures import draw, save
+
+NONE: dict[str, Any] = {
+    "jitter_probability": 0.0,
+    "grey_probability": 0.0,
+    "blur_probability": 0.0,
+}
+
+
+def mapped(mapper: Any, path: str, seed: int = 0, **fields: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    entry = mapper({"file_name": path, "image_id": 5, **fields})
+    assert isinstance(entry, dict)
+    return entry
+
+
+def alone(**probability: float) -> TwoViewMapper:
+    """One augmentation, and neither crop nor flip."""
+    return TwoViewMapper(
+        size=32, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip="none", **{**NONE, **probability}
+    )
+
+
+def blur_naively(image: np.ndarray, sigma: float) -> np.ndarray:
+    """A Gaussian over the image (H, W) and its mirror image beyond the border, as one sum."""
+    reach = 12
+    weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    weights /= weights.sum()
+    wide = np.pad(image.astype(np.float64), reach, mode="reflect")
+    rows = sum(w * wide[i : i + image.shape[0]] for i, w in enumerate(weights))
+    return np.asarray(sum(w * rows[:, i : i + image.shape[1]] for i, w in enumerate(weights)))
+
+
+def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper(
+    tmp_path: Path,
+) -> None:
+    path = save(tmp_path / "a.png", draw(150, 110))
+    single = PretrainingMapper(size=32)
+    for seed in range(10):
+        both = mapped(TwoViewMapper(size=32, **NONE), path, seed)
+        first = mapped(single, path, seed)
+        second = single({"file_name": path})
+        assert isinstance(second, dict)
+        torch.testing.assert_close(both["image"], first["image"], rtol=0, atol=0)
+        torch.testing.assert_close(both["image_key"], second["image"], rtol=0, atol=0)
+        assert not torch.equal(both["image"], both["image_key"])
+
+
+def test_views_are_bytes_of_one_size_with_what_names_the_image(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jpg", draw(150, 110))
+    entry = mapped(TwoViewMapper(size=48), path, label=3, width=150)
+    for key in ("image", "image_key"):
+        view: Tensor = entry.pop(key)
+        assert (view.dtype, tuple(view.shape)) == (torch.uint8, (3, 48, 48))
+        assert view.is_contiguous()
+    assert entry == {"file_name": path, "image_id": 5, "label": 3}
+
+
+def test_the_same_randomness_gives_the_same_views(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", draw(150, 110))
+    mapper = TwoViewMapper(size=32)
+    for seed in range(10):
+        first, again, other = (mapped(mapper, path, s) for s in (seed, seed, seed + 100))
+        for key in ("image", "image_key"):
+            torch.testing.assert_close(first[key], again[key], rtol=0, atol=0)
+            assert not torch.equal(first[key], other[key])
+
+
+def test_views_of_images_in_memory_are_those_from_the_file(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", draw(70, 60))
+    from_file, from_memory = (TwoViewMapper(size=32, memory_gb=gb) for gb in (0.0, 1.0))
+    from_memory.prepare([{"file_name": path}])
+    (tmp_path / "a.png").rename(tmp_path / "b.png")
+    found = mapped(from_memory, path)
+    expected = mapped(from_file, str(tmp_path / "b.png"))
+    for key in ("image", "image_key"):
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0)
+
+
+def test_grey_is_the_luminance_in_all_channels(tmp_path: Path) -> None:
+    pixels = draw(32, 32)
+    view = mapped(alone(grey_probability=1.0), save(tmp_path / "a.png", pixels))["image"]
+    luminance = torch.from_numpy(pixels @ np.array([0.299, 0.587, 0.114])).expand(3, 32, 32)
+    torch.testing.assert_close(view.double(), luminance, rtol=0, atol=1.5)
+    torch.testing.assert_close(view[0], view[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0])
+def test_blur_is_a_gaussian_of_that_width(sigma: float, tmp_path: Path) -> None:
+    pixels = draw(32, 32)
+    mapper = alone(blur_probability=1.0, blur_sigma=(sigma, sigma))  # type: ignore[arg-type]
+    view = mapped(mapper, save(tmp_path / "a.png", pixels))["image"]
+    for channel in range(3):
+        expected = torch.from_numpy(blur_naively(pixels[..., channel], sigma))
+        torch.testing.assert_close(view[channel].double(), expected, rtol=0, atol=1.0)
+
+
+def test_jitter_scales_colours_and_leaves_an_even_image_even(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", np.full((32, 32, 3), (90, 120, 60), np.uint8))
+    mapper = alone(jitter_probability=1.0)
+    greens = []
+    for seed in range(60):
+        view = mapped(mapper, path, seed)["image"]
+        torch.testing.assert_close(view, view[:, :1, :1].expand(3, 32, 32), rtol=0, atol=0)
+        greens.append(int(view[1, 0, 0]))
+    assert min(greens) < 85
+    assert max(greens) > 150
+    assert all(0.6 * 60 - 5 < green < 1.4 * 120 + 25 for green in greens)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("grey_probability", 0.2), ("jitter_probability", 0.8), ("blur_probability", 0.5)],
+)
+def test_augmentations_are_as_frequent_as_they_say(name: str, share: float, tmp_path: Path) -> None:
+    pixels = draw(32, 32)
+    path = save(tmp_path / "a.png", pixels)
+    mapper, same = alone(**{name: share}), torch.from_numpy(pixels).permute(2, 0, 1)
+    entries = [mapped(mapper, path, seed) for seed in range(150)]
+    views = [entry[key] for entry in entries for key in ("image", "image_key")]
+    changed = sum(not torch.equal(view, same) for view in views)
+    deviation = (share * (1 - share) * 300) ** 0.5
+    # Of the narrowest blurs, one in ten leaves bytes as they were.
+    assert share * 300 - 5 * deviation - 30 * (name[0] == "b") < changed
+    assert changed < share * 300 + 5 * deviation
+    both = sum(not torch.equal(e["image"], same) and not torch.equal(e["image_key"], same)
+               for e in entries)  # fmt: skip
+    assert abs(both - changed**2 / 600) < 30  # one view does not know of the other
+
+
+def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", draw(60, 60))
+    rgb, bgr = (TwoViewMapper(size=32, pixel_format=order) for order in ("RGB", "BGR"))
+    for seed in range(20):
+        for key in ("image", "image_key"):
+            expected = mapped(rgb, path, seed)[key].flip(0)
+            torch.testing.assert_close(mapped(bgr, path, seed)[key], expected, rtol=0, atol=0)
+
+
+def test_inference_has_one_view_that_nothing_is_drawn_for(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", draw(60, 40))
+    found = mapped(TwoViewMapper(size=32, is_train=False), path)
+    expected = mapped(PretrainingMapper(size=32, is_train=False), path)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found["image"], expected["image"], rtol=0, atol=0)
+
+
+def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
+    broken = tmp_path / "a.jpg"
+    broken.write_bytes(b"no picture")
+    found = TwoViewMapper(size=32)({"file_name": str(broken)})
+    assert isinstance(found, Fault)
+    assert "a.jpg" in found.sentence
+
+
+def test_the_config_names_it_and_all_of_its_settings(tmp_path: Path) -> None:
+    cfg = get_cfg()
+    cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.PRETRAIN.SIZE = "two_views", 32
+    cfg.INPUT.FORMAT = "RGB"
+    cfg.INPUT.TWO_VIEWS.GREY_PROBABILITY = 1.0
+    path = save(tmp_path / "a.png", draw(60, 40))
+    mapper = build_mapper(cfg, is_train=True)
+    assert isinstance(mapper.mapper, TwoViewMapper)
+    entry = mapped(mapper, path)
+    for key in ("image", "image_key"):
+        torch.testing.assert_close(entry[key][0], entry[key][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"jitter": (0.4, 0.4, 0.4)}, r"JITTER must be \[brightness, contrast, saturation, hue\]"),
+        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, r"hue in \[0, 0.5\]"),
+        ({"jitter": (0.4, -0.4, 0.4, 0.1)}, "JITTER"),
+        ({"blur_sigma": (0.0, 2.0)}, "BLUR_SIGMA must be .*0 < min <= max"),
+        ({"blur_sigma": (2.0, 1.0)}, "BLUR_SIGMA"),
+        ({"blur_probability": 1.5}, "BLUR_PROBABILITY is a probability, from 0 to 1, but is 1.5"),
+        ({"grey_probability": -0.1}, "GREY_PROBABILITY"),
+        ({"jitter_probability": 2}, "JITTER_PROBABILITY"),
+        ({"scale": (0.0, 1.0)}, "INPUT.PRETRAIN.SCALE"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(values: Mapping[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        TwoViewMapper(size=32, **values)
