@@ -125,15 +125,12 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self,
         batched_inputs: list[dict[str, Any]],
-        areas: AreaPairs | None = None,
-        mixing: Tensor | None = None,
+        drawn: tuple[AreaPairs, Tensor] | None = None,
     ) -> Any:
         """
         Args:
             batched_inputs: dicts of a dataset mapper: "image" (3, S, S).
-            areas: two of each image; drawn by default.
-            mixing: (N,), in [0, 1], where between two pairs the critic's slope is measured; drawn
-                by default.
+            drawn: what is random in training, see ``draw``, which gives it by default.
 
         Returns:
             {"loss_dependency", "loss_penalty"}, 0-d each, in training; else a list with a dict for
@@ -145,10 +142,7 @@ class WassersteinDependency(PretrainingModel):
         images = self.preprocess_image(batched_inputs)
         if not self.training:
             return [{"embedding": row} for row in self.embed(images)]
-        if areas is None:
-            areas = AreaPairs.draw(len(images), device=self.device)
-        if mixing is None:
-            mixing = torch.rand(len(images), device=self.device)
+        areas, mixing = self.draw(len(images)) if drawn is None else drawn
         x, y = self.embed(torch.cat(areas.crop(images))).chunk(2)
         all_x, all_y, partners = gather_pairs(x, y)
         if len(all_y) < 2:
@@ -165,6 +159,15 @@ class WassersteinDependency(PretrainingModel):
             "slope": slopes.detach().mean(),
         }
         return self.loss(values, partners, slopes)
+
+    def draw(self, num_images: int) -> tuple[AreaPairs, Tensor]:
+        """Draws two areas of each of N images, and where between two pairs slopes are measured.
+
+        Returns:
+            The areas, and (N,) in [0, 1], the share of the image's own pair.
+        """
+        areas = AreaPairs.draw(num_images, device=self.device)
+        return areas, torch.rand(num_images, device=self.device)
 
     def embed(self, images: Tensor) -> Tensor:
         """From images or areas of them, (N, 3, H, W), to what is compared, (N, D)."""
