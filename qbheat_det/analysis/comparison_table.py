@@ -19,7 +19,7 @@ def render_comparison(
         results: of single stages, those that are done.
         objectives: rows, in order.
         about: ``train_images``, ``val_images``, ``classes``, ``pretraining_images``, ``seeds``,
-            ``epochs``, ``recalibrate_bn``, ``stages``, ``done``, ``failed``, ``hardware``.
+            ``epochs``, ``stages``, ``done``, ``failed``, ``hardware``.
     """
     summary = summarise_all(results, objectives)
     measures = list_measures(results)
@@ -28,7 +28,7 @@ def render_comparison(
     parts = ["# Objectives of pre-training, one frozen encoder each", _describe(about)]
     if anew:
         parts += ["## What the frozen encoder gives", _measures(summary, anew)]
-        parts.append(_explain(summary, about))
+        parts.append(_explain(summary, results, about))
     if stored:
         parts += ["## The same with BatchNorm's statistics as trained", _measures(summary, stored)]
     parts += ["## What pre-training cost", _cost(summary), _COST_NOTE.format(**about["hardware"])]
@@ -102,17 +102,23 @@ def _cell(spread: Spread | None) -> str:
     return f"{spread.mean:.2f} ± {spread.deviation:.2f} ({len(spread.values)})"
 
 
-def _explain(summary: Mapping[str, Mapping[str, Spread]], about: Mapping[str, Any]) -> str:
+def _explain(
+    summary: Mapping[str, Mapping[str, Spread]],
+    results: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+) -> str:
+    found = {one["figures"].get("recalibrated_images") for one in results}
+    counts = sorted(count for count in found if count)
+    anew = " or ".join(f"{count:,}" for count in counts)
     errors = [
         spread.standard_error
         for figures in summary.values()
         for spread in figures.values()
         if not math.isnan(spread.standard_error)
     ]
-    text = (
-        "Mean ± standard deviation over seeds (their number). BatchNorm's statistics are estimated "
-        f"anew on {about['recalibrate_bn']:,} whole training images, for all rows alike."
-    )
+    text = "Mean ± standard deviation over seeds (their number)."
+    if anew:
+        text += f" BatchNorm's statistics are estimated anew on {anew} whole training images."
     if errors:
         text += (
             f" The accuracies' binomial standard error over the {about['val_images']:,} images is "

@@ -31,8 +31,8 @@ def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, st
         report = Report(comparison, sets, jobs=jobs, threads=threads)
         progress = Progress(state, jobs=jobs)
         progress.tell(
-            f"{len(stages)} stages, {jobs} at a time with {threads} threads each; "
-            f"results and logs in {comparison.output_dir}"
+            f"{len(stages)} stages, {jobs} at a time (threads of each: {threads}); results and "
+            f"logs in {comparison.output_dir}"
         )
         done = -1
 

@@ -87,7 +87,8 @@ def _write_initialised(cfg: CfgNode, path: Path, seed: int) -> Path:
         torch.manual_seed(seed)
         backbone = build_bare_backbone(cfg)
     state = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    info = WeightsInfo.from_config(cfg, iteration=0, commit=find_commit())
+    # The iteration before the first: no image went into these weights.
+    info = WeightsInfo.from_config(cfg, iteration=-1, commit=find_commit())
     save_weights(str(path), state, info)
     return path
 

@@ -71,10 +71,15 @@ def load_state(stages: Sequence[Stage]) -> State:
     """
     state = State(stages)
     for stage in stages:  # what a stage needs comes before it
-        result = stage.load()
-        if result is not None and result.get("made_from") == made_from(stage, state.results):
+        if (result := _take_over(stage, state)) is not None:
             state.results[stage.key] = result
     return state
+
+
+def _take_over(stage: Stage, state: State) -> dict[str, Any] | None:
+    result = stage.load()
+    belongs = result is not None and result.get("made_from") == made_from(stage, state.results)
+    return result if belongs else None
 
 
 def made_from(stage: Stage, results: Mapping[Key, Mapping[str, Any]]) -> dict[str, str] | None:
@@ -130,7 +135,11 @@ class Runner:
             if broken := [key[2] for key in keys if key in self.state.failed]:
                 self._fail(stage, f"needs {' and '.join(broken)}, which failed")
             elif all(key in self.state.results for key in keys):
-                self._begin(stage)
+                # What it needs may have been made again with the same outcome.
+                if (result := _take_over(stage, self.state)) is not None:
+                    self.state.results[stage.key] = result
+                else:
+                    self._begin(stage)
                 started = True
         return started
 
