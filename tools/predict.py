@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Predict on images, folders and videos with trained weights.
+"""Predict on images, folders and videos with trained weights: boxes, or classes of images.
 
 examples:
   # the weights of a run hold the config and the names of the classes
@@ -19,6 +19,10 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
       --output output/pictures INPUT.MIN_SIZE_TEST 1000
 
+  # with the weights of a classifier: the five likeliest classes of each image
+  python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
+      --json output/classes.json
+
 exit code: 0; 1 if a file could not be read and was skipped; 2 if nothing could be done.
 """
 
@@ -32,10 +36,12 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import numpy as np  # noqa: E402
+from detectron2.config import CfgNode  # noqa: E402
 from detectron2.structures import Instances  # noqa: E402
 
 from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
-from qbheat_det.engine.media import Image, find_media  # noqa: E402
+from qbheat_det.engine.image_classes import classify_files, is_classifier  # noqa: E402
+from qbheat_det.engine.media import Image, MediaFile, find_media  # noqa: E402
 from qbheat_det.engine.prediction import (  # noqa: E402
     MediaPredictor,
     PredictionReport,
@@ -59,7 +65,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
     add("--input", nargs="+", required=True, metavar="PATH", help="images, folders, videos")
     add("--output", type=Path, metavar="DIR", help="folder for the drawn pictures and videos")
-    add("--json", type=Path, metavar="FILE", help="write the boxes in COCO's results format")
+    add(
+        "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
+    )
     add("--image-ids-from", metavar="FILE", help="COCO annotations that say each image's id")
     add("--score-threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
@@ -80,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     image_ids = read_image_ids(args.image_ids_from, media) if args.image_ids_from else None
     if args.json and args.json.is_dir():
         raise UserError(f"--json '{args.json}' is a folder: name a file")
+    if is_classifier(cfg):
+        return classify(cfg, args, media)
     predictor = build_predictor(cfg)
     if args.json and not cfg.MODEL.CATEGORY_IDS:
         print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
@@ -104,6 +114,19 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if run.report.skipped else 0
 
 
+def classify(cfg: CfgNode, args: argparse.Namespace, media: list[MediaFile]) -> int:
+    if args.output or args.image_ids_from:
+        raise UserError(
+            f"'{args.weights}' is a classifier, which finds no boxes: leave out --output and "
+            "--image-ids-from, and name --json FILE for the classes"
+        )
+    found = classify_files(build_predictor(cfg).model, cfg, media)
+    write_json(args.json, found.results)
+    print(f"classes of {len(found.results)} images: {args.json}")
+    print_skipped(found.skipped)
+    return 1 if found.skipped else 0
+
+
 def print_report(report: PredictionReport, args: argparse.Namespace) -> None:
     frames = f" and {report.num_frames} video frames" if report.num_frames else ""
     threshold = f"with a score of {args.score_threshold} or more"
@@ -113,10 +136,14 @@ def print_report(report: PredictionReport, args: argparse.Namespace) -> None:
     if args.json:
         hint = " (for AP, take all boxes: --score-threshold 0)" if args.score_threshold else ""
         print(f"results:  {args.json}{hint}")
-    for path, reason in report.skipped:
+    print_skipped(report.skipped)
+
+
+def print_skipped(skipped: list[tuple[str, str]]) -> None:
+    for path, reason in skipped:
         print(f"skipped {path}: {reason}", file=sys.stderr)
-    if report.skipped:
-        print(f"{len(report.skipped)} files could not be read", file=sys.stderr)
+    if skipped:
+        print(f"{len(skipped)} files could not be read", file=sys.stderr)
 
 
 if __name__ == "__main__":
