@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Wasserstein dependency as a whole: what is seen, what is compared, what is learned, and refused."""
+"""Wasserstein dependency as a whole: what is seen, compared, learned and refused."""
 
 import math
 from typing import Any
