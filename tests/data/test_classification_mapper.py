@@ -1,0 +1,160 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The mapper of classification: its crop, its augmentation under a seed, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torchvision.transforms import v2
+
+from qbheat_det.config import get_cfg
+from qbheat_det.data import (
+    ClassificationMapper,
+    Fault,
+    PretrainingMapper,
+    build_mapper,
+    preserved_randomness,
+    seed_place,
+)
+from qbheat_det.errors import UserError
+from tests.data.pictures import draw, save
+
+MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
+
+
+def map_image(mapper: Any, path: str, *place: int) -> Tensor:
+    """The image that a mapper gives under the seed of a place."""
+    with preserved_randomness():
+        seed_place(*place)
+        entry = mapper({"file_name": path, "image_id": 5, "label": 3})
+    assert isinstance(entry, dict)
+    assert {key: entry[key] for key in entry if key != "image"} == {
+        "file_name": path,
+        "image_id": 5,
+        "label": 3,
+    }
+    image = entry["image"]
+    assert isinstance(image, Tensor)
+    assert (image.dtype, image.shape, image.is_contiguous()) == (torch.uint8, (3, 48, 48), True)
+    return image
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("photo") / "a.png", draw(150, 110))
+
+
+@pytest.mark.parametrize("test_crop", [0.875, 1.0])
+def test_inference_is_torchvisions_resizing_and_centre_crop(
+    tmp_path: Path, test_crop: float
+) -> None:
+    # A slope, on which a shift by a part of a pixel can be told, and is bounded.
+    y, x = np.mgrid[:192, :256]
+    path = save(tmp_path / "a.png", np.stack([x * 0.9, y * 1.2, x * 0], axis=2).astype(np.uint8))
+    mapper = ClassificationMapper(size=48, test_crop=test_crop, is_train=False)
+    reference = v2.Compose([v2.Resize(round(48 / test_crop), antialias=True), v2.CenterCrop(48)])
+    pixels = torch.from_numpy(np.stack([x * 0.9, y * 1.2, x * 0]).astype(np.uint8))
+    difference = map_image(mapper, path).int() - reference(pixels).int()
+    assert int(difference.abs().max()) <= 4  # a pixel of the small image is 4 to 5 levels wide
+
+
+def test_without_augmentation_it_is_the_mapper_of_pre_training(photo: str) -> None:
+    ours = ClassificationMapper(size=48, scale=(0.2, 1.0))
+    theirs = PretrainingMapper(size=48)
+    for place in range(5):
+        assert_close(map_image(ours, photo, place), map_image(theirs, photo, place))
+
+
+def test_what_a_seed_draws_is_drawn_again_and_another_draws_otherwise(photo: str) -> None:
+    mapper = ClassificationMapper(size=48, rand_augment=(9, 0.5), random_erasing=0.5)
+    images = [map_image(mapper, photo, 1, place) for place in range(40)]
+    for place in (0, 17, 39):
+        assert_close(map_image(mapper, photo, 1, place), images[place], rtol=0, atol=0)
+    assert len({image.numpy().tobytes() for image in images}) == 40
+
+
+def test_every_operation_of_rand_augment_works_at_every_magnitude(photo: str) -> None:
+    for magnitude in (0, 10):
+        mapper = ClassificationMapper(size=48, rand_augment=(magnitude, 1.0))
+        for place in range(60):
+            map_image(mapper, photo, 2, magnitude, place)
+
+
+def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo: str) -> None:
+    settings: dict[str, Any] = {"size": 48, "pixel_mean": MEAN, "pixel_std": STD}
+    plain = ClassificationMapper(**settings)
+    erasing = ClassificationMapper(**settings, random_erasing=1.0)
+    values = []
+    for place in range(60):
+        before, after = (map_image(mapper, photo, 3, place) for mapper in (plain, erasing))
+        changed = (before != after).any(dim=0)
+        rows, columns = changed.any(dim=1).nonzero(), changed.any(dim=0).nonzero()
+        box = (slice(rows.min(), rows.max() + 1), slice(columns.min(), columns.max() + 1))
+        area = changed[box].numel() / changed.numel()
+        assert 0.01 < area < 0.36  # 2 to 33 per cent, in whole pixels
+        assert float(changed[box].float().mean()) > 0.98  # noise may hit what was there
+        values.append(after[:, box[0], box[1]].flatten(1).float())
+    # Noise of the pixels' mean and deviation, clipped to bytes.
+    noise = torch.cat(values, dim=1)
+    expected = torch.randn(3, 100_000, generator=torch.Generator().manual_seed(0))
+    clipped = (expected * torch.tensor(STD)[:, None] + torch.tensor(MEAN)[:, None]).clamp(0, 255)
+    assert_close(noise.mean(dim=1), clipped.mean(dim=1), rtol=0, atol=1.5)
+    assert_close(noise.std(dim=1), clipped.std(dim=1), rtol=0.03, atol=0)
+
+
+def test_images_are_erased_as_often_as_asked_for(photo: str) -> None:
+    plain = ClassificationMapper(size=48)
+    erasing = ClassificationMapper(size=48, random_erasing=0.25)
+    differ = [
+        not torch.equal(*(map_image(mapper, photo, 4, place) for mapper in (plain, erasing)))
+        for place in range(400)
+    ]
+    assert 0.15 < np.mean(differ) < 0.35  # 0.25 +- 0.1, more than four standard errors
+
+
+def test_channels_are_augmented_as_rgb_whatever_their_order_is(photo: str) -> None:
+    # Random erasing aside: the noise of a channel is drawn in the channels' order.
+    rgb = ClassificationMapper(size=48, rand_augment=(9, 0.5), pixel_mean=MEAN)
+    bgr = ClassificationMapper(
+        size=48, rand_augment=(9, 0.5), pixel_mean=MEAN[::-1], pixel_format="BGR"
+    )
+    for place in range(20):
+        assert_close(map_image(bgr, photo, place).flip(0), map_image(rgb, photo, place))
+
+
+def test_nothing_is_drawn_in_inference(photo: str) -> None:
+    mapper = ClassificationMapper(
+        size=48, rand_augment=(9, 0.5), random_erasing=1.0, is_train=False
+    )
+    assert_close(map_image(mapper, photo, 1), map_image(mapper, photo, 2), rtol=0, atol=0)
+
+
+def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_text("no image")
+    mapper = ClassificationMapper(size=48, rand_augment=(9, 0.5))
+    assert isinstance(mapper({"file_name": str(tmp_path / "a.jpg"), "label": 0}), Fault)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("RAND_AUGMENT", [9], r"RAND_AUGMENT must be empty or \[magnitude"),
+        ("RAND_AUGMENT", [9.5, 0.5], "whole number from 0 to 10"),
+        ("RAND_AUGMENT", [11, 0.5], "whole number from 0 to 10"),
+        ("RAND_AUGMENT", [9, -1.0], "RAND_AUGMENT must be"),
+        ("RANDOM_ERASING", 1.5, "RANDOM_ERASING is a probability"),
+        ("TEST_CROP", 0.0, "TEST_CROP is a share"),
+        ("TEST_CROP", 1.1, "TEST_CROP is a share"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(key: str, value: Any, expected: str) -> None:
+    cfg = get_cfg()
+    cfg.INPUT.DATASET_MAPPER_NAME = "classify"
+    build_mapper(cfg, is_train=True)
+    cfg.INPUT.CLASSIFY[key] = value
+    with pytest.raises(UserError, match=expected):
+        build_mapper(cfg, is_train=True)
