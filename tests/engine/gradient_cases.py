@@ -28,7 +28,7 @@ BLOCKS = [
     ["down", 32, 16, 32], ["plain", 32, 16, 0],
 ]  # fmt: skip
 RETINANET, MF_DETR = "coco/Base-RetinaNet.yaml", "coco/Base-MFDETR.yaml"
-CLASSIFIER = "ImageNet-finetune/Base-finetune.yaml"
+CLASSIFIER, MOCO = "ImageNet-finetune/Base-finetune.yaml", "ImageNet-MoCo/Base-MoCo.yaml"
 Batch = tuple[int, ...]
 
 
@@ -63,6 +63,9 @@ def make_case_config(case: Case, device: str) -> CfgNode:
     cfg.INPUT.PRETRAIN.SIZE = SIZE
     classifier = cfg.MODEL.CLASSIFIER
     classifier.NUM_CLASSES, classifier.WIDTH, classifier.DROPOUT = 3, 64, 0.0
+    moco, cfg.SOLVER.IMS_PER_BATCH = cfg.MODEL.MOCO, len(case.batches[0])
+    # Of two batches, so that the second step compares with keys of the first.
+    moco.QUEUE_SIZE, moco.HIDDEN_DIM, moco.DIM = 2 * cfg.SOLVER.IMS_PER_BATCH, 16, 8
     cfg.merge_from_list(list(case.opts))
     return cfg
 
@@ -77,7 +80,8 @@ def make_image(index: int) -> dict[str, Any]:
     instances.gt_boxes = Boxes(torch.cat([corner, corner + size], dim=1))
     instances.gt_classes = torch.randint(3, (count,), generator=generator)
     image = torch.randint(256, (3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
-    return {"image": image, "instances": instances, "label": index % 3}
+    other = torch.randint(256, (3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
+    return {"image": image, "image_key": other, "instances": instances, "label": index % 3}
 
 
 def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .gradient_cases import CLASSIFIER, MF_DETR, RETINANET, Case, run_case, run_cases
+from .gradient_cases import CLASSIFIER, MF_DETR, MOCO, RETINANET, Case, run_case, run_cases
 from .processes import make_args, run_in_processes
 
 BOTH = {"MF-DETR": MF_DETR, "RetinaNet": RETINANET}
@@ -33,10 +33,14 @@ EXACT_CASES = {
     for name, path in BOTH.items()
     for kind, special in KINDS.items()
 } | {f"ImageClassifier, {kind}": Case(CLASSIFIER, **KINDS[kind]) for kind in OF_CLASSIFIER}
+OF_MOCO = ("plain", "a partly frozen backbone", "micro-batches of one image")
+EXACT_CASES |= {f"MoCo, {kind}": Case(MOCO, **KINDS[kind]) for kind in OF_MOCO}
+SHUFFLED = "shuffled BatchNorm"
 CASES = {
     **EXACT_CASES,
     SYNCED: Case(MF_DETR, UNEVEN, SYNC_BN, batch_statistics=True),
     LOCAL: Case(MF_DETR, UNEVEN, batch_statistics=True),
+    SHUFFLED: Case(MOCO, ((0, 1, 2, 3, 4, 5), (6, 7, 0, 2, 4, 1)), batch_statistics=True),
     DETECTRON2: Case(RETINANET, opts=("MODEL.META_ARCHITECTURE", "RetinaNet")),
 }
 Results = list[dict[str, dict[str, Tensor]]]
@@ -96,6 +100,16 @@ def test_synchronised_batchnorm_sees_the_joined_batch(two_processes: Results, de
     # Its variance is a difference of means, which rounds more than BatchNorm's own.
     assert _relative_error(two_processes[0][SYNCED], joined) < 0.01
     assert _relative_error(two_processes[0][LOCAL], joined) > 0.1
+
+
+def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(
+    two_processes: Results, device: str
+) -> None:
+    """The order is drawn under the seed of the first process, which both runs have."""
+    groups = replace(CASES[SHUFFLED], opts=("MODEL.MOCO.NORM_GROUPS", 2))
+    _assert_same(two_processes[0][SHUFFLED], run_case(groups, device))
+    together = run_case(CASES[SHUFFLED], device)
+    assert _relative_error(two_processes[0][SHUFFLED], together) > 0.1
 
 
 def test_the_running_mean_of_detectron2s_retinanet_would_not_do(
