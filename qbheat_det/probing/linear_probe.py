@@ -23,7 +23,7 @@ L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
 _PATIENCE = 3  # penalties in a row that are no better than the best before
 _HISTORY = 20
 _LEAST_CURVATURE = 1e-12
-_TRIAL_TOLERANCE = 1e-4  # of the gradient, where only an accuracy is asked for
+_TRIAL_TOLERANCE = 1e-3  # of the gradient, where only an accuracy is asked for
 _FLAT = 1e-6  # spread of a feature, relative to the largest spread, below which it is constant
 
 
@@ -101,14 +101,14 @@ def fit_linear_probe(
         accuracy in per cent on the part set aside, by penalty as text.
     """
     fitted, aside = split_by_class(labels, share=share, seed=seed)
-    tried = try_penalties(
+    tried, start = try_penalties(
         (features[fitted], labels[fitted]),
         (features[aside], labels[aside]),
         num_classes=num_classes,
         grid=grid,
     )
     best = max(tried, key=lambda l2: (tried[l2], l2))
-    probe = fit_penalised(features, labels, num_classes=num_classes, l2=best)
+    probe = fit_penalised(features, labels, num_classes=num_classes, l2=best, start=start[best])
     trials = {f"{l2:.2g}": accuracy for l2, accuracy in tried.items()}
     return probe, {"l2": best, "gradient": probe.gradient, "trials": trials}
 
@@ -119,11 +119,11 @@ def try_penalties(
     *,
     num_classes: int,
     grid: Sequence[float] = L2_GRID,
-) -> dict[float, float]:
-    """Returns the accuracy in per cent on images set aside, by penalty, the strongest first.
+) -> tuple[dict[float, float], dict[float, Tensor]]:
+    """Returns the accuracy in per cent on images set aside, and weights, by penalty.
 
-    Each fit starts from that of the penalty before, which is close and changes nothing about where
-    it ends. After three penalties in a row without a better accuracy, weaker ones are left out.
+    The strongest penalty comes first. Each fit starts from that of the penalty before, which is
+    close. After three penalties in a row without a better accuracy, weaker ones are left out.
 
     Args:
         train: features (T, D) and labels (T,) to fit.
@@ -133,6 +133,7 @@ def try_penalties(
     """
     (features, labels), (asked, truth) = train, aside
     found: dict[float, float] = {}
+    weights: dict[float, Tensor] = {}
     weight: Tensor | None = None
     for l2 in sorted(grid, reverse=True):
         probe = fit_penalised(
@@ -144,13 +145,13 @@ def try_penalties(
             tolerance=_TRIAL_TOLERANCE,
             dtype=torch.float32,
         )
-        weight = probe.weight
+        weights[l2] = weight = probe.weight
         correct = (probe(asked).argmax(dim=1) == truth).double().mean() if len(truth) else 0.0
         found[l2] = 100 * float(correct)
         recent = list(found.values())[-_PATIENCE:]
         if len(found) > _PATIENCE and max(recent) <= max(list(found.values())[:-_PATIENCE]):
             break
-    return found
+    return found, weights
 
 
 def fit_penalised(

@@ -41,6 +41,8 @@ class TransformerSettings:
         trial_epochs: after as many, only the rate that has done best goes on.
         max_epochs: the most.
         patience: epochs without a better accuracy after which it is over.
+        positions: share of a map's positions that a step learns from, drawn for all its images;
+            classification reads all. It is what a step costs, and keeps from overfitting.
         batch_size: images of a step.
         learning_rate: of AdamW, after one epoch of warm-up.
         weight_decay: of AdamW.
@@ -54,6 +56,7 @@ class TransformerSettings:
     trial_epochs: int = 5
     max_epochs: int = 30
     patience: int = 5
+    positions: float = 0.5
     batch_size: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 0.1
@@ -116,7 +119,7 @@ class TransformerProbe:
         groups[0]["weight_decay"], groups[1]["weight_decay"] = settings.weight_decay, 0.0
         self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
         self._done = 0
-        self._mean, self._scale = channel_statistics(features.maps)
+        self._mean, self._scale = (s.to(device) for s in channel_statistics(features.maps))
 
     def run_epoch(self) -> None:
         """Goes once through the training images, in an order drawn from the global generator."""
@@ -126,7 +129,7 @@ class TransformerProbe:
             self._done += 1
             for group in self._optimizer.param_groups:
                 group["lr"] = self._settings.learning_rate * min(1.0, self._done / self._steps)
-            logits = self._decoder(self._inputs(self._features, places))
+            logits = self._decoder(self._inputs(self._features, places, self._settings.positions))
             loss = F.cross_entropy(
                 logits,
                 self._features.labels[places].to(self._device),
@@ -144,11 +147,25 @@ class TransformerProbe:
         parts = torch.arange(len(features)).split(_CHUNK)
         return torch.cat([self._average(self._inputs(features, part)).cpu() for part in parts])
 
-    def _inputs(self, features: FrozenFeatures, places: Tensor) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
+        """Returns copies of the weights as trained, by name."""
+        return {name: value.detach().clone() for name, value in self._decoder.state_dict().items()}
+
+    def averaged_weights(self) -> dict[str, Tensor]:
+        """Returns copies of the averaged weights, by name: those of a ``TransformerDecoder``."""
+        state = self._average.module.state_dict()
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def _inputs(
+        self, features: FrozenFeatures, places: Tensor, share: float = 1.0
+    ) -> dict[str, Tensor]:
         assert features.maps is not None
-        maps = features.maps[places].to(self._device).float()
-        mean, scale = (value.to(self._device)[:, None, None] for value in (self._mean, self._scale))
-        inputs = {_MAP: (maps - mean) * scale}
+        maps = features.maps[places].flatten(2)  # (N, C, HW)
+        if share < 1:
+            positions = torch.randperm(maps.shape[2])[: max(1, round(share * maps.shape[2]))]
+            maps = maps[:, :, positions]
+        maps = (maps.to(self._device).float() - self._mean[:, None]) * self._scale[:, None]
+        inputs = {_MAP: maps[..., None]}  # the decoder knows of no neighbours: any shape will do
         if features.tokens is not None:
             inputs["tokens"] = features.tokens[places].to(self._device)
         return inputs

@@ -1,0 +1,85 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Features that are kept are those of the backbone, image by image, within the memory allowed."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qbheat_det.errors import UserError
+from qbheat_det.probing import FrozenFeatures, cache_features
+
+
+def make_batches(*sizes: int) -> list[list[dict[str, Any]]]:
+    numbers = itertools.count()
+    return [[{"label": i % 3, "number": i} for i in itertools.islice(numbers, n)] for n in sizes]
+
+
+def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    numbers = torch.tensor([float(entry["number"]) for entry in batch])
+    maps = numbers[:, None, None, None] + torch.arange(24.0).view(2, 3, 4) / 7
+    return {"s16": maps, "tokens": numbers[:, None, None] * torch.ones(5, 6)}
+
+
+def test_maps_means_tokens_and_labels_follow_the_images() -> None:
+    found = cache_features(
+        describe, make_batches(2, 3, 1), num_images=9, feature="s16", keep_maps=True
+    )
+    outputs = describe(make_batches(6)[0])
+    assert found.maps is not None
+    assert found.maps.dtype is torch.float16
+    torch.testing.assert_close(found.maps, outputs["s16"].half())
+    torch.testing.assert_close(found.pooled, outputs["s16"].mean(dim=(2, 3)))
+    torch.testing.assert_close(found.tokens, outputs["tokens"])
+    assert found.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    torch.testing.assert_close(
+        found.joined, torch.cat([outputs["s16"].mean(dim=(2, 3)), outputs["tokens"][:, 0]], dim=1)
+    )
+
+
+def test_without_tokens_and_maps_the_mean_alone_is_kept() -> None:
+    found = cache_features(
+        lambda batch: {"s16": describe(batch)["s16"]}, make_batches(2), num_images=2, feature="s16"
+    )
+    assert found.maps is None
+    assert found.tokens is None
+    assert found.joined is found.pooled
+
+
+def test_maps_beyond_float16_are_kept_whole_from_the_first_on() -> None:
+    def large(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        maps = describe(batch)["s16"]
+        return {"s16": torch.where(maps >= 3, maps * 1e5, maps)}
+
+    found = cache_features(large, make_batches(2, 3), num_images=5, feature="s16", keep_maps=True)
+    expected = torch.cat([large(batch)["s16"] for batch in make_batches(2, 3)])
+    assert found.maps is not None
+    assert found.maps.dtype is torch.float32
+    # What came before the first such batch has been rounded.
+    torch.testing.assert_close(found.maps, expected, rtol=1e-3, atol=0)
+
+
+def test_images_that_are_selected_keep_all_that_is_theirs() -> None:
+    whole = cache_features(describe, make_batches(5), num_images=5, feature="s16", keep_maps=True)
+    part = whole.select(torch.tensor([4, 1]))
+    expected = describe([make_batches(5)[0][place] for place in (4, 1)])
+    torch.testing.assert_close(part.maps, expected["s16"].half())
+    torch.testing.assert_close(part.tokens, expected["tokens"])
+    assert part.labels.tolist() == [1, 1]
+    assert isinstance(part, FrozenFeatures)
+
+
+def test_maps_that_take_more_than_is_allowed_end_in_a_sentence_before_they_are_made() -> None:
+    with pytest.raises(UserError, match=r"2,000,000 images would take 0.1 GB .* --memory-gb"):
+        cache_features(
+            describe,
+            make_batches(2),
+            num_images=2_000_000,
+            feature="s16",
+            keep_maps=True,
+            memory_gb=0.05,
+        )
+    # Without maps there is nothing to run out of.
+    cache_features(describe, make_batches(2), num_images=2_000_000, feature="s16", memory_gb=0.05)

@@ -1,0 +1,63 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Probes by name, on the same features."""
+
+import pytest
+import torch
+
+from qbheat_det.errors import UserError
+from qbheat_det.evaluation import score_neighbours
+from qbheat_det.probing import (
+    FrozenFeatures,
+    ProbeSettings,
+    TransformerSettings,
+    check_probes,
+    depth_of,
+    fit_linear_probe,
+    rank_true_classes,
+    run_probe,
+)
+from tests.probing.drawn_features import draw_classes
+
+
+def make_features(num_images: int, *, first: int) -> FrozenFeatures:
+    pooled, labels = draw_classes(120, num_features=4, num_classes=3)
+    part = slice(first, first + num_images)
+    return FrozenFeatures(pooled[part], labels[part], pooled[part, :, None, None].clone())
+
+
+def test_each_name_gives_its_probe_on_the_same_features() -> None:
+    train, val = make_features(90, first=0), make_features(30, first=90)
+    transformer = TransformerSettings(width=64, max_epochs=2, trial_epochs=1)
+    settings = ProbeSettings(num_classes=3, k=5, transformer=transformer)
+    found = {
+        name: run_probe(name, train, val, settings=settings)
+        for name in ("knn", "linear", "tran-1", "tran-2")
+    }
+    assert {score.num_images for score, _ in found.values()} == {30}
+    neighbours = score_neighbours((train.pooled, train.labels), (val.pooled, val.labels), k=5)
+    assert found["knn"] == (neighbours, {})
+    linear, chosen = fit_linear_probe(train.pooled, train.labels, num_classes=3)
+    assert found["linear"][1] == chosen
+    correct = (linear(val.pooled).argmax(dim=1) == val.labels).double().mean()
+    assert found["linear"][0].top1 == pytest.approx(100 * float(correct))
+    assert found["tran-1"][1]["trials"] != found["tran-2"][1]["trials"]
+
+
+def test_a_rank_counts_the_classes_before_the_true_one() -> None:
+    logits = torch.tensor(
+        [[3.0, 1.0, 2.0], [3.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, torch.nan, 1.0]]
+    )
+    labels = torch.tensor([0, 1, 0, 2, 2])
+    assert rank_true_classes(logits, labels).tolist() == [0, 2, 0, 2, 1]
+    assert rank_true_classes(torch.full((1, 3), torch.nan), torch.tensor([0])).tolist() == [3]
+
+
+@pytest.mark.parametrize("names", [[], ["knn", "tran-0"], ["lin"], ["tran"]])
+def test_names_that_are_not_known_end_in_a_sentence(names: list[str]) -> None:
+    with pytest.raises(UserError, match="probes are knn, linear, tran-1, tran-4, not"):
+        check_probes(names)
+
+
+def test_the_name_of_a_transformer_gives_its_depth() -> None:
+    assert [depth_of(name) for name in ("tran-1", "tran-4", "linear")] == [1, 4, 0]
+    check_probes(["knn", "linear", "tran-1", "tran-12"])

@@ -1,0 +1,126 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The tran-k probe learns what lies in the positions of maps, and chooses on training images."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from qbheat_det.probing import (
+    FrozenFeatures,
+    TransformerProbe,
+    TransformerSettings,
+    fit_transformer_probe,
+)
+from qbheat_det.probing.transformer_probe import channel_statistics
+
+_SETTINGS = TransformerSettings(
+    width=64, dropouts=(0.0, 0.2), trial_epochs=2, max_epochs=8, patience=3, batch_size=16
+)
+
+
+def draw_maps(num_images: int, *, seed: int = 0) -> FrozenFeatures:
+    """Draws maps of 4 channels at 3 x 2 positions whose class is the channel of one large value.
+
+    Channels have offsets and scales of their own, as a backbone's have.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    maps = 0.3 * torch.randn(num_images, 4, 3, 2, generator=draw)
+    labels = torch.arange(num_images) % 3
+    maps[torch.arange(num_images), labels] += 2.0
+    maps = maps * torch.tensor([1e-2, 1.0, 40.0, 1.0]).view(4, 1, 1) + 7.0
+    return FrozenFeatures(maps.mean(dim=(2, 3)), labels, maps)
+
+
+def accuracy(logits: Tensor, features: FrozenFeatures) -> float:
+    return float((logits.argmax(dim=1) == features.labels).double().mean())
+
+
+def test_classes_are_learned_and_other_images_classified() -> None:
+    probe, chosen = fit_transformer_probe(draw_maps(96), num_classes=3, settings=_SETTINGS)
+    val = draw_maps(30, seed=1)
+    assert accuracy(probe(val), val) > 0.9
+    trials = chosen["trials"]
+    assert set(trials) == {"0", "0.2"}
+    # The dropout that did best goes on, to the end of its patience or of all epochs.
+    best = trials[f"{chosen['dropout']:g}"]
+    (other,) = [values for rate, values in trials.items() if values is not best]
+    assert len(other) == _SETTINGS.trial_epochs
+    assert max(best[:2]) >= max(other)
+    assert chosen["epochs"] == 1 + best.index(max(best))
+    waited = len(best) - chosen["epochs"]
+    assert chosen["converged"] is (waited >= _SETTINGS.patience)
+    assert waited == _SETTINGS.patience or len(best) == _SETTINGS.max_epochs
+
+
+def test_it_is_a_function_of_the_seed_and_leaves_randomness_as_it_was() -> None:
+    features, state = draw_maps(48), torch.get_rng_state()
+    settings = dataclasses.replace(_SETTINGS, max_epochs=2)
+    first, again, other = (
+        fit_transformer_probe(features, num_classes=3, settings=settings, seed=seed)[0](features)
+        for seed in (1, 1, 2)
+    )
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert not torch.equal(first, other)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_images_that_are_classified_do_not_enter_what_is_chosen() -> None:
+    """The probe is given nothing but training images; one by one or together is the same."""
+    probe, _ = fit_transformer_probe(draw_maps(48), num_classes=3, settings=_SETTINGS)
+    val = draw_maps(7, seed=1)
+    together = probe(val)
+    alone = torch.cat([probe(val.select(torch.tensor([i]))) for i in range(7)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_units_of_channels_change_nothing() -> None:
+    features = draw_maps(48)
+    assert features.maps is not None
+    other = dataclasses.replace(features, maps=features.maps * 8.0 - 3.0)
+    settings = dataclasses.replace(_SETTINGS, max_epochs=2)
+    logits = [
+        fit_transformer_probe(f, num_classes=3, settings=settings)[0](f) for f in (features, other)
+    ]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-2, atol=1e-3)
+
+
+def test_classification_is_that_of_averaged_weights() -> None:
+    settings = dataclasses.replace(_SETTINGS, batch_size=48)  # one step: a decay of one half
+    features = draw_maps(48)
+    probe = TransformerProbe(features, num_classes=3, dropout=0.0, settings=settings)
+    probe.run_epoch()
+    first = probe.weights()
+    probe.run_epoch()
+    second = probe.weights()
+    for name, average in probe.averaged_weights().items():
+        torch.testing.assert_close(average, (first[name] + second[name]) / 2, msg=name)
+
+
+def test_tokens_are_read_where_there_are_any() -> None:
+    features = draw_maps(48)
+    assert features.maps is not None
+    # The map says nothing, the first token all.
+    tokens = torch.zeros(48, 2, 3)
+    tokens[torch.arange(48), 0, features.labels] = 3.0
+    blind = FrozenFeatures(features.pooled, features.labels, torch.randn(48, 4, 3, 2), tokens)
+    settings = dataclasses.replace(_SETTINGS, learning_rate=1e-2)
+    probe, _ = fit_transformer_probe(blind, num_classes=3, settings=settings)
+    assert accuracy(probe(blind), blind) > 0.85
+
+
+def test_statistics_of_channels_are_those_over_all_images_and_positions() -> None:
+    maps = torch.randn(600, 3, 2, 2) * torch.tensor([1.0, 5.0, 0.0]).view(3, 1, 1) + 4
+    mean, scale = channel_statistics(maps.half())
+    flat = maps.half().double().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(mean, flat.mean(dim=1).float())
+    expected = 1 / flat[:2].std(dim=1, correction=0)
+    torch.testing.assert_close(scale[:2], expected.float())
+    assert scale[2] == 0
+
+
+def test_features_without_maps_are_refused() -> None:
+    features = dataclasses.replace(draw_maps(6), maps=None)
+    with pytest.raises(ValueError, match="learns from maps"):
+        TransformerProbe(features, num_classes=3, dropout=0.0, settings=_SETTINGS)
