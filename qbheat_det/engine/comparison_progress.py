@@ -66,7 +66,7 @@ def describe(state: State, jobs: int) -> str:
     parts = [f"{len(state.results)}/{total} stages done"]
     if state.failed:
         parts.append(f"{len(state.failed)} failed")
-    parts.append(f"{len(state.left)} left")
+    parts.append(f"{len(state.left)} waiting")
     seconds, unknown = time_left(state, jobs)
     if state.left or state.running:
         least = "at least " if unknown else ""
