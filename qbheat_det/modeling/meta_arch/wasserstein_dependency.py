@@ -44,11 +44,12 @@ class WassersteinDependency(PretrainingModel):
     is that of one process with the joined batch; areas and points on lines are drawn by each
     process for its own images. With micro-batches, a batch is what they join at once.
 
-    Of a step, the encoder takes half of what whole images would cost. The critic's part grows with
-    the square of the batch: for N images, N x N x ``CRITIC_DIM`` values in each of its layers.
+    The encoder's convolutions take half of what whole images would cost. The critic's part grows
+    with the square of the batch: N images are N x N x ``CRITIC_DIM`` values in each of its layers.
     """
 
     left_behind = ("head", "critic")
+    held_out_loss = False
 
     @configurable
     def __init__(
