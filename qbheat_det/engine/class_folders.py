@@ -82,13 +82,16 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
 
     They are those of the training images. In evaluation they are those that the weights were
     trained on, as the file of the weights says, or else the config; where neither does, those of
-    the training images, or of the images to evaluate on where there are none.
+    ``--train-folder``, or of the images to evaluate on.
 
     Raises:
         UserError: a set has no labels, or has images of other classes.
     """
     names = _find_known(cfg, resume=resume) if eval_only else []
-    names = names or list_classes(cfg.DATASETS.TRAIN or cfg.DATASETS.TEST)
+    trains = not eval_only or LABELLED_TRAIN in cfg.DATASETS.TRAIN
+    names = names or list_classes(cfg.DATASETS.TRAIN if trains else cfg.DATASETS.TEST)
+    if not names:  # weights of which nothing is known are asked for their neighbours alone
+        return
     for dataset_name in cfg.DATASETS.TEST:
         load_classes([dataset_name], names)
     cfg.MODEL.CLASS_NAMES = names

@@ -1,0 +1,235 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``--train-folder`` and ``--val-folder``: classes, runs, evaluation, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.data import MetadataCatalog
+from torch.testing import assert_close
+
+from qbheat_det.checkpoint import class_names_of, read_weights
+from qbheat_det.config import get_config_path
+from qbheat_det.data import build_train_stream, register_image_folders
+from qbheat_det.engine import Trainer, evaluate
+from qbheat_det.engine.class_folders import LABELLED_TRAIN, LABELLED_VAL
+from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
+from qbheat_det.engine.dry_run import dry_run
+from qbheat_det.errors import UserError
+
+from .classifier_cases import configure, evaluate_knower, make_classes, train
+from .conftest import forget_runs
+from .processes import make_args, run_in_processes
+
+SETS = (LABELLED_TRAIN, LABELLED_VAL, CUSTOM_IMAGES, CUSTOM_VAL_IMAGES, "more_classes")
+Folders = tuple[str, str]
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    forget_runs(*SETS)
+    yield
+    forget_runs(*SETS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Four classes, of which the second folder has three, one image of it broken."""
+    root = tmp_path_factory.mktemp("classes")
+    train_folder = make_classes(root / "train", {"ape": 3, "bee": 4, "cat": 3, "dog": 2})
+    val_folder = make_classes(root / "val", {"bee": 3, "cat": 2, "dog": 2}, first=200)
+    (root / "val" / "dog" / "x.jpg").write_text("no image")
+    return train_folder, val_folder
+
+
+def flags_of(folders: Folders) -> list[str]:
+    return ["--train-folder", folders[0], "--val-folder", folders[1]]
+
+
+def test_classes_come_from_the_training_folder_and_labels_from_their_names(
+    folders: Folders,
+) -> None:
+    cfg, _ = configure({}, *flags_of(folders))
+    assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog"]
+    assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == ((LABELLED_TRAIN,), (LABELLED_VAL,))
+    assert build_train_stream(cfg).num_images == 12
+    entries = [entry for batch in Trainer.build_test_loader(cfg, LABELLED_VAL) for entry in batch]
+    assert {(Path(entry["file_name"]).parts[-2], entry["label"]) for entry in entries} == {
+        ("bee", 1),
+        ("cat", 2),
+        ("dog", 3),
+    }
+    assert len(entries) == 7
+
+
+def test_several_sets_of_unlike_classes_are_one(folders: Folders, tmp_path: Path) -> None:
+    more = make_classes(tmp_path / "more", {"cat": 1, "eel": 2}, first=400)
+    register_image_folders("more_classes", [more], labelled=True)
+    register_image_folders(LABELLED_TRAIN, [folders[0]], labelled=True)
+    names = f"('{LABELLED_TRAIN}', 'more_classes')"
+    cfg, _ = configure({"DATASETS.TRAIN": names, "INPUT.PRETRAIN.MEMORY_GB": "0"})
+    assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog", "eel"]
+    stream = iter(build_train_stream(cfg))
+    seen = {
+        (Path(entry["file_name"]).parts[-2], entry["label"])
+        for _ in range(4)
+        for entry in next(stream)
+    }
+    expected = {(name, i) for i, name in enumerate(cfg.MODEL.CLASS_NAMES)}
+    assert seen <= expected
+    assert len(seen) > 2
+
+
+def test_a_run_trains_evaluates_scores_neighbours_resumes_and_is_evaluated_alone(
+    folders: Folders, tmp_path: Path
+) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    flags = [*flags_of(folders), "--knn"]
+    opts = {"TEST.EVAL_PERIOD": "2", "LOOK.ENABLED": "True"}
+    trainer = train(whole, opts, *flags)
+    found = trainer._last_eval_results["classification"]
+    assert 0 <= found["top1"] <= found["top5"] == 100  # there are but four classes
+    assert (whole / "inference" / LABELLED_VAL / "confusion.png").stat().st_size > 1000
+    written = json.loads((whole / "inference" / LABELLED_VAL / "classification.json").read_text())
+    assert written["num_images"] == 7
+    assert (whole / "model_best.safetensors").is_file()
+    assert (whole / "log.txt").read_text().count("Left out of the evaluation on") == 1
+    assert json.loads((whole / "looks" / "knn_0000004.json").read_text())["num_images"] == 7
+    weights = str(whole / "model_final.safetensors")
+    assert class_names_of(weights) == ("ape", "bee", "cat", "dog")
+
+    # Continued from its checkpoint after two steps, it comes to the same weights.
+    shutil.copytree(whole, again)
+    for path in again.glob("model_final.*"):
+        path.unlink()
+    (again / "last_checkpoint").write_text("model_0000001.pth")
+    forget_runs(*SETS)
+    assert train(again, opts, "--resume", *flags).start_iter == 2
+    first, second = (
+        read_weights(str(run / "model_final.safetensors"))[0] for run in (whole, again)
+    )
+    assert_close(second, first, rtol=0, atol=0)
+
+    # The weights know more classes than the folder has.
+    forget_runs(*SETS)
+    cfg, _ = configure({"MODEL.WEIGHTS": weights}, "--eval-only", "--val-folder", folders[1])
+    assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
+    assert evaluate(cfg) == {"classification": pytest.approx(found)}
+    forget_runs(*SETS)
+    cfg, _ = configure(
+        {"OUTPUT_DIR": str(whole)}, "--eval-only", "--resume", "--val-folder", folders[1]
+    )
+    assert evaluate(cfg, resume=True) == {"classification": pytest.approx(found)}
+
+
+def test_training_needs_no_folder_to_evaluate_on(folders: Folders, tmp_path: Path) -> None:
+    trainer = train(tmp_path, {"SOLVER.MAX_ITER": "1"}, "--train-folder", folders[0])
+    assert trainer.cfg.DATASETS.TEST == ()
+    assert (tmp_path / "model_final.pth").is_file()
+
+
+def test_two_processes_find_what_one_finds(folders: Folders, tmp_path: Path) -> None:
+    args = make_args(folder=folders[1], output_dir=str(tmp_path))
+    alone = evaluate_knower(args)
+    path = tmp_path / "inference" / LABELLED_VAL / "classification.json"
+    written = path.read_text()
+    main, other = run_in_processes(evaluate_knower, args, tmp_path)
+    # Images 0, 3 and 6 of 7 are wrong; the broken one is the last.
+    assert alone["classification"]["top1"] == pytest.approx(100 * 4 / 7)
+    assert (main, other) == (alone, {})
+    assert path.read_text() == written
+
+
+def test_a_dry_run_rehearses_it(folders: Folders, tmp_path: Path) -> None:
+    cfg, _ = configure({"OUTPUT_DIR": str(tmp_path)}, *flags_of(folders))
+    report = dry_run(cfg, Trainer)
+    assert report.num_test_images == 8
+    assert report.evaluation_seconds > 0
+
+
+def test_a_broken_folder_in_a_class_folder_and_shared_images_are_told(
+    folders: Folders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_classes(tmp_path / "train", {"ape": 1, "bee": 1})
+    (tmp_path / "train" / "emu").mkdir()
+    configure({}, "--train-folder", root, "--val-folder", root)
+    assert "1 folders" in caplog.text
+    assert "hold no image and are no classes: emu" in caplog.text
+    assert "--train-folder and --val-folder share images: the accuracy" in caplog.text
+
+
+DETECTOR = get_config_path("custom/retinanet_285M_scratch.yaml")
+PRETRAINING = get_config_path("objectives/qb_heat.yaml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "opts", "expected"),
+    [
+        (["--train-folder", "nowhere"], {}, "'nowhere' does not exist"),
+        (["--train-folder", "EMPTY"], {}, "there is no image in the folder"),
+        (["--train-folder", "ONE"], {}, "one class alone, 'ape', but a classifier needs two"),
+        (["--train-folder", "FLAT"], {}, "lies in no class folder"),
+        (["--val-folder", "VAL"], {}, "--val-folder alone evaluates: add --eval-only"),
+        (["--train-folder", "TRAIN", "--val-folder", "OTHER"], {}, r"1 classes .*know \(yak\)"),
+        (["--train-folder", "TRAIN", "--eval-only"], {}, "evaluates on --val-folder"),
+        (["--train-folder", "TRAIN", "--image-folder", "VAL"], {}, "leave out --image-folder"),
+        (["--train-folder", "TRAIN", "--val-image-folder", "VAL"], {}, "out --val-image-folder"),
+        (["--train-folder", "TRAIN", "--val-json", "a"], {}, "leave out --val-json"),
+        (["--train-folder", "TRAIN"], {"DATASETS.TRAIN": "('a',)"}, "DATASETS.TRAIN and --train-f"),
+        (
+            ["--train-folder", "TRAIN", "--val-folder", "VAL"],
+            {"DATASETS.TEST": "('a',)"},
+            "DATASETS.TEST and --val-folder both",
+        ),
+        (
+            ["--train-folder", "TRAIN"],
+            {"MODEL.CLASSIFIER.NUM_CLASSES": "9"},
+            "the data have 4 classes",
+        ),
+        (["--train-folder", "TRAIN", "--knn"], {}, "--knn scores --train-folder and"),
+        (["--knn"], {}, "--knn scores --train-folder and"),
+        (
+            ["--train-folder", "TRAIN", "--val-folder", "VAL", "--knn"],
+            {"TEST.KNN.TRAIN": "('a',)"},
+            "TEST.KNN.TRAIN and --knn both",
+        ),
+        (["--image-folder", "TRAIN"], {}, "have no labels.*--train-folder"),
+        ([], {}, "imagenet_train.*or give class folders with --train-folder"),
+        ([], {"DATASETS.TRAIN": "()"}, "names no dataset; give class folders with --train-folder"),
+    ],
+)
+def test_what_cannot_be_classified_ends_in_a_sentence(
+    flags: list[str], opts: dict[str, str], expected: str, folders: Folders, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    known = {
+        "TRAIN": folders[0],
+        "VAL": folders[1],
+        "FLAT": f"{folders[0]}/ape",
+        "EMPTY": str(tmp_path / "empty"),
+    }
+    if "ONE" in flags:
+        known["ONE"] = make_classes(tmp_path / "one", {"ape": 1})
+    if "OTHER" in flags:
+        known["OTHER"] = make_classes(tmp_path / "other", {"ape": 1, "yak": 1})
+    with pytest.raises(UserError, match=expected):
+        configure(opts, *(known.get(flag, flag) for flag in flags))
+
+
+@pytest.mark.parametrize(("config", "mapper"), [(DETECTOR, "default"), (PRETRAINING, "pretrain")])
+def test_other_models_do_not_take_class_folders(config: str, mapper: str, folders: Folders) -> None:
+    opts = {"INPUT.DATASET_MAPPER_NAME": mapper}
+    with pytest.raises(UserError, match=f"is for classifiers, but .* is '{mapper}'.*--image-fol"):
+        configure(opts, "--train-folder", folders[0], config=config)
+
+
+def test_a_set_of_a_run_that_is_gone_is_not_looked_for(folders: Folders) -> None:
+    opts = {"DATASETS.TEST": f"('{LABELLED_VAL}',)"}
+    cfg, _ = configure(opts, "--train-folder", folders[0])
+    assert cfg.DATASETS.TEST == ()
+    assert MetadataCatalog.get(LABELLED_TRAIN).folder_classes == ["ape", "bee", "cat", "dog"]
+    assert_close(torch.tensor(cfg.MODEL.CATEGORY_IDS), torch.arange(4))
