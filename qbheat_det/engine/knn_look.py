@@ -55,7 +55,7 @@ def check_neighbours(cfg: CfgNode) -> None:
         raise UserError(
             f"TEST.KNN names {num_images:,} images, which the main process would go through alone "
             "while the others wait, and would stop waiting after a time: name sets of no more "
-            f"than {_MOST_BESIDE_OTHERS:,}, or score checkpoints with tools/probe_knn.py"
+            f"than {_MOST_BESIDE_OTHERS:,}, or score checkpoints with tools/probe_backbone.py"
         )
 
 
@@ -78,7 +78,8 @@ class NeighbourScorer:
         if not all(hasattr(model, part) for part in _PARTS):
             raise UserError(
                 f"TEST.KNN scores the backbone of models that are pre-trained, but "
-                f"'{cfg.MODEL.META_ARCHITECTURE}' is none: tools/probe_knn.py scores any backbone"
+                f"'{cfg.MODEL.META_ARCHITECTURE}' is none: tools/probe_backbone.py scores any "
+                "backbone"
             )
         self._cfg = cfg
         self._batches: tuple[ImageBatches, ImageBatches] | None = None
