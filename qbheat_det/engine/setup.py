@@ -13,6 +13,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_setup
+from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
@@ -238,9 +239,21 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
                 f"DATASETS.TEST names '{name}', a dataset with annotations, but mapper '{mapper}' "
                 f"is evaluated on images alone: {_hint(mapper)}, or name such a set"
             )
+    if test:
+        _check_held_out(cfg.MODEL.META_ARCHITECTURE)
     if names_neighbours(cfg) and comm.is_main_process():
         check_neighbours(cfg)
     return used
+
+
+def _check_held_out(model: str) -> None:
+    known = model in META_ARCH_REGISTRY  # else the sentence comes where it is built
+    if known and not getattr(META_ARCH_REGISTRY.get(model), "held_out_loss", True):
+        raise UserError(
+            f"{model} has no loss of an image by itself, so held-out images cannot be evaluated: "
+            "leave out --val-image-folder and DATASETS.TEST; --knn-train-folder and "
+            "--knn-val-folder tell what it learns"
+        )
 
 
 def _hint(mapper: str) -> str:

@@ -54,9 +54,11 @@ def configure(
     return build_config(args), args
 
 
-def train(output_dir: Path, opts: dict[str, str], *flags: str) -> dict[str, Any]:
+def train(
+    output_dir: Path, opts: dict[str, str], *flags: str, config: str = RECIPE
+) -> dict[str, Any]:
     """Trains to the end; returns the last results."""
-    cfg, args = configure({**opts, "OUTPUT_DIR": str(output_dir)}, *flags)
+    cfg, args = configure({**opts, "OUTPUT_DIR": str(output_dir)}, *flags, config=config)
     setup(cfg, args)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=args.resume)

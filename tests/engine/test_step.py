@@ -234,6 +234,25 @@ def test_a_loss_that_is_not_finite_stops_before_the_gradients_are_lost() -> None
     torch.testing.assert_close(model.weight.detach(), weights, rtol=0, atol=0)
 
 
+def test_a_model_ends_a_step_once_after_the_weights_and_not_one_that_failed() -> None:
+    ends: list[Tensor] = []
+
+    class Ending(MeanOverImages):
+        def after_step(self) -> None:
+            ends.append(self.weight.detach().clone())
+
+    model = Ending()
+    trainer = make(model, images(6), accumulate=3)
+    step(trainer)
+    step(trainer, 1)
+    assert len(ends) == 2
+    torch.testing.assert_close(ends[1], model.weight.detach(), rtol=0, atol=0)
+    model.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        step(trainer, 2)
+    assert len(ends) == 2
+
+
 def test_more_micro_batches_than_images_are_refused() -> None:
     with pytest.raises(UserError, match=r"SOLVER.ACCUMULATE is 3, but a process has 2 images"):
         step(make(MeanOverImages(), images(2), accumulate=3))

@@ -43,6 +43,7 @@ class MoCo(PretrainingModel):
 
     left_behind = ("head", "momentum_backbone", "momentum_head", "queue")
     mapper_name = "two_views"
+    held_out_loss = False
 
     @configurable
     def __init__(

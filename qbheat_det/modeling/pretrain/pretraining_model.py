@@ -27,6 +27,8 @@ class PretrainingModel(nn.Module):
     """The children that nothing but this pre-training needs."""
     mapper_name = "pretrain"
     """``INPUT.DATASET_MAPPER_NAME`` of the images that the objective takes."""
+    held_out_loss = True
+    """Whether an image has a loss by itself, in evaluation, and not only in a batch."""
 
     def __init__(
         self,
