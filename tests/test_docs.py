@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""docs/training.md names tests and config keys that exist."""
+"""What docs/training.md and docs/objectives.md name exists, and no objective is left out."""
 
 import re
 from functools import reduce
@@ -11,8 +11,9 @@ from qbheat_det.config import get_cfg
 
 TESTS = Path(__file__).parent
 TEXT = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8")
+OBJECTIVES = (TESTS.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
 NAMED_TESTS = sorted(set(re.findall(r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`", TEXT)))
-NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT)))
+NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES)))
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED_TESTS)
@@ -28,3 +29,10 @@ def test_a_key_of_a_feature_exists(key: str) -> None:
 def test_the_tables_name_many_of_both() -> None:
     assert len(NAMED_TESTS) > 20
     assert len(NAMED_KEYS) > 20
+
+
+def test_every_objective_has_its_row() -> None:
+    files = (TESTS.parent / "configs" / "objectives").glob("*.yaml")
+    names = {path.name for path in files if not path.name.startswith("Base-")}
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", OBJECTIVES, flags=re.MULTILINE)
+    assert names <= {name for row in rows for name in re.findall(r"`(\w+\.yaml)`", row)}

@@ -55,8 +55,9 @@ class ReconstructionTask:
         """
         if cfg.MODEL.META_ARCHITECTURE != "QBHeat":
             raise UserError(
-                f"MODEL.META_ARCHITECTURE is '{cfg.MODEL.META_ARCHITECTURE}', which reconstructs "
-                "nothing: name a config of QBHeat, such as one of configs/ImageNet-QBHeat"
+                f"MODEL.META_ARCHITECTURE is '{cfg.MODEL.META_ARCHITECTURE}', which predicts "
+                "nothing from a quarter of an image: name a config of QBHeat, such as one of "
+                "configs/ImageNet-QBHeat"
             )
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
         for key, value, known in (
