@@ -49,7 +49,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
 
     # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does,
     # "pretrain" cuts out a random part of an image without annotations, "classify" augments it
-    # further, with the label of the image's class folder.
+    # further, with the label of the image's class folder, "two_views" augments two such parts.
     cfg.INPUT.DATASET_MAPPER_NAME = "default"
     # Crop of the "detr" mapper: with probability 1/2 resize the shorter side to one of these
     # lengths (pixels), then crop height and width uniform in [min, max] (pixels). Empty: no crop.
