@@ -14,6 +14,9 @@ Examples:
   Pre-train on images of your own, and watch the loss on images that are held out:
     tools/train_net.py --config-file configs/custom/qb_heat_285M_cpu.yaml --image-folder photos/ \\
         --val-image-folder others/ TEST.EVAL_EPOCHS 5
+  Train a classifier on class folders of your own, here on a frozen encoder:
+    tools/train_net.py --config-file configs/custom/tran1_285M_probe.yaml \\
+        --train-folder train/ --val-folder val/ MODEL.WEIGHTS output/model_final.safetensors
   See in seconds whether a run will work, and how long it will take:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --dry-run
   Continue a run that was stopped, exactly:
