@@ -107,11 +107,11 @@ class ProbeFigures:
     def _read(self, file: Path) -> None:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            setting, rows = content["setting"], content["rows"]
+            setting, rows = dict(content["setting"]), content["rows"]
             names = {item.name for item in fields(ProbeRow)}
             self.rows = [ProbeRow(**{k: v for k, v in row.items() if k in names}) for row in rows]
             self.broken_images = int(content["broken_images"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"'{file}' is there already and holds no figures of probes: name another file"
             ) from error

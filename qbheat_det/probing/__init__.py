@@ -5,17 +5,25 @@ from .features import FrozenFeatures, cache_features
 from .linear_probe import L2_GRID, LinearProbe, Standardisation, fit_linear_probe, fit_penalised
 from .probes import PROBES, ProbeSettings, check_probes, depth_of, rank_true_classes, run_probe
 from .splits import split_by_class
-from .transformer_probe import TransformerProbe, TransformerSettings, fit_transformer_probe
+from .transformer_probe import (
+    FittedTransformer,
+    TransformerProbe,
+    TransformerSettings,
+    fit_transformer_probe,
+)
+from .whitening import Whitening
 
 __all__ = [
     "L2_GRID",
     "PROBES",
+    "FittedTransformer",
     "FrozenFeatures",
     "LinearProbe",
     "ProbeSettings",
     "Standardisation",
     "TransformerProbe",
     "TransformerSettings",
+    "Whitening",
     "cache_features",
     "check_probes",
     "depth_of",

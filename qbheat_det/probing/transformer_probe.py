@@ -5,11 +5,12 @@ The decoder and what it is trained with (AdamW, weight decay, label smoothing) a
 QB-Heat paper's Table 11. Unlike there, images are not augmented, or their maps could not be kept;
 instead dropout and length, which decide, are chosen for each encoder on a part of its *training*
 images. The rate is constant and the weights are averaged over about an epoch, so that one
-training serves every length; channels are standardised, which the projection could undo.
+training serves every length. Channels are whitened first, which the projection could undo; without
+it, the trainings that are affordable here end long before they have converged.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from qbheat_det.modeling.classification import TransformerDecoder
 
 from .features import FrozenFeatures
 from .splits import split_by_class
+from .whitening import Whitening
 
 _MAP = "map"
+_NO_MAPS = "a tran-k probe learns from maps, and there are none"
 _CHUNK = 256  # images at a time where nothing is learned
-_FLAT = 1e-6  # spread of a channel, relative to the largest, below which it is constant
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,10 @@ class TransformerSettings:
     depth: int = 1
     width: int = 192
     dropouts: tuple[float, ...] = (0.2, 0.5)
-    trial_epochs: int = 5
-    max_epochs: int = 30
-    patience: int = 5
-    positions: float = 0.5
+    trial_epochs: int = 4
+    max_epochs: int = 20
+    patience: int = 4
+    positions: float = 0.25
     batch_size: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 0.1
@@ -69,7 +71,7 @@ class TransformerSettings:
 
 
 class TransformerProbe:
-    """A decoder in training on cached maps, one epoch at a time.
+    """A decoder in training on whitened maps, one epoch at a time.
 
     Its classifications are those of the averaged weights.
     """
@@ -85,7 +87,7 @@ class TransformerProbe:
     ) -> None:
         """
         Args:
-            features: with maps, of the images to learn from.
+            features: with whitened maps, of the images to learn from.
             num_classes: K.
             dropout: rate inside the blocks.
             settings: all else.
@@ -95,7 +97,7 @@ class TransformerProbe:
             ValueError: there are no maps.
         """
         if features.maps is None or not len(features):
-            raise ValueError("a tran-k probe learns from maps, and there are none")
+            raise ValueError(_NO_MAPS)
         self._features, self._settings, self._device = features, settings, device
         shapes = {_MAP: ShapeSpec(channels=features.maps.shape[1])}
         if features.tokens is not None:
@@ -119,7 +121,6 @@ class TransformerProbe:
         groups[0]["weight_decay"], groups[1]["weight_decay"] = settings.weight_decay, 0.0
         self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
         self._done = 0
-        self._mean, self._scale = (s.to(device) for s in channel_statistics(features.maps))
 
     def run_epoch(self) -> None:
         """Goes once through the training images, in an order drawn from the global generator."""
@@ -142,7 +143,7 @@ class TransformerProbe:
 
     @torch.no_grad()
     def __call__(self, features: FrozenFeatures) -> Tensor:
-        """Returns the logits (N, K) of images, on the CPU."""
+        """Returns the logits (N, K) of images with whitened maps, on the CPU."""
         self._average.eval()
         parts = torch.arange(len(features)).split(_CHUNK)
         return torch.cat([self._average(self._inputs(features, part)).cpu() for part in parts])
@@ -164,11 +165,28 @@ class TransformerProbe:
         if share < 1:
             positions = torch.randperm(maps.shape[2])[: max(1, round(share * maps.shape[2]))]
             maps = maps[:, :, positions]
-        maps = (maps.to(self._device).float() - self._mean[:, None]) * self._scale[:, None]
+        maps = maps.to(self._device).float()
         inputs = {_MAP: maps[..., None]}  # the decoder knows of no neighbours: any shape will do
         if features.tokens is not None:
             inputs["tokens"] = features.tokens[places].to(self._device)
         return inputs
+
+
+@dataclass(frozen=True)
+class FittedTransformer:
+    """A classifier of maps as a backbone gives them.
+
+    Attributes:
+        whiten: by the statistics of the training images.
+        probe: what was trained.
+    """
+
+    whiten: Whitening
+    probe: TransformerProbe
+
+    def __call__(self, features: FrozenFeatures) -> Tensor:
+        """Returns the logits (N, K) of images, on the CPU."""
+        return self.probe(_whitened(features, self.whiten))
 
 
 def fit_transformer_probe(
@@ -178,7 +196,7 @@ def fit_transformer_probe(
     settings: TransformerSettings,
     seed: int = 0,
     device: str | torch.device = "cpu",
-) -> tuple[TransformerProbe, dict[str, Any]]:
+) -> tuple[FittedTransformer, dict[str, Any]]:
     """Chooses dropout and length on a part of the images, then trains on all of them with these.
 
     Args:
@@ -188,11 +206,18 @@ def fit_transformer_probe(
         seed: of the part, of the initial weights and of the order of images.
         device: that trains.
 
+    Raises:
+        ValueError: there are no maps.
+
     Returns:
-        The trained probe; and "dropout", "epochs", "converged" (whether it stopped getting better
+        The classifier; and "dropout", "epochs", "converged" (whether it stopped getting better
         before the longest training ended), and "trials", the accuracy in per cent on the part set
         aside after each epoch, by dropout as text.
     """
+    if features.maps is None or not len(features):
+        raise ValueError(_NO_MAPS)
+    whiten = Whitening.of(features.maps)
+    features = _whitened(features, whiten)
     fitted, aside = split_by_class(features.labels, share=settings.share, seed=seed)
     train, asked = features.select(fitted), features.select(aside)
 
@@ -218,7 +243,7 @@ def fit_transformer_probe(
         probe = start(features, dropout)
         for _ in range(epochs):
             probe.run_epoch()
-    return probe, {
+    return FittedTransformer(whiten, probe), {
         "dropout": dropout,
         "epochs": epochs,
         "converged": _is_over(found, settings.patience),
@@ -226,20 +251,9 @@ def fit_transformer_probe(
     }
 
 
-def channel_statistics(maps: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean (C,), and one over the standard deviation (C,), over images and positions.
-
-    Channels that are constant have 0 instead.
-    """
-    count = maps.numel() // maps.shape[1]
-    parts = maps.split(_CHUNK)
-    mean = sum(part.double().sum(dim=(0, 2, 3)) for part in parts) / count
-    centred = mean[:, None, None]
-    square = sum((part.double() - centred).square().sum(dim=(0, 2, 3)) for part in parts)
-    spread = (square / count).sqrt()
-    varies = spread > _FLAT * spread.max()
-    scale = torch.where(varies, 1 / spread.clamp(min=torch.finfo(spread.dtype).tiny), 0.0)
-    return mean.float(), scale.float()
+def _whitened(features: FrozenFeatures, whiten: Whitening) -> FrozenFeatures:
+    assert features.maps is not None
+    return replace(features, maps=whiten(features.maps))
 
 
 def _accuracies(probe: TransformerProbe, asked: FrozenFeatures) -> Iterator[float]:

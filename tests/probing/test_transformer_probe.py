@@ -13,7 +13,6 @@ from qbheat_det.probing import (
     TransformerSettings,
     fit_transformer_probe,
 )
-from qbheat_det.probing.transformer_probe import channel_statistics
 
 _SETTINGS = TransformerSettings(
     width=64, dropouts=(0.0, 0.2), trial_epochs=2, max_epochs=8, patience=3, batch_size=16
@@ -108,16 +107,6 @@ def test_tokens_are_read_where_there_are_any() -> None:
     settings = dataclasses.replace(_SETTINGS, learning_rate=1e-2)
     probe, _ = fit_transformer_probe(blind, num_classes=3, settings=settings)
     assert accuracy(probe(blind), blind) > 0.85
-
-
-def test_statistics_of_channels_are_those_over_all_images_and_positions() -> None:
-    maps = torch.randn(600, 3, 2, 2) * torch.tensor([1.0, 5.0, 0.0]).view(3, 1, 1) + 4
-    mean, scale = channel_statistics(maps.half())
-    flat = maps.half().double().transpose(0, 1).flatten(1)
-    torch.testing.assert_close(mean, flat.mean(dim=1).float())
-    expected = 1 / flat[:2].std(dim=1, correction=0)
-    torch.testing.assert_close(scale[:2], expected.float())
-    assert scale[2] == 0
 
 
 def test_features_without_maps_are_refused() -> None:

@@ -102,7 +102,23 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
     assert "x.png" in caplog.text
     assert f"| {names[2]} " in table
     assert "as stored" in table
+    # What stands in the file is not worked out again, and told again.
     assert probe(words, tmp_path) == found
+    assert capsys.readouterr().out == table
+
+
+def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
+    folders: list[str], tmp_path: Path
+) -> None:
+    words = ["--config-file", make_config(tmp_path), "--random", *folders]
+    first = probe([*words, "--probes", "knn"], tmp_path)
+    picture = tmp_path / "probes.svg"
+    both = probe([*words, "--probes", "knn", "tran-1", "--plot", str(picture)], tmp_path)
+    assert both["rows"][0] == first["rows"][0]
+    (row,) = both["rows"][1:]
+    assert row["probe"] == "tran-1"
+    assert row["chosen"]["epochs"] >= 1
+    assert "tran-1, random" in picture.read_text()
 
 
 @pytest.mark.parametrize(
@@ -113,8 +129,14 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
         (["--random", "--feature", "s4"], "no map 's4', but s8, s16"),
         (["--random", "--recalibrate-bn", "-1"], "a number of images, not -1"),
         (["--random", "TEST.KNN.K", "0"], "must be positive"),
+        (["--random", "--probes", "lin"], "probes are knn, linear, tran-1, tran-4, not 'lin'"),
+        (["--random", "--plot", "a.pdf"], "names a picture, .svg or .png"),
+        (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "allow more with --memory-gb"),
         (["--random", "--val-folder", "OTHER"], r"1 classes that .* lacks \(d\)"),
-        (["--random", "--train-folder", "BROKEN"], "images that are to be learned from can be read"),
+        (
+            ["--random", "--train-folder", "BROKEN"],
+            "images that are to be learned from can be read",
+        ),
         (["--random", "--val-folder", "BROKEN"], "images that are to be classified can be read"),
     ],
 )
