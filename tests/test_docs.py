@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What docs/training.md and docs/objectives.md name exists, and no objective is left out."""
+"""What docs/ say of tests and config keys exists, and no objective is left out."""
 
 import re
 from functools import reduce
@@ -12,8 +12,9 @@ from qbheat_det.config import get_cfg
 TESTS = Path(__file__).parent
 TEXT = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8")
 OBJECTIVES = (TESTS.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
-NAMED_TESTS = sorted(set(re.findall(r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`", TEXT)))
-NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES)))
+PROBING = (TESTS.parent / "docs" / "probing.md").read_text(encoding="utf-8")
+NAMED_TESTS = sorted(set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXT + PROBING)))
+NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES + PROBING)))
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED_TESTS)
