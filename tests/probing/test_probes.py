@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Probes by name, on the same features."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -41,6 +43,18 @@ def test_each_name_gives_its_probe_on_the_same_features() -> None:
     correct = (linear(val.pooled).argmax(dim=1) == val.labels).double().mean()
     assert found["linear"][0].top1 == pytest.approx(100 * float(correct))
     assert found["tran-1"][1]["trials"] != found["tran-2"][1]["trials"]
+
+
+@pytest.mark.parametrize("name", ["linear", "tran-1"])
+def test_images_that_are_classified_do_not_enter_what_is_chosen(name: str) -> None:
+    train, val = make_features(90, first=0), make_features(30, first=90)
+    transformer = TransformerSettings(width=64, max_epochs=3, trial_epochs=2)
+    settings = ProbeSettings(num_classes=3, transformer=transformer)
+    score, chosen = run_probe(name, train, val, settings=settings)
+    wrong = dataclasses.replace(val, labels=(val.labels + 1) % 3)
+    other, chosen_again = run_probe(name, train, wrong, settings=settings)
+    assert chosen == chosen_again
+    assert other.top1 < score.top1
 
 
 def test_a_rank_counts_the_classes_before_the_true_one() -> None:

@@ -65,8 +65,7 @@ def test_it_is_a_function_of_the_seed_and_leaves_randomness_as_it_was() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_images_that_are_classified_do_not_enter_what_is_chosen() -> None:
-    """The probe is given nothing but training images; one by one or together is the same."""
+def test_an_image_is_classified_alone_as_among_others() -> None:
     probe, _ = fit_transformer_probe(draw_maps(48), num_classes=3, settings=_SETTINGS)
     val = draw_maps(7, seed=1)
     together = probe(val)
