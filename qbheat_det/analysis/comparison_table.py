@@ -120,9 +120,10 @@ def _explain(
     if anew:
         text += f" BatchNorm's statistics are estimated anew on {anew} whole training images."
     if errors:
+        bounds = dict.fromkeys((f"{min(errors):.2f}", f"{max(errors):.2f}"))
         text += (
             f" The accuracies' binomial standard error over the {about['val_images']:,} images is "
-            f"{min(errors):.2f} to {max(errors):.2f} points; they are the same images for all: "
+            f"{' to '.join(bounds)} points; they are the same images for all: "
             "differences of that size are noise, however small the spread over seeds."
         )
     return text

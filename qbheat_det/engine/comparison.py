@@ -1,12 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A whole comparison of objectives: planned, run, gone on with, reported."""
 
+from collections.abc import Mapping
+
 from qbheat_det.analysis.comparison_table import render_table
+from qbheat_det.data import load_image_folders
 
 from .comparison_plan import Comparison, count_images, plan_stages
-from .comparison_progress import Progress, duration, estimate_seconds, time_left, whole_seconds
+from .comparison_progress import Progress, duration, estimate_seconds, is_known, whole_seconds
 from .comparison_report import Report
 from .comparison_run import Runner, State, load_state, locked, share_of_threads
+from .comparison_stage import Stage
+from .encoder_cost import time_step
 
 
 def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, str]]:
@@ -58,31 +63,61 @@ def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, st
 def render_plan(comparison: Comparison, *, jobs: int = 1) -> str:
     """Returns the stages in the order in which they would start, with what is known of their cost.
 
+    Of objectives of which no run tells the time, a step is timed on a batch.
+
     Raises:
         UserError: see ``compare``.
     """
     sets = count_images(comparison)
     state = load_state(plan_stages(comparison, sets))
-    lines = [_describe(state, index) for index in range(len(state.stages))]
-    table = render_table(("", "objective", "seed", "stage", "state", "time"), lines)
-    seconds, unknown = time_left(state, jobs)
-    total = (
-        f"{len(state.results)} of {len(lines)} stages are done. What is left takes "
-        f"{'at least ' if unknown else ''}{duration(seconds)} with {jobs} at a time, by those that "
-        "are done" + (f"; of {unknown} stages none like them has been run yet." if unknown else ".")
-    )
-    each = (
+    timed = _time_unknown(comparison, state)
+    rows = [_describe(state, index, timed) for index in range(len(state.stages))]
+    headers = ("", "objective", "seed", "stage", "steps", "state", "time")
+    estimates = {
+        stage.key: _estimate(stage, state, timed)
+        for stage in state.stages
+        if stage.key not in state.results
+    }
+    known = [seconds for seconds in estimates.values() if seconds is not None]
+    unknown = len(estimates) - len(known)
+    return (
         f"{comparison.epochs:g} epochs of {sets.pretraining:,} images; probes learn from "
-        f"{sets.train:,} images of {sets.classes} classes, judged on {sets.val:,}."
+        f"{sets.train:,} images of {sets.classes} classes, judged on {sets.val:,}.\n\n"
+        f"{render_table(headers, rows)}\n\n"
+        f"{len(state.results)} of {len(rows)} stages are done. What is left takes "
+        f"{'at least ' if unknown else ''}{duration(sum(known) / jobs)} with {jobs} at a time, by "
+        "stages that were run and steps that were timed"
+        + (f"; of {unknown} stages neither is known." if unknown else ".")
     )
-    return f"{each}\n\n{table}\n\n{total}"
 
 
-def _describe(state: State, index: int) -> tuple[str, ...]:
+def _time_unknown(comparison: Comparison, state: State) -> dict[str, float]:
+    """Returns the seconds of a step for each objective of which nothing better is known."""
+    waiting = {
+        stage.objective
+        for stage in state.left
+        if stage.steps and not is_known(stage, state) and stage.key not in state.results
+    }
+    records, _ = load_image_folders([comparison.train_folder], labelled=True)
+    return {
+        objective.name: time_step(objective.cfg, records)
+        for objective in comparison.objectives
+        if objective.name in waiting
+    }
+
+
+def _estimate(stage: Stage, state: State, timed: Mapping[str, float]) -> float | None:
+    if stage.steps and stage.objective in timed:
+        return stage.steps * timed[stage.objective]
+    return estimate_seconds(stage, state)
+
+
+def _describe(state: State, index: int, timed: Mapping[str, float]) -> tuple[str, ...]:
     stage = state.stages[index]
     result = state.results.get(stage.key)
-    place = f"{index + 1}", stage.objective, f"{stage.seed}", stage.name
+    steps = f"{stage.steps:,}" if stage.steps else ""
+    place = f"{index + 1}", stage.objective, f"{stage.seed}", stage.name, steps
     if result is not None:
         return *place, "done", duration(whole_seconds(stage.key, result))
-    estimate = estimate_seconds(stage, state)
-    return *place, "to do", f"about {duration(estimate)}" if estimate else "not known"
+    estimate = _estimate(stage, state, timed)
+    return *place, "to do", "not known" if estimate is None else f"about {duration(estimate)}"

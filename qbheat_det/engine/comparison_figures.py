@@ -4,6 +4,7 @@
 import hashlib
 import json
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ def read_pretraining(folder: Path) -> dict[str, Any]:
     """Returns how much a finished run of pre-training saw, and what it took.
 
     ``seconds`` are those of its steps, by the medians that it logged; what a stopped run did
-    after its last checkpoint was made again and counts once.
+    after its last checkpoint was made again and counts once; they are None of a run of two steps,
+    which logs none. None where it was too short to log any.
 
     Args:
         folder: its ``OUTPUT_DIR``.
@@ -37,20 +39,20 @@ def read_pretraining(folder: Path) -> dict[str, Any]:
     info = info_of(str(weights))
     cfg = load_config(folder / "config.yaml")
     records = [record for record in _metrics(folder) if "time" in record]
-    if info is None or not records:
-        raise UserError(f"'{folder}' holds no log of its steps")
+    if info is None:
+        raise UserError(f"'{weights}' does not say which iteration it is of")
     iterations = info.iteration + 1
     times = [float(record["time"]) for record in records]
     counted = [int(record["iteration"]) + 1 for record in records]
     steps = [end - start for start, end in zip([0, *counted], counted, strict=False)]
-    last = {name: value for name, value in records[-1].items() if "loss" in name}
+    last = {n: value for record in records[-1:] for n, value in record.items() if "loss" in n}
     starts = read_run_record(folder / RUN_FILE)
     return {
         "iterations": iterations,
         "batch_size": cfg.SOLVER.IMS_PER_BATCH,
         "images_seen": iterations * cfg.SOLVER.IMS_PER_BATCH,
-        "seconds": sum(time * number for time, number in zip(times, steps, strict=True)),
-        "seconds_per_image": statistics.median(times) / cfg.SOLVER.IMS_PER_BATCH,
+        "seconds": sum(map(operator.mul, times, steps)) if times else None,
+        "seconds_per_image": statistics.median(times) / cfg.SOLVER.IMS_PER_BATCH if times else None,
         "last_losses": last,
         "starts": len(starts),
         "device": starts[-1].get("device") if starts else None,

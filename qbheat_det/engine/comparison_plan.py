@@ -5,6 +5,7 @@ For each seed and objective: pre-training; the backbone as trained and with Batc
 estimated anew on whole images; probes of both; detectors on it, frozen.
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -157,6 +158,8 @@ class _Row:
         elif asked.image_folders:
             folders = list(asked.image_folders)
         opts = ["SOLVER.EPOCHS", str(float(epochs)), *asked.opts]
+        cfg = load_config(self.objective.config_file, opts)
+        images = self.sets.train if self.objective.labelled else self.sets.pretraining
         command = [
             *self._tool("train_net.py", "--config-file", self.objective.config_file),
             *(word for name in folders for word in (flag, name)),
@@ -168,9 +171,10 @@ class _Row:
             read=lambda: read_pretraining(folder),
             settings={
                 "images": [os.path.abspath(name) for name in folders],
-                "config": flat_config(load_config(self.objective.config_file, opts)),
+                "config": flat_config(cfg),
             },
             progress=folder / METRICS_FILE,
+            steps=math.ceil(cfg.SOLVER.EPOCHS * images / cfg.SOLVER.IMS_PER_BATCH),
         )
 
     def _backbone(self) -> Stage:

@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -99,15 +99,37 @@ def time_left(state: State, jobs: int) -> tuple[float, int]:
 
 
 def estimate_seconds(stage: Stage, state: State) -> float | None:
-    """Returns what a stage takes, by those of its name that are done or tell; None if none is."""
-    own = _known_seconds(state, lambda key: key[0] == stage.objective and key[2] == stage.name)
-    others = _known_seconds(state, lambda key: key[2] == stage.name)
-    known = list(own) or list(others)
+    """Returns what a stage takes, None if that is not known.
+
+    By the same of other seeds that is done or tells, or else by the steps that it made before it
+    was stopped, or else by that of other objectives.
+    """
+    own = _own_seconds(stage, state)
+    known = [own] if own is not None else list(_known_seconds(state, "", stage.name))
     return statistics.fmean(known) if known else None
 
 
-def _known_seconds(state: State, fits: Any) -> Iterable[float]:
+def is_known(stage: Stage, state: State) -> bool:
+    """Whether runs of the stage's own objective tell what it takes."""
+    return _own_seconds(stage, state) is not None
+
+
+def _own_seconds(stage: Stage, state: State) -> float | None:
+    if known := list(_known_seconds(state, stage.objective, stage.name)):
+        return statistics.fmean(known)
+    record = last_record(stage.progress)
+    if record is not None and stage.steps and "time" in record[0]:
+        return float(record[0]["time"]) * stage.steps
+    return None
+
+
+def _known_seconds(state: State, objective: str, name: str) -> Iterator[float]:
+    """Yields the seconds of stages of a name, of one objective or, with "", of all."""
     now = time.time()
+
+    def fits(key: Key) -> bool:
+        return key[2] == name and objective in ("", key[0])
+
     for key, result in state.results.items():
         if fits(key):
             yield whole_seconds(key, result)
@@ -118,7 +140,7 @@ def _known_seconds(state: State, fits: Any) -> Iterable[float]:
 
 def whole_seconds(key: Key, result: Mapping[str, Any]) -> float:
     """Returns what a finished stage took, also where its last start had little left to do."""
-    return max(float(result["seconds"]), float(result["figures"].get("seconds", 0.0)))
+    return max(float(result["seconds"]), float(result["figures"].get("seconds") or 0.0))
 
 
 def own_time_left(running: Running, now: float) -> float | None:

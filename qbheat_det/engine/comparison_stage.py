@@ -50,6 +50,7 @@ class Stage:
         needs: names of stages of the same row and seed that come before.
         progress: file of lines of JSON with "iteration" and "eta_seconds", where it writes one.
         wanted: figures that a result must have to count; it may have more.
+        steps: of training, all together; 0 where nothing is trained by steps.
     """
 
     objective: str
@@ -62,6 +63,7 @@ class Stage:
     needs: tuple[str, ...] = ()
     progress: Path | None = None
     wanted: tuple[str, ...] = ()
+    steps: int = 0
 
     @property
     def key(self) -> Key:

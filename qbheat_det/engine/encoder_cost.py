@@ -2,6 +2,7 @@
 """What an encoder costs in a step of training, counted while one is made."""
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,31 @@ def count_training_madds(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> flo
         model(batch)
     per_size = {size: count_encoder_madds(backbone, *size) for size in sizes}
     return sum(per_size[size] * number for size, number in sizes.items()) / len(batch)
+
+
+def time_step(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> float:
+    """Returns the seconds of a step of training but for its optimizer, the second of two.
+
+    Args:
+        cfg: of the objective; the model is built and thrown away.
+        records: as for ``count_training_madds``.
+
+    Raises:
+        UserError: no model can be built, or no image can be read.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = cfg.MODEL.DEVICE if torch.cuda.is_available() else "cpu"
+    model = Trainer.build_model(cfg).train()
+    seconds = 0.0
+    for _ in range(2):  # the first one finds memory and plans
+        begin = time.perf_counter()
+        batch = _draw_batch(cfg, records)
+        with EventStorage(0):
+            losses = model(batch)
+        sum(value for name, value in losses.items() if "loss" in name).backward()
+        seconds = time.perf_counter() - begin
+    return seconds
 
 
 def _draw_batch(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

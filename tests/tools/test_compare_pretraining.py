@@ -46,9 +46,9 @@ def test_the_plan_lists_stages_and_runs_nothing(
 ) -> None:
     output = tmp_path / "out"
     words = ["--objectives", "random", "qb_heat", "--epochs", "2", "--seeds", "1", "5"]
-    main([*data, *words, "--output-dir", str(output), "--plan"])
+    main([*data, *words, "--output-dir", str(output), "--plan", *_OPTS])
     text = capsys.readouterr().out
-    rows = re.findall(r"\| \d+ +\| (\w+) +\| (\d) +\| (\w+) +\| to do", text)
+    rows = re.findall(r"\| \d+ +\| (\w+) +\| (\d) +\| (\w+) +\| *[\d,]* *\| to do", text)
     assert rows[:4] == [
         ("random", "1", "backbone"),
         ("random", "1", "probes"),
@@ -56,6 +56,8 @@ def test_the_plan_lists_stages_and_runs_nothing(
         ("qb_heat", "1", "pretraining"),
     ]
     assert len(rows) == 14
+    # Two epochs of 8 images are 4 steps of 4, whose time is measured.
+    assert re.search(r"qb_heat +\| 5 +\| pretraining +\| 4 +\| to do +\| about \d+", text)
     assert "2 epochs of 8 images; probes learn from 8 images of 2 classes, judged on 8." in text
     assert not output.exists()
 
