@@ -16,7 +16,6 @@ import torch
 from detectron2.config import CfgNode
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 
-import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.analysis import count_parameters
 from qbheat_det.checkpoint import WeightsInfo, save_weights, write_atomically
 from qbheat_det.config import load_config
