@@ -3,7 +3,6 @@
 
 import hashlib
 import json
-import math
 import operator
 import statistics
 from collections.abc import Sequence
@@ -90,22 +89,23 @@ def read_probes(file: Path, weights: Path, probes: Sequence[str]) -> dict[str, A
 
 
 def read_detection(folder: Path) -> dict[str, Any]:
-    """Returns the last AP of a finished detector, in percent.
+    """Returns the AP of a finished detector, in percent; None where it predicted nothing.
 
     Raises:
         UserError: it is not finished, or was never evaluated.
     """
-    _finished(folder)
-    records = [record for record in _metrics(folder) if "bbox/AP" in record]
-    if not records:
+    info = info_of(str(_finished(folder)))
+    end = info.iteration if info else 0
+    # What is not defined is not logged; an evaluation before the end would pass for the last.
+    records = [one for one in _metrics(folder) if "bbox/AP" in one and one["iteration"] >= end]
+    if not (records or (folder / "inference").is_dir()):
         raise UserError(f"'{folder}' was trained and never evaluated")
-    names = ("AP", "AP50", "AP75")
-    figures = {name: float(records[-1].get(f"bbox/{name}", math.nan)) for name in names}
+    last = records[-1] if records else {}
     times = [float(record["time"]) for record in _metrics(folder) if "time" in record]
     return {
-        **figures,
-        "iteration": records[-1]["iteration"],
-        "seconds_per_step": statistics.median(times) if times else math.nan,
+        **{name: last.get(f"bbox/{name}") for name in ("AP", "AP50", "AP75")},
+        "iterations": end + 1,
+        "seconds_per_step": statistics.median(times) if times else None,
     }
 
 

@@ -60,7 +60,7 @@ def test_the_last_ap_of_a_detector_counts(tmp_path: Path) -> None:
     ]
     write_run(tmp_path / "run", lines, iteration=19)
     assert read_detection(tmp_path / "run") == {
-        "AP": 1.0, "AP50": 3.0, "AP75": 0.5, "iteration": 20, "seconds_per_step": 2.0,
+        "AP": 1.0, "AP50": 3.0, "AP75": 0.5, "iterations": 20, "seconds_per_step": 2.0,
     }  # fmt: skip
 
 
@@ -68,6 +68,14 @@ def test_a_detector_that_was_never_evaluated_has_no_figures(tmp_path: Path) -> N
     write_run(tmp_path / "run", [{"iteration": 19, "time": 2.0}], iteration=19)
     with pytest.raises(UserError, match="never evaluated"):
         read_detection(tmp_path / "run")
+
+
+def test_a_detector_that_predicts_nothing_has_no_ap_and_not_that_of_before(tmp_path: Path) -> None:
+    lines = [{"iteration": 10, "bbox/AP": 9.0}, {"iteration": 19, "time": 2.0}]
+    write_run(tmp_path / "run", lines, iteration=19)
+    (tmp_path / "run" / "inference").mkdir()
+    figures = read_detection(tmp_path / "run")
+    assert figures["AP"] is figures["AP50"] is None
 
 
 def test_probes_are_those_of_the_weights_asked_for(tmp_path: Path) -> None:
