@@ -36,7 +36,8 @@ class ClassificationMapper:
     Returns what ``PretrainingMapper`` returns, ``label`` with it. In training, RandAugment and
     random erasing follow its part and flip; in inference the part is a square in the middle, and
     nothing else is done. That square is, but for rounding to whole pixels, the centre crop of S
-    pixels of the image whose shorter side was resized to S / ``test_crop``.
+    pixels of the image whose shorter side was resized to S over the
+    crop's ``test_crop``.
 
     An image that cannot be read is a ``Fault``.
     """
@@ -45,65 +46,42 @@ class ClassificationMapper:
     def __init__(
         self,
         *,
-        size: int,
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        flip: str = "horizontal",
+        crop: PretrainingMapper,
         rand_augment: Sequence[float] = (),
         random_erasing: float = 0.0,
-        test_crop: float = 0.875,
         pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
         pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
-        pixel_format: str = "RGB",
-        memory_gb: float = 0.0,
-        is_train: bool = True,
     ) -> None:
         """
         Args:
-            size: side S of the result, in pixels.
-            scale: see ``PretrainingMapper``.
-            ratio: see ``PretrainingMapper``.
-            flip: see ``PretrainingMapper``.
+            crop: draws the part and the flip; images are augmented where it is that of training.
             rand_augment: magnitude, a whole number from 0 to 10, and its standard deviation;
                 none if empty.
             random_erasing: probability that a rectangle becomes noise, in [0, 1]. The noise is
                 normal, of mean ``pixel_mean`` and deviation ``pixel_std``, clipped to bytes.
-            test_crop: in inference, side of the square relative to the shorter side, in (0, 1].
-            pixel_mean: of the three channels, in the order of ``pixel_format``.
+            pixel_mean: of the three channels, in the order of the crop's pixel format.
             pixel_std: as ``pixel_mean``.
-            pixel_format: "RGB" or "BGR".
-            memory_gb: see ``PretrainingMapper``.
-            is_train: whether images are augmented.
 
         Raises:
             UserError: a value makes no sense.
         """
         _check(rand_augment, random_erasing)
-        self._cropped = PretrainingMapper(
-            size=size,
-            scale=scale,
-            ratio=ratio,
-            flip=flip,
-            pixel_format=pixel_format,
-            memory_gb=memory_gb,
-            test_crop=test_crop,
-            is_train=is_train,
-        )
-        self._is_bgr = pixel_format == "BGR"
+        self._crop = crop
+        self._is_bgr = crop.pixel_format == "BGR"
         self._augment = None
-        if is_train and rand_augment:
+        if crop.is_train and rand_augment:
             magnitude, deviation = rand_augment
             mean = [round(value) for value in pixel_mean]
             self._augment = rand_augment_transform(
                 f"rand-m{int(magnitude)}-mstd{deviation:f}-inc1",
                 {
-                    "translate_const": int(_TRANSLATION * size),
+                    "translate_const": int(_TRANSLATION * crop.size),
                     "magnitude_max": _LARGEST_DRAWN,
                     "img_mean": tuple(reversed(mean) if self._is_bgr else mean),
                 },
             )
         self._erasing = None
-        if is_train and random_erasing:
+        if crop.is_train and random_erasing:
             self._erasing = random_erasing, RandomErasing(1.0, mode="pixel", device="cpu")
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32).view(3, 1, 1)
@@ -112,28 +90,22 @@ class ClassificationMapper:
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        crop, keys = cfg.INPUT.PRETRAIN, cfg.INPUT.CLASSIFY
+        keys = cfg.INPUT.CLASSIFY
+        crop = PretrainingMapper.from_config(cfg, is_train)
         return {
-            "size": crop.SIZE,
-            "scale": crop.SCALE,
-            "ratio": crop.RATIO,
-            "flip": cfg.INPUT.RANDOM_FLIP,
+            "crop": PretrainingMapper(**crop, test_crop=keys.TEST_CROP),
             "rand_augment": keys.RAND_AUGMENT,
             "random_erasing": keys.RANDOM_ERASING,
-            "test_crop": keys.TEST_CROP,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
-            "pixel_format": cfg.INPUT.FORMAT,
-            "memory_gb": crop.MEMORY_GB,
-            "is_train": is_train,
         }
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
         """See ``PretrainingMapper.prepare``."""
-        self._cropped.prepare(dataset_dicts)
+        self._crop.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault:
-        entry = self._cropped(dataset_dict)
+        entry = self._crop(dataset_dict)
         if isinstance(entry, Fault):
             return entry
         if self._augment is not None:

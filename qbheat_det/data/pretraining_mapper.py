@@ -74,6 +74,7 @@ class PretrainingMapper:
         self.ratio = ratio[0], ratio[1]
         self.test_crop = test_crop
         self.is_train = is_train
+        self.pixel_format = pixel_format
         self._flipped = _FLIPS[flip]
         self._reversed = (0,) if pixel_format == "BGR" else ()
         self._memory_gb = memory_gb

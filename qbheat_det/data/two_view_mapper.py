@@ -41,33 +41,22 @@ class TwoViewMapper:
     def __init__(
         self,
         *,
-        size: int,
-        scale: Sequence[float] = (0.2, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        flip: str = "horizontal",
+        crop: PretrainingMapper,
         jitter: Sequence[float] = (0.4, 0.4, 0.4, 0.1),
         jitter_probability: float = 0.8,
         grey_probability: float = 0.2,
         blur_sigma: Sequence[float] = (0.1, 2.0),
         blur_probability: float = 0.5,
-        pixel_format: str = "RGB",
-        memory_gb: float = 0.0,
-        is_train: bool = True,
     ) -> None:
         """
         Args:
-            size: side S of a view, in pixels.
-            scale: see ``PretrainingMapper``.
-            ratio: see ``PretrainingMapper``.
-            flip: see ``PretrainingMapper``.
+            crop: draws the part and the flip of a view; whether it is that of training decides
+                whether there are two views, and anything is drawn.
             jitter: how far brightness, contrast, saturation (factors) and hue (circle) may go.
             jitter_probability: that a view's colours are changed.
             grey_probability: that a view loses its colours.
             blur_sigma: smallest and largest standard deviation, in pixels.
             blur_probability: that a view is blurred.
-            pixel_format: "RGB" or "BGR".
-            memory_gb: see ``PretrainingMapper``.
-            is_train: whether there are two views, and anything is drawn.
 
         Raises:
             UserError: a value makes no sense.
@@ -79,17 +68,7 @@ class TwoViewMapper:
             GREY_PROBABILITY=grey_probability,
             BLUR_PROBABILITY=blur_probability,
         )
-        self._cropped = PretrainingMapper(
-            size=size,
-            scale=scale,
-            ratio=ratio,
-            flip=flip,
-            pixel_format=pixel_format,
-            memory_gb=memory_gb,
-            is_train=is_train,
-        )
-        self.is_train = is_train
-        self._is_bgr = pixel_format == "BGR"
+        self._crop = crop
         self._sigma = blur_sigma[0], blur_sigma[1]
         brightness, contrast, saturation, hue = jitter
         self._augment = v2.Compose(
@@ -104,31 +83,25 @@ class TwoViewMapper:
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        crop, keys = cfg.INPUT.PRETRAIN, cfg.INPUT.TWO_VIEWS
+        keys = cfg.INPUT.TWO_VIEWS
         return {
-            "size": crop.SIZE,
-            "scale": crop.SCALE,
-            "ratio": crop.RATIO,
-            "flip": cfg.INPUT.RANDOM_FLIP,
+            "crop": PretrainingMapper(cfg, is_train),
             "jitter": keys.JITTER,
             "jitter_probability": keys.JITTER_PROBABILITY,
             "grey_probability": keys.GREY_PROBABILITY,
             "blur_sigma": keys.BLUR_SIGMA,
             "blur_probability": keys.BLUR_PROBABILITY,
-            "pixel_format": cfg.INPUT.FORMAT,
-            "memory_gb": crop.MEMORY_GB,
-            "is_train": is_train,
         }
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
         """See ``PretrainingMapper.prepare``."""
-        self._cropped.prepare(dataset_dicts)
+        self._crop.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault:
-        entry = self._cropped(dataset_dict)
-        if isinstance(entry, Fault) or not self.is_train:
+        entry = self._crop(dataset_dict)
+        if isinstance(entry, Fault) or not self._crop.is_train:
             return entry
-        other = self._cropped(dataset_dict)
+        other = self._crop(dataset_dict)
         if isinstance(other, Fault):
             return other
         views = {"image": entry["image"], "image_key": other["image"]}
@@ -136,7 +109,7 @@ class TwoViewMapper:
 
     def augment(self, image: Tensor) -> Tensor:
         """Draws other colours and a blur for a view (3, S, S), uint8."""
-        if self._is_bgr:
+        if self._crop.pixel_format == "BGR":
             return self.augment_rgb(image.flip(0)).flip(0).contiguous()
         return self.augment_rgb(image)
 

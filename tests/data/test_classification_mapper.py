@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mapper of classification: its crop, its augmentation under a seed, and what it refuses."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,23 @@ from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
+
+
+def classify(
+    *,
+    rand_augment: Sequence[float] = (),
+    random_erasing: float = 0.0,
+    pixel_mean: Sequence[float] = MEAN,
+    pixel_std: Sequence[float] = STD,
+    **crop: Any,
+) -> ClassificationMapper:
+    return ClassificationMapper(
+        crop=PretrainingMapper(**{"size": 48, "scale": (0.08, 1.0), **crop}),
+        rand_augment=rand_augment,
+        random_erasing=random_erasing,
+        pixel_mean=pixel_mean,
+        pixel_std=pixel_std,
+    )
 
 
 def map_image(mapper: Any, path: str, *place: int) -> Tensor:
@@ -55,7 +73,7 @@ def test_inference_is_torchvisions_resizing_and_centre_crop(
     # A slope, on which a shift by a part of a pixel can be told, and is bounded.
     y, x = np.mgrid[:192, :256]
     path = save(tmp_path / "a.png", np.stack([x * 0.9, y * 1.2, x * 0], axis=2).astype(np.uint8))
-    mapper = ClassificationMapper(size=48, test_crop=test_crop, is_train=False)
+    mapper = classify(test_crop=test_crop, is_train=False)
     reference = v2.Compose([v2.Resize(round(48 / test_crop), antialias=True), v2.CenterCrop(48)])
     pixels = torch.from_numpy(np.stack([x * 0.9, y * 1.2, x * 0]).astype(np.uint8))
     difference = map_image(mapper, path).int() - reference(pixels).int()
@@ -63,14 +81,14 @@ def test_inference_is_torchvisions_resizing_and_centre_crop(
 
 
 def test_without_augmentation_it_is_the_mapper_of_pre_training(photo: str) -> None:
-    ours = ClassificationMapper(size=48, scale=(0.2, 1.0))
+    ours = classify(scale=(0.2, 1.0))
     theirs = PretrainingMapper(size=48)
     for place in range(5):
         assert_close(map_image(ours, photo, place), map_image(theirs, photo, place))
 
 
 def test_what_a_seed_draws_is_drawn_again_and_another_draws_otherwise(photo: str) -> None:
-    mapper = ClassificationMapper(size=48, rand_augment=(9, 0.5), random_erasing=0.5)
+    mapper = classify(rand_augment=(9, 0.5), random_erasing=0.5)
     images = [map_image(mapper, photo, 1, place) for place in range(40)]
     for place in (0, 17, 39):
         assert_close(map_image(mapper, photo, 1, place), images[place], rtol=0, atol=0)
@@ -79,15 +97,15 @@ def test_what_a_seed_draws_is_drawn_again_and_another_draws_otherwise(photo: str
 
 def test_every_operation_of_rand_augment_works_at_every_magnitude(photo: str) -> None:
     for magnitude in (0, 10):
-        mapper = ClassificationMapper(size=48, rand_augment=(magnitude, 1.0))
+        mapper = classify(rand_augment=(magnitude, 1.0))
         for place in range(60):
             map_image(mapper, photo, 2, magnitude, place)
 
 
 def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo: str) -> None:
-    settings: dict[str, Any] = {"size": 48, "pixel_mean": MEAN, "pixel_std": STD}
-    plain = ClassificationMapper(**settings)
-    erasing = ClassificationMapper(**settings, random_erasing=1.0)
+    settings: dict[str, Any] = {"pixel_mean": MEAN, "pixel_std": STD}
+    plain = classify(**settings)
+    erasing = classify(**settings, random_erasing=1.0)
     values = []
     for place in range(60):
         before, after = (map_image(mapper, photo, 3, place) for mapper in (plain, erasing))
@@ -107,8 +125,8 @@ def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo: str) 
 
 
 def test_images_are_erased_as_often_as_asked_for(photo: str) -> None:
-    plain = ClassificationMapper(size=48)
-    erasing = ClassificationMapper(size=48, random_erasing=0.25)
+    plain = classify()
+    erasing = classify(random_erasing=0.25)
     differ = [
         not torch.equal(*(map_image(mapper, photo, 4, place) for mapper in (plain, erasing)))
         for place in range(400)
@@ -118,24 +136,20 @@ def test_images_are_erased_as_often_as_asked_for(photo: str) -> None:
 
 def test_channels_are_augmented_as_rgb_whatever_their_order_is(photo: str) -> None:
     # Random erasing aside: the noise of a channel is drawn in the channels' order.
-    rgb = ClassificationMapper(size=48, rand_augment=(9, 0.5), pixel_mean=MEAN)
-    bgr = ClassificationMapper(
-        size=48, rand_augment=(9, 0.5), pixel_mean=MEAN[::-1], pixel_format="BGR"
-    )
+    rgb = classify(rand_augment=(9, 0.5), pixel_mean=MEAN)
+    bgr = classify(rand_augment=(9, 0.5), pixel_mean=MEAN[::-1], pixel_format="BGR")
     for place in range(20):
         assert_close(map_image(bgr, photo, place).flip(0), map_image(rgb, photo, place))
 
 
 def test_nothing_is_drawn_in_inference(photo: str) -> None:
-    mapper = ClassificationMapper(
-        size=48, rand_augment=(9, 0.5), random_erasing=1.0, is_train=False
-    )
+    mapper = classify(rand_augment=(9, 0.5), random_erasing=1.0, is_train=False)
     assert_close(map_image(mapper, photo, 1), map_image(mapper, photo, 2), rtol=0, atol=0)
 
 
 def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_text("no image")
-    mapper = ClassificationMapper(size=48, rand_augment=(9, 0.5))
+    mapper = classify(rand_augment=(9, 0.5))
     assert isinstance(mapper({"file_name": str(tmp_path / "a.jpg"), "label": 0}), Fault)
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mapper of contrastive pre-training: two views that share the image and nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,29 @@ def mapped(mapper: Any, path: str, seed: int = 0, **fields: Any) -> dict[str, An
     return entry
 
 
+def two_views(
+    *,
+    jitter: Sequence[float] = (0.4, 0.4, 0.4, 0.1),
+    jitter_probability: float = 0.8,
+    grey_probability: float = 0.2,
+    blur_sigma: Sequence[float] = (0.1, 2.0),
+    blur_probability: float = 0.5,
+    **crop: Any,
+) -> TwoViewMapper:
+    return TwoViewMapper(
+        crop=PretrainingMapper(**{"size": 32, **crop}),
+        jitter=jitter,
+        jitter_probability=jitter_probability,
+        grey_probability=grey_probability,
+        blur_sigma=blur_sigma,
+        blur_probability=blur_probability,
+    )
+
+
 def alone(**probability: float) -> TwoViewMapper:
     """One augmentation, and neither crop nor flip."""
-    return TwoViewMapper(
-        size=32, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip="none", **{**NONE, **probability}
-    )
+    whole: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": "none"}
+    return two_views(**whole, **{**NONE, **probability})
 
 
 def blur_naively(image: np.ndarray, sigma: float) -> np.ndarray:
@@ -52,7 +70,7 @@ def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper
     path = save(tmp_path / "a.png", draw(150, 110))
     single = PretrainingMapper(size=32)
     for seed in range(10):
-        both = mapped(TwoViewMapper(size=32, **NONE), path, seed)
+        both = mapped(two_views(**NONE), path, seed)
         first = mapped(single, path, seed)
         second = single({"file_name": path})
         assert isinstance(second, dict)
@@ -63,7 +81,7 @@ def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper
 
 def test_views_are_bytes_of_one_size_with_what_names_the_image(tmp_path: Path) -> None:
     path = save(tmp_path / "a.jpg", draw(150, 110))
-    entry = mapped(TwoViewMapper(size=48), path, label=3, width=150)
+    entry = mapped(two_views(size=48), path, label=3, width=150)
     for key in ("image", "image_key"):
         view: Tensor = entry.pop(key)
         assert (view.dtype, tuple(view.shape)) == (torch.uint8, (3, 48, 48))
@@ -73,7 +91,7 @@ def test_views_are_bytes_of_one_size_with_what_names_the_image(tmp_path: Path) -
 
 def test_the_same_randomness_gives_the_same_views(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", draw(150, 110))
-    mapper = TwoViewMapper(size=32)
+    mapper = two_views()
     for seed in range(10):
         first, again, other = (mapped(mapper, path, s) for s in (seed, seed, seed + 100))
         for key in ("image", "image_key"):
@@ -83,7 +101,7 @@ def test_the_same_randomness_gives_the_same_views(tmp_path: Path) -> None:
 
 def test_views_of_images_in_memory_are_those_from_the_file(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", draw(70, 60))
-    from_file, from_memory = (TwoViewMapper(size=32, memory_gb=gb) for gb in (0.0, 1.0))
+    from_file, from_memory = (two_views(memory_gb=gb) for gb in (0.0, 1.0))
     from_memory.prepare([{"file_name": path}])
     (tmp_path / "a.png").rename(tmp_path / "b.png")
     found = mapped(from_memory, path)
@@ -145,7 +163,7 @@ def test_augmentations_are_as_frequent_as_they_say(name: str, share: float, tmp_
 
 def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", draw(60, 60))
-    rgb, bgr = (TwoViewMapper(size=32, pixel_format=order) for order in ("RGB", "BGR"))
+    rgb, bgr = (two_views(pixel_format=order) for order in ("RGB", "BGR"))
     for seed in range(20):
         for key in ("image", "image_key"):
             expected = mapped(rgb, path, seed)[key].flip(0)
@@ -154,7 +172,7 @@ def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
 
 def test_inference_has_one_view_that_nothing_is_drawn_for(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", draw(60, 40))
-    found = mapped(TwoViewMapper(size=32, is_train=False), path)
+    found = mapped(two_views(is_train=False), path)
     expected = mapped(PretrainingMapper(size=32, is_train=False), path)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found["image"], expected["image"], rtol=0, atol=0)
@@ -163,7 +181,7 @@ def test_inference_has_one_view_that_nothing_is_drawn_for(tmp_path: Path) -> Non
 def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
     broken = tmp_path / "a.jpg"
     broken.write_bytes(b"no picture")
-    found = TwoViewMapper(size=32)({"file_name": str(broken)})
+    found = two_views()({"file_name": str(broken)})
     assert isinstance(found, Fault)
     assert "a.jpg" in found.sentence
 
@@ -197,4 +215,4 @@ def test_the_config_names_it_and_all_of_its_settings(tmp_path: Path) -> None:
 )
 def test_settings_that_make_no_sense_are_refused(values: Mapping[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        TwoViewMapper(size=32, **values)
+        two_views(**values)
