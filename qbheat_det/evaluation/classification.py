@@ -35,8 +35,8 @@ class ClassificationEvaluator(DatasetEvaluator):
     as the highest, and an image with a score that is nan as wrong.
 
     With ``output_dir``, ``classification.json`` has the same, the number of images, the accuracy of
-    each class, and how often which class was taken for which other. Each image counts once, whatever number of
-    processes there are, and the results are those of one.
+    each class, and how often which class was taken for which other. Each image counts once,
+    whatever number of processes there are, and the results are those of one.
 
     Attributes:
         confusion: after ``evaluate``, on the main process: (K, K), images of class i that were

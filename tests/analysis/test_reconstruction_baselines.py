@@ -279,7 +279,10 @@ def test_too_little_to_learn_from_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("opts", "expected"),
     [
-        (["MODEL.META_ARCHITECTURE", "RetinaNet"], "'RetinaNet', which predicts nothing from a quarter"),
+        (
+            ["MODEL.META_ARCHITECTURE", "RetinaNet"],
+            "'RetinaNet', which predicts nothing from a quarter",
+        ),
         (["INPUT.PRETRAIN.SIZE", "20"], "must be a multiple of 16, not 20"),
         (["MODEL.QB_HEAT.VISIBLE", "left"], "VISIBLE is 'left', but must be one of corner"),
         (["MODEL.QB_HEAT.LOSS_ON", "some"], "LOSS_ON is one of"),

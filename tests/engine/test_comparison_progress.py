@@ -81,7 +81,9 @@ def test_the_line_counts_stages_and_says_what_is_not_known(tmp_path: Path) -> No
     state.results[stages[0].key] = done(100.0)
     state.failed[stages[1].key] = "why"
     state.running[stages[2].key] = running(stages[2], since=40)
-    assert describe(state, 1) == ("[1/4 stages done, 1 failed, 1 waiting, 3 min left] c seed 1 probes")
+    assert describe(state, 1) == (
+        "[1/4 stages done, 1 failed, 1 waiting, 3 min left] c seed 1 probes"
+    )
 
 
 def test_lines_are_plain_where_no_terminal_is(tmp_path: Path) -> None:

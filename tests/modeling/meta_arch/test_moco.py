@@ -291,7 +291,7 @@ def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], sentenc
 
 def test_processes_have_equal_shares() -> None:
     check_sizes(4096, 64, 8)
-    with pytest.raises(ValueError, match="SOLVER.IMS_PER_BATCH 64 is no multiple of the 3"):
+    with pytest.raises(ValueError, match=r"SOLVER\.IMS_PER_BATCH 64 is no multiple of the 3"):
         check_sizes(4096, 64, 3)
 
 
