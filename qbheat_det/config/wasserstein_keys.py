@@ -13,8 +13,9 @@ def add_wasserstein_keys(cfg: CfgNode) -> None:
     cfg.MODEL.WASSERSTEIN.FORM = "contrastive"
     cfg.MODEL.WASSERSTEIN.HIDDEN_DIM = 2048  # of the head between encoder and critic
     cfg.MODEL.WASSERSTEIN.DIM = 128  # of what the head gives, between which distances are measured
-    # Length of the same. In the contrastive form it is what the inverse of a temperature is
-    # elsewhere; in the dual form the estimate is a multiple of it.
+    # Length of the same, R. In the contrastive form, a bilinear critic with a slope of 1 at pairs
+    # gives R / sqrt(2) times their cosine: 10 is like a temperature of 0.14. In the dual form the
+    # estimate is a multiple of R.
     cfg.MODEL.WASSERSTEIN.RADIUS = 10.0
     cfg.MODEL.WASSERSTEIN.CRITIC_DIM = 256  # width of the critic's two hidden layers
     # On the squared excess of the critic's slope over 1.

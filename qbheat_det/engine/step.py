@@ -44,7 +44,8 @@ class StepTrainer(SimpleTrainer):
 
     What a model changes between steps besides its weights, such as a queue or a copy that follows
     them, it changes in ``after_step()``, which is called once a step, after the optimizer's: not
-    once a micro-batch, and not where the step failed.
+    once a micro-batch, and not where a loss is not finite, which ends training. Where the scaler
+    of float16 leaves the optimizer's step out, it is called none the less.
 
     A model may also tell what is no loss, such as an accuracy: its attribute ``figures``, 0-d
     tensors by name, of the last batch of this process. They are read where something is logged.

@@ -39,6 +39,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
+from qbheat_det.modeling.pretrain import PretrainingModel
 from qbheat_det.solver import (
     build_lr_scheduler,
     build_optimizer,
@@ -84,6 +85,8 @@ class Trainer(DefaultTrainer):
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
+        if isinstance(self.bare_model, PretrainingModel):
+            self.bare_model.check_num_images(stream.num_images)
         optimizer = self.build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),

@@ -17,12 +17,12 @@ from tests.engine.held_out_cases import make_folder
 from tests.engine.tiny_training import losses, state
 
 OPTS = {
-    "MODEL.MOCO.QUEUE_SIZE": "12",
+    "MODEL.MOCO.QUEUE_SIZE": "24",
     "MODEL.MOCO.HIDDEN_DIM": "16",
     "MODEL.MOCO.DIM": "8",
     "MODEL.MOCO.NORM_GROUPS": "2",
     "INPUT.PRETRAIN.SIZE": "64",
-    "SOLVER.IMS_PER_BATCH": "6",
+    "SOLVER.IMS_PER_BATCH": "8",
     "SOLVER.ACCUMULATE": "2",
     "SOLVER.MAX_ITER": "4",
     "SOLVER.CHECKPOINT_EPOCHS": "0.0",
@@ -53,7 +53,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights_keys_and_copy(
     assert sorted(expected) == [0, 1, 2, 3]
     figures = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
     assert all(0 <= entry["contrast_accuracy"] <= 100 for entry in figures)
-    assert int(whole["queue.next"]) == 4 * 6 % 12
+    assert int(whole["queue.next"]) == 4 * 8 % 24
     (output / "model_final.pth").unlink()
     (output / "last_checkpoint").write_text("model_0000001.pth")
     train(output, folder, "--resume")
@@ -78,7 +78,7 @@ def test_held_out_images_have_no_loss_and_the_sentence_says_so(
 def test_a_queue_that_does_not_hold_whole_batches_is_refused_before_anything_is_trained(
     folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"QUEUE_SIZE 12 is no multiple of .*IMS_PER_BATCH 5"):
+    with pytest.raises(UserError, match=r"QUEUE_SIZE 24 is no multiple of .*IMS_PER_BATCH 5"):
         held_out_cases.train(
             tmp_path / "run",
             {**OPTS, "SOLVER.IMS_PER_BATCH": "5"},

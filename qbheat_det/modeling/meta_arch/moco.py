@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""MoCo-v2: pre-training by telling the other view of an image from those of many other images.
+"""MoCo-v2: pre-training by telling the other view of an image from the keys of earlier batches.
 
 Papers: "Momentum Contrast for Unsupervised Visual Representation Learning", He et al.,
 arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive Learning", Chen et al.,
@@ -8,28 +8,37 @@ arXiv:2003.04297. What the QB-Heat paper changed of it for Mobile-Former it does
 What differs: keys enter the queue, and the copy follows, at the end of a step in place of the
 middle and the beginning of the next, which gives the same numbers; batches of one process can be
 normalised in groups (``modeling/pretrain/batch_shuffle.py``).
+
+That keys of earlier batches are of other images holds for a queue well below the training set: of
+N images, each once an epoch, a queue of K <= N keys holds one of the query's own image for a share
+of (K / N)^2 / 2 of the queries. It is 0.1 % for the papers' 65,536 keys of ImageNet.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from detectron2.config import CfgNode, configurable
-from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from detectron2.utils import comm
 from torch import Tensor
 
+from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import (
     FeatureQueue,
     MomentumCopy,
     PretrainingModel,
     ProjectionHead,
-    compare,
+    check_equal_shares,
     draw_order,
     embed_in_groups,
     embed_shuffled,
-    find_map,
+    embedding_from_config,
     info_nce,
+    similarity_logits,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @META_ARCH_REGISTRY.register()
@@ -38,7 +47,8 @@ class MoCo(PretrainingModel):
 
     Any Detectron2 backbone serves as encoder. The loss is a mean over images. With the statistics
     of BatchNorm fixed, gradients of several processes are those of one with the joined batch; with
-    statistics of the batch, they are those of one process with as many ``norm_groups``.
+    statistics of the batch, those of P processes with g ``norm_groups`` each are those of one with
+    P g.
     """
 
     left_behind = ("head", "momentum_backbone", "momentum_head", "queue")
@@ -103,23 +113,17 @@ class MoCo(PretrainingModel):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node = cfg.MODEL.MOCO
-        check_sizes(node.QUEUE_SIZE, cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
-        backbone = build_backbone(cfg)
-        # Before the head asks for its width, so that a wrong name has its sentence.
-        find_map(backbone.output_shape(), node.IN_FEATURE, cfg.INPUT.PRETRAIN.SIZE)
+        check_sizes(node.QUEUE_SIZE, cfg.SOLVER.IMS_PER_BATCH)
+        check_equal_shares(cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
+        check_groups(
+            node.NORM_GROUPS,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            processes=comm.get_world_size(),
+            accumulate=cfg.SOLVER.ACCUMULATE,
+        )
         return {
-            "backbone": backbone,
-            "head": ProjectionHead(
-                input_shape=backbone.output_shape(),
-                in_feature=node.IN_FEATURE,
-                hidden_dim=node.HIDDEN_DIM,
-                dim=node.DIM,
-            ),
+            **embedding_from_config(cfg, node),
             "queue": FeatureQueue(size=node.QUEUE_SIZE, dim=node.DIM),
-            "in_feature": node.IN_FEATURE,
-            "image_size": cfg.INPUT.PRETRAIN.SIZE,
-            "pixel_mean": cfg.MODEL.PIXEL_MEAN,
-            "pixel_std": cfg.MODEL.PIXEL_STD,
             "temperature": node.TEMPERATURE,
             "momentum": node.MOMENTUM,
             "norm_groups": node.NORM_GROUPS,
@@ -146,13 +150,24 @@ class MoCo(PretrainingModel):
         if order is None:
             order = draw_order(len(images), device=self.device)
         queries = embed_in_groups(self.embed, images, self.norm_groups)
-        everyones = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
-        self.queue.hold(everyones)
-        keys = everyones.unflatten(0, (-1, len(images)))[comm.get_rank()]
-        logits = compare(queries, keys, self.queue.keys, temperature=self.temperature)
+        all_keys = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
+        self.queue.hold(all_keys)
+        keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]
+        logits = similarity_logits(queries, keys, self.queue.keys, temperature=self.temperature)
         finds_own = logits.detach().argmax(dim=1) == 0
         self.figures = {"contrast_accuracy": 100 * finds_own.float().mean()}
         return {"loss_contrastive": info_nce(logits).mean()}
+
+    def check_num_images(self, num_images: int) -> None:
+        """Warns where more than 3 % of the queries find their own image among earlier keys."""
+        size = len(self.queue.keys)
+        if 4 * size > num_images:
+            share = share_with_own_key(size, num_images)
+            logger.warning(
+                f"MODEL.MOCO.QUEUE_SIZE {size:,} is more than a quarter of the {num_images:,} "
+                f"images: for {share:.0%} of the queries it holds another view of their own image, "
+                "which is then taken for one of another image"
+            )
 
     def embed(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to what is compared, (N, D), by the encoder of queries."""
@@ -174,21 +189,43 @@ class MoCo(PretrainingModel):
         self.momentum_head.follow(self.head)
 
 
-def check_sizes(queue_size: int, batch_size: int, processes: int) -> None:
+def check_sizes(queue_size: int, batch_size: int) -> None:
     """
     Raises:
-        ValueError: the queue does not hold whole batches, or processes have unequal shares.
+        UserError: the queue does not hold whole batches.
     """
     if queue_size < 1 or queue_size % batch_size:
         nearest = max(1, round(queue_size / batch_size)) * batch_size
-        raise ValueError(
+        raise UserError(
             f"MODEL.MOCO.QUEUE_SIZE {queue_size} is no multiple of SOLVER.IMS_PER_BATCH "
             f"{batch_size}, so that keys would not all stay equally long: set it to {nearest}"
         )
-    if batch_size % processes:
-        raise ValueError(
-            f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes, but "
-            "shuffled BatchNorm deals equal shares out to them"
+
+
+def share_with_own_key(queue_size: int, num_images: int) -> float:
+    """Returns for how many queries the queue holds a key of their image, each once an epoch."""
+    epochs = min(queue_size / num_images, 2.0)
+    return epochs**2 / 2 if epochs <= 1 else 1 - (2 - epochs) ** 2 / 2
+
+
+def check_groups(groups: int, *, batch_size: int, processes: int, accumulate: int) -> None:
+    """
+    Args:
+        groups: parts of a micro-batch with statistics of their own.
+        batch_size: images of a step, over all processes and micro-batches.
+        processes: that share them.
+        accumulate: micro-batches of a process.
+
+    Raises:
+        UserError: some group would be a single image, whose query and key share what grouping is to
+            keep apart.
+    """
+    smallest = batch_size // processes // accumulate
+    if groups > 1 and smallest // groups < 2:
+        raise UserError(
+            f"MODEL.MOCO.NORM_GROUPS {groups} leaves groups of one image of the {smallest} that a "
+            "process sees at once, so that a query and its key would have the same statistics: set "
+            f"it to {max(1, smallest // 2)}, or raise SOLVER.IMS_PER_BATCH"
         )
 
 

@@ -15,11 +15,12 @@ with a Lipschitz critic. What the paper leaves open, and where this deviates fro
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from detectron2.utils import comm
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
@@ -31,18 +32,31 @@ from qbheat_det.modeling.pretrain import (
     LipschitzCritic,
     PretrainingModel,
     ProjectionHead,
+    check_equal_shares,
     dual_distance,
+    embedding_from_config,
     find_map,
 )
+
+
+@dataclass(frozen=True)
+class DependencyDraw:
+    """What is random in training on N images."""
+
+    areas: AreaPairs  # two of each image
+    mixing: Tensor  # (N,) in [0, 1], of two pairs the share of the own one, where slopes are taken
 
 
 @META_ARCH_REGISTRY.register()
 class WassersteinDependency(PretrainingModel):
     """An encoder of two quarters of each image, and a critic that tells whether they are of one.
 
-    Every area is compared with every other of the batch, over all processes together, so the loss
-    is that of one process with the joined batch; areas and points on lines are drawn by each
-    process for its own images. With micro-batches, a batch is what they join at once.
+    Every area is compared with every other of the batch, over all processes together. With the
+    statistics of BatchNorm fixed or synchronised, the loss is that of one process with the joined
+    batch; areas and points on lines are drawn by each process for its own images. With statistics
+    of each process, the two areas of an image share theirs and strangers of other processes do not,
+    which gives away what belongs together: P > 1 processes want a ``NORM`` that synchronises. With
+    micro-batches, a batch is what they join at once.
 
     The encoder's convolutions take half of what whole images would cost. The critic's part grows
     with the square of the batch: N images are N x N x ``CRITIC_DIM`` values in each of its layers.
@@ -96,42 +110,28 @@ class WassersteinDependency(PretrainingModel):
         self.loss = loss
         self.radius = radius
         self.figures: dict[str, Tensor] = {}
-        """Of the last batch in training, 0-d each: "distance", the estimate of the Wasserstein
-        distance, and "slope", the mean of the critic's, which makes it a little too large."""
+        """Of the last batch in training, 0-d each: "distance", the dual estimate of the Wasserstein
+        distance, at the optimum of the dual form too large by its share of twice the penalty's
+        weight, in the contrastive form by no known factor; "slope", the mean of the critic's."""
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node = cfg.MODEL.WASSERSTEIN
-        check_even_shares(cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
-        backbone = build_backbone(cfg)
-        # Before the head asks for its width, so that a wrong name has its sentence.
-        find_map(backbone.output_shape(), node.IN_FEATURE, cfg.INPUT.PRETRAIN.SIZE, multiple=2)
+        check_equal_shares(cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
         return {
-            "backbone": backbone,
-            "head": ProjectionHead(
-                input_shape=backbone.output_shape(),
-                in_feature=node.IN_FEATURE,
-                hidden_dim=node.HIDDEN_DIM,
-                dim=node.DIM,
-            ),
+            **embedding_from_config(cfg, node, multiple=2),
             "critic": LipschitzCritic(dim=node.DIM, hidden_dim=node.CRITIC_DIM),
             "loss": DependencyLoss(form=node.FORM, penalty_weight=node.PENALTY_WEIGHT),
-            "in_feature": node.IN_FEATURE,
             "radius": node.RADIUS,
-            "image_size": cfg.INPUT.PRETRAIN.SIZE,
-            "pixel_mean": cfg.MODEL.PIXEL_MEAN,
-            "pixel_std": cfg.MODEL.PIXEL_STD,
         }
 
     def forward(
-        self,
-        batched_inputs: list[dict[str, Any]],
-        drawn: tuple[AreaPairs, Tensor] | None = None,
+        self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
         """
         Args:
             batched_inputs: dicts of a dataset mapper: "image" (3, S, S).
-            drawn: what is random in training, see ``draw``, which gives it by default.
+            drawn: what is random in training; by default that of ``draw``.
 
         Returns:
             {"loss_dependency", "loss_penalty"}, 0-d each, in training; else a list with a dict for
@@ -143,8 +143,8 @@ class WassersteinDependency(PretrainingModel):
         images = self.preprocess_image(batched_inputs)
         if not self.training:
             return [{"embedding": row} for row in self.embed(images)]
-        areas, mixing = self.draw(len(images)) if drawn is None else drawn
-        x, y = self.embed(torch.cat(areas.crop(images))).chunk(2)
+        drawn = drawn or self.draw(len(images))
+        x, y = self.embed(torch.cat(drawn.areas.crop(images))).chunk(2)
         all_x, all_y, partners = gather_pairs(x, y)
         if len(all_y) < 2:
             raise UserError(
@@ -154,21 +154,17 @@ class WassersteinDependency(PretrainingModel):
         values = self.critic(x[:, None], all_y[None])
         # Neighbours in the batch are strangers: it was drawn at random.
         strangers = (all_x.roll(-1, 0)[partners], all_y.roll(-2, 0)[partners])
-        slopes = self.critic.slopes((x, y), strangers, mixing)
+        slopes = self.critic.slopes((x, y), strangers, drawn.mixing)
         self.figures = {
             "distance": dual_distance(values.detach(), partners),
             "slope": slopes.detach().mean(),
         }
         return self.loss(values, partners, slopes)
 
-    def draw(self, num_images: int) -> tuple[AreaPairs, Tensor]:
-        """Draws two areas of each of N images, and where between two pairs slopes are measured.
-
-        Returns:
-            The areas, and (N,) in [0, 1], the share of the image's own pair.
-        """
+    def draw(self, num_images: int) -> DependencyDraw:
+        """Draws two areas of each of N images, and where between two pairs slopes are measured."""
         areas = AreaPairs.draw(num_images, device=self.device)
-        return areas, torch.rand(num_images, device=self.device)
+        return DependencyDraw(areas, torch.rand(num_images, device=self.device))
 
     def embed(self, images: Tensor) -> Tensor:
         """From images or areas of them, (N, 3, H, W), to what is compared, (N, D)."""
@@ -191,15 +187,3 @@ def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x, y, here
     all_x, all_y = torch.cat(all_gather(torch.cat([x, y], dim=1))).chunk(2, dim=1)
     return all_x, all_y, here + comm.get_rank() * len(x)
-
-
-def check_even_shares(batch_size: int, processes: int) -> None:
-    """
-    Raises:
-        UserError: a batch does not fall into equal shares, which gathering wants.
-    """
-    if batch_size % processes:
-        raise UserError(
-            f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes: the "
-            "Wasserstein dependency compares images of all of them, and wants as many from each"
-        )

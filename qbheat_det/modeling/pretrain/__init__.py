@@ -2,17 +2,17 @@
 """Parts of pre-training objectives."""
 
 from .area_pairs import AreaPairs
-from .batch_shuffle import draw_order, embed_in_groups, embed_shuffled, gather
+from .batch_shuffle import draw_order, embed_in_groups, embed_shuffled, gather_over_processes
 from .dependency_loss import DependencyLoss, dual_distance
 from .feature_queue import FeatureQueue
 from .heat_predictor import DIRECTIONS, HeatPredictor, LinearModels, extend
 from .hidden_features import InterpolatedFeatures, MaskToken
-from .info_nce import compare, info_nce
+from .info_nce import info_nce, similarity_logits
 from .lipschitz_critic import LipschitzCritic
 from .momentum_copy import MomentumCopy
 from .pooled_features import pool_features, pooled_width
-from .pretraining_model import PretrainingModel, find_map
-from .projection_head import ProjectionHead
+from .pretraining_model import PretrainingModel, check_equal_shares, find_map
+from .projection_head import ProjectionHead, embedding_from_config
 from .reconstruction_decoder import ReconstructionDecoder, patchify, unpatchify
 from .reconstruction_loss import ReconstructionLoss
 from .reconstruction_model import Reconstruction, ReconstructionModel, mean_loss
@@ -41,19 +41,21 @@ __all__ = [
     "ReconstructionModel",
     "ScatteredMask",
     "VisibleQuarters",
-    "compare",
+    "check_equal_shares",
     "draw_order",
     "dual_distance",
     "embed_in_groups",
     "embed_shuffled",
+    "embedding_from_config",
     "extend",
     "find_map",
-    "gather",
+    "gather_over_processes",
     "info_nce",
     "mean_loss",
     "patchify",
     "pool_features",
     "pooled_width",
+    "similarity_logits",
     "unpatchify",
     "visible_positions",
 ]

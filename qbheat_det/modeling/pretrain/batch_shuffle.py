@@ -15,9 +15,12 @@ from torch import Tensor
 
 
 def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
-    """Returns (N, D) of images (N, 3, H, W), encoded in so many consecutive parts."""
-    # Nothing gets its statistics from no image: few images make fewer parts.
-    return torch.cat([embed(part) for part in images.chunk(groups)])
+    """Returns (N, D) of images (N, 3, H, W), encoded in so many consecutive parts.
+
+    Sizes of parts differ by one image at most. Fewer images than ``groups`` are each a part.
+    """
+    parts = images.tensor_split(min(groups, len(images)))
+    return torch.cat([embed(part) for part in parts])
 
 
 def draw_order(num_images: int, *, device: torch.device) -> Tensor:
@@ -50,12 +53,13 @@ def embed_shuffled(
     """
     num_images, rank = len(images), comm.get_rank()
     mine = order[rank * num_images : (rank + 1) * num_images]
-    found = gather(embed_in_groups(embed, gather(images)[mine], groups))
+    dealt = gather_over_processes(images)[mine]
+    found = gather_over_processes(embed_in_groups(embed, dealt, groups))
     return found[order.argsort()]
 
 
 @torch.no_grad()
-def gather(values: Tensor) -> Tensor:
+def gather_over_processes(values: Tensor) -> Tensor:
     """Joins (N, …) of each of P processes to (P N, …); N is the same on each."""
     if comm.get_world_size() == 1:
         return values

@@ -4,8 +4,13 @@
 Paper: "Wasserstein Dependency Measure for Representation Learning", arXiv:1903.11780. The measure
 is the Wasserstein distance between the joint distribution of two features and the product of their
 marginals. With a critic f of slope 1 at most, its dual form is E f(x, y) over the joint minus E
-f(x, y') over the product. The contrastive form, the one that the paper trains, compares f(x, y)
-with f(x, y') for each x by itself: f's offset in x, whose variance the dual carries, drops out.
+f(x, y') over the product. The contrastive form, the one that the paper trains, has log-sum-exp over
+all y of an x in place of the mean over other y, as CPC has: strangers that the critic takes for
+partners weigh most.
+
+Where pairs of joint and product are drawn apart, an offset of f in x or in y adds variance to the
+dual's estimate. Here both come from all pairs of a batch: such offsets drop out of the dual, and
+those in x out of the contrastive form. Which form has less variance was not measured.
 """
 
 from torch import Tensor, nn
@@ -22,7 +27,8 @@ class DependencyLoss(nn.Module):
         Args:
             form: "dual" or "contrastive".
             penalty_weight: on the squared excess of slopes over 1. At the optimum of the dual, the
-                slope exceeds 1 by the distance over twice this weight, and so does the estimate.
+                slope is 1 + W / (2 weight) for a distance W, and the estimate is as many times W.
+                The contrastive form has no such correction: its critic does not maximise it.
 
         Raises:
             ValueError: another form, or a weight that is not positive.

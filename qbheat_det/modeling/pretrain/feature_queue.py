@@ -13,9 +13,9 @@ class FeatureQueue(nn.Module):
     """K keys of D numbers, first in, first out.
 
     Keys of a step are held back until the step is over, so that it makes no difference whether it
-    sees its images at once or in parts, and a step that fails leaves the queue as it was. All of it
-    is state, and a checkpoint holds it. Until K keys were seen, what is left of the beginning is
-    random directions, the same in every process.
+    sees its images at once or in parts. Keys and place are state, and a checkpoint holds them; what
+    is held back between the parts of a step is not. Until K keys were seen, what is left of the
+    beginning is random directions, the same in every process.
     """
 
     def __init__(self, *, size: int, dim: int) -> None:

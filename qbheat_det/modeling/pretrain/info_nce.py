@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def compare(queries: Tensor, keys: Tensor, others: Tensor, *, temperature: float) -> Tensor:
+def similarity_logits(
+    queries: Tensor, keys: Tensor, others: Tensor, *, temperature: float
+) -> Tensor:
     """Returns logits (N, 1 + K): the similarity to the own key first, then to the others.
 
     Args:
         queries: (N, D), of length 1.
         keys: (N, D), of length 1, each of the same image as its query.
-        others: (K, D), of length 1, of other images.
+        others: (K, D), of length 1, taken for those of other images.
         temperature: what similarities are divided by.
     """
     with torch.autocast(queries.device.type, enabled=False):
@@ -24,6 +26,6 @@ def compare(queries: Tensor, keys: Tensor, others: Tensor, *, temperature: float
 
 
 def info_nce(logits: Tensor) -> Tensor:
-    """Returns the loss (N,) of logits from ``compare``."""
+    """Returns the loss (N,) of logits from ``similarity_logits``."""
     targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
     return F.cross_entropy(logits, targets, reduction="none")

@@ -71,6 +71,13 @@ class PretrainingModel(nn.Module):
         """Where the model lives."""
         return self.pixel_mean.device
 
+    def check_num_images(self, num_images: int) -> None:
+        """Warns where a training set is too small for the objective; most take any.
+
+        Args:
+            num_images: of the training set.
+        """
+
     def preprocess_image(
         self, batched_inputs: Sequence[Mapping[str, Any]], key: str = "image"
     ) -> Tensor:
@@ -104,6 +111,23 @@ class PretrainingModel(nn.Module):
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
+
+
+def check_equal_shares(batch_size: int, processes: int) -> None:
+    """Refuses what an objective that gathers embeddings of all processes cannot take.
+
+    Args:
+        batch_size: images of a step, over all processes.
+        processes: that share them.
+
+    Raises:
+        UserError: the shares are not equal.
+    """
+    if batch_size % processes:
+        raise UserError(
+            f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes, but "
+            "this objective compares images of all of them, and wants as many from each"
+        )
 
 
 def find_map(

@@ -6,12 +6,16 @@ perceptron of two layers from SimCLR, without BatchNorm.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_backbone
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .pooled_features import pool_features, pooled_width
+from .pretraining_model import find_map
 
 
 class ProjectionHead(nn.Module):
@@ -51,3 +55,38 @@ class ProjectionHead(nn.Module):
         projected = self.out(F.relu(self.hidden(pooled)))
         # In float32 under autocast too: half precision would blur similarities near one.
         return F.normalize(projected.float(), dim=1)
+
+
+def embedding_from_config(
+    cfg: CfgNode, node: CfgNode, *, multiple: int | None = None
+) -> dict[str, Any]:
+    """Builds what objectives that compare embeddings have in common.
+
+    Args:
+        cfg: the whole config.
+        node: the objective's own keys, with ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``.
+        multiple: see ``find_map``.
+
+    Returns:
+        Arguments of their constructors: those of ``PretrainingModel``, and "head".
+
+    Raises:
+        ValueError: the backbone has no such map, or a width is not positive.
+    """
+    backbone, size = build_backbone(cfg), cfg.INPUT.PRETRAIN.SIZE
+    shapes = backbone.output_shape()
+    # Before the head asks for its width, so that a wrong name has its sentence.
+    find_map(shapes, node.IN_FEATURE, size, multiple=multiple)
+    return {
+        "backbone": backbone,
+        "head": ProjectionHead(
+            input_shape=shapes,
+            in_feature=node.IN_FEATURE,
+            hidden_dim=node.HIDDEN_DIM,
+            dim=node.DIM,
+        ),
+        "in_feature": node.IN_FEATURE,
+        "image_size": size,
+        "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+        "pixel_std": cfg.MODEL.PIXEL_STD,
+    }

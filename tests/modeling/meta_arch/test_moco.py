@@ -18,7 +18,7 @@ from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.meta_arch import MoCo
-from qbheat_det.modeling.meta_arch.moco import check_sizes
+from qbheat_det.modeling.meta_arch.moco import check_groups, share_with_own_key
 from qbheat_det.modeling.pretrain import FeatureQueue, ProjectionHead
 
 SIZE = 8
@@ -275,8 +275,6 @@ def test_any_backbone_serves(backbone: str) -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"QUEUE_SIZE": 10}, r"QUEUE_SIZE 10 is no multiple of SOLVER.IMS_PER_BATCH 4.*set it to"),
-        ({"QUEUE_SIZE": 0}, r"QUEUE_SIZE 0 .*set it to 4"),
         ({"TEMPERATURE": 0.0}, "TEMPERATURE must be above 0"),
         ({"NORM_GROUPS": 0}, "NORM_GROUPS at least 1"),
         ({"MOMENTUM": 1.1}, r"MOMENTUM must be in \[0, 1\]"),
@@ -289,10 +287,52 @@ def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], sentenc
         build_model(make_config(**values))
 
 
-def test_processes_have_equal_shares() -> None:
-    check_sizes(4096, 64, 8)
-    with pytest.raises(ValueError, match=r"SOLVER\.IMS_PER_BATCH 64 is no multiple of the 3"):
-        check_sizes(4096, 64, 3)
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"QUEUE_SIZE": 10}, r"QUEUE_SIZE 10 is no multiple of SOLVER.IMS_PER_BATCH 4.*set it to"),
+        ({"QUEUE_SIZE": 0}, r"QUEUE_SIZE 0 .*set it to 4"),
+        ({"NORM_GROUPS": 3}, r"NORM_GROUPS 3 leaves groups of one image of the 4 .*set it to 2"),
+    ],
+)
+def test_sizes_that_do_not_go_with_the_batch_are_refused(
+    values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        build_model(make_config(**values))
+
+
+def test_a_group_is_of_two_images_at_least_in_the_smallest_micro_batch() -> None:
+    check_groups(4, batch_size=64, processes=2, accumulate=4)
+    check_groups(1, batch_size=4, processes=2, accumulate=2)  # no groups
+    # Nine images in two micro-batches: of four and of five.
+    check_groups(2, batch_size=9, processes=1, accumulate=2)
+    with pytest.raises(UserError, match=r"groups of one image of the 7 .*set it to 3"):
+        check_groups(4, batch_size=15, processes=1, accumulate=2)
+
+
+@pytest.mark.parametrize("queue", [32, 128, 256, 400, 512])
+def test_queries_meet_their_own_image_as_often_as_in_a_loop_over_epochs(queue: int) -> None:
+    generator, images, batch = torch.Generator().manual_seed(0), 256, 8
+    order = torch.cat([torch.randperm(images, generator=generator) for _ in range(60)])
+    met = []
+    for start in range(2 * images, len(order), batch):
+        met.append(torch.isin(order[start : start + batch], order[start - queue : start]))
+    found = torch.cat(met).double().mean()
+    expected = torch.tensor(share_with_own_key(queue, images), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def test_a_queue_near_the_size_of_the_training_set_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make_model(queue=12)
+    model.check_num_images(48)
+    assert not caplog.records
+    model.check_num_images(15)  # (12 / 15) ** 2 / 2
+    assert "more than a quarter of the 15 images: for 32% of the queries" in caplog.text
+    model.check_num_images(6)  # of which the queue holds two epochs
+    assert "for 100% of the queries" in caplog.text
 
 
 def test_one_view_alone_is_refused() -> None:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.meta_arch import WassersteinDependency
-from qbheat_det.modeling.meta_arch.wasserstein_dependency import check_even_shares
+from qbheat_det.modeling.meta_arch.wasserstein_dependency import DependencyDraw
 from qbheat_det.modeling.pretrain import AreaPairs
 from tests.modeling.tiny_pretraining import make_inputs, make_tiny_config
 
 FORMS = ("dual", "contrastive")
 FIRST, SECOND = torch.tensor([0, 3, 1, 2, 0]), torch.tensor([2, 0, 3, 1, 1])
 MIXING = torch.tensor([0.0, 0.3, 0.5, 0.9, 1.0])
-DRAWN = (AreaPairs(FIRST, SECOND), MIXING)
+DRAWN = DependencyDraw(AreaPairs(FIRST, SECOND), MIXING)
 
 
 def make_keys(**wasserstein: Any) -> CfgNode:
@@ -182,6 +182,3 @@ def test_what_makes_no_sense_is_refused_with_a_sentence() -> None:
         build_model(cfg)
     with pytest.raises(UserError, match="compares each image with others, but a step has one"):
         build_model(make_keys())(make_inputs(1))
-    with pytest.raises(UserError, match="is no multiple of the 3 processes"):
-        check_even_shares(64, 3)
-    check_even_shares(64, 4)

@@ -13,11 +13,11 @@ from qbheat_det.modeling.pretrain import (
     FeatureQueue,
     MomentumCopy,
     ProjectionHead,
-    compare,
     draw_order,
     embed_in_groups,
     embed_shuffled,
     info_nce,
+    similarity_logits,
 )
 
 
@@ -134,7 +134,7 @@ def test_no_gradient_reaches_the_copy_and_training_moves_its_statistics() -> Non
 
 def test_the_loss_is_cross_entropy_over_explicit_similarities() -> None:
     queries, keys, others = unit(4, 5), unit(4, 5), unit(7, 5)
-    found = info_nce(compare(queries, keys, others, temperature=0.2))
+    found = info_nce(similarity_logits(queries, keys, others, temperature=0.2))
     for i in range(4):
         q = queries[i].double().numpy()
         own = np.exp(sum(q[d] * float(keys[i, d]) for d in range(5)) / 0.2)
@@ -147,15 +147,17 @@ def test_the_loss_is_cross_entropy_over_explicit_similarities() -> None:
 
 def test_keys_that_say_nothing_cost_the_logarithm_of_their_number() -> None:
     same = unit(1, 6)
-    logits = compare(same.expand(3, 6), same.expand(3, 6), same.expand(9, 6), temperature=0.07)
+    logits = similarity_logits(
+        same.expand(3, 6), same.expand(3, 6), same.expand(9, 6), temperature=0.07
+    )
     torch.testing.assert_close(info_nce(logits), torch.full((3,), float(np.log(10))))
 
 
 def test_similarities_are_not_rounded_under_autocast() -> None:
     queries, keys, others = unit(4, 64), unit(4, 64), unit(50, 64)
-    expected = compare(queries, keys, others, temperature=0.2)
+    expected = similarity_logits(queries, keys, others, temperature=0.2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = compare(queries, keys, others, temperature=0.2)
+        found = similarity_logits(queries, keys, others, temperature=0.2)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -213,5 +215,9 @@ def test_queries_are_embedded_in_consecutive_groups() -> None:
     found = embed_in_groups(against_the_mean, images, 2)
     expected = torch.cat([against_the_mean(images[:3]), against_the_mean(images[3:])])
     torch.testing.assert_close(found, expected)
+    with_remainder = embed_in_groups(against_the_mean, torch.arange(10.0).view(10, 1, 1, 1), 4)
+    # Of 3, 3, 2 and 2 images: four groups, none of a single image.
+    expected = torch.tensor([-1.0, 0, 1, -1, 0, 1, -0.5, 0.5, -0.5, 0.5])
+    torch.testing.assert_close(with_remainder.flatten(), expected)
     few = embed_in_groups(against_the_mean, images[:2], 5)  # more groups than images
     torch.testing.assert_close(few, torch.zeros(2, 4))
