@@ -8,6 +8,7 @@ def add_looking_keys(cfg: CfgNode) -> None:
     """Adds ``LOOK`` to a config, in place."""
     cfg.LOOK = CfgNode()
     # Pictures and figures in OUTPUT_DIR/looks and in TensorBoard, where the model has any to show.
+    # A score that TEST.KNN asks for is made in any case.
     cfg.LOOK.ENABLED = True
     # Iterations; 0 looks twenty times a run. There is a look before the first step and after the
     # last in any case.

@@ -28,6 +28,7 @@ from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.errors import UserError
 
 from .dry_run_report import DryRunReport
+from .setup import leave_out_noise
 from .writers import check_wandb
 
 _ENDING = "_dry_run"
@@ -50,6 +51,7 @@ def dry_run(
         UserError: whatever the whole run would end with at its beginning.
         RuntimeError: a tensor does not come back from a checkpoint as it was.
     """
+    leave_out_noise()
     if cfg.SOLVER.WANDB_PROJECT:
         check_wandb()
     start = time.perf_counter()

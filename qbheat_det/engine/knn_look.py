@@ -22,12 +22,12 @@ _PARTS = ("backbone", "in_features", "preprocess_image")  # of a MapModel
 
 
 def build_knn_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
-    """Returns the look that ``TEST.KNN`` asks for, if it does and the run looks at itself.
+    """Returns the look that ``TEST.KNN`` asks for, if it does.
 
     Raises:
         UserError: the model has no map to score.
     """
-    if not (names_neighbours(cfg) and cfg.LOOK.ENABLED):
+    if not names_neighbours(cfg):
         return []
     return [LookAtNeighbours(NeighbourScorer(cfg, model), cfg)]
 

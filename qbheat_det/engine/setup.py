@@ -133,6 +133,11 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
     with _kept(Path(cfg.OUTPUT_DIR) / "config.yaml"):
         default_setup(cfg, args)
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="qbheat_det")
+    leave_out_noise()
+
+
+def leave_out_noise() -> None:
+    """Keeps Detectron2 from logging what is said elsewhere, or is no news."""
     # The sentence of a person's mistake is printed at the end; Detectron2's loop would put a
     # traceback before it.
     logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_mistake)

@@ -2,6 +2,7 @@
 """The dry run: what it predicts against a real run, what it finds, and that it leaves nothing."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,3 +165,23 @@ def test_a_disk_that_is_too_small_is_told() -> None:
 )
 def test_durations_are_as_people_say_them(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_mistake_that_the_first_step_finds_is_a_sentence_without_a_traceback(
+    cfg: CfgNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(trainer: Trainer) -> None:
+        raise UserError("an even number of images")
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    monkeypatch.setattr(Trainer, "run_step", refuse)
+    loop = logging.getLogger("detectron2.engine.train_loop")
+    loop.addHandler(handler)
+    try:
+        with pytest.raises(UserError, match="an even number of images"):
+            dry_run(cfg, Trainer, num_steps=1)
+    finally:
+        loop.removeHandler(handler)
+    assert not any("Exception during training" in line for line in logged)
