@@ -27,7 +27,9 @@ def _name(path: Path) -> str:
 def _card(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = [line.removeprefix("#") for line in lines if line.startswith("#")]
-    return " ".join(" ".join(comments).split())
+    card = " ".join(" ".join(comments).split())
+    base = re.search(r"Schedule: that of (\S+\.yaml)", card)
+    return f"{card} {_card(path.parent / base[1])}" if base else card
 
 
 def test_every_recipe_of_the_paper_has_its_file() -> None:
