@@ -35,9 +35,13 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import qbheat_det  # noqa: E402, F401  registers models and data
-from qbheat_det.engine.comparison import compare, render_plan  # noqa: E402
-from qbheat_det.engine.comparison_objectives import load_objectives  # noqa: E402
-from qbheat_det.engine.comparison_plan import DETECTORS, Comparison  # noqa: E402
+from qbheat_det.engine.comparison import (  # noqa: E402
+    DETECTORS,
+    Comparison,
+    compare,
+    load_objectives,
+    render_plan,
+)
 from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 from qbheat_det.probing import check_probes  # noqa: E402
 
