@@ -92,7 +92,7 @@ def unite_labels(
         names: of both, for the sentence.
 
     Raises:
-        UserError: ``val`` asks about a class that ``train`` does not have.
+        UserError: ``val`` asks about a class that ``train`` does not have, or there is one class.
     """
     known, asked = _named(train), _named(val)
     class_names = sorted({class_name for _, class_name in known})
@@ -100,6 +100,11 @@ def unite_labels(
         raise UserError(
             f"'{names[1]}' has images of {len(unknown)} classes that '{names[0]}' lacks "
             f"({_shown(unknown)}): both must be folders of the same classes"
+        )
+    if len(class_names) < 2:
+        raise UserError(
+            f"'{names[0]}' holds images of one class alone, '{class_names[0]}', so that every "
+            "answer is right: the folders right below it are the classes"
         )
     labels = {class_name: label for label, class_name in enumerate(class_names)}
     return _label(known, labels), _label(asked, labels)

@@ -45,6 +45,12 @@ def test_a_class_that_only_the_second_set_has_is_named(tmp_path: Path) -> None:
         unite_labels([train], [val], names=("a", "b"))
 
 
+def test_one_class_alone_is_refused(tmp_path: Path) -> None:
+    folder = load_image_folders([make(tmp_path / "a", ant=2)], labelled=True)
+    with pytest.raises(UserError, match="'a' holds images of one class alone, 'ant'"):
+        unite_labels([folder], [folder], names=("a", "b"))
+
+
 def test_a_set_without_labels_is_refused() -> None:
     with pytest.raises(UserError, match="'qbheat_toy_val_images' have no labels"):
         load_labelled_sets(["qbheat_toy_val_images"], ["qbheat_toy_val_images"])
