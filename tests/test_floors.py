@@ -22,6 +22,7 @@ FLOORS = {
     "modeling.pretrain": 4,
     "modeling.detr": 4,
     "modeling.classification": 4,
+    "modeling.image_model": 3,
     "modeling.backbone": 3,
     "data": 3,
     "solver": 3,

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What a run of pre-training looks at: reconstructions, spectrum, spatial correlation.
 
-No model is named here. A look is built where the model has the parts that the look needs.
+No objective is named here. A look is built where the model has the parts that the look needs.
 """
 
 import io
@@ -22,6 +22,7 @@ from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_mode
 from qbheat_det.analysis.spectrum_charts import plot_spectrum
 from qbheat_det.data import build_mapper
 from qbheat_det.errors import UserError
+from qbheat_det.modeling.pretrain import PretrainingModel
 
 from .looking import Look
 
@@ -102,8 +103,7 @@ def build_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
             f"LOOK.NUM_IMAGES is at least 1, not {keys.NUM_IMAGES}; LOOK.ENABLED False looks at "
             "nothing"
         )
-    is_pretrained = hasattr(model, "left_behind") and hasattr(model, "preprocess_image")
-    if not keys.ENABLED or not is_pretrained:
+    if not keys.ENABLED or not isinstance(model, PretrainingModel):
         return []
     settings = {"period": keys.PERIOD, "share": keys.SHARE}
     images = FixedImages(cfg)
@@ -112,9 +112,7 @@ def build_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
         looks.append(LookAtReconstructions(cfg, images, **settings))
     if hasattr(getattr(model, "predictor", None), "scales"):
         looks.append(LookAtSpectrum(**settings))
-    if hasattr(model, "backbone") and hasattr(model, "in_features"):
-        looks.append(LookAtCorrelation(images, **settings))
-    return looks
+    return [*looks, LookAtCorrelation(images, **settings)]
 
 
 class LookAtReconstructions(Look):

@@ -13,6 +13,7 @@ from .mobile_former_block import (
     pointwise,
 )
 from .padding import halve, padding_mask, resize_bilinear, valid_sizes, zero_padding
+from .pooled_features import PooledFeatures
 from .position_encoding import SinePositionEncoding
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Mobile",
     "MobileFormerBlock",
     "MobileToFormer",
+    "PooledFeatures",
     "SinePositionEncoding",
     "depthwise",
     "halve",

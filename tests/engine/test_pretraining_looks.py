@@ -14,16 +14,25 @@ import numpy as np
 import pytest
 import torch
 from detectron2.engine import TrainerBase
+from detectron2.modeling import build_model
 from detectron2.utils import comm
 from torch import nn
 
-from qbheat_det.config import get_cfg
+from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import pretraining_looks
 from qbheat_det.engine.looking import Look
-from qbheat_det.engine.pretraining_looks import FixedImages, LookAtSpectrum, build_looks
+from qbheat_det.engine.pretraining_looks import (
+    FixedImages,
+    LookAtCorrelation,
+    LookAtReconstructions,
+    LookAtSpectrum,
+    build_looks,
+)
 from qbheat_det.errors import UserError
+from qbheat_det.modeling.pretrain import PretrainingModel
 from tests.data.pictures import draw, save
+from tests.modeling.tiny_pretraining import MEAN, STD, PatchesAsMap
 
 from .conftest import forget_runs
 from .processes import make_args, run_in_processes
@@ -224,26 +233,40 @@ def test_pictures_are_red_where_images_are_red_in_either_order_of_channels() -> 
     cfg = get_cfg()
     for pixel_format, red in (("RGB", 0), ("BGR", 2)):
         cfg.INPUT.FORMAT = pixel_format
-        look = pretraining_looks.LookAtReconstructions(cfg, FixedImages(cfg), period=1, share=0.0)
+        look = LookAtReconstructions(cfg, FixedImages(cfg), period=1, share=0.0)
         image = torch.zeros(3, 2, 2)
         image[red] = 9.0
         np.testing.assert_array_equal(look._to_rgb(image)[0, 0], [9.0, 0.0, 0.0])
 
 
-def test_a_model_without_parts_to_look_at_is_not_looked_at() -> None:
+def test_looks_are_those_that_a_models_parts_allow() -> None:
     cfg = get_cfg()
-    detector = nn.Module()
-    assert build_looks(cfg, detector) == []
-    detector.backbone, detector.preprocess_image = nn.Identity(), nn.Identity()
-    assert build_looks(cfg, detector) == []
-    detector.left_behind, detector.predictor = ("predictor",), nn.Module()
-    detector.predictor.scales = nn.ModuleDict()
-    assert [type(look) for look in build_looks(cfg, detector)] == [LookAtSpectrum]
-    detector.views = {"corner": ("top_left",)}
-    kinds = [type(look) for look in build_looks(cfg, detector)]
-    assert kinds == [pretraining_looks.LookAtReconstructions, LookAtSpectrum]
+    model: Any = PretrainingModel(
+        backbone=PatchesAsMap(),
+        in_feature="map",
+        head_in_features=["map"],
+        image_size=32,
+        pixel_mean=MEAN,
+        pixel_std=STD,
+    )
+    assert [type(look) for look in build_looks(cfg, model)] == [LookAtCorrelation]
+    model.predictor = nn.Module()
+    model.predictor.scales = nn.ModuleDict()
+    kinds = [LookAtSpectrum, LookAtCorrelation]
+    assert [type(look) for look in build_looks(cfg, model)] == kinds
+    model.views = {"corner": ("top_left",)}
+    assert [type(look) for look in build_looks(cfg, model)] == [LookAtReconstructions, *kinds]
     cfg.LOOK.ENABLED = False
-    assert build_looks(cfg, detector) == []
+    assert build_looks(cfg, model) == []
+
+
+def test_what_is_not_pre_trained_is_not_looked_at() -> None:
+    cfg = load_config(get_config_path("ImageNet-probing/linear_285M.yaml"))
+    cfg.MODEL.DEVICE, cfg.LOOK.ENABLED = "meta", True
+    with torch.device("meta"):
+        classifier = build_model(cfg)
+    assert build_looks(cfg, classifier) == []
+    assert build_looks(cfg, nn.Linear(1, 1)) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("SHARE", 1.5), ("SHARE", -0.1), ("NUM_IMAGES", 0)])

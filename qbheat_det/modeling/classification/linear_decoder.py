@@ -8,9 +8,10 @@ that gives none, the map alone is read.
 
 from collections.abc import Mapping
 
-import torch
 from detectron2.layers import ShapeSpec
 from torch import Tensor, nn
+
+from qbheat_det.layers import PooledFeatures
 
 
 class LinearDecoder(nn.Module):
@@ -37,11 +38,9 @@ class LinearDecoder(nn.Module):
             ValueError: the backbone does not give the map.
         """
         super().__init__()
-        channels, token_dim = decoder_widths(input_shape, in_feature)
-        self.in_feature = in_feature
-        self.reads_token = token_dim > 0
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        width = channels + token_dim
+        check_map(input_shape, in_feature)
+        self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
+        width = self.pool.width
         self.norm = nn.BatchNorm1d(width, affine=False) if normalize else nn.Identity()
         self.classifier = nn.Linear(width, num_classes)
         nn.init.normal_(self.classifier.weight, std=0.01)
@@ -56,16 +55,12 @@ class LinearDecoder(nn.Module):
         Returns:
             Logits, (N, K).
         """
-        pooled = self.pool(features[self.in_feature]).flatten(1)
-        if self.reads_token:
-            pooled = torch.cat([pooled, features["tokens"][:, 0]], dim=1)
-        logits: Tensor = self.classifier(self.norm(pooled))
+        logits: Tensor = self.classifier(self.norm(self.pool(features)))
         return logits
 
 
-def decoder_widths(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> tuple[int, int]:
-    """Returns C of the map and D of the tokens; 0 where the backbone gives no tokens.
-
+def check_map(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:
+    """
     Raises:
         ValueError: the map is not among the backbone's outputs.
     """
@@ -77,5 +72,3 @@ def decoder_widths(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> tup
             f"{', '.join(maps) or 'none'}: set MODEL.CLASSIFIER.IN_FEATURE to one of them, or add "
             "it to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
         )
-    tokens = input_shape.get("tokens")
-    return shape.channels, (tokens.channels or 0) if tokens is not None else 0

@@ -9,13 +9,14 @@ count shows.
 
 from collections.abc import Mapping
 
-import torch
 from detectron2.layers import ShapeSpec
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .linear_decoder import decoder_widths
+from qbheat_det.layers import PooledFeatures
+
+from .linear_decoder import check_map
 
 
 class TransformerDecoder(nn.Module):
@@ -54,15 +55,14 @@ class TransformerDecoder(nn.Module):
                 f"a transformer decoder has at least 1 block and drops a share in [0, 1), not "
                 f"{depth} and {dropout}"
             )
-        channels, token_dim = decoder_widths(input_shape, in_feature)
-        self.in_feature = in_feature
-        self.reads_token = token_dim > 0
-        self.projection = nn.Linear(channels, dim)
+        check_map(input_shape, in_feature)
+        self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
+        self.projection = nn.Linear(self.pool.channels, dim)
         self.blocks = nn.Sequential(
             *(Block(dim, dim // 64, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
         )
         self.norm = nn.LayerNorm(dim)
-        self.classifier = nn.Linear(dim + token_dim, num_classes)
+        self.classifier = nn.Linear(dim + self.pool.token_dim, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -77,10 +77,8 @@ class TransformerDecoder(nn.Module):
         Returns:
             Logits, (N, K).
         """
-        positions = features[self.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
+        positions = features[self.pool.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
         positions = self.norm(self.blocks(self.projection(positions)))
         pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
-        if self.reads_token:
-            pooled = torch.cat([pooled, features["tokens"][:, 0]], dim=1)
-        logits: Tensor = self.classifier(pooled)
+        logits: Tensor = self.classifier(self.pool.join_token(pooled, features))
         return logits

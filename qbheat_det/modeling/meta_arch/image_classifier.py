@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.classification import BatchMixing, LinearDecoder, TransformerDecoder
-from qbheat_det.modeling.pretrain import PretrainingModel
+from qbheat_det.modeling.image_model import ImageModel
 
 _DECODERS = ("linear", "transformer")
 
 
 @META_ARCH_REGISTRY.register()
-class ImageClassifier(PretrainingModel):
+class ImageClassifier(ImageModel):
     """An encoder, a decoder to class scores, and cross-entropy.
 
     Any Detectron2 backbone serves as encoder. One of which nothing is trainable is frozen: it
@@ -60,7 +60,8 @@ class ImageClassifier(PretrainingModel):
         """
         super().__init__(
             backbone=backbone,
-            in_feature=decoder.in_feature,
+            in_feature=decoder.pool.in_feature,
+            head_in_features=decoder.pool.in_features,
             image_size=image_size,
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,

@@ -89,6 +89,7 @@ class MoCo(PretrainingModel):
         super().__init__(
             backbone=backbone,
             in_feature=in_feature,
+            head_in_features=head.in_features,
             image_size=image_size,
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,
@@ -98,7 +99,6 @@ class MoCo(PretrainingModel):
                 "MODEL.MOCO.TEMPERATURE must be above 0 and MODEL.MOCO.NORM_GROUPS at least 1, not "
                 f"{temperature} and {norm_groups}"
             )
-        self.head_in_features = head.in_features  # what is read of the backbone, tokens too
         self.head = head
         self.momentum_backbone = MomentumCopy(backbone, momentum=momentum)
         self.momentum_head = MomentumCopy(head, momentum=momentum)

@@ -98,6 +98,7 @@ class WassersteinDependency(PretrainingModel):
         super().__init__(
             backbone=backbone,
             in_feature=in_feature,
+            head_in_features=head.in_features,
             image_size=image_size,
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,

@@ -10,7 +10,6 @@ from .hidden_features import InterpolatedFeatures, MaskToken
 from .info_nce import info_nce, similarity_logits
 from .lipschitz_critic import LipschitzCritic
 from .momentum_copy import MomentumCopy
-from .pooled_features import pool_features, pooled_width
 from .pretraining_model import PretrainingModel, check_equal_shares, find_map
 from .projection_head import ProjectionHead, embedding_from_config
 from .reconstruction_decoder import ReconstructionDecoder, patchify, unpatchify
@@ -53,8 +52,6 @@ __all__ = [
     "info_nce",
     "mean_loss",
     "patchify",
-    "pool_features",
-    "pooled_width",
     "similarity_logits",
     "unpatchify",
     "visible_positions",

@@ -8,25 +8,22 @@ pictures can pass it in.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import Backbone
-from torch import Tensor, nn
 
 from qbheat_det.errors import UserError
+from qbheat_det.modeling.image_model import ImageModel
 
 logger = logging.getLogger(__name__)
 
 
-class PretrainingModel(nn.Module):
-    """The backbone that is to be trained, and the way of images into it."""
+class PretrainingModel(ImageModel):
+    """The backbone that is to be trained, and the map of it that is learned from."""
 
     left_behind: tuple[str, ...] = ()
     """The children that nothing but this pre-training needs."""
     mapper_name = "pretrain"
-    """``INPUT.DATASET_MAPPER_NAME`` of the images that the objective takes."""
     held_out_loss = True
     """Whether an image has a loss by itself, in evaluation, and not only in a batch."""
 
@@ -35,6 +32,7 @@ class PretrainingModel(nn.Module):
         *,
         backbone: Backbone,
         in_feature: str,
+        head_in_features: Sequence[str],
         image_size: int,
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
@@ -43,6 +41,7 @@ class PretrainingModel(nn.Module):
         Args:
             backbone: what is to be trained; gives ``in_feature``.
             in_feature: name of the backbone's map that is learned from.
+            head_in_features: names of all outputs of the backbone that the objective reads.
             image_size: S, rows and columns of the images.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
@@ -50,7 +49,6 @@ class PretrainingModel(nn.Module):
         Raises:
             ValueError: the backbone has no such map.
         """
-        super().__init__()
         shape = find_map(backbone.output_shape(), in_feature, image_size)
         for name, other in backbone.output_shape().items():
             if (other.stride or 0) > shape.stride:
@@ -58,18 +56,14 @@ class PretrainingModel(nn.Module):
                     f"'{name}' lies behind '{in_feature}', which is what is learned from: its own "
                     "layers stay as they began"
                 )
-        self.backbone = backbone
-        self.in_features = [in_feature]  # where other models name what they read of a backbone
-        self.image_size = image_size
-        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
-        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
-        self.pixel_mean: Tensor
-        self.pixel_std: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model lives."""
-        return self.pixel_mean.device
+        super().__init__(
+            backbone=backbone,
+            in_feature=in_feature,
+            head_in_features=head_in_features,
+            image_size=image_size,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+        )
 
     def check_num_images(self, num_images: int) -> None:
         """Warns where a training set is too small for the objective; most take any.
@@ -77,40 +71,6 @@ class PretrainingModel(nn.Module):
         Args:
             num_images: of the training set.
         """
-
-    def preprocess_image(
-        self, batched_inputs: Sequence[Mapping[str, Any]], key: str = "image"
-    ) -> Tensor:
-        """Brings images to the device as one batch.
-
-        Args:
-            batched_inputs: dicts of a dataset mapper.
-            key: where they hold the image (3, S, S), in the mapper's pixels.
-
-        Returns:
-            (N, 3, S, S), normalised.
-
-        Raises:
-            UserError: an image has another size, or there is none.
-        """
-        expected = (len(self.pixel_mean), self.image_size, self.image_size)
-        for entry in batched_inputs:
-            named = f"image '{entry.get('file_name', '')}'"
-            if key not in entry:
-                raise UserError(
-                    f"{named} comes without '{key}': {type(self).__name__} wants what "
-                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}' makes of it"
-                )
-            if entry[key].shape != expected:
-                raise UserError(
-                    f"{named} has shape {tuple(entry[key].shape)},"
-                    f" but pre-training wants {expected}: INPUT.DATASET_MAPPER_NAME "
-                    f"'{self.mapper_name}' crops images to INPUT.PRETRAIN.SIZE"
-                )
-        # Stacked first, so that a batch goes to the device at once, a byte a value.
-        images = torch.stack([entry[key] for entry in batched_inputs])
-        images = images.to(self.device, non_blocking=True)
-        return (images - self.pixel_mean) / self.pixel_std
 
 
 def check_equal_shares(batch_size: int, processes: int) -> None:

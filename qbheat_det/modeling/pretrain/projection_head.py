@@ -14,7 +14,8 @@ from detectron2.modeling import build_backbone
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .pooled_features import pool_features, pooled_width
+from qbheat_det.layers import PooledFeatures
+
 from .pretraining_model import find_map
 
 
@@ -37,11 +38,14 @@ class ProjectionHead(nn.Module):
         super().__init__()
         if min(hidden_dim, dim) < 1:
             raise ValueError(f"widths of the head must be at least 1, not {hidden_dim} and {dim}")
-        self.in_feature = in_feature
-        self.in_features = [in_feature, *(["tokens"] if "tokens" in input_shape else [])]
-        width = pooled_width(input_shape, in_feature)
-        self.hidden = nn.Linear(width, hidden_dim)
+        self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
+        self.hidden = nn.Linear(self.pool.width, hidden_dim)
         self.out = nn.Linear(hidden_dim, dim)
+
+    @property
+    def in_features(self) -> list[str]:
+        """Names of the backbone's outputs that are read."""
+        return self.pool.in_features
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """
@@ -51,8 +55,7 @@ class ProjectionHead(nn.Module):
         Returns:
             (N, D), float32, each row of length 1.
         """
-        pooled = pool_features(features, self.in_feature)
-        projected = self.out(F.relu(self.hidden(pooled)))
+        projected = self.out(F.relu(self.hidden(self.pool(features))))
         # In float32 under autocast too: half precision would blur similarities near one.
         return F.normalize(projected.float(), dim=1)
 

@@ -92,6 +92,7 @@ class ReconstructionModel(PretrainingModel):
         super().__init__(
             backbone=backbone,
             in_feature=in_feature,
+            head_in_features=[in_feature],
             image_size=size,
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,

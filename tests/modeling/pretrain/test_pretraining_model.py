@@ -11,9 +11,18 @@ from qbheat_det.modeling.pretrain import PretrainingModel, find_map
 from tests.modeling.tiny_pretraining import MEAN, STD, PatchesAsMap, make_inputs
 
 
-def make_model(**changes: Any) -> PretrainingModel:
-    values = {"backbone": PatchesAsMap(), "in_feature": "map", "image_size": 32}
-    return PretrainingModel(**{**values, "pixel_mean": MEAN, "pixel_std": STD, **changes})
+def make_model(
+    kind: type[PretrainingModel] = PretrainingModel, /, **changes: Any
+) -> PretrainingModel:
+    values = {
+        "backbone": PatchesAsMap(),
+        "in_feature": "map",
+        "head_in_features": ["map"],
+        "image_size": 32,
+        "pixel_mean": MEAN,
+        "pixel_std": STD,
+    }
+    return kind(**{**values, **changes})
 
 
 def test_images_are_normalised_by_channel() -> None:
@@ -42,9 +51,7 @@ def test_an_image_of_another_size_or_none_is_named_with_the_mapper_that_makes_it
     class TwoViews(PretrainingModel):
         mapper_name = "two_views"
 
-    model = TwoViews(
-        backbone=PatchesAsMap(), in_feature="map", image_size=32, pixel_mean=MEAN, pixel_std=STD
-    )
+    model = make_model(TwoViews)
     entry = {"image": torch.zeros(3, 32, 16, dtype=torch.uint8), "file_name": "a.jpg"}
     with pytest.raises(UserError, match=r"'a.jpg' has shape \(3, 32, 16\).*'two_views' crops"):
         model.preprocess_image([entry])
