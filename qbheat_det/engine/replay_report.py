@@ -108,7 +108,8 @@ class ReplayReport:
         if not self.is_same:
             rows.append(
                 "The losses differ from those of training: another device, library or processes "
-                "that took part (BatchNorm, normalisation) can be why."
+                "that took part (BatchNorm, normalisation, images of theirs that MoCo shuffles or "
+                "the Wasserstein dependency compares with) can be why."
             )
         return rows
 

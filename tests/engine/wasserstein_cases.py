@@ -15,16 +15,20 @@ from torch import Tensor, nn
 
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
+from qbheat_det.modeling.meta_arch.wasserstein_dependency import DependencyDraw
 from qbheat_det.modeling.pretrain import AreaPairs
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 NUM_IMAGES = 8
 FORMS = ("dual", "contrastive")
+NORMS = ("fixed", "BN", "naiveSyncBN_N")
+"""Statistics of BatchNorm: running ones, those of each process, those of all."""
 
 
-def run_step(form: str) -> dict[str, Tensor]:
+def run_step(form: str, norm: str = "fixed") -> dict[str, Tensor]:
     """Returns the gradients, and the mean loss under "total_loss"."""
     cfg = make_tiny_config("WassersteinDependency")
+    cfg.MODEL.MOBILE_FORMER.NORM = "BN" if norm == "fixed" else norm
     keys = cfg.MODEL.WASSERSTEIN
     keys.FORM, keys.RADIUS, keys.HIDDEN_DIM, keys.DIM, keys.CRITIC_DIM = form, 3.0, 32, 8, 16
     cfg.SOLVER.IMS_PER_BATCH = NUM_IMAGES
@@ -38,7 +42,8 @@ def run_step(form: str) -> dict[str, Tensor]:
     first = torch.arange(NUM_IMAGES) % 4
     second = (first + 1 + torch.arange(NUM_IMAGES) % 3) % 4
     mixing = torch.rand(NUM_IMAGES)
-    model.draw = lambda num_images: (AreaPairs(first[mine], second[mine]), mixing[mine])
+    areas = AreaPairs(first[mine], second[mine])
+    model.draw = lambda num_images: DependencyDraw(areas, mixing[mine])
     batch = [{"image": image} for image in images[mine]]
     trainer = StepTrainer(
         distribute(model) if comm.get_world_size() > 1 else model,
@@ -47,7 +52,7 @@ def run_step(form: str) -> dict[str, Tensor]:
         batch_size=NUM_IMAGES,
     )
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):  # its statistics stay those of each process
+        if norm == "fixed" and isinstance(module, nn.BatchNorm2d):
             module.eval()
     with EventStorage() as storage:
         trainer._data_loader_iter_obj = iter([batch])
@@ -59,6 +64,6 @@ def run_step(form: str) -> dict[str, Tensor]:
     return {**gradients, "total_loss": torch.tensor(total)}
 
 
-def run_forms(args: argparse.Namespace) -> dict[str, dict[str, Tensor]]:
+def run_forms(args: argparse.Namespace) -> dict[tuple[str, str], dict[str, Tensor]]:
     """The job of one process."""
-    return {form: run_step(form) for form in FORMS}
+    return {(form, norm): run_step(form, norm) for form in FORMS for norm in NORMS}

@@ -57,13 +57,9 @@ class QBHeat(ReconstructionModel):
     ) -> None:
         """
         Args:
-            backbone: see ``ReconstructionModel``, also for what is raised.
             predictor: from the features of the visible quarter to those of the image.
-            decoder: see ``ReconstructionModel``.
-            loss: see ``ReconstructionModel``.
-            in_feature: see ``ReconstructionModel``.
-            pixel_mean: see ``ReconstructionModel``.
-            pixel_std: see ``ReconstructionModel``.
+
+        All others, and what is raised, are those of ``ReconstructionModel``.
         """
         super().__init__(
             backbone=backbone,

@@ -54,18 +54,13 @@ class ScatteredMasking(ReconstructionModel):
     ) -> None:
         """
         Args:
-            backbone: see ``ReconstructionModel``.
             predictor: from features (N, G, G, C) and what is visible (N, G, G) to features.
-            decoder: see ``ReconstructionModel``.
-            loss: see ``ReconstructionModel``.
-            in_feature: see ``ReconstructionModel``.
-            pixel_mean: see ``ReconstructionModel``.
-            pixel_std: see ``ReconstructionModel``.
             mask_ratio: share of the positions that are hidden.
 
+        All others, and what is raised, are those of ``ReconstructionModel``.
+
         Raises:
-            ValueError: see ``ReconstructionModel``; or the ratio leaves nothing visible, or hides
-                nothing.
+            ValueError: the ratio leaves nothing visible, or hides nothing.
         """
         super().__init__(
             backbone=backbone,
@@ -104,7 +99,8 @@ class ScatteredMasking(ReconstructionModel):
             ``ReconstructionModel.inference``.
 
         Raises:
-            ValueError: ``visible`` has another shape or type.
+            ValueError: ``visible`` has another shape or type, not as many in each image, or all or
+                nothing of an image.
         """
         images = self.preprocess_image(batched_inputs)
         visible = self.choose_visible(batched_inputs, visible)
@@ -122,6 +118,12 @@ class ScatteredMasking(ReconstructionModel):
                 raise ValueError(
                     f"visible positions come as a bool tensor of shape {shape}, not as "
                     f"{visible.dtype} of {tuple(visible.shape)}"
+                )
+            counts = set(visible.flatten(1).sum(dim=1).tolist())
+            if len(counts) != 1 or counts & {0, self.mask.grid_size**2}:
+                raise ValueError(
+                    "as many positions are visible in each image, at least one and not all, but "
+                    f"{sorted(counts)} of {self.mask.grid_size**2} are"
                 )
             return visible.to(self.device)
         if self.training:

@@ -241,3 +241,14 @@ def test_nothing_in_a_step_waits_for_the_device(arch: str) -> None:
             model(inputs)["loss_reconstruction"].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("counts", "named"), [((4, 5), r"\[4, 5\]"), ((0, 0), r"\[0\]"), ((16, 16), r"\[16\]")]
+)
+def test_masks_that_hide_all_or_nothing_or_unequally_are_refused(
+    counts: tuple[int, int], named: str
+) -> None:
+    visible = torch.stack([torch.arange(16).view(4, 4) < count for count in counts])
+    with pytest.raises(ValueError, match=rf"at least one and not all, but {named} of 16 are"):
+        build("InterpolatedMasking")(make_inputs(2), visible)
