@@ -40,6 +40,7 @@ from detectron2.config import CfgNode  # noqa: E402
 from detectron2.structures import Instances  # noqa: E402
 
 from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
+from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
 from qbheat_det.engine.image_classes import classify_files, is_classifier  # noqa: E402
 from qbheat_det.engine.media import Image, MediaFile, find_media  # noqa: E402
 from qbheat_det.engine.prediction import (  # noqa: E402
@@ -90,6 +91,12 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--json '{args.json}' is a folder: name a file")
     if is_classifier(cfg):
         return classify(cfg, args, media)
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        raise UserError(
+            f"'{args.weights}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), which "
+            "predict neither boxes nor classes: train a detector or a classifier on them "
+            "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
+        )
     predictor = build_predictor(cfg)
     if args.json and not cfg.MODEL.CATEGORY_IDS:
         print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")

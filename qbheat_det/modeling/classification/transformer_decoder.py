@@ -49,10 +49,13 @@ class TransformerDecoder(nn.Module):
         """
         super().__init__()
         if dim <= 0 or dim % 64:
-            raise ValueError(f"dim must be a multiple of 64 (the width of a head), not {dim}")
+            raise ValueError(
+                "MODEL.CLASSIFIER.WIDTH must be a multiple of 64, the width of an attention head, "
+                f"not {dim}"
+            )
         if depth < 1 or not 0 <= dropout < 1:
             raise ValueError(
-                f"a transformer decoder has at least 1 block and drops a share in [0, 1), not "
+                "MODEL.CLASSIFIER.DEPTH is at least 1 and MODEL.CLASSIFIER.DROPOUT in [0, 1), not "
                 f"{depth} and {dropout}"
             )
         check_map(input_shape, in_feature)
