@@ -38,7 +38,9 @@ def plot_confusion(
     The colour of a cell is the share of its row, blue on the diagonal and red beside it; small
     shares are drawn stronger than they are. Cells have numbers where there is room for them, and
     rows names; of more classes the numbers of the classes, which the list repeats. Where several
-    share a cell, it shows their mean share on the diagonal, and their largest one beside it.
+    share a cell, it shows the mean share of those that have images on the diagonal, and the largest
+    share beside it. What the classes of one cell are taken for among themselves is in the list
+    alone.
 
     Args:
         confusion: (K, K), images of class i that were taken for class j.
@@ -80,8 +82,8 @@ def plot_confusion(
 
 def _draw_matrix(axes: Axes, confusion: Counts, names: Sequence[str], theme: Theme) -> None:
     num_classes = len(names)
-    shares = confusion / confusion.sum(axis=1, keepdims=True).clip(min=1)
-    shares, per_cell = _pool(shares)
+    totals = confusion.sum(axis=1)
+    shares, per_cell = _pool(confusion / totals.clip(min=1)[:, None], totals > 0)
     end = len(shares) * per_cell - 0.5
     on_diagonal = np.eye(len(shares), dtype=bool)
     norm = PowerNorm(0.5, vmin=0, vmax=1)
@@ -131,14 +133,22 @@ def _list_confusions(confusion: Counts, names: Sequence[str], *, room: int) -> s
     return "\n".join([head, "", *(lines or ["none"])])
 
 
-def _pool(shares: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
-    """Returns the shares of blocks of classes, see ``plot_confusion``, and classes a block."""
+def _pool(
+    shares: npt.NDArray[Any], has_images: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[Any], int]:
+    """Returns the shares of blocks of classes, see ``plot_confusion``, and classes a block.
+
+    Args:
+        shares: (K, K), in rows that sum to one; zeros in those of classes without images.
+        has_images: (K,).
+    """
     num_classes = len(shares)
     per_cell = -(-num_classes // _MOST_CELLS)
     if per_cell == 1:
         return shares, 1
     starts = np.arange(0, num_classes, per_cell)
-    right = np.add.reduceat(shares.diagonal(), starts) / np.diff([*starts, num_classes])
+    counted = np.add.reduceat(has_images.astype(int), starts)
+    right = np.add.reduceat(shares.diagonal(), starts) / counted.clip(min=1)
     pooled = np.maximum.reduceat(np.maximum.reduceat(shares, starts, axis=0), starts, axis=1)
     np.fill_diagonal(pooled, right)
     return pooled, per_cell

@@ -52,12 +52,15 @@ def test_cells_of_many_classes_show_the_mean_of_right_and_the_largest_of_wrong(
 ) -> None:
     monkeypatch.setattr(confusion_matrix, "_MOST_CELLS", 3)
     shares = np.random.default_rng(0).random((5, 5))
-    pooled, per_cell = confusion_matrix._pool(shares)
+    has_images = np.array([True, False, True, True, False])
+    shares[~has_images] = 0
+    pooled, per_cell = confusion_matrix._pool(shares, has_images)
     assert (pooled.shape, per_cell) == ((3, 3), 2)
     for i in range(3):
         for j in range(3):
             block = shares[2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
-            expected = block.diagonal().mean() if i == j else block.max()
+            right = block.diagonal()[has_images[2 * i : 2 * i + 2]] if i == j else block
+            expected = block.max() if i != j else right.mean() if len(right) else 0
             assert pooled[i, j] == pytest.approx(expected)
 
 
