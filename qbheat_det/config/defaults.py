@@ -78,7 +78,8 @@ def _add_solver(cfg: CfgNode) -> None:
     cfg.SOLVER.OPTIMIZER = "SGD"  # "SGD" or "ADAMW"
     cfg.SOLVER.BETAS = (0.9, 0.999)  # of AdamW
     cfg.SOLVER.BACKBONE_MULTIPLIER = 1.0  # learning rate of the backbone relative to the rest
-    # Factor on the learning rate from each layer of the backbone to the one before it.
+    # Factor on the learning rate from the head to the backbone's last layer, and from each layer of
+    # the backbone to the one before it.
     cfg.SOLVER.LAYER_DECAY = 1.0
 
     # SOLVER.IMS_PER_BATCH is the batch of one optimizer step, over all processes. Each process

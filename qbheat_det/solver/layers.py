@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Which layer of a backbone a parameter belongs to, for layer-wise decay of the learning rate."""
 
+from collections.abc import Iterator
+
 from timm.models import group_parameters
 from torch import nn
 
@@ -8,7 +10,7 @@ from qbheat_det.errors import UserError
 
 # Detectron2's backbones by class name (v0.6 has the first two only), written as timm's models
 # write theirs: entries in order, and in each the numbers that a pattern catches count up.
-# A parameter that no pattern matches lies above all others.
+# A parameter that no pattern matches is level with the head.
 _DETECTRON2_MATCHERS: dict[str, dict[str, object]] = {
     "ResNet": {"stem": r"^stem\.", "blocks": r"^res(\d+)\.(\d+)\."},
     "AnyNet": {"stem": r"^stem\.", "blocks": r"^s(\d+)\.b(\d+)\."},  # RegNet
@@ -25,19 +27,23 @@ _DETECTRON2_MATCHERS: dict[str, dict[str, object]] = {
         ],
     },
 }
+_HEAD = "<head>"  # stands for a parameter that no pattern matches
 # The child that holds the layers, where a feature pyramid stands on them.
 _BELOW_PYRAMID = ("bottom_up", "net")
 
 
 def layers_above(backbone: nn.Module) -> dict[str, int]:
-    """Returns for every parameter of a backbone how many layers lie above its own.
+    """Returns for every parameter of a backbone how many layers lie above its own, the head's too.
 
-    Layers are timm's layer groups: a backbone with a method ``group_matcher(coarse)`` says what
-    they are, as ``MobileFormer`` and timm's models do; Detectron2's backbones are known here, each
-    block a layer. A feature pyramid's own parameters stand level with the last layer below them.
+    The head, whatever is built on the backbone, is a layer: the backbone's last has 1, as in BEiT,
+    timm's ``param_groups_layer_decay`` and Detectron2's ViTDet. Layers are timm's layer groups: a
+    backbone with a method ``group_matcher(coarse)`` says what they are, as ``MobileFormer`` and
+    timm's models do; Detectron2's backbones are known here, each block a layer. What belongs to
+    none of these, as a feature pyramid's own parameters and the convolutions that ViTDet adds to
+    its blocks, is level with the head.
 
     Returns:
-        Numbers by parameter name; 0 for the last layer.
+        Numbers by parameter name; 1 for the last layer, 0 for what is level with the head.
 
     Raises:
         UserError: nothing is known of this backbone's layers.
@@ -48,9 +54,21 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
             if isinstance(child, nn.Module):
                 inside = {f"{name}.{key}": above for key, above in layers_above(child).items()}
                 return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
-    layers: dict[str, int] = group_parameters(backbone, _group_matcher(backbone), reverse=True)
-    last = max(layers.values(), default=0)
-    return {key: last - layer for key, layer in layers.items()}
+    matcher = _group_matcher(backbone)
+    layers: dict[str, int] = group_parameters(_WithHead(backbone), matcher, reverse=True)
+    head = layers.pop(_HEAD)
+    return {key: head - layer for key, layer in layers.items()}
+
+
+class _WithHead:
+    """The names of a backbone's parameters, and behind them that of one of the head's."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        self._backbone = backbone
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter | None]]:
+        yield from self._backbone.named_parameters()
+        yield _HEAD, None
 
 
 def _group_matcher(backbone: nn.Module) -> object:

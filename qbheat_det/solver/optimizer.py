@@ -75,9 +75,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trainable parameters by learning rate and weight decay, each in one group.
 
-    A parameter of the backbone that lies k layers below the backbone's last has the learning rate
-    ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``. There are as many
-    groups as there are different pairs of learning rate and weight decay.
+    A parameter of the backbone that lies k layers below the head, 1 in the backbone's last, has the
+    learning rate ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``. There are
+    as many groups as there are different pairs of learning rate and weight decay.
 
     Args:
         model: a meta-architecture; its child ``backbone`` may have learning rates of its own.
@@ -86,7 +86,8 @@ def parameter_groups(
         weight_decay: of weights; the global tokens of a Mobile-Former and a [MASK] token have none.
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
-        layer_decay: factor from each layer of the backbone to the one before it.
+        layer_decay: factor from the head to the backbone's last layer, and from each layer to the
+            one before it; see ``layers_above``.
         bias_lr_factor: the learning rate of biases relative to that of weights.
 
     Raises:

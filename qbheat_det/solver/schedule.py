@@ -133,7 +133,10 @@ def _describe_rate(cfg: CfgNode, resolved: CfgNode) -> str:
     if cfg.SOLVER.BACKBONE_MULTIPLIER != 1:
         line += f"; backbone x {cfg.SOLVER.BACKBONE_MULTIPLIER:g}"
     if cfg.SOLVER.LAYER_DECAY != 1:
-        line += f"; x {cfg.SOLVER.LAYER_DECAY:g} from each of its layers to the one before"
+        line += (
+            f"; x {cfg.SOLVER.LAYER_DECAY:g} from the head to the backbone's last layer, and from "
+            "each layer to the one before"
+        )
     return line
 
 

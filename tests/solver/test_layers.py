@@ -7,6 +7,7 @@ import pytest
 import timm
 from detectron2.modeling import build_backbone
 from detectron2.modeling.backbone.regnet import RegNet, ResBottleneckBlock, SimpleStem
+from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from qbheat_det.config import get_cfg
@@ -28,9 +29,9 @@ def mobile_former_layer(name: str) -> int:
 def test_mobile_former_counts_stem_and_tokens_then_twelve_blocks_then_the_expansion() -> None:
     arch = MOBILE_FORMER_ARCHS["285M"]
     backbone = MobileFormer(arch=arch, out_features=["s8", "s16_expanded"], freeze_at=2)
-    expected = {name: 13 - mobile_former_layer(name) for name, _ in backbone.named_parameters()}
+    expected = {name: 14 - mobile_former_layer(name) for name, _ in backbone.named_parameters()}
     assert layers_above(backbone) == expected
-    assert set(expected.values()) == set(range(14))
+    assert set(expected.values()) == set(range(1, 15))
 
 
 def test_coarse_groups_of_mobile_former_are_its_stages() -> None:
@@ -47,11 +48,11 @@ def test_coarse_groups_of_mobile_former_are_its_stages() -> None:
 def test_only_layers_that_are_built_count() -> None:
     backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s8"])
     above = layers_above(backbone)
-    assert {above["tokens"], above["stem.weight"]} == {6}
-    assert {number for name, number in above.items() if name.startswith("stages.2.2.")} == {0}
+    assert {above["tokens"], above["stem.weight"]} == {7}
+    assert {number for name, number in above.items() if name.startswith("stages.2.2.")} == {1}
 
 
-def test_a_pyramids_own_convolutions_stand_level_with_the_last_layer_below() -> None:
+def test_a_pyramids_own_convolutions_stand_level_with_the_head() -> None:
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.NAME = "build_mobile_former_fpn_backbone"
     cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
@@ -59,7 +60,7 @@ def test_a_pyramids_own_convolutions_stand_level_with_the_last_layer_below() -> 
     backbone = build_backbone(cfg)
     for name, number in layers_above(backbone).items():
         inside = name.removeprefix("bottom_up.")
-        assert number == (0 if name == inside else 12 - mobile_former_layer(inside)), name
+        assert number == (0 if name == inside else 13 - mobile_former_layer(inside)), name
 
 
 def test_detectron2s_resnet_counts_its_stem_then_its_blocks() -> None:
@@ -74,10 +75,10 @@ def test_detectron2s_resnet_counts_its_stem_then_its_blocks() -> None:
         if parts[0] != "bottom_up":
             assert number == 0, name
         elif parts[1] == "stem":
-            assert number == 16, name
+            assert number == 17, name
         else:
-            assert number == 15 - before[parts[1]] - int(parts[2]), name
-    assert set(above.values()) == set(range(17))
+            assert number == 16 - before[parts[1]] - int(parts[2]), name
+    assert set(above.values()) == set(range(18))
 
 
 def test_detectron2s_regnet_counts_its_stem_then_its_blocks() -> None:
@@ -98,14 +99,24 @@ def test_detectron2s_regnet_counts_its_stem_then_its_blocks() -> None:
     for name, number in above.items():
         parts = name.split(".")
         place = 0 if parts[0] == "stem" else 1 + blocks.index((parts[0], parts[1]))
-        assert number == len(blocks) - place, name
+        assert number == 1 + len(blocks) - place, name
 
 
 def test_layers_of_a_timm_model_are_timms() -> None:
     above = layers_above(timm.create_model("vit_tiny_patch16_224", num_classes=0))
-    assert above["pos_embed"] == above["patch_embed.proj.weight"] == 12
-    assert above["blocks.0.mlp.fc1.weight"] == 11
-    assert above["blocks.11.mlp.fc1.weight"] == above["norm.weight"] == 0
+    assert above["pos_embed"] == above["patch_embed.proj.weight"] == 13
+    assert above["blocks.0.mlp.fc1.weight"] == 12
+    assert above["blocks.11.mlp.fc1.weight"] == above["norm.weight"] == 1
+
+
+def test_rates_are_those_of_timms_layer_decay_and_of_its_classifier_one() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=7)
+    groups = param_groups_layer_decay(model, layer_decay=0.8)
+    scales = {p: group["lr_scale"] for group in groups for p in group["params"]}
+    backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0)
+    for name, number in layers_above(backbone).items():
+        assert 0.8**number == pytest.approx(scales[model.get_parameter(name)]), name
+    assert {scales[p] for p in model.head.parameters()} == {1.0}
 
 
 def test_detectron2s_vision_transformers_count_patches_then_blocks() -> None:

@@ -52,7 +52,7 @@ def naive_settings(model: nn.Module, decay: float, weight_decay: float) -> dict[
             continue
         lr = 0.5 if name.startswith("backbone.") else 1.0
         if name in places:
-            lr *= decay ** (len(layers) - 1 - places[name])
+            lr *= decay ** (len(layers) - places[name])
         plain = parameter.ndim > 1 and name.split(".")[-1] != "tokens"
         settings[name] = [lr, weight_decay if plain else 0.0]
     return settings

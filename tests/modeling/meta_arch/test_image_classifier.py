@@ -129,22 +129,41 @@ def test_no_graph_is_kept_of_a_frozen_encoder_and_it_stays_in_evaluation_mode() 
     assert [feature.requires_grad for feature in maps] == [False, True]
 
 
-def test_mixed_images_are_what_the_encoder_sees_and_all_but_shares_is_as_without() -> None:
-    model = make_model({"MODEL.CLASSIFIER.MIXUP": 0.8}).train()
+@pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
+@pytest.mark.parametrize(
+    ("mixing", "smoothing"),
+    [({"MIXUP": 0.8}, 0.0), ({"CUTMIX": 1.0}, 0.1), ({}, 0.1)],
+    ids=["Mixup", "CutMix with smoothing", "smoothing"],
+)
+def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(
+    mixing: dict[str, float], smoothing: float, decoder: dict[str, Any]
+) -> None:
+    opts = {f"MODEL.CLASSIFIER.{key}": value for key, value in mixing.items()}
+    opts["MODEL.CLASSIFIER.LABEL_SMOOTHING"] = smoothing
+    model, batch = make_model({**opts, **decoder}).train(), make_batch()
     seen: list[Tensor] = []
     model.backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     np.random.seed(3)
-    loss = model(make_batch())["loss_cls"]
+    loss = model(batch)["loss_cls"]
     np.random.seed(3)
-    images = model.preprocess_image(make_batch())
-    mixed, targets = model.mixing(images, model.prepare_labels(make_batch()))
-    assert_close(seen[0], mixed)
-    model.eval()
+    labels = torch.tensor([entry["label"] for entry in batch])
+    images, targets = model.mixing(model.preprocess_image(batch), labels)
+    assert_close(seen[0], images)
+    # The same statistics of the batch, and no dropout.
+    logs = model.classify(images).log_softmax(dim=1)
+    assert_close(loss, -(targets * logs).sum(dim=1).mean())
+    # Not by chance that of the labels alone.
+    hard = -logs[torch.arange(len(batch)), labels].mean()
+    assert abs(float((loss - hard).detach())) > 1e-4
+
+
+def test_images_are_not_mixed_in_evaluation() -> None:
+    model = make_model({"MODEL.CLASSIFIER.MIXUP": 0.8}).eval()
+    seen: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
         model(make_batch())
-    assert_close(seen[1], model.preprocess_image(make_batch()))
-    assert 0 < targets[1].max() < 1
-    assert torch.isfinite(loss)
+    assert_close(seen[0], model.preprocess_image(make_batch()))
 
 
 @pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
@@ -162,6 +181,9 @@ def test_layer_decay_groups_cover_all_parameters_once(
         layers = above[name.removeprefix("backbone.")] if name.startswith("backbone.") else 0
         assert dict(rates)[id(parameter)] == pytest.approx(0.9**layers), name
     assert len({rate for _, rate in rates}) > 4
+    # The decoder is a layer of its own, as BEiT has it.
+    assert {dict(rates)[id(p)] for p in model.decoder.parameters()} == {1.0}
+    assert max(dict(rates)[id(p)] for p in model.backbone.parameters()) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
