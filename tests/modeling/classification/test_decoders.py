@@ -85,5 +85,5 @@ def test_bad_arguments_are_named() -> None:
         LinearDecoder(input_shape=tokens, num_classes=7)
     with pytest.raises(ValueError, match="multiple of 64"):
         TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=100)
-    with pytest.raises(ValueError, match=r"at least 1 block .* not 0 and"):
+    with pytest.raises(ValueError, match=r"DEPTH is at least 1 .* not 0 and"):
         TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=64, depth=0)
