@@ -15,7 +15,9 @@ def add_moco_keys(cfg: CfgNode) -> None:
     cfg.MODEL.MOCO.DIM = 128  # of what is compared
     cfg.MODEL.MOCO.TEMPERATURE = 0.2
     cfg.MODEL.MOCO.MOMENTUM = 0.999  # what the encoder of keys keeps of itself in each step
-    cfg.MODEL.MOCO.QUEUE_SIZE = 65536  # keys of earlier steps; a multiple of SOLVER.IMS_PER_BATCH
+    # Keys of earlier steps; a multiple of SOLVER.IMS_PER_BATCH. At most a quarter of the training
+    # images: the queue else holds keys of the query's own image for more than 3 % of the queries.
+    cfg.MODEL.MOCO.QUEUE_SIZE = 65536
     # Parts of each process's images, or of a micro-batch of them, with BatchNorm statistics of
     # their own. With one process, 1 lets queries and keys share their statistics.
     cfg.MODEL.MOCO.NORM_GROUPS = 1
