@@ -203,7 +203,7 @@ def test_what_a_run_says_at_its_start() -> None:
         "an epoch of 1,000 images is 125 iterations",
         "base 0.01, effective 0.005 (base for 16 images a step, linear in the batch)",
         "backbone x 0.5",
-        "x 0.9 from each of its layers",
+        "x 0.9 from the head to the backbone's last layer",
         "x 0.1 after 1,000 iterations (8 epochs), x 0.1 after 1,375 iterations (11 epochs)",
         "linear warm-up from x 0.001 over 1,000 iterations (8 epochs)",
         "Checkpoints every 125 iterations (1 epochs), evaluation at the end",
