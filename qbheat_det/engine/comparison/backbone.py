@@ -76,7 +76,7 @@ def write_backbones(args: argparse.Namespace) -> dict[str, Any]:
         "image_size": size,
         "parameters": count_parameters(backbone),
         "madds_of_a_whole_image": count_encoder_madds(backbone, size, size),
-        "madds_of_training": count_training_madds(cfg, records) if args.weights else 0.0,
+        "madds_of_training": count_training_madds(cfg, records) if args.weights else None,
         "commit": find_commit(),
     }
 
