@@ -157,9 +157,9 @@ def test_a_frozen_norm_keeps_its_activation() -> None:
 def test_layer_wise_decay_knows_timms_layers() -> None:
     backbone = TimmBackbone(name="resnet18", out_features=["s8", "s16"])
     above = layers_above(backbone)
-    assert above["net.conv1.weight"] == 6  # two blocks in each of three stages
-    assert above["net.layer1.0.conv1.weight"] == 5
-    assert above["net.layer3.1.conv2.weight"] == 0
+    assert above["net.conv1.weight"] == 7  # two blocks in each of three stages, and the head
+    assert above["net.layer1.0.conv1.weight"] == 6
+    assert above["net.layer3.1.conv2.weight"] == 1
 
 
 def test_a_state_round_trips_and_the_outputs_with_it() -> None:
