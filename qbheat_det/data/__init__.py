@@ -32,7 +32,7 @@ from .pretraining_mapper import PretrainingMapper
 from .pretraining_sets import register_pretraining_sets
 from .record_checks import check_records
 from .seeding import STEP, preserved_randomness, seed_place
-from .stream import TrainStream, build_train_stream, cut
+from .stream import TrainStream, build_train_stream, cut, fingerprint_records
 from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 from .two_view_mapper import TwoViewMapper
 
@@ -66,6 +66,7 @@ __all__ = [
     "check_some_readable",
     "cut",
     "decode_if_small",
+    "fingerprint_records",
     "get_cache_dir",
     "list_classes",
     "list_images",

@@ -80,7 +80,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.num_images = len(dataset)
         self.batch_size = batch_size
         self.seed = seed
-        self.fingerprint = _fingerprint(dataset)
+        self.fingerprint = fingerprint_records(dataset)
         self.start = 0
         """Step that the next iterator begins with; ``fingerprint`` tells other images apart."""
         self.faults: dict[str, Fault] = {}
@@ -243,7 +243,7 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
     return np.array([entry["width"] > entry["height"] for entry in dataset])
 
 
-def _fingerprint(dataset: Sequence[dict[str, Any]]) -> int:
+def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
     """Returns a checksum of images, boxes and their order; the folder does not enter it."""
     value = 0
     for entry in dataset:

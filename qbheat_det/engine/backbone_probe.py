@@ -4,6 +4,7 @@
 import heapq
 import itertools
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
+    fingerprint_records,
     load_image_folders,
     preserved_randomness,
     unite_labels,
@@ -150,7 +152,8 @@ class BackboneProbe:
             seed=seed,
             device=cfg.MODEL.DEVICE,
         )
-        self._figures = ProbeFigures(self._describe_setting(folders), json_file)
+        contents = [fingerprint_records(part) for part in records]
+        self._figures = ProbeFigures(self._describe_setting(folders, contents), json_file)
         self._named = False
 
     def probe_weights(self, weights: str) -> None:
@@ -174,13 +177,21 @@ class BackboneProbe:
         """Returns what JSON holds."""
         return self._figures.to_dict()
 
-    def _describe_setting(self, folders: tuple[str, str]) -> dict[str, Any]:
+    def _describe_setting(
+        self, folders: tuple[str, str], contents: Sequence[int]
+    ) -> dict[str, Any]:
         return {
-            "train_folder": folders[0],
-            "val_folder": folders[1],
+            "train_folder": os.path.abspath(folders[0]),
+            "val_folder": os.path.abspath(folders[1]),
             "num_images": self._sizes,
+            "contents": list(contents),
             "feature": self._feature,
             "size": self._cfg.INPUT.PRETRAIN.SIZE,
+            "pixels": [
+                self._cfg.INPUT.FORMAT,
+                list(self._cfg.MODEL.PIXEL_MEAN),
+                list(self._cfg.MODEL.PIXEL_STD),
+            ],
             "recalibrate_bn": self._num_recalibrated,
             **self._settings.to_dict(),
         }

@@ -89,7 +89,9 @@ def read_probes(file: Path, weights: Path, probes: Sequence[str]) -> dict[str, A
 
 
 def read_detection(folder: Path) -> dict[str, Any]:
-    """Returns the AP of a finished detector, in percent; None where it predicted nothing.
+    """Returns the AP of a finished detector, in percent; 0 where it predicted nothing.
+
+    Of no predictions COCO's tools give no AP; left out, they would raise the mean over seeds.
 
     Raises:
         UserError: it is not finished, or was never evaluated.
@@ -103,7 +105,7 @@ def read_detection(folder: Path) -> dict[str, Any]:
     last = records[-1] if records else {}
     times = [float(record["time"]) for record in _metrics(folder) if "time" in record]
     return {
-        **{name: last.get(f"bbox/{name}") for name in ("AP", "AP50", "AP75")},
+        **{name: last.get(f"bbox/{name}", 0.0) for name in ("AP", "AP50", "AP75")},
         "iterations": end + 1,
         "seconds_per_step": statistics.median(times) if times else None,
     }

@@ -8,19 +8,20 @@ estimated anew on whole images; probes of both; detectors on it, frozen.
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.data import load_image_folders, unite_labels
+from qbheat_det.data import fingerprint_records, load_image_folders, unite_labels
 from qbheat_det.errors import UserError
 
 from ..resuming import holds_run
 from ..writers import METRICS_FILE
 from .figures import (
     WEIGHTS,
+    fingerprint,
     read_backbone,
     read_detection,
     read_pretraining,
@@ -88,12 +89,20 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ImageSets:
-    """How many images there are to learn from, to be judged on, and of how many classes."""
+    """How many images there are to learn from, to be judged on, and of how many classes.
+
+    ``contents`` tells which images they are: a checksum of "pretraining", "train" and "val".
+    """
 
     pretraining: int
     train: int
     val: int
     classes: int
+    contents: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    def of(self, *names: str) -> dict[str, int]:
+        """Returns the checksums of some of them that are known."""
+        return {name: self.contents[name] for name in names if name in self.contents}
 
 
 def count_images(comparison: Comparison) -> ImageSets:
@@ -106,8 +115,13 @@ def count_images(comparison: Comparison) -> ImageSets:
     train, val = (load_image_folders([folder], labelled=True) for folder in folders)
     unite_labels([train], [val], names=folders)
     extra = comparison.image_folders
-    pretraining = len(load_image_folders(extra)[0]) if extra else len(train[0])
-    return ImageSets(pretraining, len(train[0]), len(val[0]), len(train[1]))
+    pretraining = load_image_folders(extra)[0] if extra else train[0]
+    records = {"pretraining": pretraining, "train": train[0], "val": val[0]}
+    return ImageSets(
+        **{name: len(found) for name, found in records.items()},
+        classes=len(train[1]),
+        contents={name: fingerprint_records(found) for name, found in records.items()},
+    )
 
 
 def plan_stages(comparison: Comparison, sets: ImageSets) -> list[Stage]:
@@ -171,6 +185,7 @@ class _Row:
             read=lambda: read_pretraining(folder),
             settings={
                 "images": [os.path.abspath(name) for name in folders],
+                "contents": self.sets.of("train" if self.objective.labelled else "pretraining"),
                 "config": flat_config(cfg),
             },
             progress=folder / METRICS_FILE,
@@ -189,6 +204,7 @@ class _Row:
             command += ["--weights", str(self.folder / PRETRAINING / WEIGHTS)]
         settings: dict[str, Any] = {
             "train_folder": os.path.abspath(asked.train_folder),
+            "contents": self.sets.of("train"),
             "recalibrate_bn": asked.num_recalibrated,
         }
         if not self.objective.trained:
@@ -206,7 +222,8 @@ class _Row:
         command = [
             *self._tool("probe_backbone.py", "--weights", str(weights)),
             *("--train-folder", asked.train_folder, "--val-folder", asked.val_folder),
-            *("--json", str(output), "--probes", *probes),
+            *("--probes", *probes, "--json", str(output)),
+            *("SEED", str(self.seed)),  # the same parts of the training images for every objective
         ]
         return self._stage(
             name,
@@ -215,6 +232,7 @@ class _Row:
             settings={
                 "train_folder": os.path.abspath(asked.train_folder),
                 "val_folder": os.path.abspath(asked.val_folder),
+                "contents": self.sets.of("train", "val"),
             },
             needs=(BACKBONE,),
             wanted=tuple(probes),
@@ -253,6 +271,9 @@ class _Row:
             read=lambda: read_detection(folder),
             settings={
                 "annotations": [os.path.abspath(name) for name in asked.annotations],
+                "contents": [
+                    fingerprint(Path(name)) for name in asked.annotations if os.path.isfile(name)
+                ],
                 "config": flat_config(load_config(config, opts)),
             },
             needs=(BACKBONE,),

@@ -105,7 +105,9 @@ def test_probes_look_at_the_backbone_anew_and_as_stored(tmp_path: Path) -> None:
             *("tools/probe_backbone.py", "--weights"),
             str(folder / "backbone" / f"{weights}.safetensors"),
         ]
-        assert command[-len(probes) - 1 :] == ["--probes", *probes]
+        asked = command[command.index("--probes") + 1 : command.index("--json")]
+        assert asked == probes
+        assert command[-2:] == ["SEED", "1"]
 
 
 def test_a_detector_stands_on_the_backbone_anew_and_is_continued_where_it_was(
@@ -194,3 +196,11 @@ def test_images_are_counted_and_classes_must_be_known(tmp_path: Path) -> None:
     assert count_images(more) == ImageSets(4, 4, 2, 2)
     with pytest.raises(UserError, match=r"lacks \(c\)"):
         count_images(Comparison(val_folder=folders["other"], **asked))
+
+    before = count_images(Comparison(val_folder=val, **asked)).of("train", "val")
+    first = next(Path(folders["train"]).rglob("*.png"))
+    first.rename(first.with_name("another.png"))
+    after = count_images(Comparison(val_folder=val, **asked)).of("train", "val")
+    assert before.keys() == after.keys() == {"train", "val"}
+    assert before["train"] != after["train"]  # as many images, but others
+    assert before["val"] == after["val"]
