@@ -121,6 +121,21 @@ def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
     assert "tran-1, random" in picture.read_text()
 
 
+def test_figures_of_other_pixels_or_other_files_are_refused(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config-file", make_config(tmp_path), "--random", "--probes", "knn", *folders]
+    probe(words, tmp_path)
+    with pytest.raises(SystemExit):
+        probe([*words, "MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"], tmp_path)
+    assert "figures under another setting (pixels)" in capsys.readouterr().err
+    image = next(Path(folders[1]).rglob("*.png"))
+    image.rename(image.with_name("another.png"))
+    with pytest.raises(SystemExit):
+        probe(words, tmp_path)
+    assert "figures under another setting (contents)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
