@@ -2,7 +2,7 @@
 """Evaluation: COCO's metrics, classification, the loss of pre-training, nearest neighbours."""
 
 from .build import build_evaluator
-from .classification import ClassificationEvaluator, find_confusions
+from .classification import ClassificationEvaluator, find_confusions, rank_true_class
 from .coco import CocoEvaluator, resolve_coco_library
 from .knn import KnnScore, extract_features, score_neighbours
 
@@ -13,6 +13,7 @@ __all__ = [
     "build_evaluator",
     "extract_features",
     "find_confusions",
+    "rank_true_class",
     "resolve_coco_library",
     "score_neighbours",
 ]

@@ -3,7 +3,7 @@
 
 from .features import FrozenFeatures, cache_features
 from .linear_probe import L2_GRID, LinearProbe, Standardisation, fit_linear_probe, fit_penalised
-from .probes import PROBES, ProbeSettings, check_probes, depth_of, rank_true_classes, run_probe
+from .probes import PROBES, ProbeSettings, check_probes, depth_of, run_probe
 from .splits import split_by_class
 from .transformer_probe import (
     FittedTransformer,
@@ -30,7 +30,6 @@ __all__ = [
     "fit_linear_probe",
     "fit_penalised",
     "fit_transformer_probe",
-    "rank_true_classes",
     "run_probe",
     "split_by_class",
 ]

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from qbheat_det.errors import UserError
-from qbheat_det.evaluation import KnnScore, score_neighbours
+from qbheat_det.evaluation import KnnScore, rank_true_class, score_neighbours
 
 from .features import FrozenFeatures
 from .linear_probe import L2_GRID, fit_linear_probe
@@ -93,7 +90,7 @@ def run_probe(
             device=settings.device,
         )
         logits = transformer(val)
-    return KnnScore.from_ranks(rank_true_classes(logits, val.labels)), chosen
+    return KnnScore.from_ranks(rank_true_class(logits, val.labels)), chosen
 
 
 def check_probes(names: Sequence[str]) -> None:
@@ -112,17 +109,3 @@ def depth_of(name: str) -> int:
     """Returns k of "tran-k"; 0 for any other probe."""
     found = re.fullmatch(r"tran-([1-9]\d?)", name)
     return int(found[1]) if found else 0
-
-
-def rank_true_classes(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns (N,), how many classes come before the true one; of equal logits the lower class.
-
-    A logit that is not a number comes before all others, and is never right.
-
-    Args:
-        logits: (N, K).
-        labels: (N,).
-    """
-    own = logits.gather(1, labels[:, None])
-    lower = torch.arange(logits.shape[1]) < labels[:, None]
-    return (~(logits <= own) | ((logits == own) & lower)).sum(dim=1)

@@ -4,7 +4,6 @@
 import dataclasses
 
 import pytest
-import torch
 
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import score_neighbours
@@ -15,7 +14,6 @@ from qbheat_det.probing import (
     check_probes,
     depth_of,
     fit_linear_probe,
-    rank_true_classes,
     run_probe,
 )
 from tests.probing.drawn_features import draw_classes
@@ -55,15 +53,6 @@ def test_images_that_are_classified_do_not_enter_what_is_chosen(name: str) -> No
     other, chosen_again = run_probe(name, train, wrong, settings=settings)
     assert chosen == chosen_again
     assert other.top1 < score.top1
-
-
-def test_a_rank_counts_the_classes_before_the_true_one() -> None:
-    logits = torch.tensor(
-        [[3.0, 1.0, 2.0], [3.0, 1.0, 2.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, torch.nan, 1.0]]
-    )
-    labels = torch.tensor([0, 1, 0, 2, 2])
-    assert rank_true_classes(logits, labels).tolist() == [0, 2, 0, 2, 1]
-    assert rank_true_classes(torch.full((1, 3), torch.nan), torch.tensor([0])).tolist() == [3]
 
 
 @pytest.mark.parametrize("names", [[], ["knn", "tran-0"], ["lin"], ["tran"]])
