@@ -4,6 +4,7 @@
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
+from .cache_keys import add_cache_keys
 from .classifier_keys import add_classifier_keys
 from .classify_data_keys import add_classify_data_keys
 from .knn_keys import add_knn_keys
@@ -58,6 +59,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     add_pretraining_data_keys(cfg)
     add_moco_keys(cfg)
     add_classify_data_keys(cfg)
+    add_cache_keys(cfg)
 
     # Read the header and the last bytes of every image file before training.
     cfg.DATASETS.CHECK_IMAGES = True
