@@ -1,9 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Parts of MF-DETR: decoder, matching, loss."""
 
+from .classification_losses import ClassificationLoss, SoftmaxClassification
 from .criterion import SetCriterion
 from .decoder_block import DecoderWidths
 from .matcher import HungarianMatcher, Targets
 from .mf_decoder import MFDecoder
 
-__all__ = ["DecoderWidths", "HungarianMatcher", "MFDecoder", "SetCriterion", "Targets"]
+__all__ = [
+    "ClassificationLoss",
+    "DecoderWidths",
+    "HungarianMatcher",
+    "MFDecoder",
+    "SetCriterion",
+    "SoftmaxClassification",
+    "Targets",
+]

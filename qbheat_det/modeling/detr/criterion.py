@@ -10,43 +10,43 @@ from collections.abc import Sequence
 import torch
 from detectron2.utils import comm
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torchvision.ops import box_convert, generalized_box_iou
+from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
+from .classification_losses import ClassificationLoss, SoftmaxClassification
 from .matcher import HungarianMatcher, Matches, Targets
 
 
 class SetCriterion(nn.Module):
-    """Matches predictions to ground truth, then cross-entropy, L1 and GIoU, already weighted."""
+    """Matches predictions to ground truth; losses of class, L1 and GIoU, already weighted."""
 
     def __init__(
         self,
         *,
         matcher: HungarianMatcher,
         num_classes: int,
+        classification: ClassificationLoss | None = None,
         class_weight: float = 1.0,
         l1_weight: float = 5.0,
         giou_weight: float = 2.0,
-        no_object_weight: float = 0.1,
         deep_supervision: bool = True,
     ) -> None:
         """
         Args:
             matcher: assigns ground truth to predictions.
             num_classes: K, without the no-object class.
-            class_weight: weight of the cross-entropy.
+            classification: the loss of class; DETR's by default. The matcher should have the same.
+            class_weight: weight of the loss of class.
             l1_weight: weight of the L1 distance of cxcywh boxes.
             giou_weight: weight of 1 - GIoU.
-            no_object_weight: weight of the no-object class within the cross-entropy.
             deep_supervision: whether every block's prediction has a loss, or the last one's only.
         """
         super().__init__()
         self.matcher = matcher
         self.num_classes = num_classes
+        self.classification = classification or SoftmaxClassification()
         self.class_weight = class_weight
         self.l1_weight = l1_weight
         self.giou_weight = giou_weight
-        self.no_object_weight = no_object_weight
         self.deep_supervision = deep_supervision
 
     def forward(
@@ -71,11 +71,12 @@ class SetCriterion(nn.Module):
         logits, boxes = (outputs[key][first:].float() for key in ("pred_logits", "pred_boxes"))
         matches = self.matcher(logits, boxes, targets)
         if normalizers is None:
-            counts = self.normalizers(targets.counts, logits.shape[2])
-            normalizers = _mean_over_processes(logits.new_tensor(counts))
+            counts = logits.new_tensor(self.normalizers(targets.counts, logits.shape[2]))
+            normalizers = self.mean_normalizers(_sum_over_processes(counts), comm.get_world_size())
         classes, num_boxes = normalizers
+        class_sums = self.class_losses(logits, boxes, targets, matches).sum(dim=(1, 2))
         losses = {
-            "loss_ce": self.class_weight * self.classification(logits, targets, matches) / classes,
+            "loss_ce": self.class_weight * class_sums / classes,
             **self.localisation(boxes, targets, matches, num_boxes),
         }
         last = len(logits) - 1
@@ -95,17 +96,30 @@ class SetCriterion(nn.Module):
         # The same for every block: each takes as many matches as there are boxes and queries for.
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched
-        return matched + self.no_object_weight * unmatched, float(sum(counts))
+        return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
-    def classification(self, logits: Tensor, targets: Targets, matches: Matches) -> Tensor:
-        """Returns (L,): weighted sum of the cross-entropy over all queries of the batch."""
+    def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
+        """Returns (2,): what each part of an effective batch divides by, so that their mean fits.
+
+        Args:
+            totals: (2,), sum of ``normalizers`` over all parts.
+            parts: how many there are, over micro-batches and processes.
+        """
+        # The whole batch's sums are never divided by less than this, whatever the parts.
+        least = totals.new_tensor([self.classification.least_normalizer, 1e-6])
+        return totals.maximum(least) / parts
+
+    def class_losses(
+        self, logits: Tensor, boxes: Tensor, targets: Targets, matches: Matches
+    ) -> Tensor:
+        """Returns (L, N, Q): what each query's logits cost, before weights and division."""
+        where = (matches.block, matches.image, matches.query)
         wanted = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
-        labels = targets.labels[matches.image, matches.target]
-        wanted[matches.block, matches.image, matches.query] = labels
-        weight = logits.new_ones(self.num_classes + 1)
-        weight[-1] = self.no_object_weight
-        loss = F.cross_entropy(logits.permute(0, 3, 1, 2), wanted, weight, reduction="none")
-        return loss.sum(dim=(1, 2))
+        wanted[where] = targets.labels[matches.image, matches.target]
+        quality = boxes.new_zeros(wanted.shape)
+        true_boxes = targets.boxes[matches.image, matches.target]
+        quality[where] = paired_iou(boxes.detach()[where], true_boxes)
+        return self.classification.loss(logits, wanted, quality)
 
     def localisation(
         self, boxes: Tensor, targets: Targets, matches: Matches, num_boxes: Tensor
@@ -116,7 +130,6 @@ class SetCriterion(nn.Module):
         distance = (predicted - wanted).abs().sum(dim=-1)
         corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (predicted, wanted))
         overlap = torch.vmap(generalized_box_iou)(*corners)[:, 0, 0]
-        num_boxes = num_boxes.clamp(min=1e-6)  # without a box anywhere, the sums are zero
         by_block = boxes.new_zeros(len(boxes))
         return {
             "loss_bbox": by_block.index_add(0, matches.block, distance)
@@ -126,8 +139,13 @@ class SetCriterion(nn.Module):
         }
 
 
-def _mean_over_processes(values: Tensor) -> Tensor:
-    """Averages counts, so that the mean of all processes' gradients is that of the whole batch."""
+def paired_iou(first: Tensor, second: Tensor) -> Tensor:
+    """Returns (P,): IoU of boxes (P, 4) with boxes (P, 4), cxcywh, one by one."""
+    corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
+    return torch.vmap(box_iou)(*corners)[:, 0, 0]
+
+
+def _sum_over_processes(values: Tensor) -> Tensor:
     if comm.get_world_size() > 1:
         torch.distributed.all_reduce(values)
-    return values / comm.get_world_size()
+    return values

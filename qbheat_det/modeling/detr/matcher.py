@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert, generalized_box_iou
 
+from .classification_losses import ClassificationLoss, SoftmaxClassification
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -49,14 +51,22 @@ class Matches:
 
 
 class HungarianMatcher:
-    """Cheapest assignment under -p(class), L1 of cxcywh and -GIoU."""
+    """Cheapest assignment under the cost of the class, L1 of cxcywh and -GIoU."""
 
-    def __init__(self, *, class_weight: float, l1_weight: float, giou_weight: float) -> None:
+    def __init__(
+        self,
+        *,
+        class_weight: float,
+        l1_weight: float,
+        giou_weight: float,
+        classification: ClassificationLoss | None = None,
+    ) -> None:
         """
         Args:
             class_weight: weight of the class term.
             l1_weight: weight of the L1 term.
             giou_weight: weight of the GIoU term.
+            classification: gives the class term; DETR's, -p(class), by default.
 
         Raises:
             ValueError: all weights are zero.
@@ -66,6 +76,7 @@ class HungarianMatcher:
         self.class_weight = class_weight
         self.l1_weight = l1_weight
         self.giou_weight = giou_weight
+        self.classification = classification or SoftmaxClassification()
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
@@ -90,15 +101,13 @@ class HungarianMatcher:
     def cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
         """Returns (L, N, Q, T); columns beyond an image's count mean nothing."""
         labels = targets.labels[None, :, None].expand(*logits.shape[:3], -1)
-        # p stands for 1 - p, the class term of the loss up to a constant.
-        likelihood = logits.softmax(dim=-1).gather(-1, labels)
         distance = torch.cdist(boxes, targets.boxes[None].expand(len(boxes), -1, -1, -1), p=1)
         predicted = box_convert(boxes, "cxcywh", "xyxy")
         wanted = box_convert(targets.boxes, "cxcywh", "xyxy")
         pairwise = torch.vmap(torch.vmap(generalized_box_iou), in_dims=(0, None))
         cost = (
             self.l1_weight * distance
-            - self.class_weight * likelihood
+            + self.class_weight * self.classification.matching_cost(logits, labels)
             - self.giou_weight * pairwise(predicted, wanted)
         )
         # A diverged model must reach the trainer's check of the loss, not crash the solver.

@@ -24,6 +24,7 @@ from qbheat_det.modeling.detr import (
     HungarianMatcher,
     MFDecoder,
     SetCriterion,
+    SoftmaxClassification,
     Targets,
 )
 
@@ -87,6 +88,7 @@ class MFDETR(nn.Module):
                 f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
                 f"backbone's outputs {list(shapes)}"
             )
+        classification = SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT)
         weights = {
             "class_weight": node.CLASS_WEIGHT,
             "l1_weight": node.L1_WEIGHT,
@@ -109,9 +111,9 @@ class MFDETR(nn.Module):
                 norm=node.NORM,
             ),
             "criterion": SetCriterion(
-                matcher=HungarianMatcher(**weights),
+                matcher=HungarianMatcher(classification=classification, **weights),
                 num_classes=node.NUM_CLASSES,
-                no_object_weight=node.NO_OBJECT_WEIGHT,
+                classification=classification,
                 deep_supervision=node.DEEP_SUPERVISION,
                 **weights,
             ),
@@ -167,7 +169,7 @@ class MFDETR(nn.Module):
             counts: (2,), sum of ``loss_counts`` over all parts.
             parts: how many there are, over micro-batches and processes.
         """
-        return counts / parts
+        return self.criterion.mean_normalizers(counts, parts)
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""
@@ -211,8 +213,7 @@ class MFDETR(nn.Module):
             outputs: as ``MFDecoder.forward`` returns them.
             image_sizes: (height, width) of each image in pixels, before padding.
         """
-        # The no-object class takes part in the softmax but is never an answer.
-        probability = outputs["pred_logits"][-1].float().softmax(dim=-1)[..., :-1]
+        probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
         scores, classes = probability.max(dim=-1)  # (N, Q)
         corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")
         results = []

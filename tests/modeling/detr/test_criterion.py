@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.modeling.detr import HungarianMatcher, SetCriterion, Targets
+from qbheat_det.modeling.detr import (
+    HungarianMatcher,
+    SetCriterion,
+    SoftmaxClassification,
+    Targets,
+)
 
 from ..reference_set_criterion import set_criterion
 from .test_matcher import ground_truth, matcher, predictions
@@ -27,7 +32,7 @@ def criterion(classes: int, *, deep: bool = True) -> SetCriterion:
     return SetCriterion(
         matcher=matcher(),
         num_classes=classes,
-        no_object_weight=NO_OBJECT_WEIGHT,
+        classification=SoftmaxClassification(no_object_weight=NO_OBJECT_WEIGHT),
         deep_supervision=deep,
     )
 
