@@ -30,6 +30,7 @@ FLOORS = {
     "evaluation": 3,
     "config": 2,
     "layers": 1,
+    "atomic": 1,
     "errors": 0,
     "_detectron2": 0,
 }

@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Weights: read without running what is hidden in a file, accounted for, and written whole."""
 
-from .atomic import remove_leftovers, write_atomically
+from qbheat_det.atomic import remove_leftovers, write_atomically
+
 from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_exact
 from .fitting import find_unbuilt, fit_weights
 from .load_report import GroupReport, LoadReport

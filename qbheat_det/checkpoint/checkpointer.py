@@ -15,9 +15,9 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from torch import nn
 
+from qbheat_det.atomic import remove_leftovers, write_atomically
 from qbheat_det.errors import UserError
 
-from .atomic import remove_leftovers, write_atomically
 from .fitting import find_left_behind, find_unbuilt, fit_weights
 from .load_report import LoadReport
 from .resumable import find_fault, newest_whole

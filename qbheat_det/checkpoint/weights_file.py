@@ -16,9 +16,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from qbheat_det.atomic import write_atomically
 from qbheat_det.errors import UserError
 
-from .atomic import write_atomically
 from .weights_info import WeightsInfo
 
 # safetensors holds strings by name. One name only: the order of several changes from run to run,
