@@ -2,7 +2,8 @@
 """Randomness without a state: everything random is a function of the run's seed and a place.
 
 A run that is resumed then needs no saved generator. A step is seeded by its number and the
-process, an augmented image by its position in the stream of images.
+process, an augmented image by its position in the stream of images, a fixed view of an image by
+the image's index and its own number.
 """
 
 import random
@@ -12,8 +13,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-# First number after the seed, so that no image shares the randomness of a step.
-IMAGE, STEP = 1, 2
+# First number after the seed, so that no image shares the randomness of a step or a fixed view.
+IMAGE, STEP, VIEW = 1, 2, 3
 
 
 def seed_place(*place: int) -> None:
