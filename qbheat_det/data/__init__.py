@@ -5,12 +5,18 @@ Importing this package registers ``qbheat_toy_train`` and ``qbheat_toy_val``, an
 pre-training that ``register_pretraining_sets`` lists.
 """
 
+from .cache_space import check_space, format_bytes, measure_caches
+from .cached_views import CachedViews
 from .classification_mapper import ClassificationMapper
 from .coco_images import load_coco_images, register_coco_images
 from .coco_json import CocoSummary, check_coco_json, check_same_classes, register_coco_json
 from .decoded_images import DecodedImages, decode_if_small
 from .detr_mapper import DetrDatasetMapper, build_detr_crop
 from .faults import Fault, raise_first
+from .feature_chunk import View, make_view
+from .feature_key import describe_cache, name_cache
+from .feature_store import VIEWS_PER_CHUNK, FeatureStore, open_feature_store
+from .fixed_views import VIEW_ROW, FixedViews, number_records
 from .image_batches import ImageBatches, build_image_batches, with_places
 from .image_files import check_image_files, check_some_readable
 from .image_folder import (
@@ -43,16 +49,22 @@ __all__ = [
     "MAPPERS_OF_IMAGES",
     "STEP",
     "TOY_SETS",
+    "VIEWS_PER_CHUNK",
+    "VIEW_ROW",
+    "CachedViews",
     "ClassificationMapper",
     "CocoSummary",
     "DecodedImages",
     "DetrDatasetMapper",
     "Fault",
+    "FeatureStore",
+    "FixedViews",
     "ImageBatches",
     "PretrainingMapper",
     "ToySpec",
     "TrainStream",
     "TwoViewMapper",
+    "View",
     "build_class_batches",
     "build_detr_crop",
     "build_image_batches",
@@ -64,9 +76,12 @@ __all__ = [
     "check_records",
     "check_same_classes",
     "check_some_readable",
+    "check_space",
     "cut",
     "decode_if_small",
+    "describe_cache",
     "fingerprint_records",
+    "format_bytes",
     "get_cache_dir",
     "list_classes",
     "list_images",
@@ -74,6 +89,11 @@ __all__ = [
     "load_coco_images",
     "load_image_folders",
     "load_labelled_sets",
+    "make_view",
+    "measure_caches",
+    "name_cache",
+    "number_records",
+    "open_feature_store",
     "prepare_toy_set",
     "preserved_randomness",
     "raise_first",

@@ -27,9 +27,10 @@ from torch.utils.data import DataLoader, Dataset
 from qbheat_det.errors import UserError
 
 from .faults import Fault
+from .fixed_views import FixedViews, number_records
 from .image_files import check_some_readable
 from .labelled_images import list_classes, load_classes
-from .mappers import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, Mapper, build_mapper
+from .mappers import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, CheckedMapper, Mapper, build_mapper
 from .seeding import IMAGE, preserved_randomness, seed_place
 
 Entry = tuple[int, int]
@@ -87,8 +88,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """What is wrong with the images that this process has met and left out."""
         self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
         # One array of bytes, which forked workers share instead of copying.
-        self._dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
-        self._mapper = mapper
+        self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
+        self.mapper = mapper
+        """What the next iterator maps with; another can be set before."""
         size = len(dataset)
         self._build_sampler = build_sampler or (lambda seed: TrainingSampler(size, seed=seed))
         self._num_workers = num_workers
@@ -97,7 +99,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         # A generator, so that neither workers nor reading begin before the first batch is asked
         # for: ``start`` and ``seed`` of a resumed run are known only after construction.
         batches: Iterable[list[dict[str, Any]]] = DataLoader(
-            _SeededImages(self._dataset, self._mapper, self.seed),
+            _SeededImages(self.dataset, self.mapper, self.seed),
             batch_sampler=_Shares(self),
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
@@ -169,14 +171,20 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 def build_train_stream(cfg: CfgNode) -> TrainStream:
     """Builds the stream of ``DATASETS.TRAIN`` through the mapper and the sampler of the config.
 
+    With ``INPUT.FIXED_VIEWS.COUNT`` its mapper is a ``FixedViews``. Where features are cached, that
+    is not shown the records: whoever makes the cache does so, if there is anything to make.
+
     Raises:
         UserError: no image is left to train on, or the sampler is not known.
     """
     dataset = _load_training_set(cfg)
-    mapper = build_mapper(cfg, is_train=True)
+    mapper = _build_training_mapper(cfg)
+    if isinstance(mapper, FixedViews):
+        dataset = number_records(dataset)
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         check_some_readable("the training set", [entry["file_name"] for entry in dataset])
-    mapper.prepare(dataset)
+    if not cfg.MODEL.CACHE_FEATURES.ENABLED:
+        mapper.prepare(dataset)
     return TrainStream(
         dataset,
         mapper=mapper,
@@ -186,6 +194,11 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         num_workers=cfg.DATALOADER.NUM_WORKERS,
         seed=max(cfg.SEED, 0),
     )
+
+
+def _build_training_mapper(cfg: CfgNode) -> CheckedMapper | FixedViews:
+    mapper, views = build_mapper(cfg, is_train=True), cfg.INPUT.FIXED_VIEWS
+    return FixedViews(mapper, views.COUNT, views.SEED) if views.COUNT else mapper
 
 
 def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:

@@ -1,0 +1,121 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What cached features depend on, and the name that tells caches of different things apart."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .feature_chunk import FORMAT_VERSION
+from .fixed_views import VIEW_ROW
+
+_NAME_LENGTH = 32  # of 64 hexadecimal digits
+# Outlines and keypoints move no box of a model without masks, and can be most of a record.
+_IGNORED_IN_RECORDS = (VIEW_ROW, "file_name")
+_IGNORED_IN_ANNOTATIONS = ("segmentation", "keypoints")
+
+
+def describe_cache(
+    *,
+    weights: Mapping[str, Tensor],
+    encoder: str,
+    outputs: Sequence[str],
+    pixel_mean: Sequence[float],
+    pixel_std: Sequence[float],
+    size_divisibility: int,
+    dtype: str,
+    count: int,
+    views_seed: int,
+    is_train: bool,
+    input_config: str,
+    records: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Returns all that the features of a data set depend on, long things by their SHA-256.
+
+    Two descriptions that differ say by their keys why a cache is not used again.
+
+    Args:
+        weights: the encoder's ``state_dict()``, buffers with it.
+        encoder: its ``repr``, which tells what no weight does.
+        outputs: names of the outputs that are kept.
+        pixel_mean: of normalisation.
+        pixel_std: as ``pixel_mean``.
+        size_divisibility: that images are padded to before they are encoded.
+        dtype: of the features on the disk.
+        count: K, views of each image.
+        views_seed: of the views.
+        is_train: whether views are drawn as in training, or are those of inference.
+        input_config: ``cfg.INPUT.dump()``.
+        records: of the data set. Of a file enter its name below the folder of all files, its size
+            and when it was changed, not its content. Outlines and keypoints do not enter.
+    """
+    return {
+        "format": FORMAT_VERSION,
+        "weights": hash_weights(weights),
+        "encoder": _hash(encoder.encode()),
+        "outputs": list(outputs),
+        "pixel_mean": [float(value) for value in pixel_mean],
+        "pixel_std": [float(value) for value in pixel_std],
+        "size_divisibility": size_divisibility,
+        "dtype": dtype,
+        "views_per_image": count,
+        "views_seed": views_seed,
+        "is_train": is_train,
+        "input": input_config,
+        "num_images": len(records),
+        "records": hash_records(records),
+    }
+
+
+def name_cache(description: Mapping[str, Any]) -> str:
+    """Returns a name that equal descriptions share, and others do not."""
+    return _hash(json.dumps(description, sort_keys=True).encode())[:_NAME_LENGTH]
+
+
+def hash_weights(weights: Mapping[str, Tensor]) -> str:
+    """Returns the SHA-256 of names, dtypes, shapes and values, whatever the device and order."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def hash_records(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the SHA-256 of images, annotations and their order; see ``describe_cache``."""
+    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
+    folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
+    digest = hashlib.sha256()
+    for record, name in zip(records, names, strict=True):
+        kept = {key: value for key, value in record.items() if key not in _IGNORED_IN_RECORDS}
+        kept["annotations"] = [
+            {key: value for key, value in annotation.items() if key not in _IGNORED_IN_ANNOTATIONS}
+            for annotation in record.get("annotations", ())
+        ]
+        line = [os.path.relpath(name, folder), *_stat(record["file_name"]), kept]
+        digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _stat(file_name: str | os.PathLike[str]) -> tuple[int, int]:
+    try:
+        found = os.stat(file_name)
+    except OSError:  # not there, which the mapper reports, or not on a disk of this machine
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def _make_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic | Tensor):
+        return value.tolist()
+    return repr(value)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
