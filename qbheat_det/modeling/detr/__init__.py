@@ -1,7 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Parts of MF-DETR: decoder, matching, loss."""
 
-from .classification_losses import ClassificationLoss, SoftmaxClassification
+from .classification_losses import (
+    ClassificationLoss,
+    FocalSettings,
+    SoftmaxClassification,
+    build_classification,
+)
 from .criterion import SetCriterion
 from .decoder_block import DecoderWidths
 from .matcher import HungarianMatcher, Targets
@@ -10,9 +15,11 @@ from .mf_decoder import MFDecoder
 __all__ = [
     "ClassificationLoss",
     "DecoderWidths",
+    "FocalSettings",
     "HungarianMatcher",
     "MFDecoder",
     "SetCriterion",
     "SoftmaxClassification",
     "Targets",
+    "build_classification",
 ]

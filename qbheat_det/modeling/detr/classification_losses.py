@@ -1,11 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """How MF-DETR's K + 1 logits are read: loss in training, cost in matching, scores in inference.
 
-Paper: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1 and A.2.
+Papers: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1 and A.2, for
+the softmax; "Focal Loss for Dense Object Detection", arXiv:1708.02002; "Generalized Focal Loss",
+arXiv:2006.04388, whose quality focal loss takes the IoU for target; "VarifocalNet",
+arXiv:2008.13367; "Deformable DETR", arXiv:2010.04159, for matching under a focal loss.
+Deviations: targets may follow the IoU in part (``FocalSettings.iou_target``); the quality focal
+loss keeps the balance alpha of the plain one, so that plain targets give the plain loss; the same
+idea within a softmax (``SoftmaxFocalClassification``) is this package's.
 """
 
+import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -77,3 +86,149 @@ class SoftmaxClassification(ClassificationLoss):
     def scores(self, logits: Tensor) -> Tensor:
         """See ``ClassificationLoss.scores``; no-object takes part but is never an answer."""
         return logits.softmax(dim=-1)[..., :-1]
+
+
+@dataclass(frozen=True)
+class FocalSettings:
+    """What the focal losses share."""
+
+    gamma: float = 2.0  # exponent of the distance between target and prediction
+    alpha: float = 0.25  # weight of the class that is there; 1 - alpha of those that are not
+    iou_target: float = 1.0  # share of the IoU in the target of a match; 0 wants certainty
+    prior: float = 0.01  # probability of each class before training, of sigmoids
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0 or 0 < self.gamma < 1:
+            raise ValueError(
+                f"FOCAL.GAMMA is 0 or at least 1, not {self.gamma}: between them, the gradient has "
+                "no limit where a prediction meets its target"
+            )
+        for name in ("alpha", "iou_target"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"FOCAL.{name.upper()} lies in [0, 1]; {getattr(self, name)} does not"
+                )
+        if not 0 < self.prior < 1:
+            raise ValueError(f"FOCAL.PRIOR lies between 0 and 1; {self.prior} does not")
+
+    def target(self, quality: Tensor) -> Tensor:
+        """Returns the probability that a match of this IoU is to have, element by element."""
+        return 1 - self.iou_target * (1 - quality)
+
+
+class SoftmaxFocalClassification(SoftmaxClassification):
+    """The softmax with soft targets: t on the class of a match and 1 - t on no-object.
+
+    Each -t log p is weighted by abs(t - p)^gamma, so that the loss is zero where p meets t. Scores,
+    matching and normalizer are those of the softmax; ``alpha`` and ``prior`` have no part.
+    """
+
+    def __init__(self, *, settings: FocalSettings, no_object_weight: float = 0.1) -> None:
+        """
+        Args:
+            settings: of the targets and of their weights.
+            no_object_weight: weight of queries without a box.
+        """
+        super().__init__(no_object_weight=no_object_weight)
+        self.settings = settings
+
+    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
+        """See ``ClassificationLoss.loss``."""
+        matched = wanted < logits.shape[-1] - 1
+        target = self.settings.target(quality).where(matched, torch.ones_like(quality))
+        log_p = logits.log_softmax(dim=-1)
+        of_wanted = log_p.gather(-1, wanted[..., None])[..., 0]
+        # Of a query without a match, the second has target 0 and costs nothing.
+        costs = self._cost(target, of_wanted) + self._cost(1 - target, log_p[..., -1])
+        return costs * (matched + self.no_object_weight * ~matched)
+
+    def _cost(self, target: Tensor, log_p: Tensor) -> Tensor:
+        return -_distance(target, log_p.exp(), self.settings.gamma) * target * log_p
+
+
+class FocalClassification(ClassificationLoss):
+    """A sigmoid for each class; of the K + 1 logits, the last is left out.
+
+    The loss of a class is its binary cross-entropy with the target t, weighted by
+    abs(t - p)^gamma and by alpha where the class is there, 1 - alpha where it is not. With
+    ``iou_target`` 0 this is RetinaNet's focal loss, with 1 the quality focal loss.
+    """
+
+    def __init__(self, *, settings: FocalSettings) -> None:
+        """
+        Args:
+            settings: of the targets and of their weights.
+        """
+        self.settings = settings
+        self.initial_bias = -math.log((1 - settings.prior) / settings.prior)
+
+    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
+        """See ``ClassificationLoss.loss``."""
+        logits = logits[..., :-1]
+        is_wanted = wanted[..., None] == torch.arange(logits.shape[-1], device=logits.device)
+        target = self.settings.target(quality)[..., None] * is_wanted
+        entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        return (self._weight(logits.sigmoid(), target, is_wanted) * entropy).sum(dim=-1)
+
+    def normalizer(self, matched: int, unmatched: int) -> float:
+        """See ``ClassificationLoss.normalizer``: the matches."""
+        return float(matched)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """See ``ClassificationLoss.scores``."""
+        return logits[..., :-1].sigmoid()
+
+    def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See ``ClassificationLoss.matching_cost``: plain focal loss of the class, there or not."""
+        logits = logits.gather(-1, labels)
+        p, gamma, alpha = logits.sigmoid(), self.settings.gamma, self.settings.alpha
+        there = -alpha * (1 - p).pow(gamma) * F.logsigmoid(logits)
+        absent = -(1 - alpha) * p.pow(gamma) * F.logsigmoid(-logits)
+        return there - absent
+
+    def _weight(self, p: Tensor, target: Tensor, is_wanted: Tensor) -> Tensor:
+        alpha = self.settings.alpha
+        balance = alpha * is_wanted + (1 - alpha) * ~is_wanted
+        return balance * _distance(target, p, self.settings.gamma)
+
+
+class VarifocalClassification(FocalClassification):
+    """As ``FocalClassification``, but a class that is there weighs as much as its target.
+
+    Classes that are not there weigh (1 - alpha) p^gamma.
+    """
+
+    def _weight(self, p: Tensor, target: Tensor, is_wanted: Tensor) -> Tensor:
+        settings = self.settings
+        return target.where(is_wanted, (1 - settings.alpha) * p.pow(settings.gamma))
+
+
+def build_classification(
+    name: str, *, no_object_weight: float, settings: FocalSettings
+) -> ClassificationLoss:
+    """Returns "softmax", "softmax_focal", "focal" or "varifocal".
+
+    Args:
+        name: one of these.
+        no_object_weight: weight of queries without a box, within a softmax.
+        settings: of all but "softmax".
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "softmax":
+        return SoftmaxClassification(no_object_weight=no_object_weight)
+    if name == "softmax_focal":
+        return SoftmaxFocalClassification(settings=settings, no_object_weight=no_object_weight)
+    if name == "focal":
+        return FocalClassification(settings=settings)
+    if name == "varifocal":
+        return VarifocalClassification(settings=settings)
+    raise ValueError(
+        f"MODEL.MF_DETR.CLASSIFICATION '{name}' is none of softmax, softmax_focal, focal, varifocal"
+    )
+
+
+def _distance(target: Tensor, p: Tensor, gamma: float) -> Tensor:
+    """How far a prediction is from its target, to a power."""
+    return (target - p).abs().pow(gamma)

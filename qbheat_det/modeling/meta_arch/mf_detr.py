@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
+from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone, detector_postprocess
 from detectron2.structures import Boxes, ImageList, Instances
 from torch import Tensor, nn
@@ -21,11 +22,12 @@ from torchvision.ops import box_convert
 from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.detr import (
     DecoderWidths,
+    FocalSettings,
     HungarianMatcher,
     MFDecoder,
     SetCriterion,
-    SoftmaxClassification,
     Targets,
+    build_classification,
 )
 
 logger = logging.getLogger(__name__)
@@ -88,35 +90,13 @@ class MFDETR(nn.Module):
                 f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
                 f"backbone's outputs {list(shapes)}"
             )
-        classification = SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT)
-        weights = {
-            "class_weight": node.CLASS_WEIGHT,
-            "l1_weight": node.L1_WEIGHT,
-            "giou_weight": node.GIOU_WEIGHT,
-        }
+        criterion = _build_criterion(node)
+        decoder = _build_decoder(node, [shapes[name] for name in node.IN_FEATURES])
+        nn.init.constant_(decoder.class_embed.bias, criterion.classification.initial_bias)
         return {
             "backbone": backbone,
-            "decoder": MFDecoder(
-                input_shape=[shapes[name] for name in node.IN_FEATURES],
-                num_classes=node.NUM_CLASSES,
-                num_queries=node.NUM_OBJECT_QUERIES,
-                num_blocks=node.NUM_BLOCKS,
-                widths=DecoderWidths(
-                    dim=node.HIDDEN_DIM,
-                    num_heads=node.NHEADS,
-                    hidden=node.DIM_FEEDFORWARD,
-                    expansion=node.EXPANSION,
-                    dropout=node.DROPOUT,
-                ),
-                norm=node.NORM,
-            ),
-            "criterion": SetCriterion(
-                matcher=HungarianMatcher(classification=classification, **weights),
-                num_classes=node.NUM_CLASSES,
-                classification=classification,
-                deep_supervision=node.DEEP_SUPERVISION,
-                **weights,
-            ),
+            "decoder": decoder,
+            "criterion": criterion,
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
@@ -230,6 +210,48 @@ class MFDETR(nn.Module):
                 )
             )
         return results
+
+
+def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder:
+    return MFDecoder(
+        input_shape=input_shape,
+        num_classes=node.NUM_CLASSES,
+        num_queries=node.NUM_OBJECT_QUERIES,
+        num_blocks=node.NUM_BLOCKS,
+        widths=DecoderWidths(
+            dim=node.HIDDEN_DIM,
+            num_heads=node.NHEADS,
+            hidden=node.DIM_FEEDFORWARD,
+            expansion=node.EXPANSION,
+            dropout=node.DROPOUT,
+        ),
+        norm=node.NORM,
+    )
+
+
+def _build_criterion(node: CfgNode) -> SetCriterion:
+    classification = build_classification(
+        node.CLASSIFICATION,
+        no_object_weight=node.NO_OBJECT_WEIGHT,
+        settings=FocalSettings(
+            gamma=node.FOCAL.GAMMA,
+            alpha=node.FOCAL.ALPHA,
+            iou_target=node.FOCAL.IOU_TARGET,
+            prior=node.FOCAL.PRIOR,
+        ),
+    )
+    weights = {
+        "class_weight": node.CLASS_WEIGHT,
+        "l1_weight": node.L1_WEIGHT,
+        "giou_weight": node.GIOU_WEIGHT,
+    }
+    return SetCriterion(
+        matcher=HungarianMatcher(classification=classification, **weights),
+        num_classes=node.NUM_CLASSES,
+        classification=classification,
+        deep_supervision=node.DEEP_SUPERVISION,
+        **weights,
+    )
 
 
 def _output_size(entry: dict[str, Any], result: Instances) -> tuple[int, int]:
