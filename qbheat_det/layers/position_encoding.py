@@ -47,8 +47,8 @@ class SinePositionEncoding(nn.Module):
             heights, widths = (self.frequency.new_full((1,), length) for length in size)
         else:
             heights, widths = valid_sizes(padding).to(self.frequency.dtype).unbind(dim=1)
-        rows = self._wave(height, heights)  # (N, H, C / 2)
-        columns = self._wave(width, widths)  # (N, W, C / 2)
+        rows = self._waves(height, heights)  # (N, H, C / 2)
+        columns = self._waves(width, widths)  # (N, W, C / 2)
         code = torch.cat(
             [
                 rows[:, :, None].expand(-1, -1, width, -1),
@@ -58,8 +58,11 @@ class SinePositionEncoding(nn.Module):
         )
         return code.flatten(1, 2)
 
-    def _wave(self, length: int, counts: Tensor) -> Tensor:
-        index = torch.arange(1, length + 1, device=counts.device, dtype=counts.dtype)
-        position = index / (counts[:, None] + 1e-6)  # (N, length)
+    def wave(self, position: Tensor) -> Tensor:
+        """Returns (..., C / 2), the code of single coordinates (...) in [0, 1]."""
         phase = position[..., None] * self.frequency
         return torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-2)
+
+    def _waves(self, length: int, counts: Tensor) -> Tensor:
+        index = torch.arange(1, length + 1, device=counts.device, dtype=counts.dtype)
+        return self.wave(index / (counts[:, None] + 1e-6))  # (N, length, C / 2)

@@ -9,17 +9,23 @@ from .classification_losses import (
 )
 from .criterion import SetCriterion
 from .decoder_block import DecoderWidths
+from .denoising import Denoising
 from .matcher import HungarianMatcher, Targets
 from .mf_decoder import MFDecoder
+from .query_groups import QueryGroups
+from .training_help import TrainingHelp
 
 __all__ = [
     "ClassificationLoss",
     "DecoderWidths",
+    "Denoising",
     "FocalSettings",
     "HungarianMatcher",
     "MFDecoder",
+    "QueryGroups",
     "SetCriterion",
     "SoftmaxClassification",
     "Targets",
+    "TrainingHelp",
     "build_classification",
 ]

@@ -67,23 +67,46 @@ class SetCriterion(nn.Module):
             "loss_ce", "loss_bbox", "loss_giou" of the last block, and the same with "_0", "_1", …
             of the earlier ones. Weighted; their sum is the loss.
         """
-        first = 0 if self.deep_supervision else -1
-        logits, boxes = (outputs[key][first:].float() for key in ("pred_logits", "pred_boxes"))
+        logits, boxes = self.supervised(outputs)
         matches = self.matcher(logits, boxes, targets)
         if normalizers is None:
             counts = logits.new_tensor(self.normalizers(targets.counts, logits.shape[2]))
-            normalizers = self.mean_normalizers(_sum_over_processes(counts), comm.get_world_size())
-        classes, num_boxes = normalizers
-        class_sums = self.class_losses(logits, boxes, targets, matches).sum(dim=(1, 2))
-        losses = {
-            "loss_ce": self.class_weight * class_sums / classes,
-            **self.localisation(boxes, targets, matches, num_boxes),
-        }
+            normalizers = self.normalizers_of_processes(counts)
+        losses = self.block_losses(logits, boxes, targets, matches, normalizers)
         last = len(logits) - 1
         return {
             name if block == last else f"{name}_{block}": loss[block]
             for block in range(last + 1)
             for name, loss in losses.items()
+        }
+
+    def supervised(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns logits and boxes of the blocks that have a loss, in float32."""
+        first = 0 if self.deep_supervision else -1
+        return outputs["pred_logits"][first:].float(), outputs["pred_boxes"][first:].float()
+
+    def block_losses(
+        self,
+        logits: Tensor,
+        boxes: Tensor,
+        targets: Targets,
+        matches: Matches,
+        normalizers: Tensor,
+    ) -> dict[str, Tensor]:
+        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou", (L,) each.
+
+        Args:
+            logits: (L, N, Q, K + 1).
+            boxes: (L, N, Q, 4), cxcywh in [0, 1] of the unpadded image.
+            targets: ground truth of the N images.
+            matches: which query is to find which box.
+            normalizers: (2,), what the sums of classes and of boxes are divided by.
+        """
+        classes, num_boxes = normalizers
+        class_sums = self.class_losses(logits, boxes, targets, matches).sum(dim=(1, 2))
+        return {
+            "loss_ce": self.class_weight * class_sums / classes,
+            **self.localisation(boxes, targets, matches, num_boxes),
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
@@ -99,15 +122,26 @@ class SetCriterion(nn.Module):
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Returns (2,): what each part of an effective batch divides by, so that their mean fits.
+        """Returns (…, 2): what each part of an effective batch divides by, so that their mean fits.
 
         Args:
-            totals: (2,), sum of ``normalizers`` over all parts.
+            totals: (…, 2), sums of ``normalizers`` over all parts.
             parts: how many there are, over micro-batches and processes.
         """
         # The whole batch's sums are never divided by less than this, whatever the parts.
         least = totals.new_tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least) / parts
+
+    def normalizers_of_processes(self, counts: Tensor) -> Tensor:
+        """Returns ``mean_normalizers``, (…, 2), of a batch that the processes share.
+
+        Args:
+            counts: (…, 2), ``normalizers`` of this process's part.
+        """
+        if comm.get_world_size() > 1:
+            counts = counts.clone()
+            torch.distributed.all_reduce(counts)
+        return self.mean_normalizers(counts, comm.get_world_size())
 
     def class_losses(
         self, logits: Tensor, boxes: Tensor, targets: Targets, matches: Matches
@@ -143,9 +177,3 @@ def paired_iou(first: Tensor, second: Tensor) -> Tensor:
     """Returns (P,): IoU of boxes (P, 4) with boxes (P, 4), cxcywh, one by one."""
     corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
     return torch.vmap(box_iou)(*corners)[:, 0, 0]
-
-
-def _sum_over_processes(values: Tensor) -> Tensor:
-    if comm.get_world_size() > 1:
-        torch.distributed.all_reduce(values)
-    return values

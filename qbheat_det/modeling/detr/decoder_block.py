@@ -91,12 +91,15 @@ class QueryLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(widths.dropout)
 
-    def forward(self, queries: Tensor, position: Tensor, level: LevelMap) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, queries: Tensor, position: Tensor, level: LevelMap, hidden: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """
         Args:
             queries: (N, Q, C).
             position: (N, Q, C), what tells the queries apart.
             level: the map to look at.
+            hidden: (N * heads, Q, Q), True where a query (row) does not see another, or None.
 
         Returns:
             Queries and positions, (N, Q, C) each.
@@ -111,7 +114,9 @@ class QueryLayer(nn.Module):
         )
         queries = self.cross_norm(queries + self.dropout(gathered))
         located = queries + position
-        exchanged, _ = self.self_attention(located, located, queries, need_weights=False)
+        exchanged, _ = self.self_attention(
+            located, located, queries, attn_mask=hidden, need_weights=False
+        )
         queries = self.self_norm(queries + self.dropout(exchanged))
         queries = queries + self.dropout(self.feed_forward(queries))
         return self.feed_forward_norm(queries), position
@@ -215,19 +220,28 @@ class DecoderBlock(nn.Module):
         self.query_to_map = query_to_map
 
     def forward(
-        self, queries: Tensor, position: Tensor, level: LevelMap
+        self,
+        queries: Tensor,
+        position: Tensor,
+        level: LevelMap,
+        *,
+        hidden: Tensor | None = None,
+        num_read: int | None = None,
     ) -> tuple[Tensor, Tensor, LevelMap]:
         """
         Args:
             queries: (N, Q, C).
             position: (N, Q, C).
             level: the map.
+            hidden: see ``QueryLayer.forward``.
+            num_read: how many of the first queries the map reads; all if None.
 
         Returns:
-            The three, updated.
+            Queries, positions and the map, updated.
         """
-        queries, position = self.query_layer(queries, position, level)
+        queries, position = self.query_layer(queries, position, level, hidden)
         if self.mobile is not None and self.query_to_map is not None:
-            level = replace(level, x=self.mobile(level, queries))
-            level = replace(level, x=self.query_to_map(level, queries, position))
+            read = queries[:, :num_read]
+            level = replace(level, x=self.mobile(level, read))
+            level = replace(level, x=self.query_to_map(level, read, position[:, :num_read]))
         return queries, position, level

@@ -36,6 +36,7 @@ from .decoder_block import (
     QueryToMap,
     TransformerMobile,
 )
+from .extra_queries import ExtraQueries
 
 
 class SeparableConv(nn.Module):
@@ -146,7 +147,7 @@ class MFDecoder(nn.Module):
         widths = widths or DecoderWidths()
         fine, coarse = (cast(int, shape.channels) for shape in input_shape)
         self.position_encoding = SinePositionEncoding(channels=widths.dim)
-        self.num_queries = num_queries
+        self.num_queries, self.num_heads = num_queries, widths.num_heads
         self.query_position = nn.Embedding(num_queries, widths.dim)
         self.down = SeparableConv(coarse, widths.dim, norm, stride=2)
         self.up = nn.ModuleList(SeparableConv(widths.dim, widths.dim, norm) for _ in range(2))
@@ -175,27 +176,42 @@ class MFDecoder(nn.Module):
         nn.init.zeros_(self.bbox_embed.last.weight)
 
     def forward(
-        self, features: Sequence[Tensor], padding: Tensor | None = None
+        self,
+        features: Sequence[Tensor],
+        padding: Tensor | None = None,
+        extra: ExtraQueries | None = None,
     ) -> dict[str, Tensor]:
         """
         Args:
             features: maps at strides 8 and 16, (N, C, H, W) each.
             padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
+            extra: E further queries of each image, which change nothing for the decoder's own.
 
         Returns:
-            "pred_logits" (L, N, Q, K + 1), the last class being "no object", and "pred_boxes"
-            (L, N, Q, 4), cxcywh in [0, 1] of the unpadded image. L counts the blocks while
-            training and is 1, the last block, otherwise.
+            "pred_logits" (L, N, Q + E, K + 1), the last class being "no object", and "pred_boxes"
+            (L, N, Q + E, 4), cxcywh in [0, 1] of the unpadded image, further queries last. L
+            counts the blocks while training and is 1, the last block, otherwise.
         """
-        states = self.refine_queries(features, padding)
+        states = self.refine_queries(features, padding, extra)
         return self.predict(states if self.training else states[-1:])
 
-    def refine_queries(self, features: Sequence[Tensor], padding: Tensor | None = None) -> Tensor:
-        """As ``forward``, to the queries after every block: (L, N, Q, C)."""
+    def refine_queries(
+        self,
+        features: Sequence[Tensor],
+        padding: Tensor | None = None,
+        extra: ExtraQueries | None = None,
+    ) -> Tensor:
+        """As ``forward``, to the queries after every block: (L, N, Q + E, C)."""
         fine, coarse = features
         masks = [halve(halve(padding)), halve(padding), padding]  # at strides 32, 16, 8
         position = self.query_position.weight.expand(len(fine), -1, -1)
         queries = torch.zeros_like(position)
+        hidden = None
+        if extra is not None:
+            queries = torch.cat([queries, extra.content.to(queries)], dim=1)
+            position = torch.cat([position, extra.position.to(position)], dim=1)
+            # One copy a head, as PyTorch's attention wants a mask that differs between images.
+            hidden = extra.mask(self.num_queries).repeat_interleave(self.num_heads, dim=0)
         x = self.down(coarse, masks[1])
         states: list[Tensor] = []
         for scale, blocks in enumerate(self.levels):
@@ -212,7 +228,9 @@ class MFDecoder(nn.Module):
                 padding=masks[scale],
             )
             for block in cast(Sequence[DecoderBlock], blocks):
-                queries, position, level = block(queries, position, level)
+                queries, position, level = block(
+                    queries, position, level, hidden=hidden, num_read=self.num_queries
+                )
                 states.append(queries)
             x = level.as_image(level.x)
         return torch.stack(states)

@@ -22,11 +22,14 @@ from torchvision.ops import box_convert
 from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.detr import (
     DecoderWidths,
+    Denoising,
     FocalSettings,
     HungarianMatcher,
     MFDecoder,
+    QueryGroups,
     SetCriterion,
     Targets,
+    TrainingHelp,
     build_classification,
 )
 
@@ -43,6 +46,8 @@ class MFDETR(nn.Module):
     so. While training, the statistics of BatchNorm include the padding, as in Detectron2.
     """
 
+    training_only = ("training_help",)
+
     @configurable
     def __init__(
         self,
@@ -53,6 +58,7 @@ class MFDETR(nn.Module):
         in_features: Sequence[str],
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
+        training_help: TrainingHelp | None = None,
     ) -> None:
         """
         Args:
@@ -62,11 +68,13 @@ class MFDETR(nn.Module):
             in_features: names of the backbone's maps at strides 8 and 16.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
+            training_help: further queries with losses of their own; inference does not know them.
         """
         super().__init__()
         self.backbone = backbone
         self.decoder = decoder
         self.criterion = criterion
+        self.training_help = training_help
         self.in_features = list(in_features)
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
@@ -100,6 +108,8 @@ class MFDETR(nn.Module):
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
+            # Built last, so that all else starts from the same random weights with it or without.
+            "training_help": _build_training_help(cfg),
         }
 
     @property
@@ -124,32 +134,68 @@ class MFDETR(nn.Module):
         """
         images = self.preprocess_image(batched_inputs)
         features, padding = self.extract_features(images)
-        outputs = self.decoder(features, padding)
         if self.training:
-            return self.criterion(outputs, self.prepare_targets(batched_inputs), normalizers)
-        results = self.inference(outputs, images.image_sizes)
+            targets = self.prepare_targets(batched_inputs)
+            return self.losses(features, padding, targets, normalizers)
+        results = self.inference(self.decoder(features, padding), images.image_sizes)
         return [
             {"instances": detector_postprocess(result, *_output_size(entry, result))}
             for entry, result in zip(batched_inputs, results, strict=True)
         ]
 
-    def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (2,): what a batch's losses of classes and boxes are divided by, were it alone.
+    def losses(
+        self,
+        features: Sequence[Tensor],
+        padding: Tensor | None,
+        targets: Targets,
+        normalizers: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            features: maps at strides 8 and 16, (N, C, H, W) each.
+            padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
+            targets: ground truth of the N images.
+            normalizers: see ``forward``.
 
+        Returns:
+            The criterion's losses, and those of the training-only help behind them.
+        """
+        if normalizers is None:
+            counts = self._loss_counts(targets.counts).to(self.device)
+            normalizers = self.criterion.normalizers_of_processes(counts)
+        if self.training_help is None:
+            return self.criterion(self.decoder(features, padding), targets, normalizers[0])
+        outputs = self.decoder(features, padding, self.training_help(targets))
+        num_own = self.decoder.num_queries
+        own = {name: values[:, :, :num_own] for name, values in outputs.items()}
+        extra = {name: values[:, :, num_own:] for name, values in outputs.items()}
+        return {
+            **self.criterion(own, targets, normalizers[0]),
+            **self.training_help.losses(extra, targets, self.criterion, normalizers),
+        }
+
+    def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns (P, 2): what a batch's losses of classes and boxes are divided by, were it alone.
+
+        A row is of the object queries, a second one of the denoising queries, if there are any.
         Known from the ground truth, before anything is computed.
         """
-        counts = [len(entry["instances"]) for entry in batched_inputs]
-        normalizers = self.criterion.normalizers(counts, self.decoder.num_queries)
-        return torch.tensor(normalizers)  # on the CPU, so that a step has one transfer for all
+        return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns (2,): what each part of an effective batch divides by, so that their mean fits.
+        """Returns (P, 2): what each part of an effective batch divides by, so that their mean fits.
 
         Args:
-            counts: (2,), sum of ``loss_counts`` over all parts.
+            counts: (P, 2), sum of ``loss_counts`` over all parts.
             parts: how many there are, over micro-batches and processes.
         """
         return self.criterion.mean_normalizers(counts, parts)
+
+    def _loss_counts(self, counts: Sequence[int]) -> Tensor:
+        rows = [self.criterion.normalizers(counts, self.decoder.num_queries)]
+        if self.training_help is not None:
+            rows += self.training_help.normalizers(counts, self.criterion)
+        return torch.tensor(rows)  # on the CPU, so that a step has one transfer for all
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""
@@ -257,3 +303,28 @@ def _build_criterion(node: CfgNode) -> SetCriterion:
 def _output_size(entry: dict[str, Any], result: Instances) -> tuple[int, int]:
     height, width = result.image_size
     return entry.get("height", height), entry.get("width", width)
+
+
+def _build_training_help(cfg: CfgNode) -> TrainingHelp | None:
+    node = cfg.MODEL.MF_DETR
+    denoising, groups = node.DENOISING, node.QUERY_GROUPS
+    if denoising.GROUPS < 0 or groups.COUNT < 1:
+        raise ValueError(
+            "MODEL.MF_DETR.DENOISING.GROUPS is at least 0 and QUERY_GROUPS.COUNT at least 1, not "
+            f"{denoising.GROUPS} and {groups.COUNT}"
+        )
+    parts: dict[str, Any] = {}
+    if groups.COUNT > 1:
+        parts["groups"] = QueryGroups(
+            num_groups=groups.COUNT - 1,
+            num_queries=node.NUM_OBJECT_QUERIES,
+            dim=node.HIDDEN_DIM,
+            weight=groups.WEIGHT,
+        )
+    if denoising.GROUPS:
+        parts["denoising"] = Denoising(
+            num_classes=node.NUM_CLASSES,
+            dim=node.HIDDEN_DIM,
+            **{name.lower(): value for name, value in denoising.items()},
+        )
+    return TrainingHelp(**parts) if parts else None

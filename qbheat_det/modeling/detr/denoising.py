@@ -1,0 +1,249 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Denoising queries: noised ground truth that a decoder in training brings back to what it was.
+
+Papers: "DN-DETR: Accelerate DETR Training by Introducing Query DeNoising", arXiv:2203.01305, and
+for the negatives "DINO: DETR with Improved DeNoising Anchor Boxes", arXiv:2203.03605, Sec. 3.3.
+
+Deviations: MF-DETR's queries are no boxes, so a noised box becomes a query's position through a
+network of two layers over its sine code, as in DAB-DETR; there is no indicator beside the embedded
+label, since the content of MF-DETR's own queries is zero; the groups of an image are as many as
+its own boxes allow, so that an image gives the same alone as beside a crowded one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import box_convert
+
+from qbheat_det.layers import SinePositionEncoding
+
+from .criterion import SetCriterion
+from .extra_queries import ExtraQueries
+from .matcher import Matches, Targets
+
+
+@dataclass(frozen=True)
+class DenoisingNoise:
+    """What is random: all in [0, 1) and as if every image had E queries.
+
+    ``shift`` (N, E, 4) moves the corners of the boxes, ``relabel`` (N, E) decides whether a label
+    is drawn anew, ``label`` (N, E) which.
+    """
+
+    shift: Tensor
+    relabel: Tensor
+    label: Tensor
+
+    @classmethod
+    def draw(cls, num_images: int, num_queries: int, device: torch.device) -> "DenoisingNoise":
+        """Draws from the device's generator, which a step has seeded."""
+        drawn = torch.rand(num_images, num_queries, 6, device=device)
+        return cls(shift=drawn[..., :4], relabel=drawn[..., 4], label=drawn[..., 5])
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which query of an image stands for which of its boxes; fields are (N, E)."""
+
+    target: Tensor
+    group: Tensor
+    negative: Tensor
+    valid: Tensor  # False behind an image's last query
+
+    @property
+    def width(self) -> int:
+        """E."""
+        return self.valid.shape[1]
+
+    def to(self, device: torch.device) -> "_Layout":
+        """Moves the fields, without waiting for the device."""
+        fields = (self.target, self.group, self.negative, self.valid)
+        return _Layout(*(field.to(device, non_blocking=True) for field in fields))
+
+
+class Denoising(nn.Module):
+    """Makes denoising queries of a batch's ground truth, and losses of what became of them."""
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        dim: int,
+        groups: int,
+        box_noise: float = 0.4,
+        label_noise: float = 0.25,
+        negatives: bool = True,
+        max_queries: int = 200,
+        weight: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            num_classes: K.
+            dim: C, width of the decoder's queries.
+            groups: noised copies of each box, at most; those of one copy see each other.
+            box_noise: how far a corner moves at most, relative to half the side of its box; that
+                of a negative moves once to twice as far.
+            label_noise: probability that a label is drawn anew from all classes.
+            negatives: whether each copy has a second one, of more noise, that is no object.
+            max_queries: of one image. With more, it has fewer groups; of more boxes than fit in
+                one group, the first.
+            weight: factor on the losses.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        super().__init__()
+        if groups < 1:
+            raise ValueError(f"DENOISING.GROUPS of a denoising part is at least 1, not {groups}")
+        if box_noise < 0 or not 0 <= label_noise <= 1:
+            raise ValueError(
+                "DENOISING.BOX_NOISE is at least 0 and LABEL_NOISE in [0, 1], not "
+                f"{box_noise} and {label_noise}"
+            )
+        if max_queries < 1 + negatives:
+            raise ValueError(
+                f"DENOISING.MAX_QUERIES is at least {1 + negatives}, for one box, not {max_queries}"
+            )
+        self.num_classes = num_classes
+        self.groups = groups
+        self.box_noise = box_noise
+        self.label_noise = label_noise
+        self.copies = 1 + negatives
+        self.max_queries = max_queries
+        self.weight = weight
+        self.label_embed = nn.Embedding(num_classes, dim)
+        self.position_encoding = SinePositionEncoding(channels=dim)
+        self.box_embed = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
+        for layer in (self.box_embed[0], self.box_embed[2]):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, targets: Targets, noise: DenoisingNoise | None = None) -> ExtraQueries:
+        """
+        Args:
+            targets: ground truth of the N images.
+            noise: drawn anew if None.
+
+        Returns:
+            The queries, as many for each image as for the one with the most; what is beyond an
+            image's own is seen by none.
+        """
+        layout = self._layout(targets.counts).to(targets.boxes.device)
+        if noise is None:
+            noise = DenoisingNoise.draw(*layout.valid.shape, targets.boxes.device)
+        labels = self.noised_labels(targets.labels.gather(1, layout.target), noise)
+        boxes = targets.boxes.gather(1, layout.target[..., None].expand(-1, -1, 4))
+        boxes = self.noised_boxes(boxes, layout.negative, noise)
+        code = self.position_encoding.wave(boxes).flatten(-2)  # (N, E, 2 C)
+        strangers = layout.group[:, :, None] != layout.group[:, None]
+        return ExtraQueries(
+            content=self.label_embed(labels),
+            position=self.box_embed(code),
+            hidden=strangers | ~layout.valid[:, None],
+            sees_own=layout.valid.new_ones(layout.width),
+        )
+
+    def noised_labels(self, labels: Tensor, noise: DenoisingNoise) -> Tensor:
+        """Returns labels (N, E), some of them drawn anew."""
+        drawn = (noise.label * self.num_classes).long()
+        return torch.where(noise.relabel < self.label_noise, drawn, labels)
+
+    def noised_boxes(self, boxes: Tensor, negative: Tensor, noise: DenoisingNoise) -> Tensor:
+        """Returns boxes (N, E, 4), cxcywh, with their corners moved but inside the image.
+
+        Args:
+            boxes: (N, E, 4), cxcywh in [0, 1] of the unpadded image.
+            negative: (N, E), True where a corner moves further.
+            noise: what is random.
+        """
+        signed = 2 * noise.shift - 1
+        further = torch.where(signed < 0, -1.0, 1.0) * negative[..., None]
+        half = boxes[..., 2:].repeat(1, 1, 2) / 2
+        corners = box_convert(boxes, "cxcywh", "xyxy") + (signed + further) * half * self.box_noise
+        first, second = corners.clamp(0, 1).chunk(2, dim=-1)
+        # Much noise can carry a corner past the other one.
+        ordered = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], dim=-1)
+        return box_convert(ordered, "xyxy", "cxcywh")
+
+    def losses(
+        self,
+        logits: Tensor,
+        boxes: Tensor,
+        targets: Targets,
+        criterion: SetCriterion,
+        normalizers: Tensor,
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            logits: (L, N, E, K + 1) of the queries that ``forward`` made of the same targets.
+            boxes: (L, N, E, 4), cxcywh in [0, 1] of the unpadded image.
+            targets: ground truth of the N images.
+            criterion: what a matched query costs.
+            normalizers: (2,), of classes and of boxes, see ``normalizers``.
+
+        Returns:
+            "loss_dn_ce", "loss_dn_bbox" and "loss_dn_giou", weighted sums over the L blocks.
+        """
+        layout = self._layout(targets.counts)
+        # Where the queries are is known from the counts, so that nothing waits for the device:
+        # those of all images in one row, without the gaps.
+        image, query = layout.valid.nonzero(as_tuple=True)
+        kept = (~layout.negative[image, query]).nonzero()[:, 0]
+        target = image * targets.labels.shape[1] + layout.target[image, query]
+        num_blocks = len(logits)
+        fields = (
+            torch.arange(num_blocks).repeat_interleave(len(kept)),
+            torch.zeros(num_blocks * len(kept), dtype=torch.long),
+            kept.repeat(num_blocks),
+            target[kept].repeat(num_blocks),
+        )
+        image, query, *fields = (
+            index.to(logits.device, non_blocking=True) for index in (image, query, *fields)
+        )
+        row = Targets(
+            labels=targets.labels.reshape(1, -1),
+            boxes=targets.boxes.reshape(1, -1, 4),
+            counts=(sum(targets.counts),),
+        )
+        found = criterion.block_losses(
+            logits[:, image, query][:, None],
+            boxes[:, image, query][:, None],
+            row,
+            Matches(*fields),
+            normalizers,
+        )
+        return {
+            name.replace("loss_", "loss_dn_"): self.weight * loss.sum()
+            for name, loss in found.items()
+        }
+
+    def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
+        """Returns what a batch's sums are divided by, were it alone: of classes, and of boxes.
+
+        Args:
+            counts: boxes of each image.
+            criterion: of the losses.
+        """
+        kept = sum(groups * used for groups, used in map(self._shape_of, counts))
+        return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
+
+    def _shape_of(self, count: int) -> tuple[int, int]:
+        """Returns an image's number of groups and the number of boxes in each."""
+        used = min(count, self.max_queries // self.copies)
+        return min(self.groups, self.max_queries // max(self.copies * used, 1)), used
+
+    def _layout(self, counts: Sequence[int]) -> _Layout:
+        """Returns whose queries stand where, on the CPU: group by group, negatives behind."""
+        groups, used = torch.tensor([self._shape_of(count) for count in counts]).T[..., None]
+        length = self.copies * used  # of a group, (N, 1)
+        total = groups * length
+        index = torch.arange(int(total.max())).expand(len(counts), -1)  # (N, E)
+        inside = index % length.clamp(min=1)
+        return _Layout(
+            target=torch.where(index < total, inside % used.clamp(min=1), 0),
+            group=index // length.clamp(min=1),
+            negative=inside >= used,
+            valid=index < total,
+        )
