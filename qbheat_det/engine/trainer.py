@@ -48,6 +48,7 @@ from qbheat_det.solver import (
 )
 
 from .broken_images import BrokenImages
+from .cached_features import use_cached_features
 from .evaluation import Evaluation, TestLoader
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, Write, build_average
@@ -68,6 +69,7 @@ class Trainer(DefaultTrainer):
     Attributes:
         cfg: with the iterations and the learning rate in use, as worked out from the data.
         bare_model: without the wrapper for several processes.
+        cached_features: where the config asks for them, else None.
         resumed_from: checkpoint that the run continues from; None where it begins.
     """
 
@@ -87,6 +89,7 @@ class Trainer(DefaultTrainer):
         self.bare_model = self.build_model(self.cfg)
         if isinstance(self.bare_model, PretrainingModel):
             self.bare_model.check_num_images(stream.num_images)
+        self.cached_features = use_cached_features(self.cfg, self.bare_model)
         optimizer = self.build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
@@ -119,8 +122,9 @@ class Trainer(DefaultTrainer):
         self._info: WeightsInfo | None = None
         self.start_iter = 0
         self.max_iter = self.cfg.SOLVER.MAX_ITER
+        test_data = self.cached_features or self
         self._evaluation = Evaluation(
-            self.cfg, build_loader=self.build_test_loader, build_evaluator=self.build_evaluator
+            self.cfg, build_loader=test_data.build_test_loader, build_evaluator=self.build_evaluator
         )
         self._last_eval_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())
@@ -166,6 +170,8 @@ class Trainer(DefaultTrainer):
             The last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
             processes other than the main one, and where nothing was left to do.
         """
+        if self.cached_features:
+            self.cached_features.prepare(self.data_loader)
         if self.start_iter >= self.max_iter:
             return self._finish()
         if comm.is_main_process():  # with what was worked out, beside the weights to come

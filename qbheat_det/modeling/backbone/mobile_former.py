@@ -174,6 +174,11 @@ class MobileFormer(Backbone):
             self.expand = _freeze(self.expand)
         return self
 
+    @property
+    def freezes_all(self) -> int:
+        """The least ``freeze_at`` that freezes the network to its end."""
+        return len(self._stage_names) + 1
+
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
         """Says which parameters make one layer, as timm's models do, for layer-wise decay.

@@ -87,6 +87,9 @@ class TimmBackbone(Backbone):
             "in_channels": input_shape.channels,
         }
 
+    freezes_all = _FREEZES_ALL
+    """The least ``freeze_at`` that freezes the network to its end."""
+
     @property
     def size_divisibility(self) -> int:
         """The coarsest stride: several networks round sizes in between down, others up."""

@@ -1,0 +1,251 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Training a head on what a frozen encoder makes of each view, computed once and read from a disk.
+
+The encoder's place in the model is taken before the optimizer is built; the cache is made when the
+weights are loaded, and shared by every run that has the same encoder, images and views.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import build_detection_test_loader, get_detection_dataset_dicts
+from detectron2.data.samplers import InferenceSampler
+from detectron2.modeling.backbone import FPN
+from detectron2.utils import comm
+from torch import nn
+
+from qbheat_det.data import (
+    MAPPERS_OF_CLASSES,
+    CachedViews,
+    Fault,
+    FeatureStore,
+    FixedViews,
+    ImageBatches,
+    TrainStream,
+    View,
+    build_mapper,
+    describe_cache,
+    get_cache_dir,
+    load_classes,
+    name_cache,
+    number_records,
+    open_feature_store,
+)
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.backbone import CachedBackbone
+
+from .cache_estimate import CachedSet, CacheEstimate, estimate_set, sample_views, tell_estimate
+from .cache_refusals import check_cacheable, check_frozen
+from .evaluation import TestLoader
+from .feature_build import ViewEncoder, ViewsOf, fill
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class CachedFeatures:
+    """The cache of a run: made by ``prepare``, read by the stream and by test loaders.
+
+    Attributes:
+        estimate: of disk and time, once prepared.
+        rehearsal: a folder, in which case ``prepare`` encodes a sample of the training set alone
+            and shows it in the place of all views; for dry runs.
+    """
+
+    def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
+        """
+        Args:
+            cfg: of the run.
+            model: in which ``backbone`` stands.
+            backbone: gives the features.
+        """
+        self._cfg = cfg
+        self._model = model
+        self._backbone = backbone
+        self._dtype = DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
+        self._views: FixedViews | None = None
+        self._tests: dict[str, CachedSet] = {}
+        self.estimate = CacheEstimate()
+        self.rehearsal: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """That of all caches."""
+        named = self._cfg.MODEL.CACHE_FEATURES.FOLDER
+        return Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
+
+    def prepare(self, stream: TrainStream) -> None:
+        """Encodes what the caches lack, and makes the stream read from them.
+
+        To be called on all processes, after the weights are loaded and before the first batch.
+
+        Args:
+            stream: of the run; its mapper is exchanged.
+
+        Raises:
+            UserError: the disk is too small, or the features cannot be kept.
+        """
+        if self._views is None:
+            assert isinstance(stream.mapper, FixedViews)  # check_cacheable saw to it
+            self._views = stream.mapper
+        views = self._views
+        encoder = ViewEncoder(self._model, self._backbone)
+        with encoder.ready():
+            self._share_weights()
+            training = self._open("training", stream.dataset, views, is_train=True)
+            self._tests = {name: self._open_test_set(name) for name in self._cfg.DATASETS.TEST}
+            sets = [training, *self._tests.values()]
+            self.estimate = sum((estimate_set(cached, encoder) for cached in sets), CacheEstimate())
+            tell_estimate(self.estimate, self.folder, used=[s.store.folder.name for s in sets])
+            if self.rehearsal:
+                training.store = self._sample_store(training, encoder)
+                for cached in self._tests.values():
+                    name = cached.store.folder.name
+                    cached.store = FeatureStore(
+                        self.rehearsal / name, cached.store.num_views, dtype=self._dtype
+                    )
+                self._fill(list(self._tests.values()), encoder)
+            else:
+                self._fill(sets, encoder)
+        stream.mapper = CachedViews(training.store, views.count)
+        self._backbone.trust()
+
+    def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> TestLoader:
+        """As ``Trainer.build_test_loader``, with features in the place of images."""
+        cached = self._tests[dataset_name]
+        mapper = CachedViews(cached.store, cached.views.count)
+        workers = cfg.DATALOADER.NUM_WORKERS
+        if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+            return ImageBatches(cached.records, mapper=mapper, num_workers=workers)
+        loader: TestLoader = build_detection_test_loader(
+            cached.records,
+            mapper=mapper,
+            sampler=InferenceSampler(len(cached.records)),
+            num_workers=workers,
+        )
+        return loader
+
+    def _share_weights(self) -> None:
+        """Gives all processes the main one's encoder, which differs where no weights are loaded."""
+        if comm.get_world_size() > 1:
+            for tensor in self._backbone.encoder.state_dict().values():
+                torch.distributed.broadcast(tensor, src=0)
+
+    def _open_test_set(self, name: str) -> CachedSet:
+        cfg = self._cfg
+        if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+            records = load_classes([name], cfg.MODEL.CLASS_NAMES)
+        else:
+            records = get_detection_dataset_dicts(name, filter_empty=False)
+        views = FixedViews(build_mapper(cfg, is_train=False), count=1)
+        return self._open(f"test set '{name}'", number_records(records), views, is_train=False)
+
+    def _open(
+        self, title: str, records: Sequence[dict[str, Any]], views: FixedViews, *, is_train: bool
+    ) -> CachedSet:
+        cfg, encoder = self._cfg, self._backbone.encoder
+        description = describe_cache(
+            weights=encoder.state_dict(),
+            encoder=repr(encoder),
+            outputs=self._backbone.outputs,
+            pixel_mean=cfg.MODEL.PIXEL_MEAN,
+            pixel_std=cfg.MODEL.PIXEL_STD,
+            size_divisibility=getattr(self._model, "backbone", encoder).size_divisibility,
+            dtype=cfg.MODEL.CACHE_FEATURES.DTYPE,
+            count=views.count,
+            views_seed=views.seed,
+            is_train=is_train,
+            input_config=cfg.INPUT.dump(),
+            records=records,
+        )
+        num_views = len(records) * views.count
+        if self.rehearsal:  # looks at what is there, and leaves nothing behind
+            folder = self.folder / name_cache(description)
+            store = FeatureStore(folder, num_views, dtype=self._dtype)
+        else:
+            store = open_feature_store(self.folder, description, num_views, dtype=self._dtype)
+        return CachedSet(f"Encoding the {title}", records, views, store)
+
+    def _fill(self, sets: Sequence[CachedSet], encoder: ViewEncoder) -> None:
+        for cached in sets:
+            if not cached.store.missing():
+                continue
+            if cached.views.count > 1:  # else what is kept in memory would serve once
+                cached.views.prepare(cached.records)
+            fill(
+                cached.store,
+                ViewsOf(cached.records, cached.views),
+                encoder,
+                num_workers=self._cfg.DATALOADER.NUM_WORKERS,
+                title=cached.title,
+            )
+
+    def _sample_store(self, training: CachedSet, encoder: ViewEncoder) -> FeatureStore:
+        """Returns a store of a few views, that shows them in the place of all."""
+        assert self.rehearsal
+        sampled = sample_views(range(training.store.num_views))
+        store = _Repeating(self.rehearsal / "sample", len(sampled), dtype=self._dtype)
+        # All processes write the same, whole or not at all.
+        for chunk in range(store.num_chunks):
+            store.write(chunk, encoder([training[sampled[i]] for i in store.views_of(chunk)]))
+        return store
+
+
+class _Repeating(FeatureStore):
+    """Gives the views that it has in turn, whatever their index."""
+
+    def read(self, view_index: int) -> View | Fault | None:
+        return super().read(view_index % self.num_views)
+
+
+def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
+    """Puts a ``CachedBackbone`` in the place of a model's encoder, where the config asks for it.
+
+    Args:
+        cfg: ``MODEL.CACHE_FEATURES`` and ``INPUT.FIXED_VIEWS``.
+        model: changed in place; no optimizer, wrapper or copy has seen it.
+
+    Raises:
+        UserError: this cannot be trained from a cache; the sentence says why.
+    """
+    if not cfg.MODEL.CACHE_FEATURES.ENABLED:
+        return None
+    check_cacheable(cfg)
+    return CachedFeatures(cfg, model, swap_encoder(cfg, model))
+
+
+def swap_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
+    """Does the exchange; returns what stands in the model now, with the encoder inside.
+
+    Raises:
+        UserError: the model has no frozen encoder.
+    """
+    dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
+    if dtype not in DTYPES:
+        raise UserError(
+            f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', but must be one of {', '.join(DTYPES)}"
+        )
+    backbone = getattr(model, "backbone", None)
+    if backbone is None:
+        raise UserError(
+            f"MODEL.CACHE_FEATURES needs a model with a backbone, and {type(model).__name__} has "
+            "none: set MODEL.CACHE_FEATURES.ENABLED False"
+        )
+    has_pyramid = isinstance(backbone, FPN)
+    encoder = backbone.bottom_up if has_pyramid else backbone
+    check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
+    reader = backbone if has_pyramid else model
+    read = getattr(reader, "head_in_features", None) or getattr(reader, "in_features", None)
+    cached = CachedBackbone(
+        encoder=encoder.to("cpu"),
+        outputs=list(read or encoder.output_shape()),
+        channels_last=cfg.MODEL.CHANNELS_LAST,
+    )
+    if has_pyramid:
+        backbone.bottom_up = cached
+    else:
+        model.backbone = cached
+    cached.attach(model)
+    return cached

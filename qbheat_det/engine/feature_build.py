@@ -1,0 +1,275 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Encodes the views of a set of images and fills a store with them, beside others who do the same.
+
+Views of one size are encoded together, in batches that are cut evenly: on the CPU, a batch of one
+is rounded otherwise than a batch of several, which all agree to the bit.
+"""
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from detectron2.data import DatasetFromList
+from detectron2.structures import Boxes, Instances
+from detectron2.utils import comm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+from qbheat_det.atomic import remove_leftovers
+from qbheat_det.data import Fault, FeatureStore, FixedViews, View, cut, make_view
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.backbone import CachedBackbone
+
+from .dry_run_report import format_duration
+
+logger = logging.getLogger(__name__)
+Mapped = dict[str, Any] | Fault | None
+Stored = View | Fault | None
+
+_PIXELS_AT_ONCE = 8 * 2**20  # of a batch: eight images of 800 x 1333
+_MOST_AT_ONCE = 32  # images
+_SECONDS_BETWEEN_LINES = 30  # of the log, where no terminal shows a bar
+_SECONDS_BETWEEN_LOOKS = 0.5  # for what other processes have written
+_BOX_FIELDS = {"gt_boxes", "gt_classes"}
+
+
+class ViewEncoder:
+    """Turns entries of a mapper into views of a store, through a model's own encoder."""
+
+    def __init__(self, model: nn.Module, backbone: CachedBackbone) -> None:
+        """
+        Args:
+            model: a meta-architecture.
+            backbone: that stands in it.
+        """
+        self._model = model
+        self._backbone = backbone
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within it the encoder is on the model's device, and the model in eval mode."""
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with self._backbone.encoding(next(self._model.parameters()).device):
+                yield
+        finally:
+            self._model.train(was_training)
+
+    def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
+        """Returns a view for each entry; a fault, or None, stays what it is.
+
+        Raises:
+            UserError: an entry holds what a store does not keep.
+        """
+        views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
+        of_size: dict[tuple[int, int], list[int]] = {}
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                height, width = entry["image"].shape[-2:]
+                of_size.setdefault((height, width), []).append(index)
+        is_alone = sum(map(len, of_size.values())) == 1
+        for (height, width), indices in of_size.items():
+            for part in cut(indices, _num_batches(len(indices), height * width)):
+                batch = [entries[index] for index in part]
+                # Encoded twice, so that the last view of a set is not rounded otherwise.
+                for index, features in zip(
+                    part, self._encode(batch * (1 + is_alone)), strict=False
+                ):
+                    views[index] = make_view(check_keepable(entries[index]), features)
+        return views
+
+    def _encode(self, batch: Sequence[Mapped]) -> list[dict[str, Tensor]]:
+        outputs = self._backbone.encode(self._model, [e for e in batch if isinstance(e, dict)])
+        here = {name: value.float().cpu().contiguous() for name, value in outputs.items()}
+        return [{name: value[i] for name, value in here.items()} for i in range(len(batch))]
+
+
+def check_keepable(entry: Mapped) -> dict[str, Any]:
+    """Returns the entry itself.
+
+    Raises:
+        UserError: it holds more than boxes, classes and a label, such as masks.
+    """
+    assert isinstance(entry, dict)
+    instances = entry.get("instances")
+    fields = instances.get_fields() if isinstance(instances, Instances) else {}
+    others = [key for key in ("sem_seg", "proposals") if key in entry]
+    others += sorted(fields.keys() - _BOX_FIELDS)
+    if "gt_boxes" in fields and not isinstance(fields["gt_boxes"], Boxes):
+        others.append(type(fields["gt_boxes"]).__name__)
+    if others:
+        raise UserError(
+            f"image '{entry.get('file_name', '')}' comes with '{others[0]}', but "
+            "MODEL.CACHE_FEATURES keeps boxes, classes and labels alone: set "
+            "MODEL.CACHE_FEATURES.ENABLED False"
+        )
+    return entry
+
+
+def _num_batches(num_images: int, pixels: int) -> int:
+    """How many parts a number of images is cut into, two or more in each where there are two."""
+    most = max(2, min(_MOST_AT_ONCE, _PIXELS_AT_ONCE // pixels))
+    return min(-(-num_images // most), max(1, num_images // 2))
+
+
+class ViewsOf(Dataset[Mapped]):
+    """All views of a set by number: that of a record's first view is the record's row times K."""
+
+    def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
+        """
+        Args:
+            records: numbered, see ``qbheat_det.data.number_records``.
+            views: draws them.
+        """
+        # One array of bytes, which forked workers share instead of copying.
+        self._records = DatasetFromList(list(records), copy=False, serialize=True)
+        self._views = views
+
+    def __len__(self) -> int:
+        return len(self._records) * self._views.count
+
+    def __getitem__(self, index: int) -> Mapped:
+        row, number = divmod(index, self._views.count)
+        return self._views.view(self._records[row], number)
+
+    def load(self, indices: Sequence[int] | Iterator[int], num_workers: int) -> Iterator[Mapped]:
+        """Yields views in the order asked for, loaded ahead where there are workers."""
+        yield from DataLoader(
+            self,
+            batch_size=None,
+            sampler=indices,  # type: ignore[arg-type]
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+
+
+def fill(
+    store: FeatureStore, views: ViewsOf, encoder: ViewEncoder, *, num_workers: int, title: str
+) -> None:
+    """Writes what is missing in a store; other processes that do so too share the work.
+
+    Returns when nothing is missing, whoever wrote it.
+
+    Args:
+        store: of as many views as there are in ``views``.
+        views: to encode.
+        encoder: ready.
+        num_workers: processes that load ahead.
+        title: of the bar, and of lines in the log.
+
+    Raises:
+        UserError: the store cannot be written, or cannot hold what there is.
+    """
+    remove_leftovers(store.folder)
+    with _Progress(store, title) as progress:
+        while missing := store.missing():
+            written = 0
+            with contextlib.closing(_Claims(store, missing)) as claims:
+                loaded = views.load(iter(claims), num_workers)
+                while (chunk := claims.next_chunk(loaded)) is not None:
+                    number, entries = chunk
+                    store.write(number, encoder(entries))
+                    claims.release(number)
+                    progress.tell()
+                    written += 1
+            if not written:
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                progress.tell()
+
+
+class _Claims(Iterator[int]):
+    """Claims chunks as their views are asked for, and gives their numbers to a loader."""
+
+    def __init__(self, store: FeatureStore, chunks: Sequence[int]) -> None:
+        self._store = store
+        self._chunks = iter(chunks)
+        self._held: dict[int, contextlib.ExitStack] = {}
+        self._waiting: list[int] = []
+        self._indices: Iterator[int] = iter(())
+
+    def __next__(self) -> int:
+        for index in self._indices:
+            return index
+        for chunk in self._chunks:
+            stack = contextlib.ExitStack()
+            if not stack.enter_context(self._store.claim(chunk)):
+                stack.close()
+                continue
+            self._held[chunk] = stack
+            self._waiting.append(chunk)
+            self._indices = iter(self._store.views_of(chunk))
+            return next(self._indices)
+        raise StopIteration
+
+    def next_chunk(self, loaded: Iterator[Mapped]) -> tuple[int, list[Mapped]] | None:
+        """Returns the next chunk that is held, with its views; None where there are no more."""
+        for first in loaded:
+            chunk = self._waiting.pop(0)
+            return chunk, [first, *(next(loaded) for _ in self._store.views_of(chunk)[1:])]
+        return None
+
+    def release(self, chunk: int) -> None:
+        """Gives back the claim on a chunk."""
+        self._held.pop(chunk).close()
+
+    def close(self) -> None:
+        """Gives back all claims."""
+        for stack in self._held.values():
+            stack.close()
+
+
+class _Progress:
+    """A bar where a terminal shows one, else lines of the log; on the main process."""
+
+    def __init__(self, store: FeatureStore, title: str) -> None:
+        self._store = store
+        self._title = title
+        self._total = store.num_views
+        self._before = self._missing()
+        self._started = self._told = time.perf_counter()
+        self._is_main = comm.is_main_process()
+        self._bar = tqdm(
+            total=self._total,
+            initial=self._total - self._before,
+            desc=title,
+            unit=" views",
+            disable=not (self._is_main and sys.stderr.isatty()),
+        )
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def tell(self) -> None:
+        """Shows what is done, by all processes, and the time left."""
+        if not self._is_main:
+            return
+        now = time.perf_counter()
+        if self._bar.disable and now - self._told < _SECONDS_BETWEEN_LINES:
+            return
+        missing = self._missing()
+        self._bar.update(self._total - missing - self._bar.n)
+        if self._bar.disable:
+            self._told = now
+            done = max(1, self._before - missing)
+            left = (now - self._started) * missing / done
+            logger.info(
+                f"{self._title}: {self._total - missing:,} of {self._total:,} views, "
+                f"{format_duration(left)} left"
+            )
+
+    def _missing(self) -> int:
+        return sum(len(self._store.views_of(chunk)) for chunk in self._store.missing())
+
+
+def _as_it_is(entry: Mapped) -> Mapped:
+    return entry
