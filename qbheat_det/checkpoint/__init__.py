@@ -4,7 +4,7 @@
 from qbheat_det.atomic import remove_leftovers, write_atomically
 
 from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_exact
-from .fitting import find_unbuilt, fit_weights
+from .fitting import find_unbuilt, fit_weights, without_children
 from .load_report import GroupReport, LoadReport
 from .name_matching import bare_backbone
 from .timm_weights import TimmWeights
@@ -28,5 +28,6 @@ __all__ = [
     "read_weights",
     "remove_leftovers",
     "save_weights",
+    "without_children",
     "write_atomically",
 ]

@@ -7,18 +7,24 @@ logs what does not fit and goes on; here it is an error unless asked for.
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from torch import nn
+from torch import Tensor, nn
 
 from qbheat_det.atomic import remove_leftovers, write_atomically
 from qbheat_det.errors import UserError
 
-from .fitting import find_left_behind, find_unbuilt, fit_weights
+from .fitting import (
+    find_left_behind,
+    find_training_only,
+    find_unbuilt,
+    fit_weights,
+    without_children,
+)
 from .load_report import LoadReport
 from .resumable import find_fault, newest_whole
 from .weights_file import WeightsFile, check_weights_file, class_names_beside, read_weights_file
@@ -201,14 +207,19 @@ class SafeCheckpointer(DetectionCheckpointer):
     def _load_model(self, checkpoint: dict[str, Any]) -> None:
         own_state = self.model.state_dict()
         info = self._file.info
+        stored = checkpoint.pop("model")
+        skipped = self._find_skipped(stored)
         fitting, report = fit_weights(
-            checkpoint.pop("model"),
-            own_state,
+            stored,
+            without_children(own_state, skipped),
             file=self._filename,
             old_classes=info.class_names if info else class_names_beside(self._filename),
             classes=self.class_names,
             unbuilt=find_unbuilt(self.model),
-            left_behind=find_left_behind(self.model, info.left_behind if info else ()),
+            left_behind=[
+                *find_left_behind(self.model, info.left_behind if info else ()),
+                *skipped,
+            ],
             private=getattr(self.model, "left_behind", ()),
         )
         self._file = WeightsFile({})
@@ -223,6 +234,10 @@ class SafeCheckpointer(DetectionCheckpointer):
         if self.allow_partial and (faults := report.find_faults(new_parts=True)):
             self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(faults))
         self._compare_pixels()
+
+    def _find_skipped(self, stored: Mapping[str, Tensor]) -> Sequence[str]:
+        # A new run starts its training-only parts anew, from a checkpoint as from an export.
+        return () if self._resuming else find_training_only(self.model, stored, keep_equal=False)
 
     def _check(self, report: LoadReport) -> None:
         if self._resuming:
@@ -255,8 +270,12 @@ class SafeCheckpointer(DetectionCheckpointer):
 class ExactCheckpointer(SafeCheckpointer):
     """For trained models: every tensor of the file and of the model must find its partner.
 
-    The classes too: weights of other names, or of another order, are refused.
+    The classes too: weights of other names, or of another order, are refused. What serves training
+    alone may be missing, or be another.
     """
+
+    def _find_skipped(self, stored: Mapping[str, Tensor]) -> Sequence[str]:
+        return find_training_only(self.model, stored, keep_equal=True)
 
     def _check(self, report: LoadReport) -> None:
         check_exact(report, "use the config.yaml that was written beside the weights")

@@ -60,11 +60,7 @@ def fit_weights(
         UserError: a tensor holds NaN or infinity, or names are ambiguous.
     """
     behind = tuple(name for name in left_behind if any(_is_of(name, key) for key in stored))
-    stored = {
-        key: tensor
-        for key, tensor in stored.items()
-        if not any(_is_of(name, key) for name in behind)
-    }
+    stored = without_children(stored, behind)
     check_finite(stored, file)
     change = compare_classes(old_classes, classes, file=file)
     places = match_names(model_state, stored, file=file, private=private)
@@ -101,6 +97,36 @@ def find_left_behind(model: nn.Module, written: Sequence[str]) -> Sequence[str]:
     return () if tuple(getattr(model, "left_behind", ())) == tuple(written) else written
 
 
+def find_training_only(
+    model: nn.Module, stored: Mapping[str, Tensor], *, keep_equal: bool
+) -> list[str]:
+    """Returns which parts that serve training alone are neither taken over nor missed.
+
+    A model names them in ``training_only``: nothing that it predicts depends on them, and no file
+    of trained weights has them, but a checkpoint does.
+
+    Args:
+        model: to load into.
+        stored: the file's tensors by name.
+        keep_equal: leave out those of which the file has just what the model has.
+    """
+    state = model.state_dict()
+    return [
+        name
+        for name in getattr(model, "training_only", ())
+        if not (keep_equal and _shapes_of(name, state) == _shapes_of(name, stored))
+    ]
+
+
+def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensors that belong to none of these children of a model."""
+    return {
+        key: tensor
+        for key, tensor in state.items()
+        if not any(_is_of(name, key) for name in children)
+    }
+
+
 def find_unbuilt(model: nn.Module) -> list[str]:
     """Beginnings of the names of what a model leaves out, and files for it may hold.
 
@@ -128,6 +154,10 @@ def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
 
 def _is_of(child: str, name: str) -> bool:
     return name == child or name.startswith(f"{child}.")
+
+
+def _shapes_of(child: str, state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {key: tensor.shape for key, tensor in state.items() if _is_of(child, key)}
 
 
 def _fit_all(

@@ -27,6 +27,7 @@ from qbheat_det.checkpoint import (
     WeightsInfo,
     info_of,
     save_weights,
+    without_children,
     write_atomically,
 )
 from qbheat_det.data import (
@@ -235,7 +236,10 @@ class Trainer(DefaultTrainer):
         """Writes the evaluated weights, and what is needed to use them, to a safetensors file."""
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
-            save_weights(str(path), self.evaluated_model.state_dict(), self._describe_weights())
+            state = self.evaluated_model.state_dict()
+            # What serves training alone is in the checkpoints, for resuming, and nowhere else.
+            state = without_children(state, getattr(self.bare_model, "training_only", ()))
+            save_weights(str(path), state, self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to resume, besides the weights."""

@@ -115,8 +115,9 @@ class Denoising(nn.Module):
         self.weight = weight
         self.label_embed = nn.Embedding(num_classes, dim)
         self.position_encoding = SinePositionEncoding(channels=dim)
-        self.box_embed = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
-        for layer in (self.box_embed[0], self.box_embed[2]):
+        layers = nn.Linear(2 * dim, dim), nn.Linear(dim, dim)
+        self.box_embed = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        for layer in layers:
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
@@ -132,7 +133,7 @@ class Denoising(nn.Module):
         """
         layout = self._layout(targets.counts).to(targets.boxes.device)
         if noise is None:
-            noise = DenoisingNoise.draw(*layout.valid.shape, targets.boxes.device)
+            noise = DenoisingNoise.draw(len(targets.counts), layout.width, targets.boxes.device)
         labels = self.noised_labels(targets.labels.gather(1, layout.target), noise)
         boxes = targets.boxes.gather(1, layout.target[..., None].expand(-1, -1, 4))
         boxes = self.noised_boxes(boxes, layout.negative, noise)
@@ -193,15 +194,14 @@ class Denoising(nn.Module):
         kept = (~layout.negative[image, query]).nonzero()[:, 0]
         target = image * targets.labels.shape[1] + layout.target[image, query]
         num_blocks = len(logits)
-        fields = (
-            torch.arange(num_blocks).repeat_interleave(len(kept)),
-            torch.zeros(num_blocks * len(kept), dtype=torch.long),
-            kept.repeat(num_blocks),
-            target[kept].repeat(num_blocks),
-        )
-        image, query, *fields = (
-            index.to(logits.device, non_blocking=True) for index in (image, query, *fields)
-        )
+        block = torch.arange(num_blocks).repeat_interleave(len(kept))
+        matches = Matches(
+            block=block,
+            image=torch.zeros_like(block),
+            query=kept.repeat(num_blocks),
+            target=target[kept].repeat(num_blocks),
+        ).to(logits.device)
+        image, query = (index.to(logits.device, non_blocking=True) for index in (image, query))
         row = Targets(
             labels=targets.labels.reshape(1, -1),
             boxes=targets.boxes.reshape(1, -1, 4),
@@ -211,7 +211,7 @@ class Denoising(nn.Module):
             logits[:, image, query][:, None],
             boxes[:, image, query][:, None],
             row,
-            Matches(*fields),
+            matches,
             normalizers,
         )
         return {

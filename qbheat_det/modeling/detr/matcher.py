@@ -49,6 +49,11 @@ class Matches:
     query: Tensor
     target: Tensor
 
+    def to(self, device: torch.device) -> "Matches":
+        """Moves the fields, without waiting for the device."""
+        fields = (self.block, self.image, self.query, self.target)
+        return Matches(*(field.to(device, non_blocking=True) for field in fields))
+
 
 class HungarianMatcher:
     """Cheapest assignment under the cost of the class, L1 of cxcywh and -GIoU."""
