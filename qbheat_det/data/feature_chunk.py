@@ -110,11 +110,13 @@ class FeatureChunk:
         wanted = {"format": FORMAT_VERSION, "cache": cache, "views": list(views)}
         if not isinstance(about, dict) or any(about.get(key) != wanted[key] for key in wanted):
             raise ValueError(f"'{path}' does not belong there")
-        self._left_out: dict[str, dict[str, str] | None] = about["left_out"]
+        self._left_out: dict[str, dict[str, str] | None] = about.get("left_out", {})
         self._names: dict[int, list[str]] = defaultdict(list)
         for key in self._file.keys():  # noqa: SIM118 (not a dict)
             index, _, name = key.partition("/")
             self._names[int(index)].append(name)
+        if any(view not in self._names and str(view) not in self._left_out for view in views):
+            raise ValueError(f"'{path}' is not complete")
 
     def read(self, index: int) -> Stored:
         """Returns a view, in memory of its own."""

@@ -66,7 +66,7 @@ def describe_cache(
         "views_per_image": count,
         "views_seed": views_seed,
         "is_train": is_train,
-        "input": input_config,
+        "input": input_config.splitlines(),
         "num_images": len(records),
         "records": hash_records(records),
     }

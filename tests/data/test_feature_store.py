@@ -1,0 +1,272 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Cached features on the disk: read as written, whole or not there, shared by processes."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier, Event
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+
+from qbheat_det import atomic
+from qbheat_det.data import FeatureStore, View, feature_store, measure_caches, open_feature_store
+from qbheat_det.errors import UserError
+from tests.data.feature_cases import (
+    FORK,
+    NUM_VIEWS,
+    check_content,
+    fill,
+    finish,
+    make_store,
+    sample_views,
+    start,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_views_are_read_as_they_were_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    store = make_store(tmp_path, dtype)
+    assert store.missing() == [0, 1, 2]
+    assert fill(store) == [0, 1, 2]
+    check_content(store, dtype)
+    again = make_store(tmp_path, dtype)
+    assert again.missing() == []
+    check_content(again, dtype)
+    names = sorted(path.name for path in store.folder.iterdir())
+    assert names == [f"00000{chunk}.safetensors" for chunk in range(3)]
+
+
+def test_the_last_file_is_short_and_no_view_lies_beyond_it(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    assert [len(store.views_of(chunk)) for chunk in range(store.num_chunks)] == [32, 32, 6]
+    fill(store)
+    for index in (-1, NUM_VIEWS):
+        with pytest.raises(IndexError):
+            store.read(index)
+
+
+def test_a_view_that_is_read_has_memory_of_its_own(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    fill(store)
+    view = store.read(0)
+    assert isinstance(view, View)
+    view.features["s16"].zero_()
+    check_content(store)
+
+
+def test_slices_of_a_batch_in_any_memory_layout_are_written(tmp_path: Path) -> None:
+    maps = torch.randn(2, 4, 3, 5).to(memory_format=torch.channels_last)
+    store = FeatureStore(tmp_path / "cache", 2, dtype=torch.float32)
+    store.write(0, [View({"s16": each, "tied": each}, (48, 80), {}) for each in maps])
+    for index in range(2):
+        found = store.read(index)
+        assert isinstance(found, View)
+        torch.testing.assert_close(found.features, {"s16": maps[index], "tied": maps[index]})
+        assert found.features["s16"].is_contiguous()
+
+
+def test_few_files_stay_open_and_a_spawned_worker_opens_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_store, "_OPEN_CHUNKS", 1)
+    store = make_store(tmp_path)
+    fill(store)
+    check_content(store)
+    assert len(store._open) == 1
+    check_content(pickle.loads(pickle.dumps(store)))
+
+
+def test_a_build_that_was_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
+    claims = (store := make_store(tmp_path)).claims()
+    chunk = next(claims)
+    store.write(chunk, sample_views(store.views_of(chunk)))
+    with pytest.raises(KeyboardInterrupt):
+        claims.throw(KeyboardInterrupt)
+    again = make_store(tmp_path)
+    assert fill(again) == [1, 2]
+    check_content(again)
+
+
+def test_a_claim_without_a_write_is_a_defect_and_not_an_endless_loop(tmp_path: Path) -> None:
+    claims = make_store(tmp_path).claims()
+    next(claims)
+    with pytest.raises(RuntimeError, match="chunk 0 was claimed, but not written"):
+        next(claims)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _lengthen(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0" * 64)
+
+
+def _take_from_another_place(path: Path) -> None:
+    shutil.copy(path.with_name("000000.safetensors"), path)
+
+
+def _take_from_another_cache(path: Path) -> None:
+    other = FeatureStore(path.parent.with_name("other"), NUM_VIEWS, dtype=torch.float32)
+    fill(other)
+    shutil.copy(other.path_of(1), path)
+
+
+@pytest.mark.parametrize(
+    "spoil", [_truncate, _empty, _lengthen, _take_from_another_place, _take_from_another_cache]
+)
+def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    fill(make_store(tmp_path))
+    spoil(make_store(tmp_path).path_of(1))
+    store = make_store(tmp_path)
+    with pytest.raises(UserError, match=r"000001\.safetensors.*start the run again"):
+        store.read(40)
+    assert store.missing() == [1]
+    assert fill(store) == [1]
+    check_content(store)
+
+
+def test_a_file_that_vanished_says_what_to_do(tmp_path: Path) -> None:
+    fill(make_store(tmp_path))
+    store = make_store(tmp_path)
+    store.path_of(2).unlink()
+    with pytest.raises(UserError, match=r"no longer whole.*--resume"):
+        store.read(NUM_VIEWS - 1)
+
+
+def _write_half(folder: Path, is_writing: Event) -> None:
+    """Claims the first chunk, and never comes to the end of it."""
+
+    def stop_halfway(path: Path, write: Callable[[BinaryIO], object]) -> None:
+        def write_half(stream: BinaryIO) -> None:
+            stream.write(b"half of it")
+            stream.flush()
+            is_writing.set()
+            time.sleep(60)
+
+        atomic.write_atomically(path, write_half)
+
+    feature_store.write_atomically = stop_halfway
+    fill(make_store(folder))
+
+
+def _fill_and_list(folder: Path, name: str, barrier: Barrier | None = None) -> None:
+    store, written = make_store(folder), []
+    for chunk in store.claims():
+        if barrier is not None and not written:
+            barrier.wait(30)  # each holds a chunk
+        store.write(chunk, sample_views(store.views_of(chunk)))
+        written.append(chunk)
+    assert store.missing() == []
+    (folder / name).write_text(json.dumps(written))
+
+
+def test_a_killed_writer_leaves_nothing_and_another_that_waits_goes_on(tmp_path: Path) -> None:
+    is_writing = FORK.Event()
+    killed = start(_write_half, tmp_path, is_writing)
+    assert is_writing.wait(30)
+    store = make_store(tmp_path)
+    waiting = start(_fill_and_list, tmp_path, "waiting")
+    while store.missing() != [0]:
+        time.sleep(0.02)
+    with store.claim(0) as is_mine:
+        assert not is_mine
+    with pytest.raises(UserError, match="no longer whole"):
+        store.read(0)
+    killed.kill()
+    killed.join()
+    finish(waiting)
+    assert (tmp_path / "waiting").read_text() == "[1, 2, 0]"
+    assert fill(store) == []
+    check_content(store)
+    assert len(list(store.folder.iterdir())) == 3
+
+
+def test_two_processes_share_the_work_and_do_nothing_twice(tmp_path: Path) -> None:
+    barrier = FORK.Barrier(2)
+    processes = [start(_fill_and_list, tmp_path, name, barrier) for name in "ab"]
+    for process in processes:
+        finish(process)
+    one, other = (json.loads((tmp_path / name).read_text()) for name in "ab")
+    assert one
+    assert other
+    assert sorted(one + other) == [0, 1, 2]
+    check_content(make_store(tmp_path))
+
+
+def test_a_full_disk_is_one_sentence_with_figures_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = make_store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, "fsync", fail)
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 3, 7))
+        with pytest.raises(UserError, match=r"need .* bytes\), but .* 0\.00 GiB \(7 bytes\) free"):
+            fill(store)
+    assert [path.suffix for path in store.folder.iterdir()] == [".lock"]
+    assert fill(store) == [0, 1, 2]
+    check_content(store)
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_key_to_set(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    store = make_store(tmp_path)
+    with pytest.raises(UserError, match=r"cache' \(.*\): set MODEL\.CACHE_FEATURES\.FOLDER"):
+        fill(store)
+
+
+def test_features_beyond_half_precision_name_the_dtype_that_holds_them(tmp_path: Path) -> None:
+    view = View({"s16": torch.tensor([[[1e5]]])}, (16, 16), {})
+    half = FeatureStore(tmp_path / "half", 1)
+    with pytest.raises(UserError, match=r"'s16' for view 0 reaches 1e\+05.*DTYPE to bfloat16"):
+        half.write(0, [view])
+    assert half.missing() == [0]
+    FeatureStore(tmp_path / "brain", 1, dtype=torch.bfloat16).write(0, [view])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_features_that_are_not_finite_are_refused_in_every_dtype(
+    tmp_path: Path, value: float
+) -> None:
+    for dtype in (torch.float16, torch.float32):
+        store = FeatureStore(tmp_path / str(dtype), 1, dtype=dtype)
+        with pytest.raises(UserError, match="is not finite: check the weights"):
+            store.write(0, [View({"s16": torch.tensor([[[value]]])}, (16, 16), {})])
+
+
+def test_an_output_cannot_take_the_name_of_ground_truth(tmp_path: Path) -> None:
+    view = View({"label": torch.zeros(1, 1, 1)}, (16, 16), {})
+    with pytest.raises(ValueError, match="cannot be called 'label'"):
+        FeatureStore(tmp_path / "cache", 1).write(0, [view])
+
+
+def test_caches_are_told_apart_by_name_and_measured(tmp_path: Path) -> None:
+    assert measure_caches(tmp_path / "nothing") == {}
+    one, other = (open_feature_store(tmp_path, {"seed": seed}, NUM_VIEWS) for seed in (1, 2))
+    assert one.folder != other.folder
+    fill(one)
+    fill(other)
+    (tmp_path / "not a cache").mkdir()
+    assert open_feature_store(tmp_path, {"seed": 1}, NUM_VIEWS).missing() == []
+    sizes = measure_caches(tmp_path)
+    assert set(sizes) == {one.folder.name, other.folder.name}
+    files = sum(path.stat().st_size for path in one.folder.iterdir())
+    assert sizes[one.folder.name] == files > 70 * 10
+    assert '"seed": 1' in (one.folder / "meta.json").read_text()

@@ -1,0 +1,213 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Fixed views: K of each image, drawn once, chosen by the stream, and the same from a cache."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.structures import Boxes, Instances
+
+from qbheat_det.config import get_cfg
+from qbheat_det.data import (
+    VIEW_ROW,
+    CachedViews,
+    Fault,
+    FeatureStore,
+    FixedViews,
+    TrainStream,
+    View,
+    build_train_stream,
+    make_view,
+    number_records,
+    seed_place,
+)
+from qbheat_det.data.seeding import IMAGE, VIEW
+from qbheat_det.errors import UserError
+
+RECORDS = number_records([{"file_name": f"{i}.jpg", "image_id": 10 + i} for i in range(9)])
+COUNT = 3
+
+
+def augment(record: dict[str, Any]) -> dict[str, Any] | Fault | None:
+    """Draws an image and boxes from all generators; leaves out two images, one with a reason."""
+    assert VIEW_ROW not in record
+    if record["image_id"] == 12:
+        return Fault("unreadable image", record["file_name"], "it is a text")
+    if record["image_id"] == 15:
+        return None
+    height, width, boxes = random.randint(8, 20), int(np.random.randint(8, 20)), torch.rand(2, 4)
+    instances = Instances((height, width))
+    instances.gt_boxes = Boxes(boxes * 8)
+    instances.gt_classes = torch.randint(5, (2,))
+    image = torch.randint(256, (3, height, width), dtype=torch.uint8)
+    return {**record, "image": image, "instances": instances}
+
+
+def encode(entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {"s1": entry["image"].float(), "mean": entry["image"].float().mean((1, 2))}
+
+
+def make_stream(mapper: Any, seed: int = 4, workers: int = 0) -> TrainStream:
+    return TrainStream(RECORDS, mapper=mapper, batch_size=4, seed=seed, num_workers=workers)
+
+
+def take(stream: TrainStream, steps: int) -> list[dict[str, Any]]:
+    return [entry for batch in itertools.islice(iter(stream), steps) for entry in batch]
+
+
+def test_an_image_has_as_many_views_as_asked_for_and_all_are_shown() -> None:
+    entries = take(make_stream(FixedViews(augment, COUNT)), 60)
+    views: dict[int, set[bytes]] = {}
+    for entry in entries:
+        views.setdefault(entry["image_id"], set()).add(entry["image"].numpy().tobytes())
+    assert sorted(views) == [10, 11, 13, 14, 16, 17, 18]
+    assert {len(seen) for seen in views.values()} == {COUNT}
+
+
+def test_the_stream_chooses_by_position_and_the_views_seed_draws() -> None:
+    stream = make_stream(FixedViews(augment, COUNT, seed=7))
+    positions = itertools.chain.from_iterable(stream.batches())
+    for entry, (position, row) in zip(take(stream, 10), positions, strict=False):
+        if row in (2, 5):  # another image takes its place
+            continue
+        seed_place(4, IMAGE, position)
+        number = int(torch.randint(COUNT, ()))
+        seed_place(7, VIEW, row, number)
+        expected = augment({key: RECORDS[row][key] for key in ("file_name", "image_id")})
+        assert isinstance(expected, dict)
+        torch.testing.assert_close(entry["image"], expected["image"])
+
+
+def test_runs_of_other_seeds_see_the_same_views_in_another_order() -> None:
+    one, other = (take(make_stream(FixedViews(augment, COUNT), seed=seed), 60) for seed in (1, 2))
+    assert [entry["image_id"] for entry in one] != [entry["image_id"] for entry in other]
+    views = [{entry["image"].numpy().tobytes() for entry in entries} for entries in (one, other)]
+    assert views[0] == views[1]
+    assert len(views[0]) == 7 * COUNT
+
+
+def test_another_seed_of_the_views_gives_others() -> None:
+    one, other = (FixedViews(augment, COUNT, seed).view(RECORDS[0], 0) for seed in (0, 1))
+    assert isinstance(one, dict)
+    assert isinstance(other, dict)
+    assert one["image"].numpy().tobytes() != other["image"].numpy().tobytes()
+
+
+def test_drawing_a_view_leaves_the_generators_alone() -> None:
+    seed_place(1)
+    expected = random.random(), np.random.rand(), torch.rand(())
+    seed_place(1)
+    FixedViews(augment, COUNT).view(RECORDS[0], 1)
+    torch.testing.assert_close((random.random(), np.random.rand(), torch.rand(())), expected)
+
+
+@pytest.mark.parametrize(
+    ("count", "seed", "key"), [(0, 0, "COUNT"), (-1, 0, "COUNT"), (1, -1, "SEED")]
+)
+def test_numbers_without_sense_are_refused(count: int, seed: int, key: str) -> None:
+    with pytest.raises(UserError, match=rf"INPUT\.FIXED_VIEWS\.{key} must"):
+        FixedViews(augment, count, seed)
+
+
+def make_cache(folder: Path, views: FixedViews) -> FeatureStore:
+    store = FeatureStore(folder / "cache", len(RECORDS) * views.count, dtype=torch.float32)
+    for chunk in store.claims():
+        mapped = [
+            views.view(RECORDS[index // views.count], index % views.count)
+            for index in store.views_of(chunk)
+        ]
+        store.write(
+            chunk,
+            [make_view(m, encode(m)) if isinstance(m, dict) else m for m in mapped],
+        )
+    return store
+
+
+@pytest.mark.parametrize("count", [1, COUNT])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_from_the_cache_is_that_of_the_views(
+    tmp_path: Path, count: int, workers: int
+) -> None:
+    views = FixedViews(augment, count)
+    online, cached = make_stream(views), make_stream(CachedViews(None, count), workers=workers)
+    cached.mapper.store = make_cache(tmp_path, views)
+    for wanted, found in zip(take(online, 12), take(cached, 12), strict=True):
+        assert (found["file_name"], found["image_id"]) == (wanted["file_name"], wanted["image_id"])
+        torch.testing.assert_close(found["features"], encode(wanted), rtol=0, atol=0)
+        assert found["image"].shape == wanted["image"].shape
+        assert found["instances"].image_size == wanted["instances"].image_size
+        for field in ("gt_boxes", "gt_classes"):
+            fields = [getattr(entry["instances"], field) for entry in (found, wanted)]
+            tensors = [field.tensor if isinstance(field, Boxes) else field for field in fields]
+            torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    assert online.faults == cached.faults
+    assert online.faults  # of image 12
+
+
+def test_the_image_of_a_cached_view_takes_one_byte(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path / "cache", 1)
+    store.write(0, [View({"s16": torch.ones(2, 3, 4)}, (480, 640), {})])
+    entry = CachedViews(store, 1)({VIEW_ROW: 0, "file_name": "a.jpg", "height": 9, "width": 8})
+    assert isinstance(entry, dict)
+    assert entry["image"].shape == (3, 480, 640)
+    assert entry["image"].dtype == torch.uint8
+    assert entry["image"].untyped_storage().nbytes() == 1
+    assert "instances" not in entry
+    assert (entry["file_name"], entry["height"], entry["width"]) == ("a.jpg", 9, 8)
+
+
+def test_a_label_is_that_of_the_view(tmp_path: Path) -> None:
+    view = make_view({"image": torch.zeros(3, 8, 8), "label": 6}, {"s16": torch.ones(2, 1, 1)})
+    store = FeatureStore(tmp_path / "cache", 1)
+    store.write(0, [view])
+    entry = CachedViews(store, 1)({VIEW_ROW: 0, "file_name": "a.jpg"})
+    assert isinstance(entry, dict)
+    assert entry["label"] == 6
+    assert isinstance(entry["label"], int)
+
+
+def test_a_cache_that_is_not_there_yet_is_not_read() -> None:
+    with pytest.raises(RuntimeError, match="read before it is made"):
+        CachedViews(None, 1)(RECORDS[0])
+
+
+def make_config(count: int) -> CfgNode:
+    cfg = get_cfg()
+    cfg.DATASETS.TRAIN = ("qbheat_toy_val",)
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.INPUT.FIXED_VIEWS.COUNT = count
+    cfg.INPUT.MIN_SIZE_TRAIN = (32, 40, 48)
+    return cfg
+
+
+def test_the_config_gives_a_stream_of_fixed_views_in_the_same_order() -> None:
+    stream, plain = (build_train_stream(make_config(count)) for count in (2, 0))
+    assert isinstance(stream.mapper, FixedViews)
+    assert VIEW_ROW not in plain.dataset[5]
+    assert plain.fingerprint == stream.fingerprint
+    entries = take(stream, 2)
+    assert [e["image_id"] for e in entries] == [e["image_id"] for e in take(plain, 2)]
+    records = {record["image_id"]: record for record in stream.dataset}
+    assert stream.dataset[5][VIEW_ROW] == 5
+    for entry in entries:
+        assert VIEW_ROW not in entry
+        views = [stream.mapper.view(records[entry["image_id"]], number) for number in range(2)]
+        assert any(torch.equal(entry["image"], view["image"]) for view in views if view)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_records_are_shown_to_the_mapper_unless_features_are_cached(
+    monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    shown: list[int] = []
+    monkeypatch.setattr(FixedViews, "prepare", lambda self, records: shown.append(len(records)))
+    cfg = make_config(2)
+    cfg.MODEL.CACHE_FEATURES.ENABLED = is_cached
+    stream = build_train_stream(cfg)
+    assert shown == ([] if is_cached else [stream.num_images])
