@@ -1,0 +1,83 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Groups of queries: matched and paid for each on its own, unseen by all others."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from qbheat_det.modeling.detr import QueryGroups, Targets
+from qbheat_det.modeling.detr.extra_queries import ExtraQueries, join_queries
+
+from .test_criterion import COUNTS, criterion
+from .test_decoder_against_reference import maps, small_decoder
+from .test_matcher import ground_truth, predictions
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_losses_are_the_sum_over_groups_of_what_each_costs_alone(counts: list[int]) -> None:
+    logits, boxes = predictions(2, len(counts), 18, classes=4)
+    targets, loss = Targets.stack(*ground_truth(counts, classes=4)), criterion(4)
+    groups = QueryGroups(num_groups=3, num_queries=6, dim=8, weight=0.5)
+    normalizers = loss.mean_normalizers(torch.tensor(loss.normalizers(counts, 6)), 1)
+    found = groups.losses(logits, boxes, targets, loss, normalizers)
+    expected = dict.fromkeys(found, torch.zeros(()))
+    for group in range(3):
+        own = slice(6 * group, 6 * group + 6)
+        outputs = {"pred_logits": logits[:, :, own], "pred_boxes": boxes[:, :, own]}
+        for name, value in loss(outputs, targets).items():
+            name = name.removesuffix("_0").replace("loss_", "loss_group_")
+            expected[name] = expected[name] + 0.5 * value
+    assert set(found) == {"loss_group_ce", "loss_group_bbox", "loss_group_giou"}
+    for name, value in found.items():
+        assert_close(value, expected[name], msg=name)
+
+
+def test_groups_at_the_places_of_the_own_queries_predict_as_these() -> None:
+    decoder = small_decoder((1, 1, 2))
+    groups = QueryGroups(num_groups=2, num_queries=9, dim=64).double()
+    groups.position.weight.data = decoder.query_position.weight.data.repeat(2, 1)
+    features = [feature[None] for feature in maps((12, 20), (40, 56))]
+    with torch.no_grad():
+        alone = decoder.refine_queries(features)
+        together = decoder.refine_queries(features, extra=groups(1))
+    assert_close(together, alone.repeat(1, 1, 3, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
+    """Derivatives through all blocks, beside what the masks allow in any number of steps."""
+    decoder, queries = small_decoder((1, 1, 1)), 9
+    torch.manual_seed(0)
+    hidden = torch.tensor([[False, True, False], [True, False, False], [True, True, False]])
+    other = ExtraQueries(
+        content=torch.randn(2, 3, 64).double(),
+        position=torch.randn(2, 3, 64).double(),
+        hidden=torch.stack([hidden, torch.ones(3, 3, dtype=torch.bool)]),
+        sees_own=torch.tensor([True, False, True]),
+    )
+    other.hidden[1, 1, 1] = False  # who sees neither the own nor another sees itself
+    groups = QueryGroups(num_groups=2, num_queries=3, dim=64).double()
+    extra = join_queries([groups(2), other])
+    features = [torch.stack([f, f.flip(-1)]) for f in maps((12, 20), (24, 40))]
+    content = extra.content.clone().requires_grad_()
+    moved = ExtraQueries(content, extra.position, extra.hidden, extra.sees_own)
+    states = decoder.refine_queries(features, extra=moved)[-1]
+    alone = decoder.refine_queries(features)[-1]
+    assert_close(states[:, :queries], alone, rtol=1e-10, atol=1e-10)
+    group_mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
+    for image in range(2):
+        sees = torch.block_diag(group_mask, ~other.hidden[image]) | torch.eye(9).bool()
+        reached = torch.linalg.matrix_power(sees.double(), 3) > 0  # in three blocks
+        for number in range(9):
+            (gradient,) = torch.autograd.grad(
+                states[image, queries + number].sum(), content, retain_graph=True
+            )
+            influence = gradient.abs().sum(dim=2) > 0  # (N, E)
+            assert not influence[1 - image].any()
+            assert_close(influence[image], reached[number])
+    (gradient,) = torch.autograd.grad(states[:, :queries].sum(), content)
+    assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=0)
+
+
+def test_no_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="COUNT of a part with groups is at least 2, not 1"):
+        QueryGroups(num_groups=0, num_queries=3, dim=8)
