@@ -33,6 +33,22 @@ EXACT_CASES = {
     for name, path in BOTH.items()
     for kind, special in KINDS.items()
 } | {f"ImageClassifier, {kind}": Case(CLASSIFIER, **KINDS[kind]) for kind in OF_CLASSIFIER}
+OF_FOCAL = ("no box in one process", "no box at all", "uneven micro-batches")
+EXACT_CASES |= {
+    f"MF-DETR, {name}, {kind}": Case(
+        MF_DETR, **KINDS[kind], opts=("MODEL.MF_DETR.CLASSIFICATION", name)
+    )
+    for name in ("focal", "softmax_focal")
+    for kind in OF_FOCAL
+}
+HELP = (
+    "MODEL.MF_DETR.QUERY_GROUPS.COUNT", 2, "MODEL.MF_DETR.DENOISING.GROUPS", 2,
+    "MODEL.MF_DETR.DENOISING.BOX_NOISE", 0.0, "MODEL.MF_DETR.DENOISING.LABEL_NOISE", 0.0,
+)  # fmt: skip
+OF_HELP = ("plain", "no box in one process", "no box at all", "uneven micro-batches")
+EXACT_CASES |= {
+    f"MF-DETR with help, {kind}": Case(MF_DETR, opts=HELP, **KINDS[kind]) for kind in OF_HELP
+}
 OF_MOCO = ("plain", "a partly frozen backbone", "micro-batches of one image")
 EXACT_CASES |= {f"MoCo, {kind}": Case(MOCO, **KINDS[kind]) for kind in OF_MOCO}
 SHUFFLED = "shuffled BatchNorm"
