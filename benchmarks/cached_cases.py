@@ -1,0 +1,238 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What the benchmark of cached features trains: recipes, images drawn for them, and their bounds."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from detectron2.config import CfgNode
+from PIL import Image
+from torch import nn
+
+from qbheat_det.config import get_config_path, load_config
+from qbheat_det.data import register_coco_json, register_image_folders
+
+# Every setting at one size, because the arithmetic bound is of one size.
+_COCO_SIZE: dict[str, Any] = {
+    "INPUT.MIN_SIZE_TRAIN": (800,),
+    "INPUT.MAX_SIZE_TRAIN": 1333,
+    "INPUT.DETR_CROP_RESIZE": [],
+}
+# ImageNet does not fit the memory of decoded images. A CPU computes no faster in bfloat16.
+_IMAGENET: dict[str, Any] = {
+    "INPUT.PRETRAIN.MEMORY_GB": 0.0,
+    "SOLVER.AMP.ENABLED": False,
+    "MODEL.CHANNELS_LAST": True,
+}
+_NUM_CLASSES, _NUM_BOXES = 16, 7  # folders of classes; boxes an image, as in COCO
+_numbers = itertools.count()  # of data sets, whose names must be new
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head on a frozen encoder.
+
+    Attributes:
+        title: for people.
+        config: below ``configs``.
+        size: height and width in pixels of what the model sees.
+        batch: images of a step.
+        steps: of a turn, so that a turn is long enough to time.
+        file_size: height and width of the image files.
+        bar: times as fast as online that was asked for; None for nothing.
+        opts: keys of the config that differ.
+    """
+
+    title: str
+    config: str
+    size: tuple[int, int]
+    batch: int
+    steps: int = 1
+    file_size: tuple[int, int] = (384, 640)
+    bar: float | None = None
+    opts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether the images have boxes; else they have classes."""
+        return "linear" not in self.config and "tran1" not in self.config
+
+
+CASES = {
+    "3.7g_211": Case(
+        "MF-3.7G + MF-Dec-211",
+        "coco/mf_detr_211_3.7G_probe.yaml",
+        (800, 1333),
+        batch=2,
+        bar=2.4,
+        opts=_COCO_SIZE,
+    ),
+    "285m_211": Case(
+        "MF-285M + MF-Dec-211", "custom/mf_detr_211_285M_probe.yaml", (192, 320), batch=8, steps=2
+    ),
+    "285m_retinanet": Case(
+        "MF-285M + RetinaNet, 64 channels",
+        "custom/retinanet_285M_probe.yaml",
+        (192, 320),
+        batch=8,
+        steps=2,
+    ),
+    "285m_linear": Case(
+        "MF-285M + linear",
+        "custom/linear_285M_probe.yaml",
+        (128, 128),
+        batch=64,
+        steps=4,
+        file_size=(240, 320),
+        bar=20.0,
+    ),
+    "285m_tran1": Case(
+        "MF-285M + tran-1",
+        "custom/tran1_285M_probe.yaml",
+        (128, 128),
+        batch=64,
+        steps=4,
+        file_size=(240, 320),
+        bar=20.0,
+    ),
+    "3.7g_linear": Case(
+        "MF-3.7G + linear",
+        "ImageNet-probing/linear_3.7G.yaml",
+        (224, 224),
+        batch=16,
+        file_size=(375, 500),
+        bar=20.0,
+        opts=_IMAGENET,
+    ),
+    "3.7g_tran1": Case(
+        "MF-3.7G + tran-1",
+        "ImageNet-probing/tran1_3.7G.yaml",
+        (224, 224),
+        batch=16,
+        file_size=(375, 500),
+        bar=20.0,
+        opts=_IMAGENET,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Multiply-adds of a forward pass of one image.
+
+    Attributes:
+        encoder: of the frozen part.
+        head: of all else.
+    """
+
+    encoder: int
+    head: int
+
+    @property
+    def speedup(self) -> float:
+        """Times as fast as online, were time multiply-adds; a head's step is three passes of it."""
+        return (self.encoder + 3 * self.head) / (3 * self.head)
+
+    @classmethod
+    def of(cls, model: nn.Module, size: tuple[int, int]) -> "Bound":
+        """Counts a model that holds its encoder, as the package counts.
+
+        Args:
+            model: on the CPU.
+            size: height and width of the image.
+        """
+        from qbheat_det.analysis.complexity import CountingRule, count_detector_madds
+
+        counts = count_detector_madds(model, *size)
+        # Of a pyramid the part below it is frozen.
+        name = "backbone.bottom_up" if hasattr(model.backbone, "bottom_up") else "backbone"
+        encoder = counts.total(CountingRule.CORE, name)
+        return cls(encoder, counts.total(CountingRule.CORE) - encoder)
+
+
+def make_config(case: Case, folder: Path, *, num_images: int) -> CfgNode:
+    """Draws images for a case and returns its recipe on them, one view of each, no cache.
+
+    Args:
+        case: what to train.
+        folder: for images and for what a run writes.
+        num_images: to draw.
+    """
+    cfg = load_config(get_config_path(case.config))
+    cfg.merge_from_list([word for pair in case.opts.items() for word in pair])
+    draw = draw_boxes if case.has_boxes else draw_classes
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (draw(folder, case.file_size, num_images),), ()
+    cfg.DATASETS.CHECK_IMAGES = False
+    cfg.DATALOADER.NUM_WORKERS = 0  # all that a step costs is in the step
+    cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS = "cpu", ""
+    cfg.INPUT.FIXED_VIEWS.COUNT = 1
+    cfg.SOLVER.IMS_PER_BATCH = cfg.SOLVER.REFERENCE_BATCH_SIZE = case.batch
+    cfg.SOLVER.EPOCHS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.STEP_EPOCHS = 0.0, 0.0, []
+    cfg.SOLVER.CHECKPOINT_EPOCHS = cfg.TEST.EVAL_EPOCHS = 0.0
+    cfg.SOLVER.MAX_ITER = cfg.SOLVER.CHECKPOINT_PERIOD = 1_000_000  # more than are made
+    cfg.SOLVER.STEPS = ()
+    cfg.SOLVER.BASE_LR = 1e-6  # the loss stays finite however often the images are seen
+    cfg.TEST.EVAL_PERIOD = 0
+    cfg.SEED = 1
+    cfg.OUTPUT_DIR = str(folder / "output")
+    return cfg
+
+
+def draw_boxes(folder: Path, size: tuple[int, int], num_images: int) -> str:
+    """Draws JPEG files with annotations of COCO's 80 classes; returns the name of the set."""
+    generator = np.random.default_rng(0)
+    height, width = size
+    images, annotations = [], []
+    for number in range(1, num_images + 1):
+        name = f"{number:04}.jpg"
+        _draw(generator, folder / "images" / name, size)
+        images.append({"id": number, "file_name": name, "height": height, "width": width})
+        for _ in range(_NUM_BOXES):
+            left, top = generator.uniform(0, width / 2), generator.uniform(0, height / 2)
+            sides = generator.uniform(height / 16, height / 2, 2)
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": int(generator.integers(1, 81)),
+                    "bbox": [left, top, *(float(side) for side in sides)],
+                    "area": float(sides.prod()),
+                    "iscrowd": 0,
+                }
+            )
+    categories = [{"id": number, "name": f"class {number}"} for number in range(1, 81)]
+    contents = {"images": images, "annotations": annotations, "categories": categories}
+    json_file = folder / "annotations.json"
+    json_file.write_text(json.dumps(contents), encoding="utf-8")
+    name = f"cached_training_{next(_numbers)}"
+    register_coco_json(name, json_file, folder / "images")
+    return name
+
+
+def draw_classes(folder: Path, size: tuple[int, int], num_images: int) -> str:
+    """Draws JPEG files into class folders; returns the name of the set."""
+    generator = np.random.default_rng(0)
+    for number in range(num_images):
+        label = number % _NUM_CLASSES
+        _draw(generator, folder / "classes" / f"{label:02}" / f"{number:04}.jpg", size)
+    name = f"cached_training_{next(_numbers)}"
+    register_image_folders(name, [folder / "classes"], labelled=True)
+    return name
+
+
+def _draw(generator: np.random.Generator, path: Path, size: tuple[int, int]) -> None:
+    """Writes a JPEG whose detail has about the scales, and whose file the size, of a photograph."""
+    height, width = size
+    pixels = np.zeros((height, width, 3), dtype=np.float32)
+    for scale in (64, 16, 4, 1):
+        shape = (-(-height // scale), -(-width // scale), 3)
+        coarse = generator.uniform(0, 255, shape).astype(np.uint8)
+        resized = Image.fromarray(coarse).resize((width, height), Image.Resampling.BILINEAR)
+        pixels += np.asarray(resized, dtype=np.float32) * scale**0.5
+    pixels *= 255 / pixels.max()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(path, quality=90)
