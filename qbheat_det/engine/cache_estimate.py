@@ -65,12 +65,14 @@ class CachedSet:
         records: numbered, see ``qbheat_det.data.number_records``.
         views: of the records.
         store: of as many views.
+        encoder: of the views.
     """
 
     title: str
     records: Sequence[dict[str, Any]]
     views: FixedViews
     store: FeatureStore
+    encoder: ViewEncoder
 
     def __getitem__(self, index: int) -> Mapped:
         """Draws a view."""
@@ -83,13 +85,8 @@ def sample_views(views: Sequence[int]) -> Sequence[int]:
     return views[:: max(1, -(-len(views) // _SAMPLED))]
 
 
-def estimate_set(cached: CachedSet, encoder: ViewEncoder) -> CacheEstimate:
-    """Encodes a few of the views that a set lacks, and keeps nothing.
-
-    Args:
-        cached: the set.
-        encoder: ready.
-    """
+def estimate_set(cached: CachedSet) -> CacheEstimate:
+    """Encodes a few of the views that a set lacks, and keeps nothing."""
     store = cached.store
     missing = [view for chunk in store.missing() for view in store.views_of(chunk)]
     whole = CacheEstimate(store.num_views, num_missing=len(missing))
@@ -98,7 +95,7 @@ def estimate_set(cached: CachedSet, encoder: ViewEncoder) -> CacheEstimate:
         return replace(whole, num_bytes=sum(file.stat().st_size for file in files))
     sampled = sample_views(missing)
     start = time.perf_counter()
-    views = encoder([cached[index] for index in sampled])
+    views = cached.encoder([cached[index] for index in sampled])
     seconds = (time.perf_counter() - start) / len(sampled)
     stored = [view for view in views if isinstance(view, View)]
     values = sum(value.numel() for view in stored for value in view.features.values())

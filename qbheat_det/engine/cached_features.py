@@ -19,6 +19,7 @@ from torch import nn
 
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
+    VIEWS_PER_CHUNK,
     CachedViews,
     Fault,
     FeatureStore,
@@ -91,24 +92,23 @@ class CachedFeatures:
             assert isinstance(stream.mapper, FixedViews)  # check_cacheable saw to it
             self._views = stream.mapper
         views = self._views
-        encoder = ViewEncoder(self._model, self._backbone)
-        with encoder.ready():
+        with self._backbone.encoding(next(self._model.parameters()).device):
             self._share_weights()
             training = self._open("training", stream.dataset, views, is_train=True)
             self._tests = {name: self._open_test_set(name) for name in self._cfg.DATASETS.TEST}
             sets = [training, *self._tests.values()]
-            self.estimate = sum((estimate_set(cached, encoder) for cached in sets), CacheEstimate())
+            self.estimate = sum(map(estimate_set, sets), CacheEstimate())
             tell_estimate(self.estimate, self.folder, used=[s.store.folder.name for s in sets])
             if self.rehearsal:
-                training.store = self._sample_store(training, encoder)
+                training.store = self._sample_store(training)
                 for cached in self._tests.values():
                     name = cached.store.folder.name
                     cached.store = FeatureStore(
                         self.rehearsal / name, cached.store.num_views, dtype=self._dtype
                     )
-                self._fill(list(self._tests.values()), encoder)
+                self._fill(list(self._tests.values()))
             else:
-                self._fill(sets, encoder)
+                self._fill(sets)
         stream.mapper = CachedViews(training.store, views.count)
         self._backbone.trust()
 
@@ -166,9 +166,24 @@ class CachedFeatures:
             store = FeatureStore(folder, num_views, dtype=self._dtype)
         else:
             store = open_feature_store(self.folder, description, num_views, dtype=self._dtype)
-        return CachedSet(f"Encoding the {title}", records, views, store)
+        encoder_of = ViewEncoder(
+            self._model,
+            self._backbone,
+            at_once=self._count_at_once(is_train),
+            is_train=is_train,
+        )
+        return CachedSet(f"Encoding the {title}", records, views, store, encoder_of)
 
-    def _fill(self, sets: Sequence[CachedSet], encoder: ViewEncoder) -> None:
+    def _count_at_once(self, is_train: bool) -> int:
+        """Returns how many images the model would encode at once without a cache."""
+        cfg = self._cfg
+        if is_train:
+            parts = comm.get_world_size() * cfg.SOLVER.ACCUMULATE
+            return min(VIEWS_PER_CHUNK, max(1, cfg.SOLVER.IMS_PER_BATCH // parts))
+        # Detectors are evaluated image by image.
+        return VIEWS_PER_CHUNK if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
+
+    def _fill(self, sets: Sequence[CachedSet]) -> None:
         for cached in sets:
             if not cached.store.missing():
                 continue
@@ -177,19 +192,21 @@ class CachedFeatures:
             fill(
                 cached.store,
                 ViewsOf(cached.records, cached.views),
-                encoder,
+                cached.encoder,
                 num_workers=self._cfg.DATALOADER.NUM_WORKERS,
                 title=cached.title,
             )
 
-    def _sample_store(self, training: CachedSet, encoder: ViewEncoder) -> FeatureStore:
+    def _sample_store(self, training: CachedSet) -> FeatureStore:
         """Returns a store of a few views, that shows them in the place of all."""
         assert self.rehearsal
         sampled = sample_views(range(training.store.num_views))
         store = _Repeating(self.rehearsal / "sample", len(sampled), dtype=self._dtype)
         # All processes write the same, whole or not at all.
         for chunk in range(store.num_chunks):
-            store.write(chunk, encoder([training[sampled[i]] for i in store.views_of(chunk)]))
+            store.write(
+                chunk, training.encoder([training[sampled[i]] for i in store.views_of(chunk)])
+            )
         return store
 
 

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Encodes the views of a set of images and fills a store with them, beside others who do the same.
 
-Views of one size are encoded together, in batches that are cut evenly: on the CPU, a batch of one
-is rounded otherwise than a batch of several, which all agree to the bit.
+Views of one size are encoded together, as many at once as a step of training has: how matrix
+products are rounded depends on the number of images, while an image's place in the batch and what
+the others show do not matter. (On CPUs batches of 1, 2, a few and 16 or more were seen to differ.)
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.atomic import remove_leftovers
-from qbheat_det.data import Fault, FeatureStore, FixedViews, View, cut, make_view
+from qbheat_det.data import Fault, FeatureStore, FixedViews, View, make_view
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import CachedBackbone
 
@@ -31,8 +33,6 @@ logger = logging.getLogger(__name__)
 Mapped = dict[str, Any] | Fault | None
 Stored = View | Fault | None
 
-_PIXELS_AT_ONCE = 8 * 2**20  # of a batch: eight images of 800 x 1333
-_MOST_AT_ONCE = 32  # images
 _SECONDS_BETWEEN_LINES = 30  # of the log, where no terminal shows a bar
 _SECONDS_BETWEEN_LOOKS = 0.5  # for what other processes have written
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
@@ -41,25 +41,22 @@ _BOX_FIELDS = {"gt_boxes", "gt_classes"}
 class ViewEncoder:
     """Turns entries of a mapper into views of a store, through a model's own encoder."""
 
-    def __init__(self, model: nn.Module, backbone: CachedBackbone) -> None:
+    def __init__(
+        self, model: nn.Module, backbone: CachedBackbone, *, at_once: int, is_train: bool
+    ) -> None:
         """
         Args:
             model: a meta-architecture.
-            backbone: that stands in it.
+            backbone: that stands in it; ``encoding`` holds while views are encoded.
+            at_once: images of a batch. A remainder is filled up by repetition, where all are of one
+                size, so that it is rounded alike.
+            is_train: the mode of the model. Attention is computed otherwise in evaluation, and
+                rounded otherwise.
         """
         self._model = model
         self._backbone = backbone
-
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
-        """Within it the encoder is on the model's device, and the model in eval mode."""
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with self._backbone.encoding(next(self._model.parameters()).device):
-                yield
-        finally:
-            self._model.train(was_training)
+        self._at_once = at_once
+        self._is_train = is_train
 
     def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
         """Returns a view for each entry; a fault, or None, stays what it is.
@@ -67,25 +64,30 @@ class ViewEncoder:
         Raises:
             UserError: an entry holds what a store does not keep.
         """
+        was_training = self._model.training
+        self._model.train(self._is_train)
+        try:
+            return self._encode_by_size(entries)
+        finally:
+            self._model.train(was_training)
+
+    def _encode_by_size(self, entries: Sequence[Mapped]) -> list[Stored]:
         views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
-        of_size: dict[tuple[int, int], list[int]] = {}
+        of_size: dict[tuple[int, ...], list[int]] = {}
         for index, entry in enumerate(entries):
             if isinstance(entry, dict):
-                height, width = entry["image"].shape[-2:]
-                of_size.setdefault((height, width), []).append(index)
-        is_alone = sum(map(len, of_size.values())) == 1
-        for (height, width), indices in of_size.items():
-            for part in cut(indices, _num_batches(len(indices), height * width)):
-                batch = [entries[index] for index in part]
-                # Encoded twice, so that the last view of a set is not rounded otherwise.
-                for index, features in zip(
-                    part, self._encode(batch * (1 + is_alone)), strict=False
-                ):
+                of_size.setdefault(tuple(entry["image"].shape), []).append(index)
+        for indices in of_size.values():
+            for start in range(0, len(indices), self._at_once):
+                part = indices[start : start + self._at_once]
+                filled = self._at_once if len(of_size) == 1 else len(part)
+                batch = [check_keepable(entries[i]) for i in islice(cycle(part), filled)]
+                for index, features in zip(part, self._encode(batch), strict=False):
                     views[index] = make_view(check_keepable(entries[index]), features)
         return views
 
-    def _encode(self, batch: Sequence[Mapped]) -> list[dict[str, Tensor]]:
-        outputs = self._backbone.encode(self._model, [e for e in batch if isinstance(e, dict)])
+    def _encode(self, batch: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
+        outputs = self._backbone.encode(self._model, batch)
         here = {name: value.float().cpu().contiguous() for name, value in outputs.items()}
         return [{name: value[i] for name, value in here.items()} for i in range(len(batch))]
 
@@ -110,12 +112,6 @@ def check_keepable(entry: Mapped) -> dict[str, Any]:
             "MODEL.CACHE_FEATURES.ENABLED False"
         )
     return entry
-
-
-def _num_batches(num_images: int, pixels: int) -> int:
-    """How many parts a number of images is cut into, two or more in each where there are two."""
-    most = max(2, min(_MOST_AT_ONCE, _PIXELS_AT_ONCE // pixels))
-    return min(-(-num_images // most), max(1, num_images // 2))
 
 
 class ViewsOf(Dataset[Mapped]):
@@ -151,7 +147,12 @@ class ViewsOf(Dataset[Mapped]):
 
 
 def fill(
-    store: FeatureStore, views: ViewsOf, encoder: ViewEncoder, *, num_workers: int, title: str
+    store: FeatureStore,
+    views: ViewsOf,
+    encoder: ViewEncoder,
+    *,
+    num_workers: int,
+    title: str,
 ) -> None:
     """Writes what is missing in a store; other processes that do so too share the work.
 
@@ -160,7 +161,7 @@ def fill(
     Args:
         store: of as many views as there are in ``views``.
         views: to encode.
-        encoder: ready.
+        encoder: of the views.
         num_workers: processes that load ahead.
         title: of the bar, and of lines in the log.
 

@@ -72,6 +72,12 @@ class CachedBackbone(Backbone):
         """The encoder's."""
         return dict(self._all_shapes)
 
+    def train(self, mode: bool = True) -> "CachedBackbone":
+        """Sets the encoder's mode too, as where it is a child."""
+        super().train(mode)
+        self.encoder.train(mode)
+        return self
+
     def attach(self, model: nn.Module) -> None:
         """Makes the inputs of ``model``, which this is a part of, known here at each call."""
         # A bound method: a copy of the model has one that is bound to the copy of this.
@@ -116,7 +122,7 @@ class CachedBackbone(Backbone):
     @contextmanager
     def encoding(self, device: torch.device) -> Iterator[None]:
         """Within it the encoder is on a device, and ``encode`` may be called."""
-        self.encoder.eval().to(device)
+        self.encoder.to(device)
         self._shared.recording = True
         try:
             yield
@@ -125,7 +131,7 @@ class CachedBackbone(Backbone):
             self.encoder.to("cpu")
 
     def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Returns what the encoder gives where ``model``, in eval mode, runs it on a batch.
+        """Returns what the encoder gives where ``model``, in its present mode, runs it on a batch.
 
         The model itself prepares the images, so that they are normalised and padded as without a
         cache; what stands behind the encoder is not run.
