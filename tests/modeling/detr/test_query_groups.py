@@ -79,5 +79,5 @@ def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
 
 
 def test_no_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="COUNT of a part with groups is at least 2, not 1"):
+    with pytest.raises(ValueError, match=r"COUNT of a part with groups is at least 2, not 1"):
         QueryGroups(num_groups=0, num_queries=3, dim=8)
