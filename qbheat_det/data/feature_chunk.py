@@ -2,7 +2,6 @@
 """What a frozen encoder made of a view, and a file that holds that of a few dozen views."""
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ from .faults import Fault
 FORMAT_VERSION = 1
 # safetensors holds strings by name; one name, as the order of several changes from run to run.
 _METADATA_KEY = "qbheat_det"
-_IMAGE_SIZE = "image_size"
-_GROUND_TRUTH = ("gt_boxes", "gt_classes", "label")
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,9 @@ def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
 def pack_views(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -> bytes:
     """Returns the content of a file that holds some views.
 
+    Features are its tensors, "<index>/<output>"; all that is small stands in its metadata, which
+    is read once, when the file is opened.
+
     Args:
         views: by their index.
         cache: name of the cache, without which the file is not taken for one of its own.
@@ -72,20 +72,17 @@ def pack_views(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -
     Raises:
         UserError: a feature is not finite in ``dtype``.
     """
-    tensors: dict[str, Tensor] = {}
-    left_out: dict[str, dict[str, str] | None] = {}
-    for index, view in views.items():
-        if not isinstance(view, View):
-            left_out[str(index)] = None if view is None else asdict(view)
-            continue
-        for name, feature in view.features.items():
-            if name in (*_GROUND_TRUTH, _IMAGE_SIZE):
-                raise ValueError(f"an output of an encoder cannot be called '{name}'")
-            tensors[f"{index}/{name}"] = _round(feature, dtype, name, index)
-        for name, truth in view.ground_truth.items():
-            tensors[f"{index}/{name}"] = _copy(truth, truth.dtype)
-        tensors[f"{index}/{_IMAGE_SIZE}"] = torch.tensor(view.image_size)
-    about = {"format": FORMAT_VERSION, "cache": cache, "views": list(views), "left_out": left_out}
+    tensors = {
+        f"{index}/{name}": _round(feature, dtype, name, index)
+        for index, view in views.items()
+        if isinstance(view, View)
+        for name, feature in view.features.items()
+    }
+    about = {
+        "format": FORMAT_VERSION,
+        "cache": cache,
+        "views": {str(index): _describe(view) for index, view in views.items()},
+    }
     return safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
 
 
@@ -107,50 +104,67 @@ class FeatureChunk:
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read: {error}") from error
         about = json.loads((self._file.metadata() or {}).get(_METADATA_KEY, "null"))
-        wanted = {"format": FORMAT_VERSION, "cache": cache, "views": list(views)}
+        wanted = {"format": FORMAT_VERSION, "cache": cache}
         if not isinstance(about, dict) or any(about.get(key) != wanted[key] for key in wanted):
             raise ValueError(f"'{path}' does not belong there")
-        self._left_out: dict[str, dict[str, str] | None] = about.get("left_out", {})
-        self._names: dict[int, list[str]] = defaultdict(list)
-        for key in self._file.keys():  # noqa: SIM118 (not a dict)
-            index, _, name = key.partition("/")
-            self._names[int(index)].append(name)
-        if any(view not in self._names and str(view) not in self._left_out for view in views):
-            raise ValueError(f"'{path}' is not complete")
+        self._views: dict[str, dict[str, Any] | None] = about["views"]
+        if list(self._views) != [str(index) for index in views]:
+            raise ValueError(f"'{path}' holds other views than its name says")
 
     def read(self, index: int) -> Stored:
         """Returns a view, in memory of its own."""
-        if str(index) in self._left_out:
-            fault = self._left_out[str(index)]
-            return None if fault is None else Fault(**fault)
+        about = self._views[str(index)]
+        if about is None:
+            return None
+        if "fault" in about:
+            return Fault(**about["fault"])
         # A copy: a mapped tensor breaks off the process if its file is cut short under it.
-        tensors = {
-            name: self._file.get_tensor(f"{index}/{name}").clone() for name in self._names[index]
+        features = {
+            name: self._file.get_tensor(f"{index}/{name}").clone() for name in about["outputs"]
         }
-        height, width = tensors.pop(_IMAGE_SIZE).tolist()
-        truth = {name: tensors.pop(name) for name in _GROUND_TRUTH if name in tensors}
-        return View(tensors, (height, width), truth)
+        height, width = about["image_size"]
+        return View(features, (height, width), _read_truth(about["ground_truth"]))
+
+
+def _describe(view: Stored) -> dict[str, Any] | None:
+    if view is None:
+        return None
+    if isinstance(view, Fault):
+        return {"fault": asdict(view)}
+    # A number in single precision is the same after JSON, which has double.
+    truth = {name: tensor.tolist() for name, tensor in view.ground_truth.items()}
+    return {
+        "outputs": list(view.features),
+        "image_size": list(view.image_size),
+        "ground_truth": truth,
+    }
+
+
+def _read_truth(truth: Mapping[str, Any]) -> dict[str, Tensor]:
+    found = {name: torch.tensor(truth[name]) for name in truth if name == "label"}
+    if "gt_boxes" in truth:
+        found["gt_boxes"] = torch.tensor(truth["gt_boxes"], dtype=torch.float32).reshape(-1, 4)
+        found["gt_classes"] = torch.tensor(truth["gt_classes"], dtype=torch.int64)
+    return found
 
 
 def _round(feature: Tensor, dtype: torch.dtype, name: str, index: int) -> Tensor:
-    rounded = _copy(feature, dtype)
-    if rounded.isfinite().all():
+    """Returns a contiguous copy on the CPU; slices of a batch share memory, which no file can."""
+    rounded = torch.empty(feature.shape, dtype=dtype).copy_(feature.detach())
+    # Rounding keeps the order, so that the extremes tell, which are found faster than infinities.
+    extremes = torch.stack(feature.detach().aminmax()) if feature.numel() else feature.detach()
+    if extremes.to(dtype).isfinite().all():
         return rounded
     where = f"the encoder's output '{name}' for view {index}"
-    if feature.isfinite().all():
+    if extremes.isfinite().all():
         raise UserError(
-            f"{where} reaches {float(feature.abs().max()):.4g}, beyond the range of "
+            f"{where} reaches {float(extremes.abs().max()):.4g}, beyond the range of "
             f"{_name(dtype)}: set MODEL.CACHE_FEATURES.DTYPE to bfloat16 or float32"
         )
     raise UserError(
         f"{where} is not finite: check the weights, or that they were trained for images "
         "normalised as here (MODEL.PIXEL_MEAN, MODEL.PIXEL_STD, INPUT.FORMAT)"
     )
-
-
-def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a contiguous copy on the CPU; slices of a batch share memory, which no file can."""
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor.detach())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -33,7 +33,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 VIEWS_PER_CHUNK = 32
-_OPEN_CHUNKS = 256  # mapped files that a process keeps open
+_OPEN_CHUNKS = 1024  # mapped files that a process keeps open
 _SECONDS_BETWEEN_LOOKS = 0.5  # at what other processes are writing
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

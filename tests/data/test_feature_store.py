@@ -251,10 +251,39 @@ def test_features_that_are_not_finite_are_refused_in_every_dtype(
             store.write(0, [View({"s16": torch.tensor([[[value]]])}, (16, 16), {})])
 
 
-def test_an_output_cannot_take_the_name_of_ground_truth(tmp_path: Path) -> None:
-    view = View({"label": torch.zeros(1, 1, 1)}, (16, 16), {})
-    with pytest.raises(ValueError, match="cannot be called 'label'"):
-        FeatureStore(tmp_path / "cache", 1).write(0, [view])
+def test_boxes_of_single_precision_and_outputs_of_any_name_come_back_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    boxes = torch.rand(300, 4, generator=torch.Generator().manual_seed(0)) * 1333
+    truth = {"gt_boxes": boxes, "gt_classes": torch.arange(300)}
+    store = FeatureStore(tmp_path / "cache", 2)
+    no_boxes = {"gt_boxes": torch.zeros(0, 4), "gt_classes": torch.zeros(0, dtype=torch.int64)}
+    store.write(
+        0,
+        [
+            View({"label": torch.ones(1, 1, 1), "a/b": torch.zeros(0, 2)}, (800, 1333), truth),
+            View({}, (1, 1), no_boxes),
+        ],
+    )
+    full, empty = store.read(0), store.read(1)
+    assert isinstance(full, View)
+    assert isinstance(empty, View)
+    torch.testing.assert_close(full.ground_truth, truth, rtol=0, atol=0)
+    torch.testing.assert_close(empty.ground_truth, no_boxes, rtol=0, atol=0)
+    assert full.features["a/b"].shape == (0, 2)
+    torch.testing.assert_close(full.features["label"], torch.ones(1, 1, 1).half())
+
+
+def test_the_largest_number_of_half_precision_is_kept_and_what_rounds_beyond_is_not(
+    tmp_path: Path,
+) -> None:
+    store = FeatureStore(tmp_path / "cache", 1)
+    store.write(0, [View({"s16": torch.tensor([[[-65519.0]]])}, (16, 16), {})])
+    view = store.read(0)
+    assert isinstance(view, View)
+    assert float(view.features["s16"]) == -65504
+    with pytest.raises(UserError, match=r"reaches 6\.552e\+04, beyond the range of float16"):
+        store.write(0, [View({"s16": torch.tensor([[[-65520.0]]])}, (16, 16), {})])
 
 
 def test_caches_are_told_apart_by_name_and_measured(tmp_path: Path) -> None:
