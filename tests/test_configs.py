@@ -36,7 +36,8 @@ def test_every_recipe_of_the_paper_has_its_file() -> None:
     sizes, kinds = VARIANTS, ("probe", "finetune")
     expected = {f"coco/retinanet_{size}_{kind}.yaml" for size in sizes for kind in kinds}
     expected |= {
-        f"coco/mf_detr_{decoder}_{size}_{kind}.yaml"
+        f"coco/{help_}mf_detr_{decoder}_{size}_{kind}.yaml"
+        for help_ in ("", "fast_")
         for decoder in ("522", "211")
         for size in sizes
         for kind in kinds
@@ -218,3 +219,25 @@ def test_a_fine_tuned_classifier_is_the_probes(size: str, decoder: str) -> None:
     assert probe.MODEL.MOBILE_FORMER == tuned.MODEL.MOBILE_FORMER
     for key in ("DECODER", "WIDTH", "DEPTH", "IN_FEATURE", "NUM_CLASSES"):
         assert probe.MODEL.CLASSIFIER[key] == tuned.MODEL.CLASSIFIER[key]
+
+
+def _leaves(node: CfgNode, prefix: str = "") -> dict[str, object]:
+    found = {}
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        found |= _leaves(value, f"{name}.") if isinstance(value, CfgNode) else {name: value}
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "fast_" in path.name], ids=_name)
+def test_a_fast_recipe_is_that_of_the_paper_but_for_help_views_and_epochs(path: Path) -> None:
+    fast = _leaves(load_config(path))
+    plain = _leaves(load_config(path.with_name(path.name.removeprefix("fast_"))))
+    changed = {key for key, value in fast.items() if value != plain[key]}
+    help_ = ("MODEL.MF_DETR.CLASS", "MODEL.MF_DETR.FOCAL.", "MODEL.MF_DETR.DENOISING.")
+    help_ += ("MODEL.MF_DETR.QUERY_GROUPS.", "MODEL.CACHE_FEATURES.", "INPUT.FIXED_VIEWS.")
+    schedule = {"SOLVER.EPOCHS", "SOLVER.STEP_EPOCHS"}
+    assert {key for key in changed if not key.startswith(help_)} <= schedule
+    assert {"MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.DENOISING.GROUPS"} & changed
+    if path.parent.name != "coco":
+        assert not schedule & changed
