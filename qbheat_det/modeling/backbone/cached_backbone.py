@@ -144,7 +144,8 @@ class CachedBackbone(Backbone):
             The outputs by name, with N in front.
         """
         try:
-            with torch.no_grad():
+            # On CPUs, kernels are chosen, and round, by whether gradients are on, needed or not.
+            with torch.set_grad_enabled(model.training):
                 model(list(batch))
         except _Encoded as encoded:
             return {name: encoded.outputs[name] for name in self.outputs}
