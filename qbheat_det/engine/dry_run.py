@@ -27,6 +27,7 @@ from torch import nn
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.errors import UserError
 
+from .cache_estimate import CacheEstimate
 from .dry_run_report import DryRunReport
 from .setup import leave_out_noise
 from .writers import check_wandb
@@ -65,6 +66,9 @@ def dry_run(
         small.SOLVER.WANDB_PROJECT = ""  # a dry run is nobody's experiment
         trainer = build_trainer(small)
         planned, iterations = trainer.cfg, trainer.max_iter
+        cached = getattr(trainer, "cached_features", None)
+        if cached:
+            cached.rehearsal = folder
         trainer.resume_or_load(resume=False)
         measured = _Measured(trainer)
         trainer.max_iter = min(iterations, num_steps)
@@ -88,7 +92,16 @@ def dry_run(
         gpu_total_bytes=_gpu_total_bytes(),
         **_count_checkpoints(planned, iterations),
         **disk,
+        **(_describe_cache(cached.estimate) if cached else {}),
     )
+
+
+def _describe_cache(estimate: CacheEstimate) -> dict[str, Any]:
+    return {
+        "num_views_to_encode": estimate.num_missing,
+        "encoding_seconds": estimate.seconds / comm.get_world_size(),
+        "cache_bytes": int(estimate.missing_bytes),
+    }
 
 
 def _try_disk(trainer: Any, folder: Path) -> dict[str, Any]:

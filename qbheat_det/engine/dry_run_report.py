@@ -32,6 +32,9 @@ class DryRunReport:
         memory_total_bytes: of this machine.
         gpu_bytes: highest memory that tensors took on this process's GPU; 0 without one.
         gpu_total_bytes: of that GPU.
+        num_views_to_encode: that the cache of features lacks; 0 without one.
+        encoding_seconds: to encode them.
+        cache_bytes: that they will take on the disk of the cache.
     """
 
     iterations: int
@@ -54,6 +57,9 @@ class DryRunReport:
     memory_total_bytes: int
     gpu_bytes: int = 0
     gpu_total_bytes: int = 0
+    num_views_to_encode: int = 0
+    encoding_seconds: float = 0.0
+    cache_bytes: int = 0
 
     @property
     def mean_step_seconds(self) -> float:
@@ -70,6 +76,7 @@ class DryRunReport:
         """Predicted for everything."""
         return (
             self.setup_seconds
+            + self.encoding_seconds
             + self.training_seconds
             + self.num_evaluations * self.evaluation_seconds
             + self.num_checkpoints * self.checkpoint_seconds
@@ -108,6 +115,10 @@ class DryRunReport:
                 self.num_checkpoints * self.checkpoint_seconds,
             ),
         ]
+        if self.num_views_to_encode:
+            each = self.encoding_seconds / self.num_views_to_encode
+            views = self.num_views_to_encode
+            rows.insert(1, ("View to encode", format_duration(each), views, self.encoding_seconds))
         lines = [
             f"Dry run: {len(self.step_seconds) + 1} steps and one evaluation done, {checked}.",
             f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trained.",
@@ -137,6 +148,11 @@ class DryRunReport:
             f"({self.num_checkpoints_kept} checkpoints of {_format_bytes(self.checkpoint_bytes)}, "
             f"weights of {_format_bytes(self.weights_bytes)})"
         )
+        if self.cache_bytes:
+            lines.append(
+                f"{'Features:':<12}{_format_bytes(self.cache_bytes)} to be cached besides "
+                "(MODEL.CACHE_FEATURES.FOLDER)"
+            )
         if not self.fits_disk:
             lines.append("The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.")
         lines.append("Larger images than those of these steps take more memory and time.")

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qbheat_det.errors import UserError
 
+from .cached_features import swap_encoder
 from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
 from .run_config import load_embedded_config
@@ -68,12 +69,15 @@ def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str])
         model: nn.Module = build_model(cfg)
         if cfg.MODEL.CHANNELS_LAST:  # another layout adds in another order
             model = model.to(memory_format=torch.channels_last)
+        cached = swap_encoder(cfg, model) if cfg.MODEL.CACHE_FEATURES.ENABLED else None
         _restore(model, failed)
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
         raise UserError(
             f"the model of '{path}' cannot be built again: {error}; the code may have changed, or "
             "a model of your own is not imported"
         ) from error
+    if cached is not None:
+        cached.trust()  # the images of the step bring their features along
     return model.train()
 
 
