@@ -12,9 +12,14 @@ from qbheat_det.config import get_cfg
 TESTS = Path(__file__).parent
 TEXT = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8")
 OBJECTIVES = (TESTS.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
+FAST = (TESTS.parent / "docs" / "fast_mf_detr.md").read_text(encoding="utf-8")
 PROBING = (TESTS.parent / "docs" / "probing.md").read_text(encoding="utf-8")
-NAMED_TESTS = sorted(set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXT + PROBING)))
-NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES + PROBING)))
+NAMED_TESTS = sorted(
+    set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXT + FAST + PROBING))
+)
+NAMED_KEYS = sorted(
+    set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES + FAST + PROBING))
+)
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED_TESTS)
