@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What the benchmark of cached features trains: recipes, images drawn for them, and their bounds."""
+"""What the benchmark of cached features trains: recipes, images drawn for them, their bounds."""
 
 import itertools
 import json

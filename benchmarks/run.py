@@ -19,6 +19,7 @@ BENCHMARKS = {
     "latency": "seconds a forward of 285M + 211 and 3.7G + 522 beside DETR-R50 and RetinaNet-R50",
     "memory": "peak memory of the same forward passes",
     "trainer_overhead": "a training step of 285M + 211 beyond forward, backward and optimizer",
+    "cached_training": "a head's training step from cached features beside one with its encoder",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
 }
 

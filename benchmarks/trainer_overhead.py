@@ -87,14 +87,19 @@ def build_trainer(cfg: CfgNode, batch: list[dict[str, Any]]) -> Any:
     from qbheat_det.engine import Trainer
 
     trainer = Trainer(cfg)
+    give_batches(trainer, itertools.repeat(batch))
+    return trainer
+
+
+def give_batches(trainer: Any, batches: Iterator[list[dict[str, Any]]]) -> None:
+    """Makes a trainer take its batches from an iterator."""
     inner = trainer._trainer
     inner.model.train()
     for name in ("_data_loader_iter_obj", "_data_loader_iter"):  # main's, then v0.6's
         try:
-            setattr(inner, name, itertools.repeat(batch))
+            setattr(inner, name, batches)
         except AttributeError:  # a property on main
             continue
-    return trainer
 
 
 def make_batch(side: int) -> list[dict[str, Any]]:
