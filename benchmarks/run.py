@@ -20,6 +20,7 @@ BENCHMARKS = {
     "memory": "peak memory of the same forward passes",
     "trainer_overhead": "a training step of 285M + 211 beyond forward, backward and optimizer",
     "cached_training": "a head's training step from cached features beside one with its encoder",
+    "training_help": "a training step of MF-Dec-211 with each training-only help beside none",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
 }
 

@@ -26,6 +26,8 @@ CASES = {
     "mf_detr_with_everything": {
         **MF_DETR,
         **AVERAGED,
+        "MODEL.MF_DETR.DENOISING.GROUPS": "2",
+        "MODEL.MF_DETR.QUERY_GROUPS.COUNT": "2",
         "SOLVER.ACCUMULATE": "2",
         "SOLVER.AMP.ENABLED": "True",
         "SOLVER.AMP.PRECISION": "bfloat16",
