@@ -14,11 +14,12 @@ TEXT = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8")
 OBJECTIVES = (TESTS.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
 FAST = (TESTS.parent / "docs" / "fast_mf_detr.md").read_text(encoding="utf-8")
 PROBING = (TESTS.parent / "docs" / "probing.md").read_text(encoding="utf-8")
+CACHING = (TESTS.parent / "docs" / "caching.md").read_text(encoding="utf-8")
 NAMED_TESTS = sorted(
-    set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXT + FAST + PROBING))
+    set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXT + FAST + PROBING + CACHING))
 )
 NAMED_KEYS = sorted(
-    set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES + FAST + PROBING))
+    set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES + FAST + PROBING + CACHING))
 )
 
 

@@ -1,0 +1,230 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Heads that train from cached features see what they would see above the encoder."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+
+from qbheat_det.checkpoint.weights_file import read_weights_file
+from qbheat_det.config import load_config
+from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine.cached_features import use_cached_features
+from qbheat_det.engine.dry_run import dry_run
+from qbheat_det.engine.failure import NonFiniteLoss
+from qbheat_det.engine.replay import replay_failure
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.backbone import CachedBackbone
+
+from . import tiny_training
+from .conftest import TrainAfresh, forget_runs
+
+FROZEN = {
+    "MODEL.BACKBONE.FREEZE_AT": "5",
+    "INPUT.FIXED_VIEWS.COUNT": "2",
+    "SOLVER.MAX_ITER": "3",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+}
+MF_DETR = {**tiny_training.MF_DETR, "INPUT.DETR_CROP_RESIZE": "[]"}
+ON = {"MODEL.CACHE_FEATURES.ENABLED": "True", "MODEL.CACHE_FEATURES.DTYPE": "float32"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Overrides that switch on one cache for all tests of this file."""
+    return {**ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path_factory.mktemp("cache"))}
+
+
+def build_trainer(output_dir: Path, data: Path, opts: dict[str, str]) -> Trainer:
+    """A trainer as in a new process, of the same random weights each time."""
+    forget_runs()
+    torch.manual_seed(0)
+    trainer = Trainer(build_config(tiny_training.parse(output_dir, data, {**FROZEN, **opts})))
+    trainer.resume_or_load(resume=False)
+    return trainer
+
+
+def encodes_nothing(*_: Any) -> None:
+    raise AssertionError("the encoder was run")
+
+
+def assert_same_files(ours: Path, theirs: Path) -> None:
+    for name in ("model_final.safetensors", "model_final.pth"):
+        states = [read_weights_file(str(run / name)).state for run in (ours, theirs)]
+        assert list(states[0]) == list(states[1])
+        torch.testing.assert_close(dict(states[0]), dict(states[1]), rtol=0, atol=0)
+
+
+def test_retinanet_from_a_float32_cache_is_that_trained_online_to_the_bit(
+    tmp_path: Path, train_afresh: TrainAfresh, cache: dict[str, str]
+) -> None:
+    train_afresh(tmp_path / "online", FROZEN)
+    train_afresh(tmp_path / "cached", {**FROZEN, **cache})
+    assert tiny_training.losses(tmp_path / "cached") == tiny_training.losses(tmp_path / "online")
+    assert_same_files(tmp_path / "cached", tmp_path / "online")
+
+
+def test_mf_detr_from_a_float32_cache_is_that_trained_online_to_the_bit_and_goes_on_so(
+    tmp_path: Path,
+    tiny_data: Path,
+    train_afresh: TrainAfresh,
+    cache: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opts = {**FROZEN, **MF_DETR}
+    online = train_afresh(tmp_path / "online", opts)
+    cached = train_afresh(tmp_path / "cached", {**opts, **cache})
+    assert tiny_training.losses(tmp_path / "cached") == tiny_training.losses(tmp_path / "online")
+    assert str(cached) == str(online)  # nan where there is nothing to find
+    assert_same_files(tmp_path / "cached", tmp_path / "online")
+
+    # A cached run's own config evaluates without the cache.
+    weights = str(tmp_path / "cached" / "model_final.safetensors")
+    args = tiny_training.parse(tmp_path / "eval", tiny_data, {"MODEL.WEIGHTS": weights})
+    args.config_file = str(tmp_path / "cached" / "config.yaml")
+    args.eval_only = True
+    forget_runs()
+    assert str(evaluate(build_config(args))) == str(online)
+
+    # A run that goes on finds the cache, and repeats the steps.
+    monkeypatch.setattr(CachedBackbone, "encode", encodes_nothing)
+    (tmp_path / "cached" / "model_final.pth").unlink()
+    (tmp_path / "cached" / "last_checkpoint").write_text("model_0000001.pth")
+    train_afresh(tmp_path / "cached", {**opts, **cache}, "--resume")
+    assert tiny_training.losses(tmp_path / "cached") == tiny_training.losses(tmp_path / "online")
+
+
+def first_losses(
+    tmp_path: Path, data: Path, opts: dict[str, str], steps: int = 3
+) -> list[dict[str, float]]:
+    """Losses of the first batches, with the weights of the beginning."""
+    trainer = build_trainer(tmp_path, data, opts)
+    if trainer.cached_features:
+        trainer.cached_features.prepare(trainer.data_loader)
+    stream, found = iter(trainer.data_loader), []
+    for _ in range(steps):
+        torch.manual_seed(1)
+        losses = trainer.bare_model(next(stream))
+        found.append({name: float(value.detach()) for name, value in losses.items()})
+    forget_runs()
+    return found
+
+
+def test_mf_detr_on_images_of_several_sizes_agrees_to_rounding(
+    tmp_path: Path, tiny_data: Path, cache: dict[str, str]
+) -> None:
+    opts = {**MF_DETR, "INPUT.MIN_SIZE_TRAIN": "(48, 64, 72)", "SOLVER.IMS_PER_BATCH": "4"}
+    online = first_losses(tmp_path, tiny_data, opts)
+    torch.testing.assert_close(
+        first_losses(tmp_path, tiny_data, {**opts, **cache}), online, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_half_precision_stays_close(tmp_path: Path, tiny_data: Path, cache: dict[str, str]) -> None:
+    online = first_losses(tmp_path, tiny_data, MF_DETR)
+    for dtype, tolerance in (("float16", 2e-3), ("bfloat16", 2e-2)):
+        half = {**MF_DETR, **cache, "MODEL.CACHE_FEATURES.DTYPE": dtype}
+        cached = first_losses(tmp_path, tiny_data, half)
+        assert cached != online
+        torch.testing.assert_close(cached, online, rtol=tolerance, atol=tolerance)
+
+
+def test_other_weights_make_another_cache_and_the_old_one_is_told_of(
+    tmp_path: Path, tiny_data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
+    trainer = build_trainer(tmp_path / "run", tiny_data, opts)
+    assert trainer.cached_features is not None
+    trainer.cached_features.prepare(trainer.data_loader)
+    assert len(list(folder.iterdir())) == 2  # of the training and of the test set
+    backbone = next(m for m in trainer.bare_model.modules() if isinstance(m, CachedBackbone))
+    state = copy.deepcopy(trainer.bare_model.state_dict())
+    name = next(key for key in state if key.endswith("stem.weight"))
+    state[name] += 1
+    trainer.bare_model.load_state_dict(state)
+    with pytest.raises(UserError, match="not those that the cached features"):
+        trainer.bare_model(next(iter(trainer.data_loader)))
+    logging.getLogger("qbheat_det").propagate = True
+    with caplog.at_level(logging.INFO, logger="qbheat_det"):
+        trainer.cached_features.prepare(trainer.data_loader)
+    assert len(list(folder.iterdir())) == 4
+    assert "2 other caches" in caplog.text
+    assert "36 views are to be encoded" in caplog.text  # 24 of training, 12 of the test set
+    trainer.bare_model(next(iter(trainer.data_loader)))
+    assert next(backbone.encoder.parameters()).device.type == "cpu"
+    forget_runs()
+
+
+def test_a_dry_run_encodes_a_sample_and_says_what_the_cache_will_take(
+    tmp_path: Path, tiny_data: Path, cache: dict[str, str]
+) -> None:
+    folder = tmp_path / "cache"
+    opts = {**FROZEN, **cache, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
+    forget_runs()
+    cfg = build_config(tiny_training.parse(tmp_path / "run", tiny_data, opts))
+    report = dry_run(cfg, Trainer)
+    assert report.num_views_to_encode == 2 * 12 + 6
+    assert report.cache_bytes > 0
+    assert "to be cached" in str(report)
+    assert list(tmp_path.iterdir()) == []
+    forget_runs()
+
+
+def test_a_step_that_failed_is_replayed_with_its_features(
+    tmp_path: Path, tiny_data: Path, cache: dict[str, str]
+) -> None:
+    trainer = build_trainer(tmp_path, tiny_data, {**MF_DETR, **cache})
+    with torch.no_grad():
+        dict(trainer.bare_model.named_parameters())["decoder.class_embed.weight"].fill_(torch.inf)
+    with pytest.raises(NonFiniteLoss) as failure:
+        trainer.train()
+    report = replay_failure(failure.value.path)
+    assert report.error == ""
+    assert report.bad_weights == ["decoder.class_embed.weight"]
+    assert "decoder" in str(report.first_module)
+    forget_runs()
+
+
+REFUSALS = {
+    "no views": ({"INPUT.FIXED_VIEWS.COUNT": "0"}, "set INPUT.FIXED_VIEWS.COUNT"),
+    "not frozen": ({"MODEL.BACKBONE.FREEZE_AT": "4"}, "set MODEL.BACKBONE.FREEZE_AT 5"),
+    "masks": ({"MODEL.MASK_ON": "True"}, "MODEL.MASK_ON needs masks"),
+    "keypoints": ({"MODEL.KEYPOINT_ON": "True"}, "MODEL.KEYPOINT_ON needs keypoints"),
+    "neighbours": ({"TEST.KNN.TRAIN": "('a',)"}, "TEST.KNN"),
+    "pictures": ({"VIS_PERIOD": "5"}, "VIS_PERIOD 5"),
+    "dtype": ({"MODEL.CACHE_FEATURES.DTYPE": "float8"}, "float16, bfloat16, float32"),
+    "pre-training": (
+        {"MODEL.META_ARCHITECTURE": "QBHeat", "MODEL.BACKBONE.NAME": "MobileFormer"},
+        "QBHeat pre-trains its encoder",
+    ),
+}
+
+
+@pytest.mark.parametrize(("opts", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_cached_is_refused_with_what_to_do(
+    opts: dict[str, str], words: str, cache: dict[str, str]
+) -> None:
+    cfg = _config({**FROZEN, **cache, **opts})
+    model = Trainer.build_model(_config({**FROZEN, **_without_parts(opts)}))
+    with pytest.raises(UserError, match=words):
+        use_cached_features(cfg, model)
+
+
+def test_without_the_key_nothing_is_exchanged() -> None:
+    cfg = _config(FROZEN)
+    assert use_cached_features(cfg, Trainer.build_model(cfg)) is None
+
+
+def _config(opts: dict[str, str]) -> CfgNode:
+    pairs = {**opts, "MODEL.DEVICE": "cpu"}
+    return load_config(tiny_training.CONFIG, [word for pair in pairs.items() for word in pair])
+
+
+def _without_parts(opts: dict[str, str]) -> dict[str, str]:
+    """Those that decide the model; RetinaNet has neither masks nor keypoints."""
+    return {key: value for key, value in opts.items() if not key.endswith("_ON")}
