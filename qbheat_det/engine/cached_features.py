@@ -131,7 +131,9 @@ class CachedFeatures:
         """Gives all processes the main one's encoder, which differs where no weights are loaded."""
         if comm.get_world_size() > 1:
             for tensor in self._backbone.encoder.state_dict().values():
-                torch.distributed.broadcast(tensor, src=0)
+                sent = tensor.contiguous()  # not every layout can be sent
+                torch.distributed.broadcast(sent, src=0)
+                tensor.copy_(sent)
 
     def _open_test_set(self, name: str) -> CachedSet:
         cfg = self._cfg

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ Stored = View | Fault | None
 _SECONDS_BETWEEN_LINES = 30  # of the log, where no terminal shows a bar
 _SECONDS_BETWEEN_LOOKS = 0.5  # for what other processes have written
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
+_NOT_KEPT = {"sem_seg", "proposals"}
 
 
 class ViewEncoder:
@@ -101,8 +102,7 @@ def check_keepable(entry: Mapped) -> dict[str, Any]:
     assert isinstance(entry, dict)
     instances = entry.get("instances")
     fields = instances.get_fields() if isinstance(instances, Instances) else {}
-    others = [key for key in ("sem_seg", "proposals") if key in entry]
-    others += sorted(fields.keys() - _BOX_FIELDS)
+    others = [*(entry.keys() & _NOT_KEPT), *sorted(fields.keys() - _BOX_FIELDS)]
     if "gt_boxes" in fields and not isinstance(fields["gt_boxes"], Boxes):
         others.append(type(fields["gt_boxes"]).__name__)
     if others:
@@ -134,16 +134,17 @@ class ViewsOf(Dataset[Mapped]):
         row, number = divmod(index, self._views.count)
         return self._views.view(self._records[row], number)
 
-    def load(self, indices: Sequence[int] | Iterator[int], num_workers: int) -> Iterator[Mapped]:
+    def load(self, indices: Iterable[int], num_workers: int) -> Iterator[Mapped]:
         """Yields views in the order asked for, loaded ahead where there are workers."""
-        yield from DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             self,
             batch_size=None,
-            sampler=indices,  # type: ignore[arg-type]
+            sampler=indices,
             num_workers=num_workers,
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # else it draws from the global one
         )
+        yield from loader
 
 
 def fill(
@@ -171,18 +172,18 @@ def fill(
     remove_leftovers(store.folder)
     with _Progress(store, title) as progress:
         while missing := store.missing():
-            written = 0
             with contextlib.closing(_Claims(store, missing)) as claims:
-                loaded = views.load(iter(claims), num_workers)
+                first = list(islice(claims, 1))
+                if not first:  # others are at work on all of them
+                    time.sleep(_SECONDS_BETWEEN_LOOKS)
+                    progress.tell()
+                    continue
+                loaded = views.load(chain(first, claims), num_workers)
                 while (chunk := claims.next_chunk(loaded)) is not None:
                     number, entries = chunk
                     store.write(number, encoder(entries))
                     claims.release(number)
                     progress.tell()
-                    written += 1
-            if not written:
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-                progress.tell()
 
 
 class _Claims(Iterator[int]):
@@ -272,5 +273,5 @@ class _Progress:
         return sum(len(self._store.views_of(chunk)) for chunk in self._store.missing())
 
 
-def _as_it_is(entry: Mapped) -> Mapped:
+def _as_it_is(entry: Any) -> Any:
     return entry
