@@ -170,6 +170,7 @@ class Steps:
     def __init__(self, cfg: CfgNode, clock: Clock) -> None:
         from qbheat_det.engine import Trainer
 
+        Path(cfg.OUTPUT_DIR).mkdir(parents=True)  # logs are written, as in any run
         torch.manual_seed(0)  # all trainers of a case begin with the same weights
         self.trainer: Any = Trainer(cfg)
         if self.trainer.cached_features:
@@ -254,7 +255,7 @@ def format_figures(figures: Figures) -> str:
     case, bound = figures.case, figures.bound
     whole, computing = rows_of("", figures)
     rates = [
-        str(Sample.of([case.batch / seconds for seconds in turns.step]))
+        _shown(Sample.of([case.batch / seconds for seconds in turns.step]))
         for turns in (figures.online, figures.cached)
     ]
     ratios = [str(Sample(r.ratio, r.ratio_least, r.ratio_greatest)) for r in (whole, computing)]
@@ -270,6 +271,13 @@ def format_figures(figures: Figures) -> str:
         f"{bound.encoder / 1e9:.3g} G, head {bound.head / 1e9:.3g} G; first losses "
         f"{figures.online.losses[0]:.6g} and {figures.cached.losses[0]:.6g}{verdict}"
     )
+
+
+def _shown(rates: Sample) -> str:
+    """As ``str(rates)``, without exponents, which that has from a thousand on."""
+    if rates.greatest < 100:
+        return str(rates)
+    return f"{rates.median:,.0f} ({rates.least:,.0f} to {rates.greatest:,.0f})"
 
 
 @exit_with_sentence
