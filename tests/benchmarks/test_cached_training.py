@@ -84,6 +84,12 @@ def test_a_case_is_shown_with_its_bound_and_whether_the_bar_was_reached() -> Non
     )
 
 
+def test_rates_of_a_thousand_have_no_exponent() -> None:
+    fast = Turns(step=[0.001, 0.002], waiting=[0.0, 0.0], losses=[5.0])
+    text = format_figures(Figures(CASE, FIGURES.bound, fast, fast))
+    assert text.splitlines()[0].count("1,500 (1,000 to 2,000)") == 2
+
+
 def test_the_bound_counts_three_passes_of_the_head() -> None:
     assert FIGURES.bound.speedup == pytest.approx((77.5 + 3 * 15.7) / (3 * 15.7))
 
