@@ -94,7 +94,7 @@ class CachedFeatures:
         views = self._views
         with self._backbone.encoding(next(self._model.parameters()).device):
             self._share_weights()
-            training = self._open("training", stream.dataset, views, is_train=True)
+            training = self._open("training set", stream.dataset, views, is_train=True)
             self._tests = {name: self._open_test_set(name) for name in self._cfg.DATASETS.TEST}
             sets = [training, *self._tests.values()]
             self.estimate = sum(map(estimate_set, sets), CacheEstimate())
