@@ -35,7 +35,8 @@ from detectron2.config import CfgNode
 
 import qbheat_det  # noqa: F401  (registers models and data sets)
 from qbheat_det.analysis.probe_charts import plot_probes
-from qbheat_det.checkpoint import check_weights_file, write_atomically
+from qbheat_det.atomic import write_atomically
+from qbheat_det.checkpoint import check_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.engine.backbone_probe import probe_backbone
 from qbheat_det.engine.probe_figures import ProbeRow

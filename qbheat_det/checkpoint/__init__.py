@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Weights: read without running what is hidden in a file, accounted for, and written whole."""
 
-from qbheat_det.atomic import remove_leftovers, write_atomically
-
 from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_exact
 from .fitting import find_unbuilt, fit_weights, without_children
 from .load_report import GroupReport, LoadReport
@@ -26,8 +24,6 @@ __all__ = [
     "fit_weights",
     "info_of",
     "read_weights",
-    "remove_leftovers",
     "save_weights",
     "without_children",
-    "write_atomically",
 ]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from qbheat_det.analysis.confusion_matrix import plot_confusion
-from qbheat_det.checkpoint import write_atomically
+from qbheat_det.atomic import write_atomically
 from qbheat_det.data import Fault, ImageBatches
 from qbheat_det.evaluation import ClassificationEvaluator
 

@@ -17,7 +17,7 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qbheat_det.checkpoint import write_atomically
+from qbheat_det.atomic import write_atomically
 from qbheat_det.config import dump_config
 from qbheat_det.errors import UserError
 

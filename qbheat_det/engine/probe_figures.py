@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from qbheat_det.checkpoint import write_atomically
+from qbheat_det.atomic import write_atomically
 from qbheat_det.errors import UserError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qbheat_det.checkpoint import write_atomically
+from qbheat_det.atomic import write_atomically
 from qbheat_det.errors import UserError
 
 RUN_FILE = "run.json"

@@ -17,7 +17,8 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from qbheat_det.checkpoint import check_weights_file, class_names_of, write_atomically
+from qbheat_det.atomic import write_atomically
+from qbheat_det.checkpoint import check_weights_file, class_names_of
 from qbheat_det.config import load_config
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
     WeightsInfo,
     info_of,
     save_weights,
     without_children,
-    write_atomically,
 )
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,

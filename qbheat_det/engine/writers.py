@@ -28,7 +28,7 @@ from detectron2.utils.events import (
     get_event_storage,
 )
 
-from qbheat_det.checkpoint import write_atomically
+from qbheat_det.atomic import write_atomically
 from qbheat_det.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import qbheat_det
-from qbheat_det.checkpoint import SafeCheckpointer, remove_leftovers, write_atomically
+from qbheat_det.atomic import remove_leftovers, write_atomically
+from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.errors import UserError
 from tests.checkpoint.tiny_models import TinyDetector
 

@@ -17,7 +17,8 @@ from detectron2.config import CfgNode
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 
 from qbheat_det.analysis import count_parameters
-from qbheat_det.checkpoint import WeightsInfo, save_weights, write_atomically
+from qbheat_det.atomic import write_atomically
+from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import load_config
 from qbheat_det.data import load_image_folders, preserved_randomness
 from qbheat_det.errors import exit_with_sentence

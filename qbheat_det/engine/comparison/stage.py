@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from detectron2.config import CfgNode
 
-from qbheat_det.checkpoint import write_atomically
+from qbheat_det.atomic import write_atomically
 from qbheat_det.errors import UserError
 
 from ..run_record import list_versions
