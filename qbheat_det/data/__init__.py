@@ -13,8 +13,8 @@ from .coco_json import CocoSummary, check_coco_json, check_same_classes, registe
 from .decoded_images import DecodedImages, decode_if_small
 from .detr_mapper import DetrDatasetMapper, build_detr_crop
 from .faults import Fault, raise_first
-from .feature_chunk import View, make_view
-from .feature_key import describe_cache, name_cache
+from .feature_chunk import Stored, View, make_view
+from .feature_key import describe_arithmetic, describe_cache, name_cache
 from .feature_store import VIEWS_PER_CHUNK, FeatureStore, open_feature_store
 from .fixed_views import VIEW_ROW, FixedViews, number_records
 from .image_batches import ImageBatches, build_image_batches, with_places
@@ -61,6 +61,7 @@ __all__ = [
     "FixedViews",
     "ImageBatches",
     "PretrainingMapper",
+    "Stored",
     "ToySpec",
     "TrainStream",
     "TwoViewMapper",
@@ -79,6 +80,7 @@ __all__ = [
     "check_space",
     "cut",
     "decode_if_small",
+    "describe_arithmetic",
     "describe_cache",
     "fingerprint_records",
     "format_bytes",

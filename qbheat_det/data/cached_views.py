@@ -11,18 +11,19 @@ from .feature_chunk import View
 from .feature_store import FeatureStore
 from .fixed_views import VIEW_ROW, choose_view
 
-_KEPT = ("file_name", "image_id", "height", "width", "label")
+_KEPT = ("file_name", "image_id", "label")
 
 
 class CachedViews:
     """From a record to what its mapper returned, with features in the place of pixels.
 
     Chooses views as ``FixedViews`` does, so that training from a cache sees the same. Returns the
-    record's "file_name", "image_id", "height", "width" and "label", as far as it has them, with:
+    record's "file_name", "image_id" and "label", as far as it has them, with:
 
     - "features": the encoder's outputs by name, (C, h, w) or (M, D) each, in the cache's dtype;
     - "image" (3, H, W), uint8: zeros in the size of the view, which take no memory;
-    - "instances": ``gt_boxes`` and ``gt_classes``, where the mapper gave some.
+    - "height" and "width" of the whole image, and "instances" with ``gt_boxes`` and
+      ``gt_classes``, where the mapper gave them.
 
     What the mapper left out, is left out: a ``Fault`` or None.
     """
@@ -45,6 +46,8 @@ class CachedViews:
         entry = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
         entry["features"] = view.features
         entry["image"] = torch.zeros((), dtype=torch.uint8).expand(3, *view.image_size)
+        if view.full_size is not None:
+            entry["height"], entry["width"] = view.full_size
         if "gt_boxes" in view.ground_truth:
             entry["instances"] = Instances(
                 view.image_size,

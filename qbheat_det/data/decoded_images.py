@@ -125,11 +125,11 @@ def decode_if_small(
         shorter_side: that images are scaled down to, in pixels; smaller ones stay.
         budget: bytes that all processes of this machine may take; each holds its own copy.
     """
+    if budget <= 0 or not file_names:
+        return None
     key = (shorter_side, hash(tuple(file_names)))
     if key in _IN_USE:
         return _IN_USE[key]
-    if budget <= 0 or not file_names:
-        return None
     processes = comm.get_local_size()
     threads = max(1, (os.cpu_count() or 1) // processes)
     sizes = _read_sizes(file_names[:: -(-len(file_names) // _SAMPLED)], threads)

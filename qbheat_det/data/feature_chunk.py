@@ -16,9 +16,12 @@ from qbheat_det.errors import UserError
 
 from .faults import Fault
 
-FORMAT_VERSION = 1
+# To be raised whenever a file's layout changes, and whenever a view is drawn or encoded otherwise
+# than before: the key of a cache knows settings and weights, not the code that reads them.
+FORMAT_VERSION = 2
 # safetensors holds strings by name; one name, as the order of several changes from run to run.
 _METADATA_KEY = "qbheat_det"
+_FULL_SIZE = {"height", "width"}
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,14 @@ class View:
         image_size: height and width of the view, in pixels.
         ground_truth: "gt_boxes" (B, 4), xyxy in pixels of the view, and "gt_classes" (B,); or
             "label" (); or nothing, where nothing is trained.
+        full_size: height and width of the image that the view is of, in pixels, to which detections
+            are scaled; None where the mapper did not say.
     """
 
     features: dict[str, Tensor]
     image_size: tuple[int, int]
     ground_truth: dict[str, Tensor]
+    full_size: tuple[int, int] | None = None
 
 
 Stored = View | Fault | None
@@ -45,7 +51,8 @@ def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
     """Returns a view of a mapper's result.
 
     Args:
-        entry: with "image" (3, H, W) and, if they are to be kept, "instances" or "label".
+        entry: with "image" (3, H, W) and, if they are to be kept, "instances" or "label", and the
+            "height" and "width" of the whole image, which mappers add where the record has none.
         features: the encoder's outputs for that image.
     """
     height, width = entry["image"].shape[-2:]
@@ -55,7 +62,8 @@ def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
         truth["gt_classes"] = entry["instances"].gt_classes.long()
     if "label" in entry:
         truth["label"] = torch.tensor(int(entry["label"]))
-    return View(dict(features), (int(height), int(width)), truth)
+    full = (int(entry["height"]), int(entry["width"])) if entry.keys() >= _FULL_SIZE else None
+    return View(dict(features), (int(height), int(width)), truth, full)
 
 
 def pack_views(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -> bytes:
@@ -122,8 +130,9 @@ class FeatureChunk:
         features = {
             name: self._file.get_tensor(f"{index}/{name}").clone() for name in about["outputs"]
         }
+        truth, full = _read_truth(about["ground_truth"]), about["full_size"]
         height, width = about["image_size"]
-        return View(features, (height, width), _read_truth(about["ground_truth"]))
+        return View(features, (height, width), truth, (full[0], full[1]) if full else None)
 
 
 def _describe(view: Stored) -> dict[str, Any] | None:
@@ -135,7 +144,8 @@ def _describe(view: Stored) -> dict[str, Any] | None:
     truth = {name: tensor.tolist() for name, tensor in view.ground_truth.items()}
     return {
         "outputs": list(view.features),
-        "image_size": list(view.image_size),
+        "image_size": view.image_size,
+        "full_size": view.full_size,
         "ground_truth": truth,
     }
 

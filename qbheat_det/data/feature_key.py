@@ -1,14 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What cached features depend on, and the name that tells caches of different things apart."""
 
+import functools
 import hashlib
+import importlib
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from detectron2.config import CfgNode
 from torch import Tensor
 
 from .feature_chunk import FORMAT_VERSION
@@ -18,6 +22,23 @@ _NAME_LENGTH = 32  # of 64 hexadecimal digits
 # Outlines and keypoints move no box of a model without masks, and can be most of a record.
 _IGNORED_IN_RECORDS = (VIEW_ROW, "file_name")
 _IGNORED_IN_ANNOTATIONS = ("segmentation", "keypoints")
+# Number and seed of the views have entries of their own; fixed views are never read from memory.
+_IGNORED_IN_INPUT = ("FIXED_VIEWS", "PRETRAIN.MEMORY_GB")
+_OF_TEST_SETS = ("MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.TEST_CROP")
+_OF_TRAINING_SETS = (
+    "MIN_SIZE_TRAIN",
+    "MIN_SIZE_TRAIN_SAMPLING",
+    "MAX_SIZE_TRAIN",
+    "RANDOM_FLIP",
+    "CROP",
+    "DETR_CROP_RESIZE",
+    "DETR_CROP_RANGE",
+    "PRETRAIN.SCALE",
+    "PRETRAIN.RATIO",
+    "CLASSIFY.RAND_AUGMENT",
+    "CLASSIFY.RANDOM_ERASING",
+    "TWO_VIEWS",
+)
 
 
 def describe_cache(
@@ -32,7 +53,8 @@ def describe_cache(
     count: int,
     views_seed: int,
     is_train: bool,
-    input_config: str,
+    input_config: CfgNode,
+    arithmetic: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Returns all that the features of a data set depend on, long things by their SHA-256.
@@ -50,7 +72,8 @@ def describe_cache(
         count: K, views of each image.
         views_seed: of the views.
         is_train: whether views are drawn as in training, or are those of inference.
-        input_config: ``cfg.INPUT.dump()``.
+        input_config: ``cfg.INPUT``. What the views of such a set do not depend on does not enter.
+        arithmetic: by what else sums are rounded, see ``describe_arithmetic``.
         records: of the data set. Of a file enter its name below the folder of all files, its size
             and when it was changed, not its content. Outlines and keypoints do not enter.
     """
@@ -66,9 +89,29 @@ def describe_cache(
         "views_per_image": count,
         "views_seed": views_seed,
         "is_train": is_train,
-        "input": input_config.splitlines(),
+        "input": _dump_input(input_config, is_train),
+        "arithmetic": dict(arithmetic),
         "num_images": len(records),
         "records": hash_records(records),
+    }
+
+
+def describe_arithmetic(cfg: CfgNode, device: torch.device) -> dict[str, Any]:
+    """Returns versions and settings by which an encoder's sums are rounded.
+
+    Threads do not enter, nor versions of other libraries: caches are moved and shared, and what
+    they change is far below half precision.
+
+    Args:
+        cfg: of the run.
+        device: that encodes.
+    """
+    return {
+        "qbheat_det": importlib.import_module("qbheat_det").__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "device": device.type,
+        "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # Detectron2 0.6 has no such
+        "channels_last": bool(cfg.MODEL.CHANNELS_LAST),
     }
 
 
@@ -115,6 +158,17 @@ def _make_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic | Tensor):
         return value.tolist()
     return repr(value)
+
+
+def _dump_input(config: CfgNode, is_train: bool) -> list[str]:
+    """Returns the lines of ``INPUT`` that the views of a training set, or a test set, depend on."""
+    kept = config.clone()
+    for path in (*_IGNORED_IN_INPUT, *(_OF_TEST_SETS if is_train else _OF_TRAINING_SETS)):
+        *parents, key = path.split(".")
+        node = functools.reduce(operator.getitem, parents, kept)
+        node.pop(key, None)
+    lines: list[str] = kept.dump().splitlines()
+    return lines
 
 
 def _hash(content: bytes) -> str:

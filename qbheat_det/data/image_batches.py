@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, DatasetFromList, MapDataset
+from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from torch import is_tensor
 from torch.utils.data import DataLoader
@@ -63,7 +64,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             batch_size=batch_size,
             sampler=InferenceSampler(len(records)) if records and shared else None,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=trivial_batch_collator,
             persistent_workers=num_workers > 0 and not memory_gb,
             generator=torch.Generator(),  # else it draws from the global one
         )
@@ -136,7 +137,3 @@ def _own(entry: dict[str, Any]) -> dict[str, Any]:
         key: value.clone() if is_tensor(value) and value.is_shared() else value
         for key, value in entry.items()
     }
-
-
-def _as_it_is(batch: list[Any]) -> list[Any]:
-    return batch

@@ -83,13 +83,16 @@ class PretrainingMapper:
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         keys = cfg.INPUT.PRETRAIN
+        # Images in memory may be scaled down, where there is room for them: a view that is drawn
+        # once is to be the same on every machine, in any number of processes.
+        is_fixed = cfg.INPUT.FIXED_VIEWS.COUNT > 0
         return {
             "size": keys.SIZE,
             "scale": keys.SCALE,
             "ratio": keys.RATIO,
             "flip": cfg.INPUT.RANDOM_FLIP,
             "pixel_format": cfg.INPUT.FORMAT,
-            "memory_gb": keys.MEMORY_GB,
+            "memory_gb": 0.0 if is_fixed else keys.MEMORY_GB,
             "is_train": is_train,
         }
 

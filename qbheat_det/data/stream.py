@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetFromList, get_detection_dataset_dicts
+from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import (
     RandomSubsetTrainingSampler,
     RepeatFactorTrainingSampler,
@@ -102,7 +103,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             _SeededImages(self.dataset, self.mapper, self.seed),
             batch_sampler=_Shares(self),
             num_workers=self._num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one
         )
         for batch in batches:
@@ -171,8 +172,7 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 def build_train_stream(cfg: CfgNode) -> TrainStream:
     """Builds the stream of ``DATASETS.TRAIN`` through the mapper and the sampler of the config.
 
-    With ``INPUT.FIXED_VIEWS.COUNT`` its mapper is a ``FixedViews``. Where features are cached, that
-    is not shown the records: whoever makes the cache does so, if there is anything to make.
+    With ``INPUT.FIXED_VIEWS.COUNT`` its mapper is a ``FixedViews``.
 
     Raises:
         UserError: no image is left to train on, or the sampler is not known.
@@ -183,8 +183,7 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         dataset = number_records(dataset)
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         check_some_readable("the training set", [entry["file_name"] for entry in dataset])
-    if not cfg.MODEL.CACHE_FEATURES.ENABLED:
-        mapper.prepare(dataset)
+    mapper.prepare(dataset)
     return TrainStream(
         dataset,
         mapper=mapper,
@@ -265,7 +264,3 @@ def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
         text = f"{entry.get('image_id')} {name} {boxes}\n"
         value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names are any bytes
     return value
-
-
-def _as_it_is(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return batch

@@ -28,6 +28,7 @@ from qbheat_det.data import (
     TrainStream,
     View,
     build_mapper,
+    describe_arithmetic,
     describe_cache,
     get_cache_dir,
     load_classes,
@@ -159,7 +160,8 @@ class CachedFeatures:
             count=views.count,
             views_seed=views.seed,
             is_train=is_train,
-            input_config=cfg.INPUT.dump(),
+            input_config=cfg.INPUT,
+            arithmetic=describe_arithmetic(cfg, next(self._model.parameters()).device),
             records=records,
         )
         num_views = len(records) * views.count
@@ -189,8 +191,6 @@ class CachedFeatures:
         for cached in sets:
             if not cached.store.missing():
                 continue
-            if cached.views.count > 1:  # else what is kept in memory would serve once
-                cached.views.prepare(cached.records)
             fill(
                 cached.store,
                 ViewsOf(cached.records, cached.views),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import describe_cache, name_cache, number_records
+from qbheat_det.data import describe_arithmetic, describe_cache, name_cache, number_records
 
 Parts = dict[str, Any]
 
@@ -36,7 +36,8 @@ def make_parts(folder: Path) -> Parts:
         "count": 4,
         "views_seed": 0,
         "is_train": True,
-        "input_config": get_cfg().INPUT.dump(),
+        "input_config": get_cfg().INPUT,
+        "arithmetic": describe_arithmetic(get_cfg(), torch.device("cpu")),
         "records": [
             {
                 "file_name": str(folder / "images" / f"{index}.jpg"),
@@ -50,12 +51,6 @@ def make_parts(folder: Path) -> Parts:
 
 def name(parts: Parts) -> str:
     return name_cache(describe_cache(**parts))
-
-
-def _change_input(parts: Parts) -> None:
-    cfg = get_cfg()
-    cfg.INPUT.MIN_SIZE_TRAIN = (96,)
-    parts["input_config"] = cfg.INPUT.dump()
 
 
 def _swap(parts: Parts) -> None:
@@ -102,7 +97,11 @@ CHANGES = {
     "the number of views": _set("count", value=5),
     "the views' seed": _set("views_seed", value=1),
     "training": _set("is_train", value=False),
-    "augmentation": _change_input,
+    "another device": _set("arithmetic", "device", value="cuda"),
+    "precision of sums": _set("arithmetic", "float32_precision", value="medium"),
+    "the layout of maps": _set("arithmetic", "channels_last", value=True),
+    "PyTorch": _set("arithmetic", "torch", value="1.13.0"),
+    "this package": _set("arithmetic", "qbheat_det", value="0.0.1"),
     "a box": _set("records", 1, "annotations", 0, "bbox", 2, value=3.5),
     "a class": _set("records", 1, "annotations", 0, "category_id", value=6),
     "a label": _set("records", 0, "label", value=1),
@@ -123,6 +122,35 @@ def test_whatever_features_depend_on_changes_the_name(
     before = name(parts)
     change(parts)
     assert name(parts) != before
+
+
+_OF_ALL = {"FORMAT": "RGB", "PRETRAIN.SIZE": 64, "DATASET_MAPPER_NAME": "classify"}
+_OF_TRAINING = {
+    "MIN_SIZE_TRAIN": (96,),
+    "DETR_CROP_RESIZE": [32],
+    "RANDOM_FLIP": "none",
+    "CROP.ENABLED": True,
+    "PRETRAIN.SCALE": [0.5, 1.0],
+    "CLASSIFY.RAND_AUGMENT": [9.0, 0.5],
+    "TWO_VIEWS.GREY_PROBABILITY": 0.5,
+}
+_OF_TESTS = {"MIN_SIZE_TEST": 96, "MAX_SIZE_TEST": 160, "CLASSIFY.TEST_CROP": 0.5}
+_OF_NONE = {"FIXED_VIEWS.COUNT": 3, "FIXED_VIEWS.SEED": 3, "PRETRAIN.MEMORY_GB": 1.0}
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+def test_keys_of_the_input_count_for_the_sets_whose_views_they_change(
+    tmp_path: Path, is_train: bool
+) -> None:
+    parts = {**make_parts(tmp_path), "is_train": is_train}
+    before, changing = name(parts), set()
+    for key, value in {**_OF_ALL, **_OF_TRAINING, **_OF_TESTS, **_OF_NONE}.items():
+        cfg = get_cfg()
+        cfg.merge_from_list([f"INPUT.{key}", value])
+        parts["input_config"] = cfg.INPUT
+        if name(parts) != before:
+            changing.add(key)
+    assert changing == {*_OF_ALL, *(_OF_TRAINING if is_train else _OF_TESTS)}
 
 
 def _move(parts: Parts, folder: Path) -> None:
@@ -167,7 +195,8 @@ def test_the_description_is_readable_and_short(tmp_path: Path) -> None:
     assert json.loads(json.dumps(description)) == description
     assert description["num_images"] == 2
     assert description["views_per_image"] == 4
-    assert "FIXED_VIEWS:" in description["input"]
+    assert "MIN_SIZE_TRAIN_SAMPLING: choice" in description["input"]
+    assert description["arithmetic"]["torch"] in torch.__version__
 
 
 def test_a_file_whose_name_is_no_text_has_a_name(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from detectron2.config import CfgNode
 from detectron2.structures import Boxes, Instances
+from PIL import Image
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import (
@@ -21,6 +22,7 @@ from qbheat_det.data import (
     FixedViews,
     TrainStream,
     View,
+    build_mapper,
     build_train_stream,
     make_view,
     number_records,
@@ -151,8 +153,8 @@ def test_a_stream_from_the_cache_is_that_of_the_views(
 
 def test_the_image_of_a_cached_view_takes_one_byte(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path / "cache", 1)
-    store.write(0, [View({"s16": torch.ones(2, 3, 4)}, (480, 640), {})])
-    entry = CachedViews(store, 1)({VIEW_ROW: 0, "file_name": "a.jpg", "height": 9, "width": 8})
+    store.write(0, [View({"s16": torch.ones(2, 3, 4)}, (480, 640), {}, full_size=(9, 8))])
+    entry = CachedViews(store, 1)({VIEW_ROW: 0, "file_name": "a.jpg"})
     assert isinstance(entry, dict)
     assert entry["image"].shape == (3, 480, 640)
     assert entry["image"].dtype == torch.uint8
@@ -169,6 +171,21 @@ def test_a_label_is_that_of_the_view(tmp_path: Path) -> None:
     assert isinstance(entry, dict)
     assert entry["label"] == 6
     assert isinstance(entry["label"], int)
+
+
+def test_the_size_of_an_image_is_the_mappers_where_the_record_has_none(tmp_path: Path) -> None:
+    Image.new("RGB", (50, 30)).save(tmp_path / "a.png")
+    cfg = make_config(1)
+    cfg.INPUT.MIN_SIZE_TEST = 60
+    record = {VIEW_ROW: 0, "file_name": str(tmp_path / "a.png"), "image_id": 3}
+    online = FixedViews(build_mapper(cfg, is_train=False), 1)(record)
+    assert isinstance(online, dict)
+    store = FeatureStore(tmp_path / "cache", 1)
+    store.write(0, [make_view(online, {"s16": torch.ones(2, 4, 7)})])
+    entry = CachedViews(store, 1)(record)
+    assert isinstance(entry, dict)
+    assert entry["image"].shape == online["image"].shape == (3, 60, 100)
+    assert (entry["height"], entry["width"]) == (online["height"], online["width"]) == (30, 50)
 
 
 def test_a_cache_that_is_not_there_yet_is_not_read() -> None:
@@ -202,7 +219,7 @@ def test_the_config_gives_a_stream_of_fixed_views_in_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_records_are_shown_to_the_mapper_unless_features_are_cached(
+def test_records_are_shown_to_the_mapper_that_wants_to_see_them(
     monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
     shown: list[int] = []
@@ -210,4 +227,28 @@ def test_records_are_shown_to_the_mapper_unless_features_are_cached(
     cfg = make_config(2)
     cfg.MODEL.CACHE_FEATURES.ENABLED = is_cached
     stream = build_train_stream(cfg)
-    assert shown == ([] if is_cached else [stream.num_images])
+    assert shown == [stream.num_images]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["pretrain", "classify"])
+def test_fixed_views_are_of_the_pixels_in_the_file_whatever_fits_into_memory(
+    tmp_path: Path, name: str, count: int
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (750, 1000, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.png")
+    records = number_records([{"file_name": str(tmp_path / "large.png"), "label": 0}])
+    views, from_memory = [], []
+    for memory_gb in (0.0, 1.0):
+        cfg = make_config(count)
+        cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.FORMAT = name, "RGB"
+        cfg.INPUT.PRETRAIN.SIZE, cfg.INPUT.PRETRAIN.MEMORY_GB = 32, memory_gb
+        mapper = FixedViews(build_mapper(cfg, is_train=True), count)
+        mapper.prepare(records)
+        views.append([mapper.view(records[0], number)["image"] for number in range(count)])
+        cfg.INPUT.FIXED_VIEWS.COUNT = 0
+        fresh = FixedViews(build_mapper(cfg, is_train=True), count)
+        fresh.prepare(records)
+        from_memory.append([fresh.view(records[0], number)["image"] for number in range(count)])
+    torch.testing.assert_close(views[1], views[0], rtol=0, atol=0)
+    assert not torch.equal(from_memory[1][0], views[0][0])  # what would differ
