@@ -5,6 +5,8 @@ from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torchvision.ops import StochasticDepth
 
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import PretrainingModel
@@ -69,7 +71,8 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
         freeze_at: ``MODEL.BACKBONE.FREEZE_AT``, for the sentence.
 
     Raises:
-        UserError: the model pre-trains its encoder, or part of the encoder changes in training.
+        UserError: the model pre-trains its encoder, or part of the encoder changes in training, or
+            draws random numbers.
     """
     if isinstance(model, PretrainingModel):
         raise UserError(
@@ -77,8 +80,11 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
             f"pre-trains its encoder: {_WAY_OUT}"
         )
     learning = [name for name, p in encoder.named_parameters() if p.requires_grad]
-    moving = [name for name, module in encoder.named_modules() if isinstance(module, _BatchNorm)]
-    if not learning and (not moving or getattr(model, "is_frozen", False)):
+    stays_in_evaluation = getattr(model, "is_frozen", False) and not learning
+    modules = [] if stays_in_evaluation else list(encoder.named_modules())
+    moving = [name for name, module in modules if isinstance(module, _BatchNorm)]
+    if not learning and not moving:
+        _check_not_random(encoder, modules)
         return
     changing = f"'{(learning or moving)[0]}' and {len(learning or moving) - 1} more"
     last = getattr(encoder, "freezes_all", 5)
@@ -87,3 +93,21 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
         f"{type(encoder).__name__} {changing} change in training (MODEL.BACKBONE.FREEZE_AT is "
         f"{freeze_at}): set MODEL.BACKBONE.FREEZE_AT {last}, or {_WAY_OUT}"
     )
+
+
+def _check_not_random(encoder: Backbone, modules: list[tuple[str, nn.Module]]) -> None:
+    for name, module in modules:
+        if rate := _drop_rate(module):
+            raise UserError(
+                f"MODEL.CACHE_FEATURES keeps what an encoder gives once, but '{name}' in this "
+                f"{type(encoder).__name__} drops a share of {rate:g} in training, anew in every "
+                f"step: build the encoder without {type(module).__name__}, or {_WAY_OUT}"
+            )
+
+
+def _drop_rate(module: nn.Module) -> float:
+    if isinstance(module, _DropoutNd | StochasticDepth):
+        return float(module.p)
+    if isinstance(module, nn.MultiheadAttention):
+        return float(module.dropout)
+    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # timm's name, and others'

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from detectron2.config import CfgNode
+from torch import nn
+from torchvision.ops import StochasticDepth
 
 from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine.cache_refusals import check_frozen
 from qbheat_det.engine.cached_features import use_cached_features
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.failure import NonFiniteLoss
@@ -213,6 +216,18 @@ def test_what_cannot_be_cached_is_refused_with_what_to_do(
     model = Trainer.build_model(_config({**FROZEN, **_without_parts(opts)}))
     with pytest.raises(UserError, match=words):
         use_cached_features(cfg, model)
+
+
+@pytest.mark.parametrize(
+    "noise", [nn.Dropout(0.1), StochasticDepth(0.1, "row"), nn.MultiheadAttention(4, 2, 0.1)]
+)
+def test_an_encoder_that_draws_random_numbers_is_refused(noise: nn.Module) -> None:
+    model = Trainer.build_model(_config({**FROZEN, **MF_DETR}))
+    model.backbone.regularizer = noise.requires_grad_(False)
+    with pytest.raises(UserError, match="'regularizer'.* drops a share of 0.1"):
+        check_frozen(model, model.backbone, 5)
+    model.is_frozen = True  # such a model keeps its encoder in evaluation mode
+    check_frozen(model, model.backbone, 5)
 
 
 def test_without_the_key_nothing_is_exchanged() -> None:

@@ -81,7 +81,7 @@ class CachedBackbone(Backbone):
     def attach(self, model: nn.Module) -> None:
         """Makes the inputs of ``model``, which this is a part of, known here at each call."""
         # A bound method: a copy of the model has one that is bound to the copy of this.
-        model.register_forward_pre_hook(self._take_entries)
+        model.register_forward_pre_hook(self._take_entries, with_kwargs=True)
 
     def trust(self) -> None:
         """Declares that features to come are those of the encoder's present weights."""
@@ -102,9 +102,6 @@ class CachedBackbone(Backbone):
                 image of this size.
         """
         entries, self._entries = self._entries, None
-        if self._shared.recording:
-            sizes = () if image_sizes is None else (image_sizes,)
-            raise _Encoded(self.encoder(x, *sizes))
         if not self._shared.trusted:
             raise UserError(
                 "the encoder's weights are not those that the cached features were computed with: "
@@ -121,13 +118,11 @@ class CachedBackbone(Backbone):
 
     @contextmanager
     def encoding(self, device: torch.device) -> Iterator[None]:
-        """Within it the encoder is on a device, and ``encode`` may be called."""
+        """Within it the encoder is on a device, for ``encode``."""
         self.encoder.to(device)
-        self._shared.recording = True
         try:
             yield
         finally:
-            self._shared.recording = False
             self.encoder.to("cpu")
 
     def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -143,16 +138,22 @@ class CachedBackbone(Backbone):
         Returns:
             The outputs by name, with N in front.
         """
+        hook = self.register_forward_pre_hook(self._encode_instead, with_kwargs=True)
         try:
             # On CPUs, kernels are chosen, and round, by whether gradients are on, needed or not.
-            with torch.set_grad_enabled(model.training):
+            with hook, torch.set_grad_enabled(model.training):
                 model(list(batch))
         except _Encoded as encoded:
             return {name: encoded.outputs[name] for name in self.outputs}
+        finally:
+            self._entries = None
         raise RuntimeError(f"{type(model).__name__} did not run its backbone")
 
-    def _take_entries(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._entries = inputs[0]
+    def _encode_instead(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Encoded(self.encoder(*args, **kwargs))
+
+    def _take_entries(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entries = args[0] if args else next(iter(kwargs.values()), None)
 
     def _batch(self, name: str, features: Sequence[Mapping[str, Tensor]], x: Tensor) -> Tensor:
         """Returns one output of the batch; it goes to the device at once, in the cache's type."""
@@ -221,7 +222,6 @@ class _Shared:
     def __init__(self, encoder: Backbone) -> None:
         self.encoder = encoder
         self.trusted = False
-        self.recording = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
         return self

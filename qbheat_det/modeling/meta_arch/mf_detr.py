@@ -199,11 +199,17 @@ class MFDETR(nn.Module):
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""
+        divisibility = self.backbone.size_divisibility
+        if all("features" in entry for entry in batched_inputs):  # nothing reads the pixels
+            shapes = [torch.empty(entry["image"].shape, device="meta") for entry in batched_inputs]
+            padded = ImageList.from_tensors(shapes, divisibility)
+            zeros = self.pixel_mean.new_zeros(()).expand(padded.tensor.shape)
+            return ImageList(zeros, padded.image_sizes)
         images = [
             (entry["image"].to(self.device) - self.pixel_mean) / self.pixel_std
             for entry in batched_inputs
         ]
-        return ImageList.from_tensors(images, self.backbone.size_divisibility)
+        return ImageList.from_tensors(images, divisibility)
 
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
         """Returns the maps at strides 8 and 16, and the padding mask (N, 1, H, W) at stride 8."""
