@@ -4,17 +4,34 @@
 The decoder trains on stored maps of a frozen MF-285M, batch 4, images of 512 x 512 with 8 boxes
 each. A step is forward, matching, losses, backward and AdamW. Multiply-adds are those of one
 forward pass of the decoder for one image, with as many further queries as the step has.
+
+python benchmarks/training_help.py [--threads N] [--rounds N] [--cpu-seconds]
 """
 
-from collections.abc import Callable
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.modeling import build_model
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import qbheat_det  # noqa: F401  (registers the model)
-from benchmarks.timing import Result, seconds_in_rounds
+from benchmarks.timing import (
+    ROOT,
+    Result,
+    environment,
+    format_results,
+    seconds_in_rounds,
+    set_threads,
+    write_results,
+)
 from qbheat_det.analysis.complexity import CountingRule, count_madds
 from qbheat_det.config import get_cfg
 from qbheat_det.modeling.detr import MFDecoder, Targets
@@ -25,6 +42,7 @@ BATCH, NUM_BOXES, NUM_CLASSES = 4, 8, 7
 DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 5)
 GROUPS = ("MODEL.MF_DETR.QUERY_GROUPS.COUNT", 3)
 PLAIN = "the paper's losses"
+_ROUNDS = 7
 KINDS: dict[str, tuple[Any, ...]] = {
     PLAIN: (),
     "varifocal": ("MODEL.MF_DETR.CLASSIFICATION", "varifocal"),
@@ -42,18 +60,30 @@ KINDS: dict[str, tuple[Any, ...]] = {
 def run(*, quick: bool, threads: int) -> list[Result]:
     """Times steps in turns; ``ours`` is with help, ``peer`` without."""
     del threads  # set for the process
-    size, rounds = (64, 1) if quick else (512, 7)
+    return measure(size=64, rounds=1) if quick else measure(size=512, rounds=_ROUNDS)
+
+
+def measure(
+    *, size: int, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[Result]:
+    """Returns a row of multiply-adds for each kind, then one of seconds.
+
+    Args:
+        size: of the images, in pixels.
+        rounds: timed steps of each kind.
+        clock: seconds.
+    """
     features = [torch.rand(BATCH, c, size // s, size // s) for c, s in ((48, 8), (720, 16))]
     models = {name: build_head(opts) for name, opts in KINDS.items()}
     steps = {name: make_step(model, features) for name, model in models.items()}
-    seconds = seconds_in_rounds(steps, rounds=rounds, warm_up=1)
+    seconds = seconds_in_rounds(steps, rounds=rounds, warm_up=1, clock=clock)
     rows = []
     for name, model in models.items():
         madds = count_decoder(model.decoder, [f[:1] for f in features], num_extra(model)) / 1e9
         plain = rows[0].peer if rows else madds
         rows.append(Result.lower_is_better(f"decoder forward, {name}", madds, plain, "GMAdds"))
     for name in models:
-        ours, peer = (sorted(seconds[each])[rounds // 2] for each in (name, PLAIN))
+        ours, peer = (statistics.median(seconds[each]) for each in (name, PLAIN))
         rows.append(Result.lower_is_better(f"training step, {name}", ours, peer, "s"))
     return rows
 
@@ -118,3 +148,27 @@ class _WithQueries(nn.Module):
         hidden = torch.zeros(1, self.num_queries, self.num_queries, dtype=torch.bool)
         extra = ExtraQueries(zeros, zeros, hidden, hidden[0, 0])
         return self.decoder.refine_queries([fine, coarse], extra=extra)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures with the flags' settings, prints a table and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"(default: {_ROUNDS})")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument(
+        "--cpu-seconds",
+        action="store_true",
+        help="time on the CPU instead of time on the clock, for a machine that is shared",
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
+    args = parser.parse_args(argv)
+    set_threads(args.threads)
+    print(environment())
+    clock = time.process_time if args.cpu_seconds else time.perf_counter
+    rows = measure(size=512, rounds=args.rounds, clock=clock)
+    write_results(rows, args.output / "training_help.json")
+    print(format_results(rows))
+
+
+if __name__ == "__main__":
+    main()
