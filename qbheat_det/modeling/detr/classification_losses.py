@@ -22,12 +22,13 @@ from torch.nn import functional as F
 class ClassificationLoss(ABC):
     """One reading of logits (…, K + 1), of which the last is the no-object class.
 
-    ``initial_bias`` is what the biases of the logits start at, and ``least_normalizer`` the least
-    that a sum over an effective batch is divided by.
+    ``initial_bias`` is what the biases of the logits start at, ``least_normalizer`` the least that
+    a sum over an effective batch is divided by; ``reads_quality`` says if ``loss`` needs the IoU.
     """
 
     initial_bias: float = 0.0
     least_normalizer: float = 1.0
+    reads_quality: bool = True
 
     @abstractmethod
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class ClassificationLoss(ABC):
             logits: (N, …, K + 1), float32.
             wanted: (N, …), classes in [0, K], where K is "no object".
             quality: (N, …), IoU in [0, 1] of a query's box with the one it is matched to; without
-                meaning where K is wanted. No gradient goes through it.
+                meaning where K is wanted, or unless ``reads_quality``. No gradient goes through it.
 
         Returns:
             (N, …), what each query costs, before division by ``normalizer``.
@@ -65,6 +66,7 @@ class SoftmaxClassification(ClassificationLoss):
     """DETR's: a softmax over K + 1 classes, in which no-object weighs less."""
 
     least_normalizer = 1e-6  # zero only where the sum is: no box, and no weight without
+    reads_quality = False
 
     def __init__(self, *, no_object_weight: float = 0.1) -> None:
         """
@@ -122,6 +124,8 @@ class SoftmaxFocalClassification(SoftmaxClassification):
     Each -t log p is weighted by abs(t - p)^gamma, so that the loss is zero where p meets t. Scores,
     matching and normalizer are those of the softmax; ``alpha`` and ``prior`` have no part.
     """
+
+    reads_quality = True
 
     def __init__(self, *, settings: FocalSettings, no_object_weight: float = 0.1) -> None:
         """

@@ -151,8 +151,9 @@ class SetCriterion(nn.Module):
         wanted = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
         wanted[where] = targets.labels[matches.image, matches.target]
         quality = boxes.new_zeros(wanted.shape)
-        true_boxes = targets.boxes[matches.image, matches.target]
-        quality[where] = paired_iou(boxes.detach()[where], true_boxes)
+        if self.classification.reads_quality:
+            true_boxes = targets.boxes[matches.image, matches.target]
+            quality[where] = paired_iou(boxes.detach()[where], true_boxes)
         return self.classification.loss(logits, wanted, quality)
 
     def localisation(

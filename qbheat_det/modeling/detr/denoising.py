@@ -12,6 +12,7 @@ its own boxes allow, so that an image gives the same alone as beside a crowded o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -235,15 +236,26 @@ class Denoising(nn.Module):
         return min(self.groups, self.max_queries // max(self.copies * used, 1)), used
 
     def _layout(self, counts: Sequence[int]) -> _Layout:
-        """Returns whose queries stand where, on the CPU: group by group, negatives behind."""
-        groups, used = torch.tensor([self._shape_of(count) for count in counts]).T[..., None]
-        length = self.copies * used  # of a group, (N, 1)
-        total = groups * length
-        index = torch.arange(int(total.max())).expand(len(counts), -1)  # (N, E)
-        inside = index % length.clamp(min=1)
-        return _Layout(
-            target=torch.where(index < total, inside % used.clamp(min=1), 0),
-            group=index // length.clamp(min=1),
-            negative=inside >= used,
-            valid=index < total,
-        )
+        """Returns whose queries stand where, on the CPU."""
+        return _lay_out(tuple(map(self._shape_of, counts)), self.copies)
+
+
+@lru_cache(maxsize=1)  # the losses of a batch ask again for what its queries were made by
+def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
+    """Returns whose queries stand where, on the CPU: group by group, negatives behind.
+
+    Args:
+        shapes: for each image its number of groups and the number of boxes in each.
+        copies: 2 with negatives, else 1.
+    """
+    groups, used = torch.tensor(shapes).T[..., None]
+    length = copies * used  # of a group, (N, 1)
+    total = groups * length
+    index = torch.arange(int(total.max())).expand(len(shapes), -1)  # (N, E)
+    inside = index % length.clamp(min=1)
+    return _Layout(
+        target=torch.where(index < total, inside % used.clamp(min=1), 0),
+        group=index // length.clamp(min=1),
+        negative=inside >= used,
+        valid=index < total,
+    )

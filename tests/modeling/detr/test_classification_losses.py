@@ -192,6 +192,8 @@ def test_matching_costs_equal_the_naive_ones() -> None:
 class Recording(SoftmaxClassification):
     """Keeps what it is asked."""
 
+    reads_quality = True
+
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
         self.wanted, self.quality = wanted, quality
         return super().loss(logits, wanted, quality)
