@@ -44,13 +44,18 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_ENDING}")
+        partial, stream = _open_partial(target)
         try:
-            _write_to_disk(partial, write)
-            os.replace(partial, target)
+            _write_to_disk(stream, write)
+            if sys.platform == "win32":  # where open files keep their names, and have no locks
+                stream.close()
+            os.replace(partial, target)  # still locked
         except BaseException:
+            with contextlib.suppress(OSError):  # closing writes the rest of the buffer once more
+                stream.close()
             partial.unlink(missing_ok=True)
             raise
+        stream.close()
         _sync_folder(target.parent)
     except OSError as error:
         reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
@@ -81,22 +86,32 @@ class _Stream(io.BufferedWriter):
             raise
 
 
-def _write_to_disk(partial: Path, write: Callable[[BinaryIO], object]) -> None:
-    stream = _Stream(io.FileIO(partial, "xb"))
-    try:
-        with contextlib.suppress(OSError):  # not every file system has locks
+def _open_partial(target: Path) -> tuple[Path, _Stream]:
+    """Opens a new file beside the target, which no other process takes for a leftover."""
+    while True:
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_ENDING}")
+        stream = _Stream(io.FileIO(partial, "xb"))
+        is_ours = True
+        try:
             _lock(stream)
+        except BlockingIOError:  # it is just being removed
+            is_ours = False
+        except OSError:  # not every file system has locks
+            pass
+        if is_ours and partial.exists():  # else it was removed before it was locked
+            return partial, stream
+        stream.close()
+
+
+def _write_to_disk(stream: _Stream, write: Callable[[BinaryIO], object]) -> None:
+    try:
         write(stream)
         stream.flush()
         os.fsync(stream.fileno())
-        stream.close()
     except Exception:
         if stream.fault is not None:
             raise stream.fault from None
         raise
-    finally:
-        with contextlib.suppress(OSError):  # closing writes the rest of the buffer once more
-            stream.close()
 
 
 def _lock(stream: BinaryIO) -> None:

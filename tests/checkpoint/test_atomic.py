@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import qbheat_det
+from qbheat_det import atomic
 from qbheat_det.atomic import remove_leftovers, write_atomically
 from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.errors import UserError
@@ -132,6 +133,30 @@ def write(stream):
     time.sleep(60)
 write_atomically(sys.argv[1], write)
 """
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    lock, removed = atomic._lock, []
+
+    def lock_too_late(stream: BinaryIO) -> None:
+        if not removed:
+            (partial,) = tmp_path.iterdir()
+            removed.append(partial)
+            if moment == "while":  # the other process holds the lock, and removes it next
+                monkeypatch.setattr(atomic, "_lock", lock)
+                raise BlockingIOError
+            remove_leftovers(tmp_path)
+        lock(stream)
+
+    monkeypatch.setattr(atomic, "_lock", lock_too_late)
+    write_atomically(tmp_path / "file", lambda stream: stream.write(b"whole"))
+    assert removed
+    assert (tmp_path / "file").read_bytes() == b"whole"
+    if moment == "before":
+        assert _names(tmp_path) == ["file"]
 
 
 def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_open(
