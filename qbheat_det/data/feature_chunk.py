@@ -2,10 +2,11 @@
 """What a frozen encoder made of a view, and a file that holds that of a few dozen views."""
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -21,6 +22,8 @@ from .faults import Fault
 FORMAT_VERSION = 2
 # safetensors holds strings by name; one name, as the order of several changes from run to run.
 _METADATA_KEY = "qbheat_det"
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_DIGITS = 8  # of its checksum, in front of it
 _FULL_SIZE = {"height", "width"}
 
 
@@ -70,7 +73,7 @@ def pack_views(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -
     """Returns the content of a file that holds some views.
 
     Features are its tensors, "<index>/<output>"; all that is small stands in its metadata, which
-    is read once, when the file is opened.
+    is read once, when the file is opened. Each tensor and the metadata have a checksum.
 
     Args:
         views: by their index.
@@ -90,12 +93,19 @@ def pack_views(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -
         "format": FORMAT_VERSION,
         "cache": cache,
         "views": {str(index): _describe(view) for index, view in views.items()},
+        "checksums": {name: _check_sum(tensor) for name, tensor in tensors.items()},
     }
-    return safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
+    text = json.dumps(about)
+    text = f"{zlib.crc32(text.encode()):0{_DIGITS}x}{text}"
+    return safetensors.torch.save(tensors, {_METADATA_KEY: text})
 
 
 class FeatureChunk:
-    """An open file of views, mapped into memory."""
+    """A file of views, whose header is in memory.
+
+    Views are read, not mapped: a file that is cut short under a map breaks off the process. It is
+    not kept open, as a process may have about a thousand open files.
+    """
 
     def __init__(self, path: Path, *, cache: str, views: range) -> None:
         """
@@ -107,32 +117,97 @@ class FeatureChunk:
         Raises:
             ValueError: there is no such file, or it is damaged or another's.
         """
+        self._path = path
         try:
-            self._file: Any = safetensors.safe_open(path, framework="pt")
+            with safetensors.safe_open(path, framework="pt") as file:  # checks header and length
+                text = (file.metadata() or {}).get(_METADATA_KEY, "")
+            self._places = _read_places(path)
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read: {error}") from error
-        about = json.loads((self._file.metadata() or {}).get(_METADATA_KEY, "null"))
+        checksum, text = text[:_DIGITS], text[_DIGITS:]
+        if checksum != f"{zlib.crc32(text.encode()):0{_DIGITS}x}":
+            raise ValueError(f"'{path}' does not belong there, or is damaged")
+        about = json.loads(text)
         wanted = {"format": FORMAT_VERSION, "cache": cache}
-        if not isinstance(about, dict) or any(about.get(key) != wanted[key] for key in wanted):
+        if any(about.get(key) != wanted[key] for key in wanted):
             raise ValueError(f"'{path}' does not belong there")
         self._views: dict[str, dict[str, Any] | None] = about["views"]
+        self._checksums: dict[str, int] = about["checksums"]
         if list(self._views) != [str(index) for index in views]:
             raise ValueError(f"'{path}' holds other views than its name says")
+        if self._places.keys() != self._checksums.keys():
+            raise ValueError(f"'{path}' holds other features than its header says")
+        self._sound: set[int] = set()
 
     def read(self, index: int) -> Stored:
-        """Returns a view, in memory of its own."""
+        """Returns a view, in memory of its own.
+
+        Raises:
+            ValueError: the file is gone, or was changed after it was written.
+        """
         about = self._views[str(index)]
         if about is None:
             return None
         if "fault" in about:
             return Fault(**about["fault"])
-        # A copy: a mapped tensor breaks off the process if its file is cut short under it.
-        features = {
-            name: self._file.get_tensor(f"{index}/{name}").clone() for name in about["outputs"]
-        }
+        features = self._read_features({name: f"{index}/{name}" for name in about["outputs"]})
+        if index not in self._sound:  # once is enough, while the header is kept
+            for name, feature in features.items():
+                if _check_sum(feature) != self._checksums[f"{index}/{name}"]:
+                    raise ValueError(f"'{self._path}' is damaged")
+            self._sound.add(index)
         truth, full = _read_truth(about["ground_truth"]), about["full_size"]
         height, width = about["image_size"]
         return View(features, (height, width), truth, (full[0], full[1]) if full else None)
+
+    def _read_features(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Returns the tensors of a view, which lie side by side, from one block of memory."""
+        places = {name: self._places[full_name] for name, full_name in names.items()}
+        first = min((place.start for place in places.values()), default=0)
+        last = max((place.end for place in places.values()), default=0)
+        block = torch.empty(last - first, dtype=torch.uint8)
+        try:
+            with open(self._path, "rb", buffering=0) as file:
+                file.seek(first)
+                count = file.readinto(block.numpy())
+        except OSError as error:
+            raise ValueError(f"'{self._path}' cannot be read: {error}") from error
+        if count != len(block):
+            raise ValueError(f"'{self._path}' was cut short")
+        return {
+            name: block[place.start - first : place.end - first].view(place.dtype).view(place.shape)
+            for name, place in places.items()
+        }
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in a file, in bytes."""
+
+    start: int
+    end: int
+    dtype: torch.dtype
+    shape: list[int]
+
+
+def _read_places(path: Path) -> dict[str, _Place]:
+    """Returns the place of each tensor of a whole file; ``safe_open`` does not tell."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    begin = 8 + length
+    return {
+        name: _Place(
+            *(begin + offset for offset in about["data_offsets"]),
+            _DTYPES[about["dtype"]],
+            about["shape"],
+        )
+        for name, about in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _check_sum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _describe(view: Stored) -> dict[str, Any] | None:

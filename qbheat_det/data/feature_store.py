@@ -33,7 +33,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 VIEWS_PER_CHUNK = 32
-_OPEN_CHUNKS = 1024  # mapped files that a process keeps open
+_OPEN_CHUNKS = 1024  # headers of files that a process keeps
 _SECONDS_BETWEEN_LOOKS = 0.5  # at what other processes are writing
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -57,7 +57,7 @@ class FeatureStore:
         self._open: OrderedDict[int, FeatureChunk] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker maps the files itself.
+        # A spawned worker reads the headers itself.
         return {**self.__dict__, "_open": OrderedDict()}
 
     @property
@@ -88,19 +88,19 @@ class FeatureStore:
         if not 0 <= view_index < self.num_views:
             raise IndexError(f"view {view_index} of {self.num_views}")
         number = view_index // VIEWS_PER_CHUNK
-        chunk = self._open.pop(number, None)
-        if chunk is None:
-            try:
-                chunk = self._load(number)
-            except ValueError as error:
-                raise UserError(
-                    f"the cached features in '{self.folder}' are no longer whole: {error}; start "
-                    "the run again, with --resume to go on, and they are completed"
-                ) from error
+        try:
+            chunk = self._open.pop(number, None) or self._load(number)
+            view = chunk.read(view_index)
+        except ValueError as error:
+            raise UserError(
+                f"the cached features in '{self.folder}' are no longer whole: {error}; remove that "
+                "file, if it is there, and start the run again, with --resume to go on: it is made "
+                "again"
+            ) from error
         self._open[number] = chunk  # the last to go
         if len(self._open) > _OPEN_CHUNKS:
             self._open.popitem(last=False)
-        return chunk.read(view_index)
+        return view
 
     def write(self, chunk: int, views: Sequence[Stored]) -> None:
         """Writes the views of a file, whole or not at all.

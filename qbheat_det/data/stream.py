@@ -144,23 +144,34 @@ class _SeededImages(Dataset[dict[str, Any]]):
         self._seed = seed
 
     def __getitem__(self, entry: Entry) -> dict[str, Any]:
-        position, index = entry
-        faults: list[Fault] = []
+        return self.__getitems__([entry])[0]
+
+    def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+        # Once a batch: keeping the generators takes longer than seeding them for an image.
         with preserved_randomness():
-            seed_place(self._seed, IMAGE, position)
-            # Not the next: files that lie side by side are often broken together.
-            others = np.random.default_rng((self._seed, position))
-            for attempt in range(MAX_TRIES):
-                chosen = int(others.integers(len(self._dataset))) if attempt else index
-                mapped = self._mapper(self._dataset[chosen])
-                if isinstance(mapped, Fault):
-                    faults.append(mapped)
-                elif mapped is not None:
-                    return {**mapped, _FAULTS: faults} if faults else mapped
+            return [self._draw(position, index) for position, index in entries]
+
+    def _draw(self, position: int, index: int) -> dict[str, Any]:
+        faults: list[Fault] = []
+        seed_place(self._seed, IMAGE, position)
+        for chosen in itertools.islice(self._choose(position, index), MAX_TRIES):
+            mapped = self._mapper(self._dataset[chosen])
+            if isinstance(mapped, Fault):
+                faults.append(mapped)
+            elif mapped is not None:
+                return {**mapped, _FAULTS: faults} if faults else mapped
         last = f"; the last fault is {faults[-1].sentence}" if faults else ""
         raise UserError(
             f"the mapper wanted none of {MAX_TRIES} images drawn from {len(self._dataset)}{last}"
         )
+
+    def _choose(self, position: int, index: int) -> Iterator[int]:
+        """Yields the image that is wanted, and then those that can take its place."""
+        yield index
+        # Not the next: files that lie side by side are often broken together.
+        others = np.random.default_rng((self._seed, position))
+        while True:
+            yield int(others.integers(len(self._dataset)))
 
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
