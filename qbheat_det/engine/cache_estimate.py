@@ -2,82 +2,45 @@
 """What a cache of features is going to take, known from a few views before it is made."""
 
 import logging
+import operator
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 from detectron2.utils import comm
 
-from qbheat_det.data import (
-    FeatureStore,
-    FixedViews,
-    View,
-    check_space,
-    format_bytes,
-    measure_caches,
-)
+from qbheat_det.data import View, check_space, format_bytes, measure_caches
+from qbheat_det.errors import UserError
 
 from .dry_run_report import format_duration
-from .feature_build import Mapped, ViewEncoder
+from .feature_build import CachedSet
 
 logger = logging.getLogger(__name__)
-_SAMPLED = 32  # views, from all over the set
+_SAMPLED = 32  # views of a set, from all over it
+_MAX_SECONDS = 5.0  # for each set, after which no further batch of them is encoded
 
 
 @dataclass(frozen=True)
 class CacheEstimate:
-    """What a cache is going to take; the sum of several sets of images adds up.
+    """What a cache is going to take; several sets of images add up.
 
     Attributes:
         num_views: of all images.
         num_missing: that are still to be encoded.
         num_bytes: of all features on the disk.
+        missing_bytes: of those that are still to be written.
         seconds: that the missing ones take one process.
     """
 
     num_views: int = 0
     num_missing: int = 0
     num_bytes: float = 0.0
+    missing_bytes: float = 0.0
     seconds: float = 0.0
 
     def __add__(self, other: "CacheEstimate") -> "CacheEstimate":
-        return CacheEstimate(
-            self.num_views + other.num_views,
-            self.num_missing + other.num_missing,
-            self.num_bytes + other.num_bytes,
-            self.seconds + other.seconds,
-        )
-
-    @property
-    def missing_bytes(self) -> float:
-        """Bytes that are still to be written."""
-        return self.num_bytes * self.num_missing / max(1, self.num_views)
-
-
-@dataclass
-class CachedSet:
-    """A set of images, their views, and where the features of these are.
-
-    Attributes:
-        title: what is done to it, for the log.
-        records: numbered, see ``qbheat_det.data.number_records``.
-        views: of the records.
-        store: of as many views.
-        encoder: of the views.
-    """
-
-    title: str
-    records: Sequence[dict[str, Any]]
-    views: FixedViews
-    store: FeatureStore
-    encoder: ViewEncoder
-
-    def __getitem__(self, index: int) -> Mapped:
-        """Draws a view."""
-        row, number = divmod(index, self.views.count)
-        return self.views.view(self.records[row], number)
+        return CacheEstimate(*map(operator.add, astuple(self), astuple(other)))
 
 
 def sample_views(views: Sequence[int]) -> Sequence[int]:
@@ -85,22 +48,64 @@ def sample_views(views: Sequence[int]) -> Sequence[int]:
     return views[:: max(1, -(-len(views) // _SAMPLED))]
 
 
-def estimate_set(cached: CachedSet) -> CacheEstimate:
-    """Encodes a few of the views that a set lacks, and keeps nothing."""
+def estimate_sets(sets: Iterable[CachedSet]) -> CacheEstimate:
+    """Encodes a few of the views that each set lacks, on the main process, and keeps nothing.
+
+    Returns:
+        What all sets take together, on all processes.
+
+    Raises:
+        UserError: a view cannot be encoded.
+    """
+    found: CacheEstimate | UserError | None = None
+    if comm.is_main_process():
+        try:
+            found = sum(map(_estimate_set, sets), CacheEstimate())
+        except UserError as error:  # which the others are to end with, too
+            found = error
+    found = comm.all_gather(found)[0]
+    if isinstance(found, UserError):
+        raise found
+    assert found is not None
+    return found
+
+
+def _estimate_set(cached: CachedSet) -> CacheEstimate:
     store = cached.store
-    missing = [view for chunk in store.missing() for view in store.views_of(chunk)]
-    whole = CacheEstimate(store.num_views, num_missing=len(missing))
+    files = list(store.folder.glob("*.safetensors"))
+    there = sum(file.stat().st_size for file in files)
+    # Where there is nothing, nothing is looked for: K may be a number too large to list.
+    missing: Sequence[int] = range(store.num_views)
+    if files:
+        missing = [view for chunk in store.missing() for view in store.views_of(chunk)]
     if not missing:
-        files = store.folder.glob("*.safetensors")
-        return replace(whole, num_bytes=sum(file.stat().st_size for file in files))
-    sampled = sample_views(missing)
+        return CacheEstimate(store.num_views, num_bytes=there)
+    logger.info(f"{cached.title}: a few of {len(missing):,} views, to know what all of them take")
+    each, seconds = _measure(cached, sample_views(missing))
+    return CacheEstimate(
+        num_views=store.num_views,
+        num_missing=len(missing),
+        num_bytes=there + each * len(missing),
+        missing_bytes=each * len(missing),
+        seconds=seconds * len(missing),
+    )
+
+
+def _measure(cached: CachedSet, sampled: Sequence[int]) -> tuple[float, float]:
+    """Returns bytes and seconds of a view, from as many as there is time for."""
+    values = done = 0
+    num_parts = -(-len(sampled) // cached.encoder.at_once)
     start = time.perf_counter()
-    views = cached.encoder([cached[index] for index in sampled])
-    seconds = (time.perf_counter() - start) / len(sampled)
-    stored = [view for view in views if isinstance(view, View)]
-    values = sum(value.numel() for view in stored for value in view.features.values())
-    each = values * store.dtype.itemsize / len(sampled)
-    return replace(whole, num_bytes=each * store.num_views, seconds=seconds * len(missing))
+    for part in range(num_parts):
+        indices = sampled[part::num_parts]  # from all over the set
+        views = cached.encoder([cached.views[index] for index in indices])
+        stored = [view for view in views if isinstance(view, View)]
+        values += sum(value.numel() for view in stored for value in view.features.values())
+        done += len(indices)
+        if time.perf_counter() - start > _MAX_SECONDS:
+            break
+    seconds = time.perf_counter() - start
+    return values * cached.store.dtype.itemsize / done, seconds / done
 
 
 def tell_estimate(estimate: CacheEstimate, folder: Path, *, used: Sequence[str]) -> None:

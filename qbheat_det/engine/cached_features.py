@@ -39,10 +39,10 @@ from qbheat_det.data import (
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import CachedBackbone
 
-from .cache_estimate import CachedSet, CacheEstimate, estimate_set, sample_views, tell_estimate
+from .cache_estimate import CacheEstimate, estimate_sets, sample_views, tell_estimate
 from .cache_refusals import check_cacheable, check_frozen
 from .evaluation import TestLoader
-from .feature_build import ViewEncoder, ViewsOf, fill
+from .feature_build import CachedSet, ViewEncoder, ViewsOf, fill
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -52,8 +52,6 @@ class CachedFeatures:
 
     Attributes:
         estimate: of disk and time, once prepared.
-        rehearsal: a folder, in which case ``prepare`` encodes a sample of the training set alone
-            and shows it in the place of all views; for dry runs.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
@@ -70,13 +68,23 @@ class CachedFeatures:
         self._views: FixedViews | None = None
         self._tests: dict[str, CachedSet] = {}
         self.estimate = CacheEstimate()
-        self.rehearsal: Path | None = None
+        self._rehearsal: Path | None = None
+        self._planned: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:
         """That of all caches."""
         named = self._cfg.MODEL.CACHE_FEATURES.FOLDER
         return Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
+
+    def rehearse(self, folder: Path, test_sets: Sequence[str]) -> None:
+        """Makes ``prepare`` encode a sample of the training set, and show it in place of all views.
+
+        Args:
+            folder: of what is encoded; that of all caches is only looked at.
+            test_sets: those of the whole run, which the estimate is about.
+        """
+        self._rehearsal, self._planned = folder, test_sets
 
     def prepare(self, stream: TrainStream) -> None:
         """Encodes what the caches lack, and makes the stream read from them.
@@ -96,37 +104,46 @@ class CachedFeatures:
         with self._backbone.encoding(next(self._model.parameters()).device):
             self._share_weights()
             training = self._open("training set", stream.dataset, views, is_train=True)
-            self._tests = {name: self._open_test_set(name) for name in self._cfg.DATASETS.TEST}
-            sets = [training, *self._tests.values()]
-            self.estimate = sum(map(estimate_set, sets), CacheEstimate())
-            tell_estimate(self.estimate, self.folder, used=[s.store.folder.name for s in sets])
-            if self.rehearsal:
-                training.store = self._sample_store(training)
-                for cached in self._tests.values():
-                    name = cached.store.folder.name
-                    cached.store = FeatureStore(
-                        self.rehearsal / name, cached.store.num_views, dtype=self._dtype
-                    )
-                self._fill(list(self._tests.values()))
-            else:
-                self._fill(sets)
+            self._make([training])
         stream.mapper = CachedViews(training.store, views.count)
-        self._backbone.trust()
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> TestLoader:
-        """As ``Trainer.build_test_loader``, with features in the place of images."""
+        """As ``Trainer.build_test_loader``, with features in the place of images.
+
+        Without ``prepare``, as where nothing is left to train, the test sets alone are encoded.
+        """
+        if not (self._backbone.is_trusted and dataset_name in self._tests):
+            with self._backbone.encoding(next(self._model.parameters()).device):
+                self._share_weights()
+                self._make([])
         cached = self._tests[dataset_name]
-        mapper = CachedViews(cached.store, cached.views.count)
+        records, mapper = cached.views.records, CachedViews(cached.store, cached.views.count)
         workers = cfg.DATALOADER.NUM_WORKERS
         if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
-            return ImageBatches(cached.records, mapper=mapper, num_workers=workers)
+            return ImageBatches(records, mapper=mapper, num_workers=workers)
         loader: TestLoader = build_detection_test_loader(
-            cached.records,
-            mapper=mapper,
-            sampler=InferenceSampler(len(cached.records)),
-            num_workers=workers,
+            records, mapper=mapper, sampler=InferenceSampler(len(records)), num_workers=workers
         )
         return loader
+
+    def _make(self, training: Sequence[CachedSet]) -> None:
+        """Estimates and encodes what is missing, of test sets too."""
+        self._tests = {name: self._open_test_set(name) for name in self._cfg.DATASETS.TEST}
+        tests = list(self._tests.values())
+        planned = [self._open_test_set(name) for name in self._planned]
+        sets = [*training, *(planned or tests)]
+        self.estimate = estimate_sets(sets)
+        tell_estimate(self.estimate, self.folder, used=[s.store.folder.name for s in sets])
+        if self._rehearsal:
+            for cached in training:
+                cached.store = self._sample_store(self._rehearsal, cached)
+            for cached in tests:
+                folder = self._rehearsal / cached.store.folder.name
+                cached.store = FeatureStore(folder, cached.store.num_views, dtype=self._dtype)
+        for cached in tests if self._rehearsal else sets:
+            if cached.store.missing():
+                fill(cached, num_workers=self._cfg.DATALOADER.NUM_WORKERS)
+        self._backbone.trust()
 
     def _share_weights(self) -> None:
         """Gives all processes the main one's encoder, which differs where no weights are loaded."""
@@ -165,7 +182,7 @@ class CachedFeatures:
             records=records,
         )
         num_views = len(records) * views.count
-        if self.rehearsal:  # looks at what is there, and leaves nothing behind
+        if self._rehearsal:  # looks at what is there, and leaves nothing behind
             folder = self.folder / name_cache(description)
             store = FeatureStore(folder, num_views, dtype=self._dtype)
         else:
@@ -176,7 +193,7 @@ class CachedFeatures:
             at_once=self._count_at_once(is_train),
             is_train=is_train,
         )
-        return CachedSet(f"Encoding the {title}", records, views, store, encoder_of)
+        return CachedSet(f"Encoding the {title}", ViewsOf(records, views), store, encoder_of)
 
     def _count_at_once(self, is_train: bool) -> int:
         """Returns how many images the model would encode at once without a cache."""
@@ -187,28 +204,14 @@ class CachedFeatures:
         # Detectors are evaluated image by image.
         return VIEWS_PER_CHUNK if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
 
-    def _fill(self, sets: Sequence[CachedSet]) -> None:
-        for cached in sets:
-            if not cached.store.missing():
-                continue
-            fill(
-                cached.store,
-                ViewsOf(cached.records, cached.views),
-                cached.encoder,
-                num_workers=self._cfg.DATALOADER.NUM_WORKERS,
-                title=cached.title,
-            )
-
-    def _sample_store(self, training: CachedSet) -> FeatureStore:
+    def _sample_store(self, folder: Path, training: CachedSet) -> FeatureStore:
         """Returns a store of a few views, that shows them in the place of all."""
-        assert self.rehearsal
         sampled = sample_views(range(training.store.num_views))
-        store = _Repeating(self.rehearsal / "sample", len(sampled), dtype=self._dtype)
+        store = _Repeating(folder / "sample", len(sampled), dtype=self._dtype)
         # All processes write the same, whole or not at all.
         for chunk in range(store.num_chunks):
-            store.write(
-                chunk, training.encoder([training[sampled[i]] for i in store.views_of(chunk)])
-            )
+            views = [training.views[sampled[index]] for index in store.views_of(chunk)]
+            store.write(chunk, training.encoder(views))
         return store
 
 

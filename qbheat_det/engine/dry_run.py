@@ -68,7 +68,7 @@ def dry_run(
         planned, iterations = trainer.cfg, trainer.max_iter
         cached = getattr(trainer, "cached_features", None)
         if cached:
-            cached.rehearsal = folder
+            cached.rehearse(folder, cfg.DATASETS.TEST)
         trainer.resume_or_load(resume=False)
         measured = _Measured(trainer)
         trainer.max_iter = min(iterations, num_steps)

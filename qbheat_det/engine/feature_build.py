@@ -11,11 +11,13 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
 from detectron2.data import DatasetFromList
+from detectron2.data.build import trivial_batch_collator
 from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.atomic import remove_leftovers
-from qbheat_det.data import Fault, FeatureStore, FixedViews, View, make_view
+from qbheat_det.data import Fault, FeatureStore, FixedViews, Stored, make_view
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import CachedBackbone
 
@@ -31,9 +33,8 @@ from .dry_run_report import format_duration
 
 logger = logging.getLogger(__name__)
 Mapped = dict[str, Any] | Fault | None
-Stored = View | Fault | None
 
-_SECONDS_BETWEEN_LINES = 30  # of the log, where no terminal shows a bar
+_SECONDS_BETWEEN_COUNTS = 30  # of files, and so lines of the log where no terminal shows a bar
 _SECONDS_BETWEEN_LOOKS = 0.5  # for what other processes have written
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
 _NOT_KEPT = {"sem_seg", "proposals"}
@@ -56,7 +57,7 @@ class ViewEncoder:
         """
         self._model = model
         self._backbone = backbone
-        self._at_once = at_once
+        self.at_once = at_once
         self._is_train = is_train
 
     def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
@@ -79,9 +80,9 @@ class ViewEncoder:
             if isinstance(entry, dict):
                 of_size.setdefault(tuple(entry["image"].shape), []).append(index)
         for indices in of_size.values():
-            for start in range(0, len(indices), self._at_once):
-                part = indices[start : start + self._at_once]
-                filled = self._at_once if len(of_size) == 1 else len(part)
+            for start in range(0, len(indices), self.at_once):
+                part = indices[start : start + self.at_once]
+                filled = self.at_once if len(of_size) == 1 else len(part)
                 batch = [check_keepable(entries[i]) for i in islice(cycle(part), filled)]
                 for index, features in zip(part, self._encode(batch), strict=False):
                     views[index] = make_view(check_keepable(entries[index]), features)
@@ -115,7 +116,13 @@ def check_keepable(entry: Mapped) -> dict[str, Any]:
 
 
 class ViewsOf(Dataset[Mapped]):
-    """All views of a set by number: that of a record's first view is the record's row times K."""
+    """All views of a set by number: that of a record's first view is the record's row times K.
+
+    Attributes:
+        records: of the set.
+        count: K.
+        seed: of the views.
+    """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
         """
@@ -124,15 +131,21 @@ class ViewsOf(Dataset[Mapped]):
             views: draws them.
         """
         # One array of bytes, which forked workers share instead of copying.
-        self._records = DatasetFromList(list(records), copy=False, serialize=True)
-        self._views = views
+        self.records = (
+            records
+            if isinstance(records, DatasetFromList)
+            else DatasetFromList(list(records), copy=False, serialize=True)
+        )
+        self.count = views.count
+        self.seed = views.seed
+        self._draw = views.view
 
     def __len__(self) -> int:
-        return len(self._records) * self._views.count
+        return len(self.records) * self.count
 
     def __getitem__(self, index: int) -> Mapped:
-        row, number = divmod(index, self._views.count)
-        return self._views.view(self._records[row], number)
+        row, number = divmod(index, self.count)
+        return self._draw(self.records[row], number)
 
     def load(self, indices: Iterable[int], num_workers: int) -> Iterator[Mapped]:
         """Yields views in the order asked for, loaded ahead where there are workers."""
@@ -141,36 +154,44 @@ class ViewsOf(Dataset[Mapped]):
             batch_size=None,
             sampler=indices,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one
         )
         yield from loader
 
 
-def fill(
-    store: FeatureStore,
-    views: ViewsOf,
-    encoder: ViewEncoder,
-    *,
-    num_workers: int,
-    title: str,
-) -> None:
-    """Writes what is missing in a store; other processes that do so too share the work.
+@dataclass
+class CachedSet:
+    """A set of images, and where the features of its views are.
+
+    Attributes:
+        title: what is done to it, for the log.
+        views: of the images.
+        store: of as many views.
+        encoder: of the views.
+    """
+
+    title: str
+    views: ViewsOf
+    store: FeatureStore
+    encoder: ViewEncoder
+
+
+def fill(cached: CachedSet, *, num_workers: int) -> None:
+    """Writes what is missing of a set; other processes that do so too share the work.
 
     Returns when nothing is missing, whoever wrote it.
 
     Args:
-        store: of as many views as there are in ``views``.
-        views: to encode.
-        encoder: of the views.
+        cached: set of images.
         num_workers: processes that load ahead.
-        title: of the bar, and of lines in the log.
 
     Raises:
         UserError: the store cannot be written, or cannot hold what there is.
     """
+    store = cached.store
     remove_leftovers(store.folder)
-    with _Progress(store, title) as progress:
+    with _Progress(store, cached.title) as progress:
         while missing := store.missing():
             with contextlib.closing(_Claims(store, missing)) as claims:
                 first = list(islice(claims, 1))
@@ -178,12 +199,12 @@ def fill(
                     time.sleep(_SECONDS_BETWEEN_LOOKS)
                     progress.tell()
                     continue
-                loaded = views.load(chain(first, claims), num_workers)
+                loaded = cached.views.load(chain(first, claims), num_workers)
                 while (chunk := claims.next_chunk(loaded)) is not None:
                     number, entries = chunk
-                    store.write(number, encoder(entries))
+                    store.write(number, cached.encoder(entries))
                     claims.release(number)
-                    progress.tell()
+                    progress.tell(len(entries))
 
 
 class _Claims(Iterator[int]):
@@ -234,12 +255,12 @@ class _Progress:
         self._store = store
         self._title = title
         self._total = store.num_views
-        self._before = self._missing()
-        self._started = self._told = time.perf_counter()
+        self._before = self._left = self._count_missing()
+        self._started = self._counted = time.perf_counter()
         self._is_main = comm.is_main_process()
         self._bar = tqdm(
             total=self._total,
-            initial=self._total - self._before,
+            initial=self._total - self._left,
             desc=title,
             unit=" views",
             disable=not (self._is_main and sys.stderr.isatty()),
@@ -251,27 +272,28 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def tell(self) -> None:
-        """Shows what is done, by all processes, and the time left."""
+    def tell(self, written: int = 0) -> None:
+        """Shows what is done, and the time left.
+
+        What other processes have written is looked for now and then: it takes a look at each file.
+
+        Args:
+            written: views that this process wrote since the last call.
+        """
         if not self._is_main:
             return
+        self._left -= written
         now = time.perf_counter()
-        if self._bar.disable and now - self._told < _SECONDS_BETWEEN_LINES:
-            return
-        missing = self._missing()
-        self._bar.update(self._total - missing - self._bar.n)
-        if self._bar.disable:
-            self._told = now
-            done = max(1, self._before - missing)
-            left = (now - self._started) * missing / done
+        if is_due := now - self._counted >= _SECONDS_BETWEEN_COUNTS:
+            self._counted, self._left = now, self._count_missing()
+        self._bar.update(self._total - self._left - self._bar.n)
+        if self._bar.disable and is_due:
+            done = max(1, self._before - self._left)
+            left = (now - self._started) * self._left / done
             logger.info(
-                f"{self._title}: {self._total - missing:,} of {self._total:,} views, "
+                f"{self._title}: {self._total - self._left:,} of {self._total:,} views, "
                 f"{format_duration(left)} left"
             )
 
-    def _missing(self) -> int:
+    def _count_missing(self) -> int:
         return sum(len(self._store.views_of(chunk)) for chunk in self._store.missing())
-
-
-def _as_it_is(entry: Any) -> Any:
-    return entry

@@ -171,10 +171,11 @@ class Trainer(DefaultTrainer):
             The last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
             processes other than the main one, and where nothing was left to do.
         """
-        if self.cached_features:
-            self.cached_features.prepare(self.data_loader)
         if self.start_iter >= self.max_iter:
             return self._finish()
+        if self.cached_features:
+            self._evaluation.close()  # its loaders may read the cache of other weights
+            self.cached_features.prepare(self.data_loader)
         if comm.is_main_process():  # with what was worked out, beside the weights to come
             text = self.cfg.dump().encode()
             write_atomically(

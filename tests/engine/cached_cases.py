@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from qbheat_det.engine import Trainer, build_config
-from qbheat_det.engine import cached_features as engine
+from qbheat_det.engine import Trainer, build_config, cache_estimate
 from qbheat_det.engine.feature_build import ViewEncoder
 from qbheat_det.modeling.backbone import CachedBackbone
 
@@ -30,7 +29,8 @@ def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
         encoded += len(entries)
         return call(self, entries)
 
-    engine.ViewEncoder.__call__ = counted  # type: ignore[method-assign]
+    ViewEncoder.__call__ = counted  # type: ignore[method-assign]
+    cache_estimate._MAX_SECONDS = float("inf")  # so that the number of views is known
     folder = Path(args.folder)
     opts = {
         **FROZEN,

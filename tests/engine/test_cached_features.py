@@ -100,6 +100,11 @@ def test_mf_detr_from_a_float32_cache_is_that_trained_online_to_the_bit_and_goes
     train_afresh(tmp_path / "cached", {**opts, **cache}, "--resume")
     assert tiny_training.losses(tmp_path / "cached") == tiny_training.losses(tmp_path / "online")
 
+    # One that is done needs none.
+    elsewhere = {**opts, **cache, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "elsewhere")}
+    assert train_afresh(tmp_path / "cached", elsewhere, "--resume") == {}
+    assert not (tmp_path / "elsewhere").exists()
+
 
 def first_losses(
     tmp_path: Path, data: Path, opts: dict[str, str], steps: int = 3
@@ -163,6 +168,40 @@ def test_other_weights_make_another_cache_and_the_old_one_is_told_of(
     forget_runs()
 
 
+def test_evaluation_alone_encodes_the_test_set_alone_and_the_estimate_is_of_what_is_missing(
+    tmp_path: Path, tiny_data: Path
+) -> None:
+    folder = tmp_path / "cache"
+    opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
+    trainer = build_trainer(tmp_path / "run", tiny_data, {**opts, "INPUT.MIN_SIZE_TRAIN": "(128,)"})
+    assert "bbox" in trainer.evaluate()
+    (test_cache,) = folder.iterdir()
+    assert trainer.cached_features is not None
+    trainer.cached_features.prepare(trainer.data_loader)
+    sizes = [size_of(path) for path in (test_cache, *(set(folder.iterdir()) - {test_cache}))]
+    assert sizes[1] > 6 * sizes[0]  # twice as many views, of up to four times the area
+    estimate = trainer.cached_features.estimate
+    assert (estimate.num_views, estimate.num_missing) == (12 + 24, 24)
+    assert estimate.missing_bytes == pytest.approx(sizes[1], rel=0.05)
+    assert estimate.num_bytes == pytest.approx(sum(sizes), rel=0.05)
+    forget_runs()
+
+
+def test_a_number_of_views_that_no_disk_has_room_for_ends_at_once(
+    tmp_path: Path, tiny_data: Path
+) -> None:
+    opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
+    trainer = build_trainer(tmp_path, tiny_data, {**opts, "INPUT.FIXED_VIEWS.COUNT": str(10**9)})
+    assert trainer.cached_features is not None
+    with pytest.raises(UserError, match=r"lower INPUT\.FIXED_VIEWS\.COUNT"):
+        trainer.cached_features.prepare(trainer.data_loader)
+    forget_runs()
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def test_a_dry_run_encodes_a_sample_and_says_what_the_cache_will_take(
     tmp_path: Path, tiny_data: Path, cache: dict[str, str]
 ) -> None:
@@ -171,7 +210,7 @@ def test_a_dry_run_encodes_a_sample_and_says_what_the_cache_will_take(
     forget_runs()
     cfg = build_config(tiny_training.parse(tmp_path / "run", tiny_data, opts))
     report = dry_run(cfg, Trainer)
-    assert report.num_views_to_encode == 2 * 12 + 6
+    assert report.num_views_to_encode == 2 * 12 + 12  # not of the few images that it evaluates
     assert report.cache_bytes > 0
     assert "to be cached" in str(report)
     assert list(tmp_path.iterdir()) == []
@@ -224,7 +263,7 @@ def test_what_cannot_be_cached_is_refused_with_what_to_do(
 def test_an_encoder_that_draws_random_numbers_is_refused(noise: nn.Module) -> None:
     model = Trainer.build_model(_config({**FROZEN, **MF_DETR}))
     model.backbone.regularizer = noise.requires_grad_(False)
-    with pytest.raises(UserError, match="'regularizer'.* drops a share of 0.1"):
+    with pytest.raises(UserError, match=r"'regularizer'.* drops a share of 0\.1"):
         check_frozen(model, model.backbone, 5)
     model.is_frozen = True  # such a model keeps its encoder in evaluation mode
     check_frozen(model, model.backbone, 5)

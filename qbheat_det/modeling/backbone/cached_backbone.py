@@ -83,6 +83,11 @@ class CachedBackbone(Backbone):
         # A bound method: a copy of the model has one that is bound to the copy of this.
         model.register_forward_pre_hook(self._take_entries, with_kwargs=True)
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether features are those of the encoder's present weights."""
+        return self._shared.trusted
+
     def trust(self) -> None:
         """Declares that features to come are those of the encoder's present weights."""
         self._shared.trusted = True
