@@ -100,18 +100,18 @@ class FocalSettings:
     prior: float = 0.01  # probability of each class before training, of sigmoids
 
     def __post_init__(self) -> None:
+        keys = "MODEL.MF_DETR.FOCAL."
         if self.gamma < 0 or 0 < self.gamma < 1:
             raise ValueError(
-                f"FOCAL.GAMMA is 0 or at least 1, not {self.gamma}: between them, the gradient has "
+                f"{keys}GAMMA is 0 or at least 1, not {self.gamma}: between them, the gradient has "
                 "no limit where a prediction meets its target"
             )
         for name in ("alpha", "iou_target"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"FOCAL.{name.upper()} lies in [0, 1]; {getattr(self, name)} does not"
-                )
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{keys}{name.upper()} lies in [0, 1]; {value} does not")
         if not 0 < self.prior < 1:
-            raise ValueError(f"FOCAL.PRIOR lies between 0 and 1; {self.prior} does not")
+            raise ValueError(f"{keys}PRIOR lies between 0 and 1; {self.prior} does not")
 
     def target(self, quality: Tensor) -> Tensor:
         """Returns the probability that a match of this IoU is to have, element by element."""

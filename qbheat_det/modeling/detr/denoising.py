@@ -10,6 +10,7 @@ label, since the content of MF-DETR's own queries is zero; the groups of an imag
 its own boxes allow, so that an image gives the same alone as beside a crowded one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -84,8 +85,8 @@ class Denoising(nn.Module):
             num_classes: K.
             dim: C, width of the decoder's queries.
             groups: noised copies of each box, at most; those of one copy see each other.
-            box_noise: how far a corner moves at most, relative to half the side of its box; that
-                of a negative moves once to twice as far.
+            box_noise: how far a corner moves at most, relative to half the side of its box, in
+                [0, 2]; that of a negative moves once to twice as far.
             label_noise: probability that a label is drawn anew from all classes.
             negatives: whether each copy has a second one, of more noise, that is no object.
             max_queries: of one image. With more, it has fewer groups; of more boxes than fit in
@@ -96,17 +97,11 @@ class Denoising(nn.Module):
             ValueError: a number is out of its range.
         """
         super().__init__()
-        if groups < 1:
-            raise ValueError(f"DENOISING.GROUPS of a denoising part is at least 1, not {groups}")
-        if box_noise < 0 or not 0 <= label_noise <= 1:
-            raise ValueError(
-                "DENOISING.BOX_NOISE is at least 0 and LABEL_NOISE in [0, 1], not "
-                f"{box_noise} and {label_noise}"
-            )
-        if max_queries < 1 + negatives:
-            raise ValueError(
-                f"DENOISING.MAX_QUERIES is at least {1 + negatives}, for one box, not {max_queries}"
-            )
+        _check_range("GROUPS", groups, 1)
+        _check_range("BOX_NOISE", box_noise, 0, 2)
+        _check_range("LABEL_NOISE", label_noise, 0, 1)
+        _check_range("MAX_QUERIES", max_queries, 1 + negatives)
+        _check_range("WEIGHT", weight, 0)
         self.num_classes = num_classes
         self.groups = groups
         self.box_noise = box_noise
@@ -238,6 +233,12 @@ class Denoising(nn.Module):
     def _layout(self, counts: Sequence[int]) -> _Layout:
         """Returns whose queries stand where, on the CPU."""
         return _lay_out(tuple(map(self._shape_of, counts)), self.copies)
+
+
+def _check_range(key: str, value: float, least: float, most: float = math.inf) -> None:
+    if not least <= value <= most:
+        allowed = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
+        raise ValueError(f"MODEL.MF_DETR.DENOISING.{key} is {value}, but must be {allowed}")
 
 
 @lru_cache(maxsize=1)  # the losses of a batch ask again for what its queries were made by

@@ -14,6 +14,8 @@ from .criterion import SetCriterion
 from .extra_queries import ExtraQueries
 from .matcher import Targets
 
+_MOST_GROUPS = 100
+
 
 class QueryGroups(nn.Module):
     """G further sets of Q object queries, and their losses."""
@@ -27,12 +29,17 @@ class QueryGroups(nn.Module):
             weight: factor on the losses of each group; with 1 it counts as the decoder's own.
 
         Raises:
-            ValueError: there is no group.
+            ValueError: there is no group, or more than a hundred, or the weight is negative.
         """
         super().__init__()
-        if num_groups < 1:
+        if not 1 <= num_groups < _MOST_GROUPS:
             raise ValueError(
-                f"QUERY_GROUPS.COUNT of a part with groups is at least 2, not {num_groups + 1}"
+                f"MODEL.MF_DETR.QUERY_GROUPS.COUNT is {num_groups + 1}, but a part with groups has "
+                f"2 to {_MOST_GROUPS}: attention grows with their square"
+            )
+        if weight < 0:
+            raise ValueError(
+                f"MODEL.MF_DETR.QUERY_GROUPS.WEIGHT is {weight}, but must be at least 0"
             )
         self.num_groups = num_groups
         self.weight = weight

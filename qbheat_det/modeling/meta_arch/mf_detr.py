@@ -316,8 +316,8 @@ def _build_training_help(cfg: CfgNode) -> TrainingHelp | None:
     denoising, groups = node.DENOISING, node.QUERY_GROUPS
     if denoising.GROUPS < 0 or groups.COUNT < 1:
         raise ValueError(
-            "MODEL.MF_DETR.DENOISING.GROUPS is at least 0 and QUERY_GROUPS.COUNT at least 1, not "
-            f"{denoising.GROUPS} and {groups.COUNT}"
+            f"MODEL.MF_DETR.DENOISING.GROUPS is {denoising.GROUPS}, but must be at least 0, and "
+            f"MODEL.MF_DETR.QUERY_GROUPS.COUNT is {groups.COUNT}, but must be at least 1"
         )
     parts: dict[str, Any] = {}
     if groups.COUNT > 1:

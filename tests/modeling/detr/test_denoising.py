@@ -197,14 +197,16 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("options", "sentence"),
     [
-        (Settings(groups=0), "GROUPS .* at least 1, not 0"),
-        (Settings(box_noise=-1.0), "BOX_NOISE is at least 0 .* not -1.0"),
-        (Settings(label_noise=1.5), r"LABEL_NOISE in \[0, 1\], not 0.4 and 1.5"),
-        (Settings(max_queries=1), "MAX_QUERIES is at least 2, for one box, not 1"),
+        ({"groups": 0}, "GROUPS is 0, but must be at least 1"),
+        ({"box_noise": -1.0}, r"BOX_NOISE is -1\.0, but must be in \[0, 2\]"),
+        ({"box_noise": 50.0}, r"BOX_NOISE is 50\.0, but must be in \[0, 2\]"),
+        ({"label_noise": 1.5}, r"LABEL_NOISE is 1\.5, but must be in \[0, 1\]"),
+        ({"max_queries": 1}, "MAX_QUERIES is 1, but must be at least 2"),
+        ({"weight": -1.0}, r"MODEL\.MF_DETR\.DENOISING\.WEIGHT is -1\.0, but must be at least 0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(settings: Settings, sentence: str) -> None:
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        part(settings)
+        Denoising(**{"num_classes": K, "dim": DIM, "groups": 3, **options})

@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Groups of queries: matched and paid for each on its own, unseen by all others."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -78,6 +80,17 @@ def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
     assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=0)
 
 
-def test_no_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"COUNT of a part with groups is at least 2, not 1"):
-        QueryGroups(num_groups=0, num_queries=3, dim=8)
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_groups": 0}, r"COUNT is 1, but a part with groups has 2 to 100"),
+        ({"num_groups": 100_000}, r"COUNT is 100001, but a part with groups has 2 to 100"),
+        (
+            {"num_groups": 1, "weight": -1.0},
+            r"QUERY_GROUPS\.WEIGHT is -1\.0, but must be at least 0",
+        ),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        QueryGroups(num_queries=3, dim=8, **options)
