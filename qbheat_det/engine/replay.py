@@ -53,6 +53,7 @@ def replay_failure(
         bad_last_gradients=_not_finite(failed.gradients),
     )
     with EventStorage(failed.iteration):  # which Detectron2's detectors write to in training
+        _check_normalizers(model, failed, path)
         _run_step(cfg, model, failed, report)
         report.bad_gradients = _not_finite({name: p.grad for name, p in model.named_parameters()})
         _restore(model, failed)  # the forward pass moved the statistics of BatchNorm
@@ -79,6 +80,22 @@ def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str])
     if cached is not None:
         cached.trust()  # the images of the step bring their features along
     return model.train()
+
+
+def _check_normalizers(model: nn.Module, failed: FailedStep, path: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        UserError: the model divides its losses by other counts than when the step failed.
+    """
+    if failed.normalizers is None or not hasattr(model, "loss_counts"):
+        return
+    wanted = tuple(model.loss_counts(failed.batches[0]).shape)
+    if tuple(failed.normalizers.shape) != wanted:
+        raise UserError(
+            f"'{path}' was written by an older qbheat_det, whose losses were divided by counts of "
+            f"shape {list(failed.normalizers.shape)} where this one has {list(wanted)}: replay it "
+            "with the version that wrote it, which run.json in the run's folder names"
+        )
 
 
 def _restore(model: nn.Module, failed: FailedStep) -> None:

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from .gradient_cases import CLASSIFIER, MF_DETR, MOCO, RETINANET, Case, run_case, run_cases
+from .gradient_cases import (
+    CLASSIFIER,
+    FAST_WITHOUT_NOISE,
+    MF_DETR,
+    MOCO,
+    RETINANET,
+    Case,
+    run_case,
+    run_cases,
+)
 from .processes import make_args, run_in_processes
 
 BOTH = {"MF-DETR": MF_DETR, "RetinaNet": RETINANET}
@@ -48,6 +57,10 @@ HELP = (
 OF_HELP = ("plain", "no box in one process", "no box at all", "uneven micro-batches")
 EXACT_CASES |= {
     f"MF-DETR with help, {kind}": Case(MF_DETR, opts=HELP, **KINDS[kind]) for kind in OF_HELP
+}
+EXACT_CASES |= {
+    f"fast MF-DETR, {kind}": Case(MF_DETR, opts=FAST_WITHOUT_NOISE, **KINDS[kind])
+    for kind in OF_FOCAL
 }
 OF_MOCO = ("plain", "a partly frozen backbone", "micro-batches of one image")
 EXACT_CASES |= {f"MoCo, {kind}": Case(MOCO, **KINDS[kind]) for kind in OF_MOCO}

@@ -201,6 +201,24 @@ def test_the_packages_detectors_run_again_as_a_batch_and_image_by_image(
         assert image.losses.keys() == losses.keys()
 
 
+def test_normalizers_of_an_older_version_end_with_a_sentence(tmp_path: Path) -> None:
+    """Before training-only help there was one row, of the object queries, without a dimension."""
+    path, cfg = tmp_path / "step.pt", make_case_config(Case(MF_DETR), "cpu")
+    dump_failure(
+        path,
+        cfg=cfg,
+        model=build_model(cfg),
+        batched_inputs=[[make_image(0)]],
+        iteration=5,
+        seed=3,
+        normalizers=torch.tensor([1.0, 3.0]),
+    )
+    with pytest.raises(
+        UserError, match=r"step\.pt' was written by an older .* shape \[2\] .* \[1, 2\]"
+    ):
+        replay_failure(path)
+
+
 def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
     cfg = make_retinanet_config()
     cfg.SOLVER.IMS_PER_BATCH = 1

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qbheat_det.config import get_cfg
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.errors import UserError
+from tests.engine.gradient_cases import FAST_WITHOUT_NOISE
 
 Batch = list[dict[str, Any]]
 
@@ -101,7 +102,7 @@ def test_a_part_without_any_box_adds_nothing() -> None:
     torch.testing.assert_close(parts.weight.grad, whole.weight.grad)
 
 
-def mf_detr(classification: str = "softmax") -> nn.Module:
+def mf_detr(*opts: Any) -> nn.Module:
     from detectron2.modeling import build_model
 
     cfg = get_cfg()
@@ -122,7 +123,7 @@ def mf_detr(classification: str = "softmax") -> nn.Module:
     head.NUM_BLOCKS, head.HIDDEN_DIM, head.NHEADS, head.DIM_FEEDFORWARD = [1, 1, 1], 16, 2, 32
     head.NUM_OBJECT_QUERIES, head.NUM_CLASSES, head.DROPOUT = 5, 3, 0.0
     head.NORM = "FrozenBN"  # no statistics of a batch
-    head.CLASSIFICATION = classification
+    cfg.merge_from_list(list(opts))
     torch.manual_seed(0)
     model = build_model(cfg)
     # Zero at first: all boxes alike, and which of two of a class is matched would be rounding's.
@@ -149,14 +150,23 @@ def scenes(counts: tuple[int, ...]) -> Batch:
     return entries
 
 
-@pytest.mark.parametrize("classification", ["softmax", "focal", "softmax_focal"])
+CLASSIFICATION = "MODEL.MF_DETR.CLASSIFICATION"
+KINDS: dict[str, tuple[Any, ...]] = {
+    "softmax": (),
+    "focal": (CLASSIFICATION, "focal"),
+    "softmax_focal": (CLASSIFICATION, "softmax_focal"),
+    "the fast recipes'": FAST_WITHOUT_NOISE,
+}
+
+
+@pytest.mark.parametrize("opts", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("counts", [(1, 4, 0, 2), (0, 0, 3, 7), (0, 0, 0, 0), (2, 1, 3)])
 def test_mf_detr_normalises_over_the_effective_batch(
-    counts: tuple[int, ...], classification: str
+    counts: tuple[int, ...], opts: tuple[Any, ...]
 ) -> None:
     gradients = []
     for accumulate in (1, 2, 3):
-        model = mf_detr(classification)
+        model = mf_detr(*opts)
         step(make(model, scenes(counts), accumulate=accumulate))
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     assert any(g is not None and bool(g.abs().sum() > 0) for g in gradients[0].values())
