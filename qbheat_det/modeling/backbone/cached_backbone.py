@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Stands where a frozen encoder stood, and gives features that were computed before training.
 
-A head trained on it sees what it would see above the encoder, with one exception: in a batch of
-differently sized images the encoder answers to the padding too, and the cache has zeros there.
-Heads that mask the padding (MF-DETR) do not see that; RetinaNet does.
+A head trained on it sees what it would see above the encoder, with one exception. In a batch of
+differently sized images, the encoder's receptive field reaches the padding, whereas cached features
+are exactly those of each image alone, with zeros behind them. Heads that mask the padding (MF-DETR)
+see no difference; RetinaNet does, and a large one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
