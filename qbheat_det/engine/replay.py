@@ -87,10 +87,11 @@ def _check_normalizers(model: nn.Module, failed: FailedStep, path: str | os.Path
     Raises:
         UserError: the model divides its losses by other counts than when the step failed.
     """
-    if failed.normalizers is None or not hasattr(model, "loss_counts"):
+    count = getattr(model, "loss_counts", None)
+    if failed.normalizers is None or count is None:
         return
-    wanted = tuple(model.loss_counts(failed.batches[0]).shape)
-    if tuple(failed.normalizers.shape) != wanted:
+    wanted = count(failed.batches[0]).shape
+    if failed.normalizers.shape != wanted:
         raise UserError(
             f"'{path}' was written by an older qbheat_det, whose losses were divided by counts of "
             f"shape {list(failed.normalizers.shape)} where this one has {list(wanted)}: replay it "
