@@ -121,7 +121,6 @@ class ViewsOf(Dataset[Mapped]):
     Attributes:
         records: of the set.
         count: K.
-        seed: of the views.
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
@@ -137,7 +136,6 @@ class ViewsOf(Dataset[Mapped]):
             else DatasetFromList(list(records), copy=False, serialize=True)
         )
         self.count = views.count
-        self.seed = views.seed
         self._draw = views.view
 
     def __len__(self) -> int:

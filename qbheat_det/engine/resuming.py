@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from detectron2.config import CfgNode
+from torch import nn
 
 from qbheat_det.data import TrainStream
 from qbheat_det.errors import UserError
@@ -158,6 +159,25 @@ def with_seed(cfg: CfgNode, seed: int) -> CfgNode:
     kept.SEED = seed
     kept.freeze()
     return kept
+
+
+def warn_of_random_encoder(model: nn.Module, weights: str) -> None:
+    """Says so where a head is going to be trained on an encoder that has learned nothing.
+
+    Args:
+        model: whose backbone may be frozen to its end, or have its place taken by cached features.
+        weights: ``MODEL.WEIGHTS``.
+    """
+    backbone = getattr(model, "backbone", None)
+    encoder = getattr(backbone, "bottom_up", backbone)  # below a feature pyramid
+    encoder = getattr(encoder, "encoder", encoder)
+    parameters = list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
+    if not weights and parameters and not any(p.requires_grad for p in parameters):
+        logger.warning(
+            "The %s is frozen and its weights are random: a head learns little on it. Set "
+            "MODEL.WEIGHTS to pre-trained weights, unless this is a baseline",
+            type(encoder).__name__,
+        )
 
 
 def holds_run(folder: str) -> bool:

@@ -30,6 +30,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.errors import UserError
 
+from .cache_refusals import check_cacheable
 from .class_folders import use_classes_of_folders
 from .data_flags import use_data_flags
 from .knn_look import check_neighbours, names_neighbours
@@ -55,6 +56,8 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     cfg = _load(args)
     _check_numbers(cfg)
     check_verbs(cfg, args)
+    if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
+        check_cacheable(cfg)
     _choose_device(cfg, asked_for="MODEL.DEVICE" in args.opts[::2])
     if cfg.SEED < 0 and not (args.resume and holds_run(cfg.OUTPUT_DIR)):
         # Drawn once for all processes, and written down.

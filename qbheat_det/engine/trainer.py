@@ -56,7 +56,13 @@ from .hooks import Evaluate, MovingAverage, Save, Write, build_average
 from .knn_look import build_knn_looks
 from .launch import distribute
 from .pretraining_looks import build_looks
-from .resuming import check_continues, check_same_images, describe_resumption, with_seed
+from .resuming import (
+    check_continues,
+    check_same_images,
+    describe_resumption,
+    warn_of_random_encoder,
+    with_seed,
+)
 from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
 from .writers import build_writers, drop_metrics_from
@@ -149,6 +155,7 @@ class Trainer(DefaultTrainer):
         if not (resume and self.checkpointer.has_checkpoint()):
             if resume:
                 logger.warning("'%s' holds no run: a new one begins", self.cfg.OUTPUT_DIR)
+            warn_of_random_encoder(self.bare_model, self.cfg.MODEL.WEIGHTS)
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
             if self._average:
                 self._average.set(self.bare_model)
@@ -230,8 +237,7 @@ class Trainer(DefaultTrainer):
 
     def save(self, name: str) -> None:
         """Writes all that a run needs to go on to ``OUTPUT_DIR/<name>.pth``."""
-        info = self._describe_weights().to_dict()
-        self.checkpointer.save(name, iteration=self.iter, info=info)
+        self.checkpointer.save(name, iteration=self.iter, info=self._describe_weights().to_dict())
 
     def export(self, name: str) -> None:
         """Writes the evaluated weights, and what is needed to use them, to a safetensors file."""
@@ -263,11 +269,8 @@ class Trainer(DefaultTrainer):
         TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_state_dict(state_dict["_trainer"])
         self._trainer.seed = state_dict["seed"]
-        logger.info(
-            describe_resumption(
-                iteration=self.iter, processes=(state_dict["processes"], comm.get_world_size())
-            )
-        )
+        processes = state_dict["processes"], comm.get_world_size()
+        logger.info(describe_resumption(iteration=self.iter, processes=processes))
 
     def _describe_weights(self) -> WeightsInfo:
         if self._info is None:  # the config's YAML is slow to write

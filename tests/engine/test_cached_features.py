@@ -169,21 +169,26 @@ def test_other_weights_make_another_cache_and_the_old_one_is_told_of(
 
 
 def test_evaluation_alone_encodes_the_test_set_alone_and_the_estimate_is_of_what_is_missing(
-    tmp_path: Path, tiny_data: Path
+    tmp_path: Path, tiny_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "cache"
     opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
-    trainer = build_trainer(tmp_path / "run", tiny_data, {**opts, "INPUT.MIN_SIZE_TRAIN": "(128,)"})
+    logging.getLogger("qbheat_det").propagate = True
+    with caplog.at_level(logging.WARNING, logger="qbheat_det"):
+        sizes = {"INPUT.MIN_SIZE_TRAIN": "(128,)"}
+        trainer = build_trainer(tmp_path / "run", tiny_data, {**opts, **sizes})
+    assert "The MobileFormer is frozen and its weights are random" in caplog.text
     assert "bbox" in trainer.evaluate()
     (test_cache,) = folder.iterdir()
     assert trainer.cached_features is not None
     trainer.cached_features.prepare(trainer.data_loader)
-    sizes = [size_of(path) for path in (test_cache, *(set(folder.iterdir()) - {test_cache}))]
-    assert sizes[1] > 6 * sizes[0]  # twice as many views, of up to four times the area
+    (training_cache,) = set(folder.iterdir()) - {test_cache}
+    test_bytes, training_bytes = size_of(test_cache), size_of(training_cache)
+    assert training_bytes > 6 * test_bytes  # twice as many views of four times the area
     estimate = trainer.cached_features.estimate
     assert (estimate.num_views, estimate.num_missing) == (12 + 24, 24)
-    assert estimate.missing_bytes == pytest.approx(sizes[1], rel=0.05)
-    assert estimate.num_bytes == pytest.approx(sum(sizes), rel=0.05)
+    assert estimate.missing_bytes == pytest.approx(training_bytes, rel=0.05)
+    assert estimate.num_bytes == pytest.approx(test_bytes + training_bytes, rel=0.05)
     forget_runs()
 
 
@@ -262,16 +267,28 @@ def test_what_cannot_be_cached_is_refused_with_what_to_do(
 )
 def test_an_encoder_that_draws_random_numbers_is_refused(noise: nn.Module) -> None:
     model = Trainer.build_model(_config({**FROZEN, **MF_DETR}))
-    model.backbone.regularizer = noise.requires_grad_(False)
+    encoder = model.get_submodule("backbone")
+    encoder.add_module("regularizer", noise.requires_grad_(False))
     with pytest.raises(UserError, match=r"'regularizer'.* drops a share of 0\.1"):
-        check_frozen(model, model.backbone, 5)
-    model.is_frozen = True  # such a model keeps its encoder in evaluation mode
-    check_frozen(model, model.backbone, 5)
+        check_frozen(model, encoder, 5)
+    vars(model)["is_frozen"] = True  # such a model keeps its encoder in evaluation mode
+    check_frozen(model, encoder, 5)
 
 
 def test_without_the_key_nothing_is_exchanged() -> None:
     cfg = _config(FROZEN)
     assert use_cached_features(cfg, Trainer.build_model(cfg)) is None
+
+
+def test_what_a_config_alone_rules_out_is_refused_before_the_data_are_read(
+    tmp_path: Path, cache: dict[str, str]
+) -> None:
+    args = tiny_training.parse(tmp_path, tmp_path / "none", {**cache, "MODEL.MASK_ON": "True"})
+    with pytest.raises(UserError, match=r"set INPUT\.FIXED_VIEWS\.COUNT"):
+        build_config(args)
+    args.eval_only = True
+    with pytest.raises(UserError, match=r"annotations\.json"):
+        build_config(args)
 
 
 def _config(opts: dict[str, str]) -> CfgNode:
