@@ -234,6 +234,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         if self.allow_partial and (faults := report.find_faults(new_parts=True)):
             self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(faults))
         self._compare_pixels()
+        self._compare_scores()
 
     def _find_skipped(self, stored: Mapping[str, Tensor]) -> Sequence[str]:
         # A new run starts its training-only parts anew, from a checkpoint as from an export.
@@ -264,6 +265,23 @@ class SafeCheckpointer(DetectionCheckpointer):
                     list(trained),
                     getattr(self.info, "pixel_format", "") or "unknown",
                     values.tolist(),
+                )
+
+    def _compare_scores(self) -> None:
+        """Warns where outputs become scores otherwise than the weights were trained for."""
+        name = type(self.model).__name__
+        if self.info is None or self.info.value_of("MODEL.META_ARCHITECTURE") != name:
+            return
+        for key, alike in getattr(self.model, "alike", {}).items():
+            trained = self.info.value_of(key)
+            if trained is not None and trained not in alike:
+                self.logger.warning(
+                    "'%s' was trained with %s %s, but this model's scores are those of %s: they "
+                    "mean nothing until it is trained so; to evaluate, set the key to the former",
+                    self._filename,
+                    key,
+                    trained,
+                    " and ".join(alike),
                 )
 
 

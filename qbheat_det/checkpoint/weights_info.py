@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.config import dump_config
@@ -57,6 +58,16 @@ class WeightsInfo:
             iteration=iteration,
             left_behind=tuple(left_behind),
         )
+
+    def value_of(self, key: str) -> object:
+        """Returns what the config inside has under a key such as "MODEL.DEVICE", or None."""
+        try:
+            found = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return None
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Returns strings, numbers and lists of them: what JSON and a checkpoint can hold."""

@@ -208,6 +208,29 @@ def test_a_frozen_norm_gets_the_statistics_of_a_trained_one_bit_for_bit(tmp_path
         torch.testing.assert_close(tensor, trained.state_dict()[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "trained", "told"),
+    [
+        ("TinyDetector", "sigmoid", True),
+        ("TinyDetector", "soft", False),
+        ("AnotherModel", "sigmoid", False),
+    ],
+)
+def test_scores_of_another_kind_than_the_weights_were_trained_for_are_told(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    architecture: str,
+    trained: str,
+    told: bool,
+) -> None:
+    model = TinyDetector()
+    model.alike = {"MODEL.READING": ("soft", "softer")}
+    config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
+    save_weights(tmp_path / "w.safetensors", model.state_dict(), WeightsInfo(config=config))
+    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
+    assert ("trained with MODEL.READING sigmoid" in caplog.text) == told
+
+
 def test_other_pixels_than_the_weights_were_trained_on_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,12 +23,14 @@ class ClassificationLoss(ABC):
     """One reading of logits (…, K + 1), of which the last is the no-object class.
 
     ``initial_bias`` is what the biases of the logits start at, ``least_normalizer`` the least that
-    a sum over an effective batch is divided by; ``reads_quality`` says if ``loss`` needs the IoU.
+    a sum over an effective batch is divided by; ``reads_quality`` says if ``loss`` needs the IoU,
+    and ``same_scores`` under which names logits have the same scores.
     """
 
     initial_bias: float = 0.0
     least_normalizer: float = 1.0
     reads_quality: bool = True
+    same_scores: tuple[str, ...] = ()
 
     @abstractmethod
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
@@ -67,6 +69,7 @@ class SoftmaxClassification(ClassificationLoss):
 
     least_normalizer = 1e-6  # zero only where the sum is: no box, and no weight without
     reads_quality = False
+    same_scores = ("softmax", "softmax_focal")
 
     def __init__(self, *, no_object_weight: float = 0.1) -> None:
         """
@@ -157,6 +160,8 @@ class FocalClassification(ClassificationLoss):
     abs(t - p)^gamma and by alpha where the class is there, 1 - alpha where it is not. With
     ``iou_target`` 0 this is RetinaNet's focal loss, with 1 the quality focal loss.
     """
+
+    same_scores = ("focal", "varifocal")
 
     def __init__(self, *, settings: FocalSettings) -> None:
         """

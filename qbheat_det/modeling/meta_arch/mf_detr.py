@@ -113,6 +113,11 @@ class MFDETR(nn.Module):
         }
 
     @property
+    def alike(self) -> dict[str, tuple[str, ...]]:
+        """Values of config keys under which the same weights predict the same as here."""
+        return {"MODEL.MF_DETR.CLASSIFICATION": self.criterion.classification.same_scores}
+
+    @property
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.pixel_mean.device

@@ -85,6 +85,16 @@ def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
     assert_close(model.loss_normalizers(counts, parts=4), counts / 4)
 
 
+@pytest.mark.parametrize("name", ["softmax", "softmax_focal", "focal", "varifocal"])
+def test_names_that_are_alike_have_the_same_scores(name: str) -> None:
+    key, logits = "MODEL.MF_DETR.CLASSIFICATION", torch.randn(2, 7, 4)
+    model = build(key, name)
+    assert name in model.alike[key]
+    for other in model.alike[key]:
+        scores = build(key, other).criterion.classification.scores(logits)
+        assert_close(scores, model.criterion.classification.scores(logits), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_gives_finite_losses_near_those_of_full_precision(dtype: torch.dtype) -> None:
     images, model = [make_image(index) for index in (0, 5, 1, 3)], build(*HELPS["both"])
