@@ -112,7 +112,7 @@ def measure(
     """
     set_threads(threads)
     print(f"  {'':<34}{'images per second':<54}{'times as fast as online':<52}{'by MAdds':>8}")
-    print(f"  {'':<34}{'online':<27}{'cached':<27}{'whole step':<26}{'images for nothing':<26}")
+    print(f"  {'':<34}{'online':<27}{'cached':<27}{'whole step':<26}{'without loading':<26}")
     rows: list[Result] = []
     for name in cases:
         case = CASES[name]

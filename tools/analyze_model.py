@@ -94,6 +94,8 @@ def _report_config(file: str, opts: Sequence[str], size: tuple[int, int], depth:
         raise UserError(f"--size wants a height and a width of at least 32, not {size}")
     cfg = load_config(file, ["MODEL.DEVICE", "cpu", *opts])
     model = build_model(cfg).eval()
+    for name in getattr(model, "training_only", ()):
+        setattr(model, name, None)  # counted is the network of inference
     madds = count_detector_madds(model, *size)
     params = parameter_count(model)
     rows: list[tuple[str, ...]] = [("module", "params", "CORE", "EXT")]

@@ -44,7 +44,7 @@ def test_json_lists_every_cell_and_leaves_no_partial_file(tmp_path: Path) -> Non
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_config_gives_a_table_of_modules(
+def test_a_config_gives_a_table_of_the_modules_of_inference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "detector.yaml"
@@ -52,7 +52,7 @@ def test_a_config_gives_a_table_of_modules(
         "MODEL:\n"
         "  META_ARCHITECTURE: MFDETR\n"
         "  BACKBONE: {NAME: MobileFormer, FREEZE_AT: 0}\n"
-        "  MF_DETR: {NUM_BLOCKS: [1, 1, 1]}\n"
+        "  MF_DETR: {NUM_BLOCKS: [1, 1, 1], DENOISING: {GROUPS: 5}}\n"
         "VERSION: 2\n"
     )
     analyze_model.main(["--config-file", str(config), "--size", "64", "96", "--depth", "1"])
