@@ -119,7 +119,7 @@ class FeatureStore:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
                 left = self.num_chunks - len(self._whole)
                 raise UserError(explain_full_disk(self.folder, left * len(content))) from error
-            raise
+            raise _naming_the_key(error) from error
         self._open.pop(chunk, None)
         self._whole.add(chunk)
 
@@ -193,8 +193,17 @@ def open_feature_store(
     folder = Path(root) / name_cache(description)
     text = json.dumps(description, indent=2, sort_keys=True)
     if not (folder / "meta.json").is_file():
-        write_atomically(folder / "meta.json", lambda stream: stream.write(text.encode()))
+        try:
+            write_atomically(folder / "meta.json", lambda stream: stream.write(text.encode()))
+        except UserError as error:
+            raise _naming_the_key(error) from error
     return FeatureStore(folder, num_views, dtype=dtype)
+
+
+def _naming_the_key(error: UserError) -> UserError:
+    return UserError(
+        f"{error}: set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
+    )
 
 
 @contextlib.contextmanager
