@@ -36,6 +36,8 @@ class CachedViews:
         """
         self.store = store
         self.count = count
+        # Of all images: what a worker sends takes an open file a tensor, unless they share memory.
+        self._pixel = torch.zeros((), dtype=torch.uint8)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault | None:
         if self.store is None:
@@ -45,7 +47,7 @@ class CachedViews:
             return view
         entry = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
         entry["features"] = view.features
-        entry["image"] = torch.zeros((), dtype=torch.uint8).expand(3, *view.image_size)
+        entry["image"] = self._pixel.expand(3, *view.image_size)
         if view.full_size is not None:
             entry["height"], entry["width"] = view.full_size
         if "gt_boxes" in view.ground_truth:

@@ -162,21 +162,29 @@ class FeatureChunk:
 
     def _read_features(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Returns the tensors of a view, which lie side by side, from one block of memory."""
-        places = {name: self._places[full_name] for name, full_name in names.items()}
-        first = min((place.start for place in places.values()), default=0)
-        last = max((place.end for place in places.values()), default=0)
-        block = torch.empty(last - first, dtype=torch.uint8)
+        places = [self._places[full_name] for full_name in names.values()]
+        first = min((place.start for place in places), default=0)
+        block = bytearray(max((place.end for place in places), default=0) - first)
         try:
             with open(self._path, "rb", buffering=0) as file:
                 file.seek(first)
-                count = file.readinto(block.numpy())
+                count = file.readinto(block)
         except OSError as error:
             raise ValueError(f"'{self._path}' cannot be read: {error}") from error
         if count != len(block):
             raise ValueError(f"'{self._path}' was cut short")
+        if not block:
+            return {
+                n: torch.empty(p.shape, dtype=p.dtype) for n, p in zip(names, places, strict=True)
+            }
+        # One block for all: what a worker sends takes an open file a block.
+        values = torch.frombuffer(block, dtype=places[0].dtype)
+        size = values.itemsize
         return {
-            name: block[place.start - first : place.end - first].view(place.dtype).view(place.shape)
-            for name, place in places.items()
+            name: values[(place.start - first) // size : (place.end - first) // size].view(
+                place.shape
+            )
+            for name, place in zip(names, places, strict=True)
         }
 
 

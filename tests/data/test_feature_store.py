@@ -140,6 +140,34 @@ def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
     check_content(store)
 
 
+def _change_features(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-40:] = bytes(byte ^ 1 for byte in content[-40:])
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"), [(_truncate, "was cut short"), (_change_features, "is damaged")]
+)
+def test_a_file_that_changes_under_a_run_is_a_sentence_that_names_it(
+    tmp_path: Path, spoil: Callable[[Path], None], expected: str
+) -> None:
+    store = FeatureStore(tmp_path / "cache", 2, dtype=torch.float32)
+    views = [View({"s16": torch.randn(4, 3, 5)}, (48, 80), {}) for _ in range(2)]
+    store.write(0, views)
+    store.read(0)
+    spoil(store.path_of(0))
+    with pytest.raises(UserError, match=rf"000000\.safetensors' {expected}; remove that file"):
+        store.read(1)
+
+
+def test_a_header_that_was_changed_is_not_believed(tmp_path: Path) -> None:
+    fill(make_store(tmp_path))
+    path = make_store(tmp_path).path_of(1)
+    path.write_bytes(path.read_bytes().replace(b"views", b"viewz", 1))
+    assert make_store(tmp_path).missing() == [1]
+
+
 def test_a_file_that_vanished_says_what_to_do(tmp_path: Path) -> None:
     fill(make_store(tmp_path))
     store = make_store(tmp_path)
@@ -299,3 +327,9 @@ def test_caches_are_told_apart_by_name_and_measured(tmp_path: Path) -> None:
     files = sum(path.stat().st_size for path in one.folder.iterdir())
     assert sizes[one.folder.name] == files > 70 * 10
     assert '"seed": 1' in (one.folder / "meta.json").read_text()
+
+
+def test_a_folder_that_is_a_file_is_named_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"Not a directory.* set MODEL\.CACHE_FEATURES\.FOLDER"):
+        open_feature_store(tmp_path / "file", {"format": 1}, 4)
