@@ -192,6 +192,7 @@ class CachedFeatures:
             self._backbone,
             at_once=self._count_at_once(is_train),
             is_train=is_train,
+            is_exact=self._dtype == torch.float32,
         )
         return CachedSet(f"Encoding the {title}", ViewsOf(records, views), store, encoder_of)
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.atomic import remove_leftovers
-from qbheat_det.data import Fault, FeatureStore, FixedViews, Stored, make_view
+from qbheat_det.data import Fault, FeatureStore, FixedViews, Stored, cut, make_view
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import CachedBackbone
 
@@ -44,21 +44,29 @@ class ViewEncoder:
     """Turns entries of a mapper into views of a store, through a model's own encoder."""
 
     def __init__(
-        self, model: nn.Module, backbone: CachedBackbone, *, at_once: int, is_train: bool
+        self,
+        model: nn.Module,
+        backbone: CachedBackbone,
+        *,
+        at_once: int,
+        is_train: bool,
+        is_exact: bool,
     ) -> None:
         """
         Args:
             model: a meta-architecture.
             backbone: that stands in it; ``encoding`` holds while views are encoded.
-            at_once: images of a batch. A remainder is filled up by repetition, where all are of one
-                size, so that it is rounded alike.
+            at_once: images of a batch, at most.
             is_train: the mode of the model. Attention is computed otherwise in evaluation, and
                 rounded otherwise.
+            is_exact: whether the last bits are wanted: where all views are of one size, a batch
+                that is too small is then filled up by repetition. Else batches are cut evenly.
         """
         self._model = model
         self._backbone = backbone
         self.at_once = at_once
         self._is_train = is_train
+        self._is_exact = is_exact
 
     def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
         """Returns a view for each entry; a fault, or None, stays what it is.
@@ -80,9 +88,9 @@ class ViewEncoder:
             if isinstance(entry, dict):
                 of_size.setdefault(tuple(entry["image"].shape), []).append(index)
         for indices in of_size.values():
-            for start in range(0, len(indices), self.at_once):
-                part = indices[start : start + self.at_once]
-                filled = self.at_once if len(of_size) == 1 else len(part)
+            is_filled = self._is_exact and len(of_size) == 1
+            for part in cut(indices, -(-len(indices) // self.at_once)):
+                filled = self.at_once if is_filled else len(part)
                 batch = [check_keepable(entries[i]) for i in islice(cycle(part), filled)]
                 for index, features in zip(part, self._encode(batch), strict=False):
                     views[index] = make_view(check_keepable(entries[index]), features)
