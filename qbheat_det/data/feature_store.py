@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from qbheat_det.atomic import remove_leftovers, write_atomically
+from qbheat_det.atomic import write_atomically
 from qbheat_det.errors import UserError
 
 from .cache_space import explain_full_disk
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 VIEWS_PER_CHUNK = 32
 _OPEN_CHUNKS = 1024  # headers of files that a process keeps
-_SECONDS_BETWEEN_LOOKS = 0.5  # at what other processes are writing
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -135,25 +133,6 @@ class FeatureStore:
             if path is not None and self._is_whole(chunk):
                 # Who waits for the lock of a file that is gone finds the chunk written.
                 path.unlink(missing_ok=True)
-
-    def claims(self) -> Iterator[int]:
-        """Yields chunks to write, one by one; ends when all are there.
-
-        Each is claimed until the next is asked for. Those that other processes are writing are
-        waited for; if such a process ends before its time, they are yielded here.
-        """
-        remove_leftovers(self.folder)
-        left = self.missing()
-        while left:
-            for chunk in left:
-                with self.claim(chunk) as is_mine:
-                    if is_mine:
-                        yield chunk
-                        if chunk not in self._whole:
-                            raise RuntimeError(f"chunk {chunk} was claimed, but not written")
-            before, left = len(left), [chunk for chunk in left if not self._is_whole(chunk)]
-            if len(left) == before:
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _is_whole(self, chunk: int) -> bool:
         if chunk in self._whole:

@@ -5,11 +5,14 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
-from qbheat_det.data import Fault, FeatureStore, View
+from qbheat_det.data import Fault, FeatureStore, FixedViews, Stored, View, number_records
+from qbheat_det.engine.feature_build import CachedSet, ViewEncoder, ViewsOf
+from qbheat_det.engine.feature_build import fill as build
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 # Forked, as loading workers are: a new interpreter would import PyTorch for seconds.
@@ -41,12 +44,28 @@ def sample_views(indices: Sequence[int] = range(NUM_VIEWS)) -> list[View | Fault
     return [sample_view(index) for index in indices]
 
 
-def fill(store: FeatureStore) -> list[int]:
-    """Writes what is missing; returns which chunks were."""
-    written = []
-    for chunk in store.claims():
-        store.write(chunk, sample_views(store.views_of(chunk)))
+def fill(
+    store: FeatureStore, before_write: Callable[[int], object] = lambda chunk: None
+) -> list[int]:
+    """Writes what is missing, as a run does; returns which chunks were.
+
+    Args:
+        store: of ``make_store``.
+        before_write: is called with each chunk once it is claimed.
+    """
+    written, write = [], store.write
+
+    def write_and_note(chunk: int, views: Sequence[Stored]) -> None:
+        before_write(chunk)
+        write(chunk, views)
         written.append(chunk)
+
+    records = number_records([{"index": index} for index in range(NUM_VIEWS)])
+    views = ViewsOf(records, FixedViews(lambda record: sample_view(record["index"]), count=1))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "write", write_and_note)
+        # The views are encoded already.
+        build(CachedSet("Encoding", views, store, cast(ViewEncoder, list)), num_workers=0)
     return written
 
 

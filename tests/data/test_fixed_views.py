@@ -118,7 +118,7 @@ def test_numbers_without_sense_are_refused(count: int, seed: int, key: str) -> N
 
 def make_cache(folder: Path, views: FixedViews) -> FeatureStore:
     store = FeatureStore(folder / "cache", len(RECORDS) * views.count, dtype=torch.float32)
-    for chunk in store.claims():
+    for chunk in store.missing():
         mapped = [
             views.view(RECORDS[index // views.count], index % views.count)
             for index in store.views_of(chunk)
