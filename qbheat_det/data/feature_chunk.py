@@ -205,7 +205,8 @@ def _read_places(path: Path) -> dict[str, _Place]:
     begin = 8 + length
     return {
         name: _Place(
-            *(begin + offset for offset in about["data_offsets"]),
+            begin + about["data_offsets"][0],
+            begin + about["data_offsets"][1],
             _DTYPES[about["dtype"]],
             about["shape"],
         )
@@ -215,7 +216,7 @@ def _read_places(path: Path) -> dict[str, _Place]:
 
 
 def _check_sum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _describe(view: Stored) -> dict[str, Any] | None:

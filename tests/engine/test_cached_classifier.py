@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from qbheat_det.engine.class_folders import LABELLED_TRAIN, LABELLED_VAL
 from qbheat_det.errors import UserError
@@ -21,11 +22,14 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("decoder", ["tran1", "linear"])
+@pytest.mark.parametrize(("decoder", "count"), [("tran1", 2), ("linear", 1)])
 def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(
-    tmp_path: Path, decoder: str
+    tmp_path: Path, decoder: str, count: int
 ) -> None:
     folder = make_class_folders(tmp_path / "train")
+    for path in folder.rglob("*.png"):  # so large that images kept in memory are scaled down
+        with Image.open(path) as image:
+            image.resize((1000, 750), Image.Resampling.NEAREST).save(path, compress_level=1)
     (folder / "red" / "broken.png").write_bytes(b"no picture")
     cache = {
         "MODEL.CACHE_FEATURES.ENABLED": "True",
@@ -34,7 +38,8 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(
     }
     results: dict[str, Any] = {}
     faults: dict[str, Any] = {}
-    for name, opts in {"online": VIEWS, "cached": {**VIEWS, **cache}}.items():
+    views = {**VIEWS, "INPUT.FIXED_VIEWS.COUNT": str(count), "INPUT.PRETRAIN.MEMORY_GB": "4.0"}
+    for name, opts in {"online": views, "cached": {**views, **cache}}.items():
         torch.manual_seed(0)
         recipe = f"ImageNet-probing/{decoder}_3.7G.yaml"
         trainer = start(tmp_path / name, recipe, folder, opts, "--val-folder", str(folder))
