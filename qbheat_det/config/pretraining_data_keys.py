@@ -15,5 +15,6 @@ def add_pretraining_data_keys(cfg: CfgNode) -> None:
     cfg.INPUT.PRETRAIN.SCALE = [0.2, 1.0]
     cfg.INPUT.PRETRAIN.RATIO = [3 / 4, 4 / 3]
     # A training set that takes less memory than this when decoded is decoded once, at the start.
-    # GB (1e9 bytes) of one machine; 0 reads every image from its file each time.
+    # GB (1e9 bytes) of one machine; 0 reads every image from its file each time, as do fixed views
+    # (INPUT.FIXED_VIEWS), which must not depend on what fits into memory.
     cfg.INPUT.PRETRAIN.MEMORY_GB = 4.0
