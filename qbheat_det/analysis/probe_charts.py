@@ -13,10 +13,10 @@ def plot_probes(
 ) -> bytes:
     """Draws a line for each probe, with bars of one standard error.
 
-    Where rows stand with BatchNorm's statistics as stored and anew, the latter are drawn, since
-    random backbones have no others that mean anything. A random backbone, or the mean of several,
-    is a dashed line of its probe's colour; weights that do not tell how many images they have seen
-    are left out.
+    Where rows stand with BatchNorm's statistics as stored and anew, the latter are drawn. A random
+    backbone, or the mean of several, is a dashed line of its probe's colour, and a dotted one where
+    its statistics are those it was initialised with: the two are far apart, and either may be the
+    higher. Weights that do not tell how many images they have seen are left out.
 
     Args:
         rows: dicts of the attributes of ``ProbeRow``.
@@ -25,7 +25,7 @@ def plot_probes(
     """
     anew = any(row["recalibrated"] for row in rows)
     drawn = [row for row in rows if bool(row["recalibrated"]) == anew]
-    figure, axes = start_figure(theme, height=3.6)
+    figure, axes = start_figure(theme, height=4.0)
     for probe, color in zip(
         dict.fromkeys(row["probe"] for row in drawn), list_colors(theme) * len(drawn), strict=False
     ):
@@ -43,20 +43,41 @@ def plot_probes(
                 ms=4,
                 elinewidth=1,
             )
-        if untrained := [row["top1"] for row in own if row["images_seen"] == 0]:
-            several = f" (mean of {len(untrained)})" if len(untrained) > 1 else ""
-            axes.axhline(
-                statistics.fmean(untrained),
-                label=f"{probe}, random{several}",
-                color=color,
-                lw=1.4,
-                ls="--",
-            )
+        for label, level, style in _random_levels(rows, probe, anew=anew):
+            axes.axhline(level, label=label, color=color, lw=1.4, ls=style)
     if drawn:
-        axes.legend(frameon=False, labelcolor=INK[theme], fontsize=9, ncols=2)
+        # Outside, since three probes are up to nine lines, all over the axes.
+        figure.legend(
+            *axes.get_legend_handles_labels(),
+            loc="outside lower center",
+            frameon=False,
+            labelcolor=INK[theme],
+            fontsize=8,
+            ncols=3,
+        )
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.set_xlabel("images seen in pre-training")
     axes.set_ylabel("top-1 (%)")
     axes.grid(color=LINE[theme])
     return encode(figure, theme, format)
+
+
+def _random_levels(
+    rows: Sequence[Mapping[str, Any]], probe: str, *, anew: bool
+) -> list[tuple[str, float, str]]:
+    """Returns label, mean top-1 and line style of each kind of random backbone there is."""
+    levels = []
+    kinds = [("random", True, "--"), ("random as initialised", False, ":")]
+    for kind, recalibrated, style in kinds if anew else [("random", False, "--")]:
+        found = [
+            row["top1"]
+            for row in rows
+            if (row["probe"], row["images_seen"], bool(row["recalibrated"]))
+            == (probe, 0, recalibrated)
+            and row["top1"] is not None
+        ]
+        if found:
+            several = f" (mean of {len(found)})" if len(found) > 1 else ""
+            levels.append((f"{probe}, {kind}{several}", statistics.fmean(found), style))
+    return levels

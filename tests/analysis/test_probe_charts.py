@@ -32,7 +32,14 @@ def test_each_probe_and_its_mean_over_random_backbones_is_named() -> None:
     svg = texts(plot_probes(make_rows()))
     for name in ("knn", "tran-1", "knn, random (mean of 2)", "tran-1, random (mean of 2)"):
         assert f"<!-- {name} -->" in svg
+    assert "<!-- knn, random as initialised (mean of 2) -->" in svg
     assert "images seen in pre-training" in svg
+
+
+def test_random_backbones_without_new_statistics_are_one_level() -> None:
+    svg = texts(plot_probes([row for row in make_rows() if not row["recalibrated"]]))
+    assert "<!-- knn, random (mean of 2) -->" in svg
+    assert "as initialised" not in svg
 
 
 @pytest.mark.parametrize("kept", [lambda r: r["images_seen"] == 0, lambda r: r["images_seen"]])
