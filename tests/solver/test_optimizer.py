@@ -43,7 +43,8 @@ def naive_settings(model: nn.Module, decay: float, weight_decay: float) -> dict[
         if not name.startswith(prefix) or name.startswith(("backbone.fpn", "backbone.top")):
             continue
         parts = name.removeprefix(prefix).split(".")
-        block = "stages/" + "/".join(parts[1:3]) if parts[0] == "stages" else parts[0]
+        block = "/".join(parts[:3]) if parts[0] == "stages" else parts[0]
+        block = "/".join(parts[:2]) if parts[0].startswith("res") else block  # ResNet's res2.0 …
         block = "stem" if block == "tokens" else block
         layers += [block] if block not in layers else []
         places[name] = layers.index(block)
