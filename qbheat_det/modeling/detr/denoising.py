@@ -22,7 +22,7 @@ from torchvision.ops import box_convert
 from qbheat_det.layers import SinePositionEncoding
 
 from .criterion import SetCriterion
-from .extra_queries import ExtraQueries
+from .extra_queries import ExtraQueries, sum_blocks
 from .matcher import Matches, Targets
 
 
@@ -210,10 +210,7 @@ class Denoising(nn.Module):
             matches,
             normalizers,
         )
-        return {
-            name.replace("loss_", "loss_dn_"): self.weight * loss.sum()
-            for name, loss in found.items()
-        }
+        return sum_blocks(found, kind="dn", weight=self.weight)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
         """Returns what a batch's sums are divided by, were it alone: of classes, and of boxes.

@@ -5,7 +5,7 @@ They look at the map and are refined by the same weights, but nothing of the dec
 them: neither the object queries, nor the map.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,3 +59,13 @@ def join_queries(parts: Sequence[ExtraQueries]) -> ExtraQueries:
         hidden=torch.cat(rows, dim=1),
         sees_own=torch.cat([part.sees_own for part in parts]),
     )
+
+
+def sum_blocks(losses: Mapping[str, Tensor], *, kind: str, weight: float) -> dict[str, Tensor]:
+    """Returns weighted sums over blocks, "loss_ce" (L,) being "loss_<kind>_ce" then.
+
+    Summed, because a log with each block of each kind of query would not be read.
+    """
+    return {
+        name.replace("loss_", f"loss_{kind}_"): weight * loss.sum() for name, loss in losses.items()
+    }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .criterion import SetCriterion
-from .extra_queries import ExtraQueries
+from .extra_queries import ExtraQueries, sum_blocks
 from .matcher import Targets
 
 _MOST_GROUPS = 100
@@ -84,7 +84,4 @@ class QueryGroups(nn.Module):
         )
         matches = criterion.matcher(logits, boxes, targets)
         found = criterion.block_losses(logits, boxes, targets, matches, normalizers)
-        return {
-            name.replace("loss_", "loss_group_"): self.weight * loss.sum()
-            for name, loss in found.items()
-        }
+        return sum_blocks(found, kind="group", weight=self.weight)
