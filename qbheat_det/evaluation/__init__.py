@@ -3,7 +3,7 @@
 
 from .build import build_evaluator
 from .classification import ClassificationEvaluator, find_confusions, rank_true_class
-from .coco import CocoEvaluator, resolve_coco_library
+from .coco import CocoEvaluator, complete_annotations, resolve_coco_library
 from .knn import KnnScore, extract_features, score_neighbours
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "CocoEvaluator",
     "KnnScore",
     "build_evaluator",
+    "complete_annotations",
     "extract_features",
     "find_confusions",
     "rank_true_class",

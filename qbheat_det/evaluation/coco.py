@@ -63,15 +63,7 @@ class CocoEvaluator(COCOEvaluator):
         self._complete_annotations()
 
     def _complete_annotations(self) -> None:
-        dataset = self._coco_api.dataset
-        dataset.setdefault("info", {})  # some releases of pycocotools fail without it
-        # The metrics never look at an annotation's id, but pycocotools takes id 0 for
-        # "unmatched" and drops one of two equal ids: number them afresh.
-        for index, annotation in enumerate(dataset.get("annotations", []), start=1):
-            annotation["id"] = index
-            annotation.setdefault("iscrowd", 0)
-            if "area" not in annotation and "bbox" in annotation:
-                annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
+        complete_annotations(self._coco_api.dataset)
         with contextlib.redirect_stdout(io.StringIO()):
             self._coco_api.createIndex()
 
@@ -145,6 +137,21 @@ class CocoEvaluator(COCOEvaluator):
         for metrics in self._results.values():
             for name in names if len(names) > 1 else []:
                 metrics.setdefault(f"AP-{name}", float("nan"))
+
+
+def complete_annotations(dataset: dict[str, Any]) -> None:
+    """Adds to an annotation file's content, in place, what COCO's evaluation stumbles over.
+
+    ``iscrowd`` is 0 and ``area`` the box's where they are left out, and ids count from 1.
+    """
+    dataset.setdefault("info", {})  # some releases of pycocotools fail without it
+    # The metrics never look at an annotation's id, but pycocotools takes id 0 for
+    # "unmatched" and drops one of two equal ids: number them afresh.
+    for index, annotation in enumerate(dataset.get("annotations", []), start=1):
+        annotation["id"] = index
+        annotation.setdefault("iscrowd", 0)
+        if "area" not in annotation and "bbox" in annotation:
+            annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
 
 
 def resolve_coco_library(choice: str) -> str:
