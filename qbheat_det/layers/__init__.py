@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Ground floor: tensors in, tensors out."""
 
+from .attention_readout import AttentionRecord, AttentionWeights, read_attention
 from .cross_attention import FormerToMobile, MobileToFormer
 from .dynamic_relu import DynamicReLU
 from .former import Former
@@ -17,6 +18,8 @@ from .pooled_features import PooledFeatures
 from .position_encoding import SinePositionEncoding
 
 __all__ = [
+    "AttentionRecord",
+    "AttentionWeights",
     "DownMobile",
     "DynamicReLU",
     "Former",
@@ -31,6 +34,7 @@ __all__ = [
     "halve",
     "padding_mask",
     "pointwise",
+    "read_attention",
     "resize_bilinear",
     "valid_sizes",
     "zero_padding",

@@ -4,10 +4,17 @@
 Paper: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, Sec. 3.1.
 The widths and the gate on Mobile->Former follow the authors' public ImageNet code; they are what
 reproduces the parameter counts that the QB-Heat paper prints (Tables 1 and 5).
+
+Where ``read_attention`` has put ``watchers``, both tell them their weights.
 """
+
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Watcher = Callable[[Tensor, tuple[int, int]], None]
+"""Takes the weights of one call, (N, heads, M, HW), and the size (H, W) of its map."""
 
 
 class MobileToFormer(nn.Module):
@@ -22,6 +29,7 @@ class MobileToFormer(nn.Module):
         """
         super().__init__()
         self.num_heads = num_heads
+        self.watchers: list[Watcher] = []
         self.query = nn.Linear(token_dim, channels)
         self.gate = nn.Linear(token_dim, channels)
         self.project = nn.Linear(channels, token_dim)
@@ -42,7 +50,10 @@ class MobileToFormer(nn.Module):
         logits = (query * query.shape[-1] ** -0.5) @ pixels  # (N, heads, M, HW)
         if padding is not None:
             logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
-        gathered = logits.softmax(dim=-1) @ pixels.transpose(-2, -1)
+        attention = logits.softmax(dim=-1)
+        for watch in self.watchers:
+            watch(attention, (x.shape[-2], x.shape[-1]))
+        gathered = attention @ pixels.transpose(-2, -1)
         gathered = gathered.transpose(1, 2).flatten(2)  # (N, M, C)
         gate = 2 * F.hardsigmoid(self.gate(tokens))
         return self.norm(tokens + self.project(gate * gathered))
@@ -60,6 +71,7 @@ class FormerToMobile(nn.Module):
         """
         super().__init__()
         self.num_heads = num_heads
+        self.watchers: list[Watcher] = []
         self.key = nn.Linear(token_dim, channels)
         self.value = nn.Linear(token_dim, channels)
 
@@ -77,4 +89,6 @@ class FormerToMobile(nn.Module):
         value = self.value(tokens).unflatten(2, (self.num_heads, -1)).permute(0, 2, 3, 1)
         # Tokens on the rows: the map is read in its own layout and never transposed.
         attention = ((key * key.shape[-1] ** -0.5) @ pixels).softmax(dim=-2)  # (N, heads, M, HW)
+        for watch in self.watchers:
+            watch(attention, (x.shape[-2], x.shape[-1]))
         return x + (value @ attention).view_as(x)
