@@ -42,32 +42,68 @@ def complete(
 
 
 def draw_sheet(
-    columns: Mapping[str, Sequence[RGBImage]], *, note: str = "", min_side: int = 160
+    columns: Mapping[str, Sequence[RGBImage]],
+    *,
+    names: Sequence[str] = (),
+    note: str = "",
+    min_side: int = 160,
 ) -> RGBImage:
     """Returns a sheet with a row for each image and a title over each column.
 
     Args:
         columns: title and pictures, equally many, of one size.
+        names: one for each row, written on the left; none leaves the sheet without.
         note: a line below.
         min_side: pixels; smaller pictures are enlarged by a whole number to at least this side.
 
     Raises:
-        ValueError: there are no pictures, or the columns differ in length.
+        ValueError: there are no pictures, or the columns or the names differ in length.
     """
     lengths = {len(pictures) for pictures in columns.values()}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError("a sheet needs columns of equally many pictures, at least one in each")
+    if names and {len(names)} != lengths:
+        raise ValueError(f"{len(names)} names do not go with {lengths.pop()} rows")
     factor = max(1, -(-min_side // min(next(iter(columns.values()))[0].shape[:2])))
     rows = [
-        cv2.resize(picture, None, fx=factor, fy=factor, interpolation=cv2.INTER_NEAREST)
+        [
+            cv2.resize(picture, None, fx=factor, fy=factor, interpolation=cv2.INTER_NEAREST)
+            for picture in row
+        ]
         for row in zip(*columns.values(), strict=True)
-        for picture in row
     ]
-    sheet = tile_pictures(rows, columns=len(columns), gap=_GAP)
-    cell = (sheet.shape[1] + _GAP) // len(columns)
-    titles = _strip(sheet.shape[1], cell, {i * cell: title for i, title in enumerate(columns)})
+    if names:
+        height, width = rows[0][0].shape[:2]
+        rows = [
+            [_write_name(name, width, height), *row] for name, row in zip(names, rows, strict=True)
+        ]
+    headings = ["", *columns] if names else list(columns)
+    pictures = [picture for row in rows for picture in row]
+    sheet = tile_pictures(pictures, columns=len(headings), gap=_GAP)
+    cell = (sheet.shape[1] + _GAP) // len(headings)
+    titles = _strip(sheet.shape[1], cell, {i * cell: title for i, title in enumerate(headings)})
     notes = [_strip(sheet.shape[1], cell, {0: note})] if note else []
     return np.concatenate([titles, sheet, *notes])
+
+
+def _write_name(name: str, width: int, height: int) -> RGBImage:
+    """Returns a cell with a name in its middle, broken at spaces and slashes to fit."""
+    size = max(11, round(width / 12))
+    lines = [""]
+    for word in name.replace("/", "/ ").split(" "):
+        together = f"{lines[-1]} {word}".replace("/ ", "/").strip()
+        if lines[-1] and get_font(size).getlength(together) > 0.94 * width:
+            lines.append(word)
+        else:
+            lines[-1] = together
+    longest = max(get_font(size).getlength(line) for line in lines)
+    fitting = max(7, min(size, int(size * 0.94 * width / max(1.0, longest))))
+    cell = Image.new("RGB", (width, height), BACKGROUND)
+    ImageDraw.Draw(cell).multiline_text(
+        (width / 2, height / 2), "\n".join(lines), font=get_font(fitting), fill=HEADING,
+        anchor="mm", align="center",
+    )  # fmt: skip
+    return np.asarray(cell)
 
 
 def _strip(width: int, cell: int, texts: Mapping[int, str]) -> RGBImage:

@@ -6,6 +6,10 @@ As there, the mean over the channels is taken off: maps behind a rectifier, whic
 features, would else seem correlated where they are not.
 """
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,3 +43,27 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
     off_diagonal = correlations.sum(dim=(1, 2))
     off_diagonal = off_diagonal - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)
     return (off_diagonal / (positions * (positions - 1))).clamp(0.0, 1.0)
+
+
+def correlate_images(
+    backbone: Callable[[Tensor], Mapping[str, Tensor]], name: str, batches: Iterable[Tensor]
+) -> list[float]:
+    """Returns the spatial correlation of a backbone's map of each image.
+
+    Args:
+        backbone: from a batch to maps (N, C, H, W) by name; in evaluation mode.
+        name: of the map.
+        batches: images (N, 3, S, S), as the backbone takes them.
+
+    Raises:
+        ValueError: a map has less than two positions.
+    """
+    found: list[float] = []
+    for images in batches:
+        found += measure_spatial_correlation(backbone(images)[name]).tolist()
+    return found
+
+
+def summarize_correlation(values: Sequence[float]) -> dict[str, Any]:
+    """Returns "mean", "deviation" (of all images, not of a sample) and the "values" themselves."""
+    return {"mean": fmean(values), "deviation": pstdev(values), "values": list(values)}

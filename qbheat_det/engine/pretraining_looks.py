@@ -6,7 +6,7 @@ No objective is named here. A look is built where the model has the parts that t
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -15,9 +15,9 @@ from detectron2.data import DatasetCatalog
 from PIL import Image
 from torch import Tensor, nn
 
-from qbheat_det.analysis.detection_pictures import RGBImage
-from qbheat_det.analysis.reconstruction_pictures import complete, draw_sheet, show_visible
-from qbheat_det.analysis.spatial_correlation import measure_spatial_correlation
+from qbheat_det.analysis.reconstruction_pictures import draw_sheet
+from qbheat_det.analysis.reconstruction_views import ReconstructingModel, reconstruct_views
+from qbheat_det.analysis.spatial_correlation import correlate_images, summarize_correlation
 from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_models
 from qbheat_det.analysis.spectrum_charts import plot_spectrum
 from qbheat_det.data import build_mapper
@@ -48,29 +48,6 @@ class LinearPredictor(Protocol):
 
     scales: Mapping[str, LinearScale]
     """By the kind of visible quarter, "corner" or "centre"."""
-
-
-class ComparesPatches(Protocol):
-    """The loss of patches."""
-
-    normalize_patches: bool
-    """Whether true patches are brought to mean 0 and variance 1 before."""
-
-
-class ReconstructingModel(Protocol):
-    """A model that sees a part of an image and reconstructs the rest."""
-
-    views: Mapping[str, Sequence[str]]
-    """Ways to see an image, each with the places that images take in turn, if it has any."""
-    loss: ComparesPatches
-
-    def __call__(
-        self, batched_inputs: BatchedInputs, places: Sequence[str] = ..., /
-    ) -> list[dict[str, Any]]:
-        """Returns "reconstruction", "visible" and "loss_reconstruction" of each image.
-
-        Where it was at a place, also "place"; a model without places never gets any.
-        """
 
 
 class LinearModel(Protocol):
@@ -139,41 +116,13 @@ class LookAtReconstructions(Look):
         """Draws a row for each image: input, and for each kind what was visible and what made."""
         entries = self._images.load(self._cfg.LOOK.NUM_IMAGES)
         model = cast(ReconstructingModel, self.trainer.evaluated_model)
-        inputs = [self._to_rgb(entry["image"]).astype(np.uint8) for entry in entries]
-        columns: dict[str, list[RGBImage]] = {"input": inputs}
-        losses: dict[str, list[dict[str, Any]]] = {}
-        for kind, known in model.views.items():
-            places = [known[i % len(known)] for i in range(len(inputs)) if known]
-            outputs = model(entries, places) if known else model(entries)
-            masks = [output["visible"].cpu().numpy() for output in outputs]
-            made = [self._to_rgb(output["reconstruction"]) for output in outputs]
-            columns[f"visible {kind}"] = [
-                show_visible(*pair) for pair in zip(inputs, masks, strict=True)
-            ]
-            columns[f"from the {kind}"] = [
-                complete(*three) for three in zip(inputs, masks, made, strict=True)
-            ]
-            losses[kind] = [
-                {
-                    **({"place": output["place"]} if known else {}),
-                    "loss": float(output["loss_reconstruction"]),
-                }
-                for output in outputs
-            ]
-        normalized = model.loss.normalize_patches
-        note = (
-            "Mean and contrast of each masked patch are those of the image." if normalized else ""
-        )
-        self.show("reconstructions", draw_sheet(columns, note=f"{self.steps:,} steps. {note}"))
+        made = reconstruct_views(model, entries, pixel_format=self._cfg.INPUT.FORMAT)
+        sheet = draw_sheet(made.columns, note=f"{self.steps:,} steps. {made.note}")
+        self.show("reconstructions", sheet)
         names = [entry.get("file_name", "") for entry in entries]
-        self.write_json("reconstructions", {"images": names, "note": note, **losses})
-        means = {kind: fmean(row["loss"] for row in rows) for kind, rows in losses.items()}
-        self.record({f"reconstructions/{kind}": mean for kind, mean in means.items()})
-
-    def _to_rgb(self, image: Tensor) -> Any:
-        """From (3, S, S) in the mapper's channels to (S, S, 3), RGB, float32."""
-        pixels = image.detach().cpu().float().permute(1, 2, 0).numpy()
-        return pixels[..., ::-1] if self._cfg.INPUT.FORMAT == "BGR" else pixels
+        content = {"images": names, "note": made.note, **made.losses}
+        self.write_json("reconstructions", content)
+        self.record({f"reconstructions/{view}": mean for view, mean in made.mean_losses.items()})
 
 
 class LookAtSpectrum(Look):
@@ -229,23 +178,15 @@ class LookAtCorrelation(Look):
         """Measures it on ``CORRELATED_IMAGES``, see ``qbheat_det.analysis.spatial_correlation``."""
         entries = self._images.load(CORRELATED_IMAGES)
         model = cast(MapModel, self.trainer.evaluated_model)
-        found: list[float] = []
-        for start in range(0, len(entries), _BATCH_SIZE):
-            images = model.preprocess_image(entries[start : start + _BATCH_SIZE])
-            features = model.backbone(images)[model.in_features[0]]
-            found += measure_spatial_correlation(features).tolist()
-        mean, deviation = fmean(found), pstdev(found)
-        self.record({"correlation/mean": mean})
-        self.write_json(
-            "correlation",
-            {
-                "map": model.in_features[0],
-                "mean": mean,
-                "deviation": deviation,
-                "images": [entry.get("file_name", "") for entry in entries],
-                "values": found,
-            },
+        batches = (
+            model.preprocess_image(entries[start : start + _BATCH_SIZE])
+            for start in range(0, len(entries), _BATCH_SIZE)
         )
+        name = model.in_features[0]
+        found = summarize_correlation(correlate_images(model.backbone, name, batches))
+        self.record({"correlation/mean": found["mean"]})
+        images = [entry.get("file_name", "") for entry in entries]
+        self.write_json("correlation", {"map": name, "images": images, **found})
 
 
 class FixedImages:
