@@ -20,6 +20,7 @@ INK = {"light": "#1c1e21", "dark": "#e8e9eb"}
 _QUIET = {"light": "#63676e", "dark": "#9aa0a8"}
 LINE = {"light": "#e4e4e1", "dark": "#2c2f35"}
 _PAGE = {"light": "#ffffff", "dark": "#1a1c20"}
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _ACCENT = {"light": "#1f6feb", "dark": "#6ea8fe"}
 
 
@@ -133,6 +134,22 @@ def style_axes(axes: Axes, theme: Theme) -> None:
 def list_colors(theme: Theme) -> list[str]:
     """Colours of lines, in the order in which they are used."""
     return [_ACCENT[theme], "#e8833a", "#2bb673", "#b26bff", "#d64550", "#8a8f98"]
+
+
+def list_styles(theme: Theme, number: int) -> list[dict[str, str]]:
+    """Returns colour, dash and marker of so many lines, no two of them alike for 24 lines.
+
+    Markers differ too, for prints without colour.
+    """
+    colors, dashes = list_colors(theme), ("-", "--", ":", "-.")
+    return [
+        {
+            "color": colors[index % len(colors)],
+            "linestyle": dashes[index // len(colors) % len(dashes)],
+            "marker": _MARKERS[index % len(_MARKERS)],
+        }
+        for index in range(number)
+    ]
 
 
 def encode(figure: Figure, theme: Theme, format: Format) -> bytes:

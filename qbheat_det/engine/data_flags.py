@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
 CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
-_CUSTOM = (
+CUSTOM_SETS = (
     *(CUSTOM_TRAIN, CUSTOM_VAL),
     *(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES),
     *(CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL),
@@ -101,7 +101,7 @@ def _forget_flags_of_another_run(cfg: CfgNode) -> None:
     for node, key in ((cfg.DATASETS, "TRAIN"), (cfg.DATASETS, "TEST"),
                       (cfg.TEST.KNN, "TRAIN"), (cfg.TEST.KNN, "VAL")):  # fmt: skip
         node[key] = tuple(
-            name for name in node[key] if name not in _CUSTOM or name in DatasetCatalog
+            name for name in node[key] if name not in CUSTOM_SETS or name in DatasetCatalog
         )
 
 
@@ -139,10 +139,12 @@ def _use_annotation_files(cfg: CfgNode, args: argparse.Namespace) -> None:
         raise UserError("training on your own data needs --val-json and --val-images as well")
     if not args.train_json and not args.eval_only:
         raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
-    val = _use_coco_json(CUSTOM_VAL, args.val_json, args.val_images)
+    val = register_coco_file(CUSTOM_VAL, args.val_json, args.val_images)
     cfg.DATASETS.TEST = (CUSTOM_VAL,)
     if args.train_json:
-        check_same_classes(_use_coco_json(CUSTOM_TRAIN, args.train_json, args.train_images), val)
+        check_same_classes(
+            register_coco_file(CUSTOM_TRAIN, args.train_json, args.train_images), val
+        )
         cfg.DATASETS.TRAIN = (CUSTOM_TRAIN,)
 
 
@@ -206,7 +208,12 @@ def _use_coco_images(name: str, json_file: str, images: str) -> str:
     return name
 
 
-def _use_coco_json(name: str, json_file: str, images: str) -> CocoSummary:
+def register_coco_file(name: str, json_file: str, images: str) -> CocoSummary:
+    """Registers a COCO-format file with its classes, after a look at all of it.
+
+    Raises:
+        UserError: the file or the folder of its images is not sound.
+    """
     summary = check_coco_json(json_file, images)
     register_coco_json(name, json_file, images)
     ids = {category: index for index, category in enumerate(summary.category_ids)}

@@ -25,11 +25,11 @@ from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import PretrainingModel
 
 from .looking import Look
+from .spread_images import read_spread
 
 CORRELATED_IMAGES = 64
 """Over how many images spatial correlation is taken."""
 _BATCH_SIZE = 32
-_TRIED = 10  # broken images in a row, before a look gives up
 
 BatchedInputs = list[dict[str, Any]]
 
@@ -218,17 +218,7 @@ class FixedImages:
     def _read(self, number: int) -> BatchedInputs:
         name = (*self._cfg.DATASETS.TEST, *self._cfg.DATASETS.TRAIN)[0]
         records = DatasetCatalog.get(name)
-        mapper = build_mapper(self._cfg, is_train=False)
-        number = min(number, len(records))
-        images: BatchedInputs = []
-        end = 0
-        for index in range(number):
-            start = max(end, index * len(records) // number)
-            for end in range(start + 1, min(start + _TRIED, len(records)) + 1):
-                entry = mapper(records[end - 1])
-                if isinstance(entry, dict):
-                    images.append(entry)
-                    break
+        images = read_spread(records, build_mapper(self._cfg, is_train=False), number)
         if not images:
             raise UserError(f"the data set '{name}' has no image to look at that can be read")
         return images

@@ -1,0 +1,279 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A run, or a file of weights, as something to look at: each part is read when it is wanted."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from torch import nn
+
+from qbheat_det.analysis.charts import read_metrics
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
+from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.run_config import load_run_config
+from qbheat_det.engine.spread_images import read_spread
+from qbheat_det.errors import UserError
+
+from .refusal import NothingToSee as NothingToSee  # builders take both from here
+from .run_sets import Split, find_run_set
+
+Kind = Literal["pretraining", "detector", "classifier"]
+
+_FINAL = ("model_final.safetensors", "model_final.pth")
+_SIGNS = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
+_SUFFIXES = (".safetensors", ".pth")
+
+
+class Subject:
+    """What is looked at.
+
+    Attributes:
+        label: a short name for legends and headings.
+        folder: ``OUTPUT_DIR`` of a run; None for a file of weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        folder: Path | None,
+        weights: Path | None,
+        config_file: str | None,
+        device: str | None,
+        opts: Sequence[str],
+    ) -> None:
+        """Use ``open``.
+
+        Args:
+            label: see above.
+            folder: see above.
+            weights: file; None where the run has none yet.
+            config_file: as of ``load_run_config``.
+            device: as of ``load_run_config``.
+            opts: as of ``load_run_config``.
+        """
+        self.label = label
+        self.folder = folder
+        self._weights = weights
+        self._config_file = config_file
+        self._device = device
+        self._opts = tuple(opts)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        label: str | None = None,
+        config_file: str | None = None,
+        device: str | None = None,
+        opts: Sequence[str] = (),
+    ) -> "Subject":
+        """Finds a run or weights; reads nothing of them yet.
+
+        Args:
+            path: folder of a run (its ``OUTPUT_DIR``), or weights (``.safetensors``, ``.pth``). Of
+                a folder the weights are ``model_final``, or else the last checkpoint.
+            label: for legends; None takes the names of folder and file.
+            config_file: YAML of the model; None takes ``config.yaml`` of the run, or the config
+                that weights hold or have beside them.
+            device: "cpu" or "cuda"; None takes the GPU where there is one.
+            opts: alternating keys and values that override the config.
+
+        Raises:
+            UserError: there is no such file, or the folder is not that of a run.
+        """
+        given = Path(path)
+        if given.is_dir():
+            if not any((given / sign).exists() for sign in _SIGNS):
+                raise UserError(
+                    f"'{given}' is no folder of a run, which holds config.yaml, metrics.json and "
+                    "checkpoints: name an OUTPUT_DIR, or weights (.safetensors, .pth)"
+                )
+            weights = _find_weights(given)
+            own_config = given / "config.yaml"
+            if config_file is None and own_config.is_file():
+                config_file = str(own_config)
+            name = given.resolve().name
+        elif given.is_file():
+            if given.suffix not in _SUFFIXES:
+                raise UserError(f"'{given}' is neither a run's folder nor weights "
+                                f"({', '.join(_SUFFIXES)})")  # fmt: skip
+            weights, name = given, f"{given.resolve().parent.name}/{given.stem}"
+        else:
+            raise UserError(f"'{given}' does not exist: name the OUTPUT_DIR of a run, or weights")
+        return cls(
+            label=label or name,
+            folder=given if given.is_dir() else None,
+            weights=weights,
+            config_file=config_file,
+            device=device,
+            opts=opts,
+        )
+
+    @property
+    def weights(self) -> Path:
+        """The file of weights.
+
+        Raises:
+            NothingToSee: the run has none yet.
+        """
+        if self._weights is None:
+            raise NothingToSee(f"'{self.label}' has no checkpoint yet")
+        return self._weights
+
+    @cached_property
+    def cfg(self) -> CfgNode:
+        """The config, ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` being those of here.
+
+        Raises:
+            UserError: there is none, or it is not sound.
+        """
+        weights = str(self._weights or "")
+        if not weights and self._config_file is None:
+            raise UserError(f"'{self.folder}' has neither config.yaml nor weights: name the "
+                            "config with --config-file")  # fmt: skip
+        cfg = load_run_config(weights, self._config_file, device=self._device, opts=self._opts)
+        if self.folder is not None:  # it may have been moved since
+            cfg.OUTPUT_DIR = str(self.folder)
+        return cfg
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Records of ``metrics.json``; none for weights, and where the file is missing."""
+        path = self.folder / "metrics.json" if self.folder is not None else None
+        if path is None or not path.is_file():
+            return []
+        return [record for record in read_metrics(path) if isinstance(record, dict)]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model with exactly these weights, frozen and in eval mode, on ``MODEL.DEVICE``.
+
+        A pre-trained one has all its parts: predictor and decoder too.
+
+        Raises:
+            NothingToSee: the run has no checkpoint yet.
+            UserError: the weights cannot be read, or are not those of the config's model.
+        """
+        _ = self.weights  # a sentence of its own where there are none
+        model: nn.Module = build_predictor(self.cfg).model
+        return model.eval().requires_grad_(False)
+
+    @property
+    def kind(self) -> Kind:
+        """What the model is for.
+
+        Raises:
+            UserError: as ``cfg``.
+        """
+        mapper = self.cfg.INPUT.DATASET_MAPPER_NAME
+        if mapper in MAPPERS_OF_CLASSES:
+            return "classifier"
+        return "pretraining" if mapper in MAPPERS_OF_IMAGES else "detector"
+
+    def find_set(self, split: Split = "test") -> str:
+        """Returns the name under which the run's data are registered here, see ``find_run_set``.
+
+        Raises:
+            NothingToSee: the run had none, or they are not here.
+        """
+        beside = self.folder if self.folder is not None else self.weights.parent
+        return find_run_set(self.cfg, beside, split)
+
+    def load_entries(self, number: int, images: Path | None = None) -> list[dict[str, Any]]:
+        """Returns what the run's mapper makes in inference of pictures, spread evenly over all.
+
+        Args:
+            number: how many; all, where there are fewer.
+            images: folder to take them from, with all that is below it; None takes the run's test
+                set, or else its training set.
+
+        Raises:
+            NothingToSee: no folder is given, and the run's data are not here.
+            UserError: the folder holds no image, or none of the images can be read.
+        """
+        records, source = self._list_records(images)
+        entries = read_spread(records, build_mapper(self.cfg, is_train=False), number)
+        if not entries:
+            raise UserError(f"{source} has no image that can be read")
+        return entries
+
+    def _list_records(self, images: Path | None) -> tuple[list[dict[str, Any]], str]:
+        if images is not None:
+            return load_image_folders([images])[0], f"'{images}'"
+        reasons = []
+        splits: tuple[Split, Split] = ("test", "train")
+        for split in splits:
+            try:
+                name = self.find_set(split)
+            except NothingToSee as reason:
+                reasons.append(str(reason))
+            else:
+                return DatasetCatalog.get(name), f"the data set '{name}'"
+        raise NothingToSee(
+            f"no pictures for '{self.label}' ({'; '.join(reasons)}): name a folder with --images"
+        )
+
+
+def open_subjects(
+    paths: Sequence[str],
+    *,
+    config_file: str | None = None,
+    device: str | None = None,
+    opts: Sequence[str] = (),
+) -> list[Subject]:
+    """Opens several runs or weights, so that no two have the same label.
+
+    Args:
+        paths: as of ``Subject.open``; ``LABEL=PATH`` gives one a label.
+        config_file: of all of them.
+        device: of all of them.
+        opts: of all of them.
+
+    Raises:
+        UserError: as ``Subject.open``; or two have the same label, given or not.
+    """
+    subjects = []
+    for path in paths:
+        before, equals, behind = path.partition("=")
+        label, where = (before, behind) if equals and not Path(path).exists() else ("", path)
+        subjects.append(
+            Subject.open(
+                where, label=label or None, config_file=config_file, device=device, opts=opts
+            )
+        )
+        if not label:
+            subjects[-1].label = _lengthen(subjects, Path(where))
+    labels = [subject.label for subject in subjects]
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise UserError(f"two runs are called '{twice}': give them labels, as in LABEL=PATH")
+    return subjects
+
+
+def _lengthen(subjects: Sequence[Subject], path: Path) -> str:
+    """Returns the last one's label, with as many parent folders as make it unlike the others."""
+    taken = {subject.label for subject in subjects[:-1]}
+    label = subjects[-1].label
+    parts = path.resolve().parts
+    for number in range(label.count("/") + 2, len(parts)):
+        if label not in taken:
+            break
+        label = "/".join((*parts[-number:-1], label.rsplit("/", 1)[-1]))
+    return label
+
+
+def _find_weights(folder: Path) -> Path | None:
+    for name in _FINAL:
+        if (folder / name).is_file():
+            return folder / name
+    tag = folder / "last_checkpoint"
+    try:
+        named = folder / Path(tag.read_text(encoding="utf-8").strip()).name
+    except (OSError, ValueError):
+        return None
+    return named if named.is_file() else None
