@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The same pictures for all subjects, cropped to squares, and what a subject's model takes them for.
+"""The same pictures for all subjects, cropped to squares, as each one's encoder takes them.
 
 Subjects are compared on the images of the first that has any here: a detector's own data beside a
 classifier's would compare data.
@@ -7,11 +7,11 @@ classifier's would compare data.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.modeling import FPN
+from detectron2.modeling import FPN, Backbone
 from torch import Tensor, nn
 
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
@@ -65,19 +65,27 @@ def crop_squares(cfg: CfgNode, file_names: Sequence[str], size: int | None = Non
 
 def batch_images(model: nn.Module, entries: Entries) -> Iterator[Tensor]:
     """Yields images (n, 3, S, S), on the model's device and normalised as it has them."""
-    mean, deviation = model.pixel_mean, model.pixel_std
+    mean, deviation = (
+        cast(Tensor, statistics).view(-1, 1, 1)
+        for statistics in (model.pixel_mean, model.pixel_std)
+    )
     for start in range(0, len(entries), _BATCH_SIZE):
         images = torch.stack([entry["image"] for entry in entries[start : start + _BATCH_SIZE]])
-        yield (images.to(mean.device) - mean.view(-1, 1, 1)) / deviation.view(-1, 1, 1)
+        yield (images.to(mean.device) - mean) / deviation
 
 
-def find_encoder(model: nn.Module) -> nn.Module:
+def count_batches(entries: Entries) -> int:
+    """Returns how many batches ``batch_images`` makes of them."""
+    return -(-len(entries) // _BATCH_SIZE)
+
+
+def find_encoder(model: nn.Module) -> Backbone:
     """Returns the backbone of any model; of a feature pyramid, what is below it.
 
     Raises:
         NothingToSee: the model has none.
     """
     backbone = getattr(model, "backbone", None)
-    if not isinstance(backbone, nn.Module) or not hasattr(backbone, "output_shape"):
+    if not isinstance(backbone, Backbone):
         raise NothingToSee(f"a {type(model).__name__} has no backbone")
     return backbone.bottom_up if isinstance(backbone, FPN) else backbone

@@ -1,0 +1,184 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The sight "correlation": how much the positions of an encoder's map say the same (Fig. 12)."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from detectron2.modeling import Backbone
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+from qbheat_det.analysis.correlation_chart import plot_correlations
+from qbheat_det.analysis.exhibit import Exhibit
+from qbheat_det.analysis.html_report import Picture, Table
+from qbheat_det.analysis.spatial_correlation import correlate_images, summarize_correlation
+from qbheat_det.checkpoint import info_of
+from qbheat_det.engine.looking import undisturbed
+from qbheat_det.engine.pretraining_looks import CORRELATED_IMAGES
+from qbheat_det.engine.probed_backbones import find_feature
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.image_model import ImageModel
+
+from .options import SightOptions
+from .refusal import NothingToSee
+from .same_pictures import batch_images, count_batches, crop_squares, find_encoder, pick_files
+from .subject import Subject
+
+_PAPER_SIZE = 224
+_DELAY = 2.0  # seconds without a bar
+_HOW_TO_READ = (
+    "Of each image, the encoder's map is taken as one vector of channels a position; its spatial "
+    "correlation is the mean |correlation| of two different positions, over all pairs (Appendix D "
+    "and Fig. 12 of the paper). 1: every position says the same, up to sign and scale; 0: no "
+    "position says anything of another. The paper finds more of it in larger encoders trained by "
+    "MoCo-v2, and reads it as loss of spatial detail.",
+    "An untrained encoder is the control: correlation that it has as well was not learned. "
+    "Different maps, or images of different size, are not comparable.",
+)
+
+
+@dataclass(frozen=True)
+class _Correlated:
+    """Of one subject: the map, spatial correlation of each image, whether it is untrained."""
+
+    map: str
+    channels: int
+    values: list[float]
+    is_control: bool
+
+
+def add_correlation_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the sight's flags."""
+    parser.add_argument(
+        "--correlated-images",
+        type=int,
+        default=CORRELATED_IMAGES,
+        metavar="N",
+        help=f"images of the histograms (default: {CORRELATED_IMAGES}; the paper has 1000)",
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        metavar="S",
+        help="side of the images in pixels, the same for all (default: that of the runs' "
+        f"pre-training or classification where it is one, else the paper's {_PAPER_SIZE})",
+    )
+    parser.add_argument(
+        "--map",
+        metavar="NAME",
+        help="which map of the encoders, such as s16 (default: the one that the model reads, of a "
+        "detector the last of the coarsest)",
+    )
+
+
+def see_correlation(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
+    """Draws a histogram of spatial correlation for each subject, in one chart.
+
+    Raises:
+        NothingToSee: no subject has an encoder with such a map, or there are no pictures.
+        UserError: a flag makes no sense.
+    """
+    number = options.extra.get("correlated_images", CORRELATED_IMAGES)
+    size = options.extra.get("size") or _find_size(subjects)
+    if number < 1 or size < 1:
+        raise UserError("--correlated-images and --size are at least 1")
+    files = pick_files(subjects, number, options.images)
+    found: dict[str, _Correlated] = {}
+    left_out = []
+    for subject in subjects:
+        try:
+            found[subject.label] = _correlate(subject, files, size, options.extra.get("map"))
+        except NothingToSee as reason:
+            left_out.append(str(reason))
+    if not found:
+        raise NothingToSee(f"no spatial correlation: {'; '.join(left_out)}")
+    summaries = {label: summarize_correlation(one.values) for label, one in found.items()}
+    figures = {
+        label: {"map": one.map, "is_control": one.is_control, **summaries[label]}
+        for label, one in found.items()
+    }
+    rows = [
+        (label, f"{one.map}, {one.channels} channels", f"{summaries[label]['mean']:.3f}",
+         f"{summaries[label]['deviation']:.3f}", "untrained" if one.is_control else "")
+        for label, one in found.items()
+    ]  # fmt: skip
+    return Exhibit(
+        "correlation",
+        "Spatial correlation of feature maps",
+        _explain(found, size, left_out),
+        {"histograms": _draw(found, summaries)},
+        {"images": files, "size": size, "subjects": figures, "left_out": left_out},
+        Table(("Run", "map", "mean", "standard deviation", "control"), rows),
+    )
+
+
+def _correlate(
+    subject: Subject, files: Sequence[str], size: int, wanted: str | None
+) -> _Correlated:
+    encoder = find_encoder(subject.model)
+    name = _find_map(subject, encoder, wanted)
+    entries = crop_squares(subject.cfg, files, size)
+    batches = tqdm(
+        batch_images(subject.model, entries),
+        total=count_batches(entries),
+        unit="batch",
+        desc=f"correlation, {subject.label}",
+        delay=_DELAY,
+        leave=False,
+    )
+    channels = int(encoder.output_shape()[name].channels or 0)
+    with undisturbed(encoder):
+        try:
+            values = correlate_images(encoder, name, batches)
+        except ValueError as error:
+            raise NothingToSee(f"'{subject.label}' at {size} pixels: {error}") from error
+    return _Correlated(name, channels, values, _is_untrained(subject))
+
+
+def _find_map(subject: Subject, encoder: Backbone, wanted: str | None) -> str:
+    try:
+        if wanted is None and subject.kind != "detector":
+            return cast(ImageModel, subject.model).in_features[0]
+        return find_feature(encoder, wanted or "")
+    except UserError as error:
+        raise NothingToSee(f"'{subject.label}': {error}") from error
+
+
+def _find_size(subjects: Sequence[Subject]) -> int:
+    sizes = {
+        int(subject.cfg.INPUT.PRETRAIN.SIZE) for subject in subjects if subject.kind != "detector"
+    }
+    return sizes.pop() if len(sizes) == 1 else _PAPER_SIZE
+
+
+def _is_untrained(subject: Subject) -> bool:
+    """Whether a single step, or none, went into a pre-training's or a classifier's weights."""
+    info = info_of(str(subject.weights))
+    return info is not None and info.iteration <= 0 and subject.kind != "detector"
+
+
+def _explain(found: dict[str, _Correlated], size: int, left_out: Sequence[str]) -> list[str]:
+    shown = next(iter(found.values()))
+    paragraphs = [
+        *_HOW_TO_READ,
+        f"Here: {len(shown.values):,} images, the square in the middle of each at {size} pixels.",
+    ]
+    if len({(one.map, one.channels) for one in found.values()}) > 1:
+        paragraphs.append("The encoders' maps differ, see the table: --map NAME takes one of all.")
+    if not any(one.is_control for one in found.values()):
+        paragraphs.append("There is no untrained encoder among the runs to compare with.")
+    if left_out:
+        paragraphs.append(f"Left out: {'; '.join(left_out)}.")
+    return paragraphs
+
+
+def _draw(found: dict[str, _Correlated], summaries: dict[str, dict[str, Any]]) -> Picture:
+    values = {label: one.values for label, one in found.items()}
+    controls = {label for label, one in found.items() if one.is_control}
+    light = plot_correlations(values, controls=controls, theme="light")
+    dark = plot_correlations(values, controls=controls, theme="dark")
+    means = "; ".join(f"{label} has a mean of {one['mean']:.3f}"
+                      for label, one in summaries.items())  # fmt: skip
+    alt = f"Histograms of spatial correlation over images: {means}"
+    return Picture(light, "image/svg+xml", alt, "Triangles are means.", dark)

@@ -1,0 +1,239 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The sight "heat": class activation beside steady heat inside the same border (Fig. 1)."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+from qbheat_det.analysis.class_activation import ClassActivation, measure_class_activation
+from qbheat_det.analysis.exhibit import Exhibit
+from qbheat_det.analysis.heat_pictures import LABELS, draw_heat_sheet, plot_agreements
+from qbheat_det.analysis.html_report import Picture, Table
+from qbheat_det.analysis.reconstruction_views import to_rgb
+from qbheat_det.analysis.steady_heat import HeatStudy, mean_of, study_map
+from qbheat_det.engine.looking import undisturbed
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.classification import LinearDecoder
+from qbheat_det.modeling.meta_arch import ImageClassifier
+
+from .options import SightOptions
+from .refusal import NothingToSee
+from .same_pictures import batch_images, count_batches, crop_squares, pick_files
+from .subject import Subject
+
+_STUDIED = 64
+_DELAY = 2.0  # seconds without a bar
+_HOW_TO_READ = (
+    "The paper sets out from a likeness of pictures (Sec. 1, Fig. 1): the class activation map "
+    "(CAM) of a classifier looks like heat that spreads over a plate. Here the plate has the CAM's "
+    "own border, and heat inside it is steady: u_xx + u_yy = 0 (Laplace's equation), solved on the "
+    "CAM's positions. A CAM that followed this equation would be the same picture.",
+    "Steady heat has no peak inside a border (the maximum principle), so where the CAM peaks on an "
+    "object in the middle, the two must differ; the last map also holds the CAM's hottest position "
+    "inside, as a source of heat. One scale of colours for a row, in logits.",
+    "Controls cost nothing: a bilinear map between the four corners, the border's mean, and the "
+    "same study of the CAM with its positions shuffled. Relative error: 0 is the same map, 1 as "
+    "good as the mean of the CAM inside. Likeness beyond the controls shows that a CAM is smooth, "
+    "not that features obey the heat equation.",
+)
+
+
+@dataclass(frozen=True)
+class _Heated:
+    """Of one subject: maps and studies of all images, and pixels of those that are drawn."""
+
+    classes: list[str]
+    scores: list[float]
+    maps: list[npt.NDArray[np.float64]]
+    studies: list[HeatStudy]
+    entries: list[dict[str, Any]]
+
+
+def add_heat_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the sight's flags."""
+    parser.add_argument(
+        "--heat-class",
+        metavar="NAME",
+        help="whose activation is shown, by the classifier's name of it or its index (default: of "
+        "each image the class that is predicted)",
+    )
+    parser.add_argument(
+        "--heat-images",
+        type=int,
+        default=_STUDIED,
+        metavar="N",
+        help=f"images that figures are taken over, the drawn ones among them (default: {_STUDIED})",
+    )
+
+
+def see_heat(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
+    """Draws CAM and steady heat of images, and how near they come beside controls.
+
+    Raises:
+        NothingToSee: no subject is a classifier that has class activation maps, or there are no
+            pictures.
+        UserError: a classifier does not know the class.
+    """
+    found: dict[str, _Heated] = {}
+    left_out: list[str] = []
+    files: list[str] = []
+    number = max(options.num_images, int(options.extra.get("heat_images", _STUDIED)))
+    for subject in subjects:
+        try:
+            model = _find_classifier(subject)
+            files = files or pick_files(subjects, number, options.images)
+            wanted = options.extra.get("heat_class")
+            found[subject.label] = _heat(subject, model, files, wanted, options.seed)
+        except NothingToSee as reason:
+            left_out.append(str(reason))
+    if not found:
+        raise NothingToSee(f"no class activation maps: {'; '.join(left_out)}")
+    pictures = {
+        f"maps_{i + 1}": _draw_maps(label, one, options.num_images)
+        for i, (label, one) in enumerate(found.items())
+    }
+    agreements = {
+        label: {kind: [study.agreements[kind].to_dict() for study in one.studies]
+                for kind in LABELS}
+        for label, one in found.items()
+    }  # fmt: skip
+    pictures["agreement"] = _draw_agreements(agreements)
+    return Exhibit(
+        "heat",
+        "Class activation and steady heat",
+        [*_HOW_TO_READ, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
+        pictures,
+        {
+            "images": files,
+            "subjects": {label: _list_figures(one) for label, one in found.items()},
+            "left_out": left_out,
+        },
+        _tabulate(agreements),
+    )
+
+
+def _find_classifier(subject: Subject) -> ImageClassifier:
+    """
+    Raises:
+        NothingToSee: its model has no class activation maps.
+    """
+    if subject.kind != "classifier":
+        raise NothingToSee(f"'{subject.label}' is a {subject.kind}, which has no class activation "
+                           "map: that takes a trained classifier")  # fmt: skip
+    model = subject.model
+    if not isinstance(model, ImageClassifier) or not isinstance(model.decoder, LinearDecoder):
+        raise NothingToSee(
+            f"'{subject.label}' does not read the average of a map by a linear layer, which is "
+            "what class activation is defined for; Grad-CAM, which is, is another quantity"
+        )
+    return model
+
+
+def _heat(
+    subject: Subject, model: ImageClassifier, files: Sequence[str], wanted: str | None, seed: int
+) -> _Heated:
+    names = [str(name) for name in subject.cfg.MODEL.CLASS_NAMES]
+    chosen = None if wanted is None else _find_class(subject, names, model.num_classes, wanted)
+    entries = crop_squares(subject.cfg, files)
+    batches = tqdm(
+        batch_images(model, entries), total=count_batches(entries), unit="batch",
+        desc=f"class activation, {subject.label}", delay=_DELAY, leave=False,
+    )  # fmt: skip
+    with undisturbed(model):
+        activations = [
+            measure_class_activation(
+                model, images, None if chosen is None else [chosen] * len(images)
+            )
+            for images in batches
+        ]
+    maps = [one.double().cpu().numpy() for batch in activations for one in batch.maps]
+    try:
+        studies = [study_map(one, seed=seed) for one in maps]
+    except ValueError as error:
+        raise NothingToSee(f"'{subject.label}': {error}") from error
+    classes = _join(activations, "classes")
+    return _Heated(
+        classes=[names[i] if i < len(names) else str(i) for i in map(int, classes)],
+        scores=_join(activations, "scores"),
+        maps=maps,
+        studies=studies,
+        entries=[
+            {**entry, "image": to_rgb(entry["image"], subject.cfg.INPUT.FORMAT).astype(np.uint8)}
+            for entry in entries
+        ],
+    )
+
+
+def _join(activations: Sequence[ClassActivation], name: str) -> list[float]:
+    tensors: list[Tensor] = [getattr(activation, name) for activation in activations]
+    return [float(value) for tensor in tensors for value in tensor.tolist()]
+
+
+def _find_class(subject: Subject, names: Sequence[str], num_classes: int, wanted: str) -> int:
+    if wanted in names:
+        return names.index(wanted)
+    if wanted.isdecimal() and int(wanted) < num_classes:
+        return int(wanted)
+    known = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    raise UserError(
+        f"the classifier '{subject.label}' knows no class '{wanted}', but {known or 'no names'} "
+        f"and the indices 0 to {num_classes - 1}"
+    )
+
+
+def _draw_maps(label: str, one: _Heated, number: int) -> Picture:
+    sheet = draw_heat_sheet(
+        [entry["image"] for entry in one.entries[:number]],
+        one.maps[:number],
+        one.studies[:number],
+        [f"{name} {score:.2f}" for name, score in zip(one.classes, one.scores, strict=True)][
+            :number
+        ],
+    )
+    shown = ", ".join(one.classes[:number])
+    alt = f"Class activation maps of {label} and steady heat inside their border: {shown}"
+    return Picture.from_rgb(sheet, alt=alt, caption=f"{label}: class and score on the left.")
+
+
+def _draw_agreements(agreements: dict[str, dict[str, list[dict[str, float | None]]]]) -> Picture:
+    light, dark = plot_agreements(agreements), plot_agreements(agreements, theme="dark")
+    said = "; ".join(
+        f"{label}: {', '.join(_summarize(kinds[kind], kind) for kind in LABELS)}"
+        for label, kinds in agreements.items()
+    )
+    caption = "Median and quartiles over the images, over positions inside the border."
+    alt = f"Correlation and relative error of what is made of a CAM's border. {said}"
+    return Picture(light, "image/svg+xml", alt, caption, dark)
+
+
+def _summarize(found: Sequence[dict[str, float | None]], kind: str) -> str:
+    error = mean_of([one["relative_error"] for one in found])
+    return f"{LABELS[kind]}, mean relative error {_format(error)}"
+
+
+def _list_figures(one: _Heated) -> list[dict[str, Any]]:
+    rows = zip(one.entries, one.classes, one.scores, one.studies, strict=True)
+    return [
+        {"image": entry["file_name"], "class": name, "score": score, **study.to_dict()}
+        for entry, name, score, study in rows
+    ]
+
+
+def _tabulate(agreements: dict[str, dict[str, list[dict[str, float | None]]]]) -> Table:
+    rows = [
+        (f"{label}, {LABELS[kind]}",
+         *(_format(mean_of([one[figure] for one in kinds[kind]]))
+           for figure in ("correlation", "relative_error")))
+        for label, kinds in agreements.items() for kind in LABELS
+    ]  # fmt: skip
+    return Table(("Mean over images", "correlation", "relative error"), rows)
+
+
+def _format(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
