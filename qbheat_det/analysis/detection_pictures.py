@@ -139,11 +139,24 @@ def draw_side_by_side(
     min_side: int = 384,
 ) -> RGBImage:
     """Returns one picture: predictions on the left, ground truth on the right, with headings."""
-    panels = [
-        _add_heading(draw_boxes(image, predicted, class_names, min_side=min_side), "Prediction"),
-        _add_heading(draw_boxes(image, truth, class_names, min_side=min_side), "Ground truth"),
+    panels = {"Prediction": predicted, "Ground truth": truth}
+    return draw_panels(image, panels, class_names, columns=2, min_side=min_side)
+
+
+def draw_panels(
+    image: RGBImage,
+    panels: Mapping[str, DrawnBoxes],
+    class_names: Sequence[str],
+    *,
+    columns: int,
+    min_side: int = 384,
+) -> RGBImage:
+    """Returns one picture: the image once for each heading, with its boxes, row by row."""
+    drawn = [
+        _add_heading(draw_boxes(image, boxes, class_names, min_side=min_side), heading)
+        for heading, boxes in panels.items()
     ]
-    return tile_pictures(panels, columns=2, gap=6)
+    return tile_pictures(drawn, columns=columns, gap=6)
 
 
 def tile_pictures(pictures: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
