@@ -1,10 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The spectrum of the linear models of QB-Heat as one chart, after Fig. 7 of arXiv:2211.13228."""
+"""The spectrum of the linear models of QB-Heat as charts, after Fig. 7 of arXiv:2211.13228."""
+
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .charts import INK, LINE, Format, Theme, encode, list_colors, style_axes
+from .charts import (
+    INK,
+    LINE,
+    Format,
+    Theme,
+    encode,
+    list_colors,
+    list_styles,
+    start_figure,
+    style_axes,
+)
 from .spectrum import NAMES, Spectrum
 
 _WIDTH, _HEIGHT = 3.6, 3.4  # inches of a panel
@@ -37,6 +49,65 @@ def plot_spectrum(
         _draw_magnitudes(axes, spectrum, control, scale, theme)
     if len(spectrum.scales) == 2:
         _draw_across_scales(figure.add_subplot(1, panels, panels), spectrum, control, theme)
+    return encode(figure, theme, format)
+
+
+def plot_eigenvalues(
+    spectrum: Spectrum, *, theme: Theme = "light", format: Format = "svg"
+) -> bytes:
+    """Draws all eigenvalues of A and B in the complex plane, a panel for each scale.
+
+    Right of the upright line at 0 a direction grows as it is carried on; above and below the level
+    line it turns.
+
+    Args:
+        spectrum: of the learned matrices.
+        theme: of the page.
+        format: of the file.
+    """
+    figure = Figure(figsize=(_WIDTH * len(spectrum.scales), _HEIGHT + 0.3))
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    for index, (scale, figures) in enumerate(spectrum.scales.items()):
+        axes = figure.add_subplot(1, len(spectrum.scales), index + 1)
+        style_axes(axes, theme)
+        for name, color in zip(NAMES, list_colors(theme), strict=False):
+            values = figures.matrices[name].eigenvalues
+            axes.plot(values.real, values.imag, ".", color=color, ms=3, label=name, rasterized=True)
+        axes.axvline(0, color=INK[theme], lw=0.8)
+        axes.axhline(0, color=INK[theme], lw=0.8)
+        axes.set_aspect("equal", adjustable="datalim")
+        axes.set_title(f"{scale}, Δx = {figures.offset:g} W", fontsize=10, loc="left")
+        axes.set_xlabel("real part, per side of the image")
+        axes.set_ylabel("imaginary part")
+        axes.grid(color=LINE[theme])
+        axes.legend(frameon=False, labelcolor=INK[theme], fontsize=8, markerscale=2)
+    return encode(figure, theme, format)
+
+
+def plot_energy_ratios(
+    ratios: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x_label: str,
+    theme: Theme = "light",
+    format: Format = "svg",
+) -> bytes:
+    """Draws E(A)/E(B) over the course of training, the columns of Table 3 as lines.
+
+    Args:
+        ratios: for each line how far training was, and the ratio; nan is a gap.
+        x_label: what says how far training was.
+        theme: of the page.
+        format: of the file.
+    """
+    figure, axes = start_figure(theme, height=3.4)
+    for (name, (x, y)), style in zip(ratios.items(), list_styles(theme, len(ratios)), strict=True):
+        axes.plot(x, y, label=name, lw=1.6, ms=4.5, **style)  # type: ignore[arg-type]
+    axes.axhline(1, color=INK[theme], lw=0.8)
+    axes.set_title("Energy of A over that of B", fontsize=10, loc="left")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("E(A) / E(B)")
+    axes.grid(color=LINE[theme])
+    axes.legend(frameon=False, labelcolor=INK[theme], fontsize=8)
     return encode(figure, theme, format)
 
 
@@ -73,7 +144,8 @@ def _draw_across_scales(
     for source, name, color in lines:
         x, y = (scale.matrices[name].magnitudes for scale in source.scales.values())
         if float(x.sum()) and float(y.sum()):
-            axes.plot((x / x.sum()).tolist(), (y / y.sum()).tolist(), ".", color=color, ms=2.5)
+            # As pixels: thousands of points would be most of the file.
+            axes.plot(x / x.sum(), y / y.sum(), ".", color=color, ms=2.5, rasterized=True)
             drawn = True
     if drawn:
         axes.set_xscale("log")

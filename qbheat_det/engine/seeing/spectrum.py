@@ -1,0 +1,207 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The sight "spectrum": eigenvalues of A and B, their energies, and what controls show."""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qbheat_det.analysis.charts import Theme
+from qbheat_det.analysis.exhibit import Exhibit
+from qbheat_det.analysis.html_report import Picture
+from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_models
+from qbheat_det.analysis.spectrum_charts import (
+    plot_eigenvalues,
+    plot_energy_ratios,
+    plot_spectrum,
+)
+from qbheat_det.analysis.spectrum_table import draw_untrained, summarize, tabulate
+from qbheat_det.checkpoint import info_of
+from qbheat_det.errors import UserError
+
+from .linear_models import list_checkpoints, read_linear_models
+from .options import SightOptions
+from .refusal import NothingToSee
+from .subject import Subject
+
+_THEMES: tuple[Theme, Theme] = ("light", "dark")
+_SVG = "image/svg+xml"
+CHECKPOINTS = 5
+"""Of a run's folder, rows of Table 3, which has five."""
+_HOW_TO_READ = (
+    "Magnitudes of the eigenvalues of A and B, which carry features by z(x + Δx) = (I + Δx A) "
+    "z(x), by size and at both scales; then each scale's magnitudes, divided by their sum, against "
+    "the other's, where the paper (Fig. 7) finds the diagonal; then the eigenvalues in the complex "
+    "plane.",
+    "Two controls stand beside them. Untrained matrices, random ones of the same size, lie on the "
+    "diagonal too and have E(A)/E(B) near 1 at both scales: only what differs from them was "
+    "learned. Rotated ones have the learned singular values in random directions: what they "
+    "share with the learned is due to size and rank.",
+    "In the table, the energy E is the sum of the magnitudes (Eq. 7), and E(A)/E(B) at each scale "
+    "is what Table 3 of the paper has. The commutator ‖AB - BA‖ / (‖A‖‖B‖) is 0 where the order of "
+    "right and down makes no difference, as Eq. 3 takes it; the inverse error is 0 where left "
+    "undoes right and up undoes down. The rank is the least of all matrices, the condition the "
+    "greatest, all else a mean.",
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the spectrum of a run came about.
+
+    Attributes:
+        earlier: steps of training and the spectrum after them, rising.
+        last: of the subject itself; None where its weights do not tell the steps.
+        epoch: steps of one; nan where the run does not tell.
+    """
+
+    earlier: Sequence[tuple[int, Spectrum]]
+    last: tuple[int, Spectrum] | None
+    epoch: float
+
+    @property
+    def points(self) -> list[tuple[int, Spectrum]]:
+        """All of them, rising."""
+        return [*self.earlier, *([self.last] if self.last else [])]
+
+    def rows(self) -> dict[str, Spectrum]:
+        """Returns the earlier ones by the names of their rows."""
+        return {
+            f"{steps:,} steps"
+            if math.isnan(self.epoch)
+            else f"{steps / self.epoch:.4g} epochs": found
+            for steps, found in self.earlier
+        }
+
+
+def add_spectrum_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the sight's flags."""
+    parser.add_argument(
+        "--checkpoints",
+        type=int,
+        default=CHECKPOINTS,
+        metavar="N",
+        help="of the folder of a run, so many checkpoints besides the last weights, spread evenly "
+        f"over its course, as rows of Table 3 (default: {CHECKPOINTS}; 0 for none)",
+    )
+
+
+def see_spectrum(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
+    """Draws the spectrum of each subject, and puts all into one table.
+
+    Raises:
+        NothingToSee: no subject has linear models.
+    """
+    spectra: dict[str, Spectrum] = {}  # rows
+    pictures: dict[str, Picture] = {}
+    figures: dict[str, Any] = {}
+    courses: dict[str, Course] = {}
+    left_out: list[str] = []
+    for index, subject in enumerate(subjects, 1):
+        try:
+            models = read_linear_models(subject.weights)
+        except NothingToSee as reason:
+            left_out.append(str(reason))
+            continue
+        learned = describe_models(models)
+        controls = {
+            "rotated": RotatedControl(options.seed).describe(models),
+            "untrained": describe_models(draw_untrained(models, options.seed)),
+        }
+        course = _follow(subject, learned, int(options.extra.get("checkpoints", CHECKPOINTS)))
+        courses[subject.label] = course
+        spectra |= {f"{subject.label}, {row}": found for row, found in course.rows().items()}
+        spectra[subject.label] = learned
+        spectra |= {f"{subject.label}, {name}": found for name, found in controls.items()}
+        pictures |= _draw(subject.label, learned, controls["rotated"], index)
+        figures[subject.label] = {
+            **learned.to_dict(),
+            "controls": {name: found.to_dict() for name, found in controls.items()},
+            "summary": {name: summarize(found) for name, found in
+                        {"learned": learned, **controls}.items()},
+            "course": [{"steps": steps, **summarize(found)} for steps, found in course.points],
+        }  # fmt: skip
+    if not spectra:
+        raise NothingToSee("; ".join(left_out))
+    return Exhibit(
+        name="spectrum",
+        title="Spectrum of the linear models",
+        explanation=[*_HOW_TO_READ, *(f"Left out: {reason}." for reason in left_out)],
+        pictures={**_draw_courses(courses), **pictures},
+        figures={"subjects": figures, "left_out": left_out},
+        table=tabulate(spectra),
+    )
+
+
+def _follow(subject: Subject, learned: Spectrum, number: int) -> Course:
+    """Describes the earlier checkpoints of a run."""
+    weights = subject.weights.resolve()
+    info = info_of(str(weights))
+    last = (info.iteration + 1, learned) if info is not None and info.iteration else None
+    earlier: list[tuple[int, Spectrum]] = []
+    epoch = math.nan
+    if subject.folder is not None:
+        earlier = [
+            (checkpoint.steps, describe_models(read_linear_models(checkpoint.path)))
+            for checkpoint in list_checkpoints(subject.folder, number)
+            if checkpoint.path.resolve() != weights
+        ]
+        try:
+            solver = subject.cfg.SOLVER
+            epoch = solver.MAX_ITER / solver.EPOCHS if solver.EPOCHS else math.nan
+        except UserError:  # a config of another version: steps are known all the same
+            pass
+    return Course(earlier, last, epoch)
+
+
+def _draw(label: str, learned: Spectrum, control: Spectrum, index: int) -> dict[str, Picture]:
+    magnitudes = {
+        scale: max(float(matrix.magnitudes[0]) for matrix in figures.matrices.values())
+        for scale, figures in learned.scales.items()
+    }
+    largest = ", ".join(f"{value:.2f} at the {scale}" for scale, value in magnitudes.items())
+    light, dark = (plot_spectrum(learned, control, theme=theme) for theme in _THEMES)
+    plane, dark_plane = (plot_eigenvalues(learned, theme=theme) for theme in _THEMES)
+    return {
+        f"{index}_magnitudes": Picture(
+            light,
+            _SVG,
+            f"Magnitudes of the eigenvalues of {label}, the largest {largest}",
+            f"{label}: magnitudes of eigenvalues; in grey, the rotated control.",
+            dark,
+        ),
+        f"{index}_eigenvalues": Picture(
+            plane,
+            _SVG,
+            f"Eigenvalues of {label} in the complex plane, the largest magnitudes {largest}",
+            f"{label}: right of 0 a direction grows as it is carried, off the level line it turns.",
+            dark_plane,
+        ),
+    }
+
+
+def _draw_courses(courses: Mapping[str, Course]) -> dict[str, Picture]:
+    courses = {label: course for label, course in courses.items() if len(course.points) > 1}
+    if not courses:
+        return {}
+    in_epochs = all(math.isfinite(course.epoch) for course in courses.values())
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for label, course in courses.items():
+        for steps, spectrum in course.points:
+            for scale, figures in spectrum.scales.items():
+                x, y = lines.setdefault(f"{label}, {scale}", ([], []))
+                x.append(steps / course.epoch if in_epochs else steps)
+                y.append(figures.energy_ratio)
+    x_label = "epochs" if in_epochs else "steps"
+    light, dark = (plot_energy_ratios(lines, x_label=x_label, theme=theme) for theme in _THEMES)
+    ends = "; ".join(f"{name} ends at {y[-1]:.4f}" for name, (_, y) in lines.items())
+    return {
+        "energy_ratios": Picture(
+            light,
+            _SVG,
+            f"E(A)/E(B) against {x_label}: {ends}",
+            "E(A)/E(B) at both scales over the course of training, the columns of Table 3.",
+            dark,
+        )
+    }
