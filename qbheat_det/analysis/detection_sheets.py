@@ -94,9 +94,10 @@ def describe_alarm(judged: Judged, detection: int, class_names: Sequence[str]) -
 
 
 def draw_case(image: RGBImage, case: Case) -> RGBImage:
-    """Returns a cell: the box with as much again around it, and the two lines below.
+    """Returns a cell: the box with what is around it, and the two lines below.
 
-    What lies beyond the image is dark.
+    The part is square, twice as long as the box, and moved so that it leaves the image no further
+    than it must; what lies beyond is dark.
 
     Args:
         image: (H, W, 3) RGB.
@@ -106,7 +107,8 @@ def draw_case(image: RGBImage, case: Case) -> RGBImage:
     own = max(x1 - x0, y1 - y0)
     # As much of the image as there is, and of what is not there only what the box needs.
     side = math.ceil(max(min(max(_CONTEXT * own, _LEAST), max(image.shape[:2])), own))
-    left, top = round((x0 + x1 - side) / 2), round((y0 + y1 - side) / 2)
+    left = _place(round((x0 + x1 - side) / 2), side, image.shape[1])
+    top = _place(round((y0 + y1 - side) / 2), side, image.shape[0])
     smoothing = cv2.INTER_AREA if side > _CELL else cv2.INTER_LINEAR
     cell = cv2.resize(_cut(image, left, top, side), (_CELL, _CELL), interpolation=smoothing)
     scale = _CELL / side
@@ -125,6 +127,11 @@ def draw_sheet(cells: Sequence[RGBImage], *, columns: int = 4) -> RGBImage:
         ValueError: there are none.
     """
     return tile_pictures(cells, columns=columns, gap=8)
+
+
+def _place(start: int, length: int, size: int) -> int:
+    """Moves a stretch into the image, or the image into its middle if that is shorter."""
+    return (size - length) // 2 if length > size else min(max(start, 0), size - length)
 
 
 def _cut(image: RGBImage, left: int, top: int, side: int) -> RGBImage:

@@ -24,7 +24,6 @@ from .found_boxes import BoxSet
 
 _MAX_SIDE = 560  # of an image beside others, in pixels
 _QUALITY = 82
-_COLUMNS = 2  # of images beside each other, which a phone can still show
 _TRIED = 10  # images in a row that cannot be read
 
 
@@ -117,7 +116,8 @@ def _draw_one(
         panels[f"{label}, scores from {threshold:.2f}"] = DrawnBoxes(
             judged.boxes[kept] * scale, judged.classes[kept], judged.scores[kept]
         )
-    sheet = draw_panels(small, panels, boxes.class_names, columns=_COLUMNS)
+    columns = 3 if len(panels) % 2 else 2  # no more, for a phone
+    sheet = draw_panels(small, panels, boxes.class_names, columns=columns)
     counts = ", ".join(f"{heading}: {len(drawn.boxes)}" for heading, drawn in panels.items())
     name = image["file_name"]
     return Picture.from_rgb(

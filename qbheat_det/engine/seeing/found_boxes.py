@@ -18,6 +18,7 @@ from qbheat_det.engine.data_flags import register_coco_file
 from qbheat_det.engine.trainer import Trainer
 from qbheat_det.errors import UserError
 
+from .last_evaluation import get_last_logged, read_last_evaluation
 from .refusal import NothingToSee
 from .subject import Subject
 
@@ -120,9 +121,10 @@ def find_boxes(subject: Subject, boxes: BoxSet) -> FoundBoxes:
             f"'{boxes.json_file}' ({_list(boxes.class_names)})"
         )
     library = subject.cfg.TEST.COCO_EVAL_LIBRARY
-    for results in _read_results(subject, boxes):
+    results = read_last_evaluation(subject, RESULTS_FILE)
+    if _fits(results, boxes):
         scores = score_detections(boxes.content, results, library=library)
-        if abs(scores.summary["AP"] - _get_logged_ap(subject)) < _SAME_AP:
+        if abs(scores.summary["AP"] - get_last_logged(subject, "bbox/AP")) < _SAME_AP:
             return FoundBoxes(results, scores, from_run=True)
         logger.info(
             f"{RESULTS_FILE} of '{subject.label}' does not give the AP that the run logged last: "
@@ -132,38 +134,19 @@ def find_boxes(subject: Subject, boxes: BoxSet) -> FoundBoxes:
     return FoundBoxes(results, score_detections(boxes.content, results, library=library), False)
 
 
-def _read_results(subject: Subject, boxes: BoxSet) -> list[list[dict[str, Any]]]:
-    """Returns the one file of results that may be that of these weights; nothing if there is none.
-
-    Whoever wrote it: what does not fit the set is no results of it.
-    """
-    if subject.folder is None or subject.weights.stem != "model_final":
-        return []
-    tested = subject.cfg.DATASETS.TEST
-    path = subject.folder / "inference" / (tested[0] if tested else "") / RESULTS_FILE
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
+def _fits(results: Any, boxes: BoxSet) -> bool:
+    """Whether something that anyone may have written is a list of detections on a set."""
     images = {image["id"] for image in boxes.content["images"]}
-    sound = isinstance(results, list) and all(
+    return isinstance(results, list) and all(
         isinstance(found, dict)
         and all(key in found for key in _KEYS)
         and found["image_id"] in images
         and found["category_id"] in boxes.category_ids
         and isinstance(found["score"], int | float)
+        and isinstance(found["bbox"], list)
         and len(found["bbox"]) == 4
         for found in results
     )
-    return [results] if sound else []
-
-
-def _get_logged_ap(subject: Subject) -> float:
-    """Returns the AP of the end of the run, in per cent; nan if there is none."""
-    records = [record for record in subject.metrics if "iteration" in record]
-    last = max((record["iteration"] for record in records), default=-1)
-    found = [r["bbox/AP"] for r in records if r["iteration"] == last and "bbox/AP" in r]
-    return float(found[-1]) if found else float("nan")
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 """The table of all that can be seen: one line a sight, in the order of the report."""
 
 from .beyond import add_beyond_flags, see_beyond
+from .classes import see_classes
 from .correlation import add_correlation_flags, see_correlation
 from .curves import add_curve_flags, see_curves
 from .detections import add_detection_flags, see_detections
@@ -23,6 +24,7 @@ SIGHTS: dict[str, Sight] = {
               see_heat, add_heat_flags),
         Sight("detections", "AP by size and class, curves, errors, worst misses and false alarms",
               see_detections, add_detection_flags),
+        Sight("classes", "which classes a classifier takes for which", see_classes),
         Sight("spectrum", "eigenvalues of A and B at both scales, and Table 3 over a run",
               see_spectrum, add_spectrum_flags),
         Sight("beyond", "what lies outside the picture: features carried on and decoded",
