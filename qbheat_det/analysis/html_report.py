@@ -6,17 +6,23 @@ a light or a dark screen. All text is escaped.
 """
 
 import base64
+import io
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 import cv2
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
 
-from qbheat_det.errors import UserError
+from qbheat_det.atomic import write_atomically
+
+from .report_style import STYLE
+
+_WIDE = 1.9  # times as wide as high: two such beside each other would be too small to read
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,14 @@ class SummaryFigure:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header; the first column is read as the row's name, the others as numbers."""
+    """Rows under a header; the first column is read as the row's name, the others as numbers.
+
+    With ``prose`` the others are sentences.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    prose: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,13 +79,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole page, top to bottom."""
+    """The whole page, top to bottom; with ``contents``, a list of links to the sections."""
 
     title: str
     lead: str
     figures: Sequence[SummaryFigure]
     sections: Sequence[Section]
     footer: str = ""
+    contents: bool = False
 
 
 def write_report(report: Report, path: str | os.PathLike[str]) -> None:
@@ -84,29 +95,42 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(render_report(report), encoding="utf-8")
-        os.replace(partial, target)
-    except OSError as error:
-        raise UserError(f"cannot write '{target}': {error.strerror}") from error
+    page = render_report(report).encode("utf-8")
+    write_atomically(path, lambda stream: stream.write(page))
 
 
 def render_report(report: Report) -> str:
     """Returns the page as a string of HTML."""
     figures = "".join(map(_render_figure, report.figures))
-    sections = "\n".join(map(_render_section, report.sections))
+    names = _name_sections(report.sections)
+    sections = "\n".join(map(_render_section, report.sections, names))
     footer = f"<footer>{escape(report.footer)}</footer>" if report.footer else ""
     return _PAGE.format(
         title=escape(report.title),
-        style=_STYLE,
+        style=STYLE,
         lead=escape(report.lead),
         figures=f'<dl class="figures">{figures}</dl>' if figures else "",
+        contents=_render_contents(report.sections, names) if report.contents else "",
         sections=sections,
         footer=footer,
     )
+
+
+def _name_sections(sections: Sequence[Section]) -> list[str]:
+    """Returns an anchor for each section, no two alike."""
+    names: list[str] = []
+    for section in sections:
+        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
+        names.append(f"{name}-{len(names)}" if name in names else name)
+    return names
+
+
+def _render_contents(sections: Sequence[Section], names: Sequence[str]) -> str:
+    links = "".join(
+        f'<li><a href="#{name}">{escape(section.title)}</a></li>'
+        for section, name in zip(sections, names, strict=True)
+    )
+    return f'<nav aria-label="Contents"><ol>{links}</ol></nav>'
 
 
 def _render_figure(figure: SummaryFigure) -> str:
@@ -117,7 +141,7 @@ def _render_figure(figure: SummaryFigure) -> str:
     )
 
 
-def _render_section(section: Section) -> str:
+def _render_section(section: Section, name: str) -> str:
     parts = [f"<h2>{escape(section.title)}</h2>"]
     parts += [f"<p>{escape(text)}</p>" for text in section.paragraphs]
     if section.pictures:
@@ -126,7 +150,7 @@ def _render_section(section: Section) -> str:
         parts.append(_render_table(section.table))
     if section.commands:
         parts.append(f"<pre><code>{escape(chr(10).join(section.commands))}</code></pre>")
-    return f"<section>{''.join(parts)}</section>"
+    return f'<section id="{name}">{"".join(parts)}</section>'
 
 
 def _render_picture(picture: Picture) -> str:
@@ -135,9 +159,28 @@ def _render_picture(picture: Picture) -> str:
         uri = _data_uri(picture.dark, picture.media_type)
         source = f'<source media="(prefers-color-scheme: dark)" srcset="{uri}">'
     uri = _data_uri(picture.content, picture.media_type)
-    image = f'<img src="{uri}" alt="{escape(picture.alt)}">'
+    size = _measure(picture)
+    # The browser keeps the place free before the picture is decoded: nothing jumps.
+    lengths = f' width="{size[0]}" height="{size[1]}"' if size else ""
+    image = f'<img src="{uri}" alt="{escape(picture.alt)}"{lengths}>'
     caption = f"<figcaption>{escape(picture.caption)}</figcaption>" if picture.caption else ""
-    return f"<figure><picture>{source}{image}</picture>{caption}</figure>"
+    kind = ' class="wide"' if size and size[0] > _WIDE * size[1] else ""
+    return (
+        f'<figure{kind}><div class="pan"><picture>{source}{image}</picture></div>{caption}</figure>'
+    )
+
+
+def _measure(picture: Picture) -> tuple[int, int] | None:
+    """Returns width and height, in pixels or, of a drawing, in its own units."""
+    if picture.media_type == "image/svg+xml":
+        head = picture.content[:4096].decode("utf-8", errors="replace")
+        box = re.search(r'viewBox="\S+ \S+ ([\d.]+) ([\d.]+)"', head)
+        return (round(float(box[1])), round(float(box[2]))) if box else None
+    try:
+        with Image.open(io.BytesIO(picture.content)) as image:
+            return image.size
+    except UnidentifiedImageError:
+        return None
 
 
 def _render_table(table: Table) -> str:
@@ -147,8 +190,9 @@ def _render_table(table: Table) -> str:
         numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{numbers}</tr>')
     body = "".join(rows)
+    kind = ' class="prose"' if table.prose else ""
     return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -170,82 +214,10 @@ _PAGE = """<!doctype html>
 <main>
 <header><h1>{title}</h1><p class="lead">{lead}</p></header>
 {figures}
+{contents}
 {sections}
 {footer}
 </main>
 </body>
 </html>
-"""
-
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #fbfbfa; --card: #ffffff; --ink: #1c1e21; --quiet: #63676e;
-  --line: #e4e4e1; --accent: #1f6feb;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #121316; --card: #1a1c20; --ink: #e8e9eb; --quiet: #9aa0a8;
-    --line: #2c2f35; --accent: #6ea8fe;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--page); color: var(--ink);
-  font: 1rem/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
-  -webkit-text-size-adjust: 100%;
-}
-main { max-width: 70rem; margin: 0 auto; padding: clamp(1.5rem, 5vw, 4rem) clamp(1rem, 4vw, 2rem); }
-h1 {
-  margin: 0; font-size: clamp(1.7rem, 4.5vw, 2.4rem); line-height: 1.2; font-weight: 650;
-  letter-spacing: -0.02em; text-wrap: balance;
-}
-h2 { margin: 0 0 0.75rem; font-size: 1.3rem; font-weight: 620; letter-spacing: -0.01em; }
-p { margin: 0 0 1rem; max-width: 44rem; }
-.lead { margin-top: 0.75rem; color: var(--quiet); font-size: 1.1rem; }
-.figures {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr));
-  gap: 1px; margin: 2rem 0 0; overflow: hidden;
-  background: var(--line); border: 1px solid var(--line); border-radius: 12px;
-}
-.figures div { padding: 1.1rem 1.25rem; background: var(--card); }
-dt { color: var(--quiet); font-size: 0.85rem; }
-dd { margin: 0; }
-.value {
-  font-size: 1.7rem; line-height: 1.3; font-weight: 640; letter-spacing: -0.02em;
-  white-space: nowrap;
-  font-variant-numeric: tabular-nums;
-}
-.note { color: var(--quiet); font-size: 0.8rem; }
-section { margin-top: clamp(2.5rem, 6vw, 4rem); }
-.grid {
-  display: grid; gap: 1.25rem; margin: 1.25rem 0;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr));
-}
-figure {
-  margin: 0; overflow: hidden; break-inside: avoid;
-  background: var(--card); border: 1px solid var(--line); border-radius: 12px;
-}
-img { display: block; width: 100%; height: auto; }
-figcaption { padding: 0.65rem 0.9rem; color: var(--quiet); font-size: 0.875rem; line-height: 1.45; }
-.scroll { overflow-x: auto; margin: 1.25rem 0; }
-table { border-collapse: collapse; min-width: min(100%, 24rem); font-size: 0.95rem; }
-th, td {
-  padding: 0.5rem 1.5rem 0.5rem 0; text-align: right; border-bottom: 1px solid var(--line);
-  font-variant-numeric: tabular-nums;
-}
-th:first-child { text-align: left; }
-tr > :last-child { padding-right: 0; }
-thead th { color: var(--quiet); font-size: 0.85rem; font-weight: 500; }
-tbody th { font-weight: 500; }
-pre {
-  margin: 1.25rem 0; padding: 1rem 1.25rem; overflow-x: auto;
-  background: var(--card); border: 1px solid var(--line); border-radius: 12px;
-  font: 0.875rem/1.7 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
-}
-footer {
-  margin-top: clamp(2.5rem, 6vw, 4rem); padding-top: 1.25rem;
-  border-top: 1px solid var(--line); color: var(--quiet); font-size: 0.875rem;
-}
-@media print { figure, pre, .figures { border-color: #ccc; } section { break-inside: auto; } }
 """

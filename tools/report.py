@@ -1,0 +1,120 @@
+#!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Everything that can be seen of runs, on one page that needs nothing else.
+
+examples:
+  # a pre-training, and a detector on its frozen encoder, beside one on random weights
+  python tools/report.py output/pretraining output/probe output/probe_random \\
+      --output output/report.html
+
+  # with names of your own, on pictures of your own
+  python tools/report.py ours=output/pretraining random=output/random \\
+      --images photos/ --output output/report.html
+
+  # some sights only (tools/see.py --list has them all)
+  python tools/report.py output/pretraining --only curves spectrum --output output/report.html
+
+Beside report.html a folder report/ holds each picture as a file, and the numbers behind them as
+JSON. What the runs' files do not allow is left out, and named at the end of the page with the
+reason. The page holds its pictures, fetches nothing, and follows a light or dark screen.
+
+exit code: 0; 1 if a sight went wrong (the others are on the page); 2 if a run or flag is wrong.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+# What Detectron2's own imports and torch.meshgrid say is of no use to people who look.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+warnings.filterwarnings("ignore", message="torch.meshgrid")
+
+import qbheat_det  # noqa: E402, F401  registers models and data
+from qbheat_det.analysis.exhibit import to_json, write_exhibit  # noqa: E402
+from qbheat_det.analysis.exhibit_report import describe_exhibits  # noqa: E402
+from qbheat_det.analysis.html_report import write_report  # noqa: E402
+from qbheat_det.atomic import write_atomically  # noqa: E402
+from qbheat_det.engine.seeing.flags import add_subject_flags, read_options  # noqa: E402
+from qbheat_det.engine.seeing.gather import Outcome, describe_subjects, gather  # noqa: E402
+from qbheat_det.engine.seeing.sights import SIGHTS  # noqa: E402
+from qbheat_det.engine.seeing.subject import open_subjects  # noqa: E402
+from qbheat_det.errors import exit_with_sentence  # noqa: E402
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    summary, examples = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        description=summary,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_subject_flags(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("output/report.html"),
+        metavar="FILE",
+        help="the page (default: output/report.html); its files go to the folder of that name",
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--only", nargs="+", choices=SIGHTS, metavar="SIGHT", help="these sights")
+    chosen.add_argument(
+        "--without", nargs="+", choices=SIGHTS, default=[], metavar="SIGHT", help="all but these"
+    )
+    args = parser.parse_args(argv)
+    if args.output.suffix not in (".html", ".htm"):
+        parser.error(f"--output is a page, so it ends in .html, unlike '{args.output}'")
+    return args
+
+
+@exit_with_sentence
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    subjects = open_subjects(
+        args.runs, config_file=args.config_file, device=args.device, opts=args.opts
+    )
+    names = args.only or [name for name in SIGHTS if name not in args.without]
+    outcomes = gather(
+        [sight for name, sight in SIGHTS.items() if name in names],
+        subjects,
+        lambda sight: read_options(args, sight),
+        progress=True,
+    )
+    runs = describe_subjects(subjects)
+    folder = args.output.with_suffix("")
+    for outcome in outcomes:
+        if outcome.exhibit is not None:
+            write_exhibit(outcome.exhibit, folder)
+    content = {"runs": to_json(runs), "sights": [_account_for(outcome) for outcome in outcomes]}
+    text = f"{json.dumps(content, indent=1, allow_nan=False)}\n"
+    write_atomically(folder / "report.json", lambda stream: stream.write(text.encode()))
+    report = describe_exhibits(
+        [outcome.exhibit for outcome in outcomes if outcome.exhibit is not None],
+        runs,
+        [(outcome.sight.name, outcome.reason) for outcome in outcomes if outcome.exhibit is None],
+        commands=[shlex.join(["python", "tools/report.py", *(sys.argv[1:] if argv is None
+                                                             else argv)])],
+    )  # fmt: skip
+    write_report(report, args.output)
+    for outcome in outcomes:
+        if outcome.exhibit is None:
+            verb = "failed" if outcome.is_failure else "left out"
+            print(f"{outcome.sight.name} {verb}: {outcome.reason}", file=sys.stderr)
+    print(f"report: {args.output}\nfiles:  {folder}")
+    return 1 if any(outcome.is_failure for outcome in outcomes) else 0
+
+
+def _account_for(outcome: Outcome) -> dict[str, object]:
+    return {
+        "name": outcome.sight.name,
+        "made": outcome.exhibit is not None,
+        "failed": outcome.is_failure,
+        "reason": outcome.reason,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
