@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The table of all that can be seen: one line a sight, in the order of the report."""
 
+from .attention import add_attention_flags, see_attention
 from .beyond import add_beyond_flags, see_beyond
 from .classes import see_classes
 from .correlation import add_correlation_flags, see_correlation
@@ -8,6 +9,7 @@ from .curves import add_curve_flags, see_curves
 from .detections import add_detection_flags, see_detections
 from .heat import add_heat_flags, see_heat
 from .options import Sight
+from .queries import add_query_flags, see_queries
 from .reconstructions import see_reconstructions
 from .spectrum import add_spectrum_flags, see_spectrum
 
@@ -22,6 +24,10 @@ SIGHTS: dict[str, Sight] = {
               see_correlation, add_correlation_flags),
         Sight("heat", "class activation of a classifier beside steady heat in the same border",
               see_heat, add_heat_flags),
+        Sight("attention", "where tokens look, and which of them pixels listen to",
+              see_attention, add_attention_flags),
+        Sight("queries", "where the object queries of MF-DETR look for their boxes",
+              see_queries, add_query_flags),
         Sight("detections", "AP by size and class, curves, errors, worst misses and false alarms",
               see_detections, add_detection_flags),
         Sight("classes", "which classes a classifier takes for which", see_classes),

@@ -1,0 +1,55 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""How diverse the attention of the tokens is from block to block, one line a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure
+
+Bridge = Literal["to_former", "to_mobile"]
+
+_FIGURES: dict[Bridge, tuple[str, str, str]] = {
+    "to_former": (
+        "likeness",
+        "Mobile→Former: how alike the tokens look at the pixels",
+        "attention in common, mean over pairs of tokens (1: the same)",
+    ),
+    "to_mobile": (
+        "spread",
+        "Mobile←Former: how evenly a pixel listens to the tokens",
+        "entropy over tokens, as a share of the largest (1: evenly)",
+    ),
+}
+
+
+def plot_blocks(
+    blocks: Mapping[str, Sequence[Mapping[str, Any]]],
+    bridge: Bridge,
+    *,
+    theme: Theme = "light",
+    format: Format = "svg",
+) -> bytes:
+    """Draws likeness (of Mobile->Former) or spread (of Mobile<-Former) against the block's number.
+
+    Args:
+        blocks: by run, what ``describe_block`` gives for each of its blocks.
+        bridge: which of the two.
+        theme: of the page.
+        format: of the file.
+    """
+    key, title, label = _FIGURES[bridge]
+    figure, axes = start_figure(theme, height=3.4)
+    numbers: set[int] = set()
+    for (name, rows), style in zip(blocks.items(), list_styles(theme, len(blocks)), strict=True):
+        own = [int(row["number"]) for row in rows]
+        numbers.update(own)
+        axes.plot(own, [row[bridge][key] for row in rows], label=name, lw=1.8, ms=4, **style)
+    axes.set_ylim(0, 1.04)
+    axes.set_xticks(sorted(numbers))
+    axes.set_title(title, fontsize=10, loc="left", color=INK[theme])
+    axes.set_xlabel("block, as Table 8 counts them")
+    axes.set_ylabel(label, fontsize=8)
+    axes.grid(color=LINE[theme])
+    if len(blocks) > 1:
+        figure.legend(loc="outside lower center", frameon=False, labelcolor=INK[theme], fontsize=8)
+    return encode(figure, theme, format)

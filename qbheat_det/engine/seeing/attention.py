@@ -1,0 +1,260 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The sight "attention": where the global tokens look, and which of them pixels listen to."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+from qbheat_det.analysis.attention import (
+    PAPER_BLOCKS,
+    BlockAttention,
+    choose_blocks,
+    describe_block,
+    find_mobile_former,
+    list_blocks,
+    read_bridges,
+)
+from qbheat_det.analysis.attention_chart import Bridge, plot_blocks
+from qbheat_det.analysis.attention_pictures import AttentionRow, draw_attention, stack_sheets
+from qbheat_det.analysis.detection_pictures import RGBImage
+from qbheat_det.analysis.exhibit import Exhibit
+from qbheat_det.analysis.html_report import Picture, Table
+from qbheat_det.analysis.reconstruction_views import to_rgb
+from qbheat_det.errors import UserError
+from qbheat_det.modeling.backbone import MobileFormer
+
+from .options import SightOptions
+from .refusal import NothingToSee
+from .same_pictures import batch_images, crop_squares, pick_files
+from .subject import Subject
+
+Heads = Literal["mean", "apart"]
+
+_MEASURED = 16  # images that figures are taken over
+_SIZE = 256  # of the paper's pre-training (Table 9)
+_CELL = 104
+_DELAY = 2.0  # seconds without a bar
+_ARROWS: dict[Bridge, str] = {"to_former": "Mobile→Former", "to_mobile": "Mobile←Former"}
+_NORMALIZED: dict[Bridge, str] = {
+    "to_former": "each token's attention sums to 1 over the pixels",
+    "to_mobile": "at each pixel, attention sums to 1 over the tokens",
+}
+_HOW_TO_READ = (
+    "Mobile-Former passes messages both ways between the map and a few global tokens. "
+    "Mobile→Former is normalised over pixels and shows where each token looks (Fig. 13 of the "
+    "paper); Mobile←Former is normalised over tokens and shows which tokens each pixel listens to "
+    "(Fig. 14). A column is a token, a row a block.",
+    "Of Mobile→Former, colours are multiples of even attention, and a row has one scale; a fifth "
+    "of a token's attention lies at its top and above. Of Mobile←Former, the scale is 0 to 1, and "
+    "evenly shared attention is 1 over the number of tokens.",
+    "The charts put the paper's \u201cmore diverse across tokens\u201d into numbers, over all "
+    "blocks: attention in common is 1 where all tokens look at the same pixels; spread is 1 where "
+    "pixels listen to all tokens alike. Tokens that have become one and the same give 1 in both.",
+)
+
+
+@dataclass(frozen=True)
+class _Attended:
+    """Of one subject: figures of all blocks over all images, and blocks to draw, by image."""
+
+    figures: list[dict[str, Any]]
+    shown: list[list[BlockAttention]]
+    images: list[RGBImage]
+
+
+def add_attention_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the sight's flags."""
+    parser.add_argument(
+        "--attention-heads",
+        choices=("mean", "apart"),
+        default="mean",
+        help="draw the mean over the heads (default), or a row for each, as the paper does",
+    )
+    parser.add_argument(
+        "--attention-blocks",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="blocks to draw, counted from 1 (default: the paper's "
+        f"{', '.join(map(str, PAPER_BLOCKS))}; the last at each resolution of other networks)",
+    )
+    parser.add_argument(
+        "--attention-images",
+        type=int,
+        default=_MEASURED,
+        metavar="N",
+        help=f"images that the figures are taken over (default: {_MEASURED}, at least those drawn)",
+    )
+    parser.add_argument(
+        "--attention-size",
+        type=int,
+        metavar="S",
+        help="side of the images in pixels, the same for all runs (default: that of the first "
+        f"run's pre-training or classification; of detectors the paper's {_SIZE})",
+    )
+
+
+def see_attention(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
+    """Draws both bridges of a few blocks over images, and figures of all blocks as charts.
+
+    Raises:
+        NothingToSee: no subject has a Mobile-Former, or there are no pictures.
+        UserError: a block has no tokens, or a flag makes no sense.
+    """
+    size = options.extra.get("attention_size") or _find_size(subjects)
+    number = max(options.num_images, options.extra.get("attention_images") or _MEASURED)
+    if size < 1 or number < 1:
+        raise UserError("--attention-size and --attention-images are at least 1")
+    found: dict[str, _Attended] = {}
+    left_out: list[str] = []
+    files: list[str] = []
+    for subject in subjects:
+        try:
+            backbone = _find_backbone(subject)
+            files = files or pick_files(subjects, number, options.images)
+            found[subject.label] = _attend(subject, backbone, files, size, options)
+        except NothingToSee as reason:
+            left_out.append(str(reason))
+    if not found:
+        raise NothingToSee(f"no attention of tokens: {'; '.join(left_out)}")
+    blocks = {label: one.figures for label, one in found.items()}
+    pictures: dict[str, Picture] = {}
+    for bridge in _ARROWS:
+        pictures[f"{bridge}_blocks"] = _draw_chart(blocks, bridge)
+        for index in range(min(options.num_images, len(files))):
+            heads: Heads = options.extra.get("attention_heads") or "mean"
+            pictures[f"{bridge}_{index + 1}"] = _draw_image(found, bridge, index, heads)
+    return Exhibit(
+        "attention",
+        "Attention between tokens and pixels",
+        [*_HOW_TO_READ, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
+        pictures,
+        {"images": files, "size": size, "subjects": blocks, "left_out": left_out},
+        _tabulate(blocks),
+    )
+
+
+def _find_backbone(subject: Subject) -> MobileFormer:
+    backbone = find_mobile_former(subject.model)
+    if backbone is None:
+        raise NothingToSee(
+            f"'{subject.label}' has no Mobile-Former, whose tokens this is about, but a backbone "
+            f"'{subject.cfg.MODEL.BACKBONE.NAME}'"
+        )
+    if not list_blocks(backbone):
+        raise NothingToSee(f"the Mobile-Former of '{subject.label}' has no block with tokens")
+    return backbone
+
+
+def _find_size(subjects: Sequence[Subject]) -> int:
+    own = (s.cfg.INPUT.PRETRAIN.SIZE for s in subjects if s.kind != "detector")
+    return int(next(own, _SIZE))
+
+
+def _attend(
+    subject: Subject,
+    backbone: MobileFormer,
+    files: Sequence[str],
+    size: int,
+    options: SightOptions,
+) -> _Attended:
+    wanted = options.extra.get("attention_blocks") or choose_blocks(backbone)
+    if unknown := sorted(set(wanted) - set(list_blocks(backbone))):
+        raise UserError(
+            f"block {unknown[0]} of '{subject.label}' does not exist or has no tokens: there are "
+            f"{', '.join(map(str, list_blocks(backbone)))}"
+        )
+    entries = crop_squares(subject.cfg, files, size)
+    described: list[list[dict[str, Any]]] = []
+    shown: list[list[BlockAttention]] = []
+    bar = tqdm(entries, unit="image", desc=f"attention, {subject.label}", delay=_DELAY, leave=False)
+    for index, entry in enumerate(bar):
+        # One by one: all maps of all blocks of a batch would be much memory for large images.
+        (image,) = batch_images(subject.model, [entry])
+        blocks = read_bridges(backbone, image)
+        described.append([describe_block(block) for block in blocks])
+        if index < options.num_images:
+            shown.append([block for block in blocks if block.number in wanted])
+    return _Attended(
+        figures=[_average(rows) for rows in zip(*described, strict=True)],
+        shown=shown,
+        images=[
+            to_rgb(entry["image"], subject.cfg.INPUT.FORMAT).astype(np.uint8)
+            for entry in entries[: len(shown)]
+        ],
+    )
+
+
+def _average(rows: Sequence[Any]) -> Any:
+    """Returns the mean over images of figures of one block, whatever they are nested in."""
+    first = rows[0]
+    if isinstance(first, Mapping):
+        return {key: _average([row[key] for row in rows]) for key in first}
+    mean = torch.tensor(rows, dtype=torch.float64).mean(dim=0)
+    return int(mean) if isinstance(first, int) else mean.tolist()
+
+
+def _draw_chart(blocks: Mapping[str, Sequence[Mapping[str, Any]]], bridge: Bridge) -> Picture:
+    light, dark = (plot_blocks(blocks, bridge, theme=theme) for theme in ("light", "dark"))
+    key = "likeness" if bridge == "to_former" else "spread"
+    said = "; ".join(
+        f"{label}: {rows[0][bridge][key]:.2f} at block {rows[0]['number']}, "
+        f"{rows[-1][bridge][key]:.2f} at block {rows[-1]['number']}"
+        for label, rows in blocks.items()
+    )
+    alt = f"{_ARROWS[bridge]}, {key} of attention against the block: {said}"
+    return Picture(light, "image/svg+xml", alt, caption=f"{_ARROWS[bridge]}: {key}.", dark=dark)
+
+
+def _draw_image(
+    found: Mapping[str, _Attended], bridge: Bridge, index: int, heads: Heads
+) -> Picture:
+    sheets = []
+    for label, one in found.items():
+        rows = [row for block in one.shown[index] for row in _list_rows(block, bridge, heads)]
+        columns = [f"token {i + 1}" for i in range(len(rows[0].maps))]
+        title = f"{label}\n{_ARROWS[bridge]}\n{_NORMALIZED[bridge]}"
+        sheets.append(draw_attention(one.images[index], rows, columns, title=title, cell=_CELL))
+    alt = f"{_ARROWS[bridge]} over image {index + 1}, of {', '.join(found)}: a column is a token"
+    return Picture.from_rgb(
+        stack_sheets(sheets), alt=alt, caption=f"{_ARROWS[bridge]}, image {index + 1}."
+    )
+
+
+def _list_rows(block: BlockAttention, bridge: Bridge, heads: Heads) -> list[AttentionRow]:
+    weights: Tensor = block.to_former[0] if bridge == "to_former" else block.to_mobile[0]
+    stride = block.to_former_stride if bridge == "to_former" else block.to_mobile_stride
+    if bridge == "to_former":
+        weights = weights * weights[0, 0].numel()  # multiples of even attention
+    named = (
+        [(f"block {block.number}", weights.mean(dim=0))]
+        if heads == "mean"
+        else [(f"block {block.number}, head {i + 1}", one) for i, one in enumerate(weights)]
+    )
+    return [
+        AttentionRow(
+            label=f"{name}\nstride {stride}",
+            maps=[one.float().numpy() for one in maps],
+            strides=[stride] * len(maps),
+            unit="x even" if bridge == "to_former" else "",
+            top=None if bridge == "to_former" else 1.0,
+        )
+        for name, maps in named
+    ]
+
+
+def _tabulate(blocks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    numbers = sorted({row["number"] for rows in blocks.values() for row in rows})
+    body = []
+    for label, rows in blocks.items():
+        own = {row["number"]: row for row in rows}
+        for bridge, key in (("to_former", "likeness"), ("to_mobile", "spread")):
+            cells = [f"{own[n][bridge][key]:.2f}" if n in own else "" for n in numbers]
+            body.append((f"{label}, {key}", *cells))
+    return Table(("Run", *(f"block {n}" for n in numbers)), body)
