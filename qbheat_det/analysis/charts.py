@@ -21,6 +21,10 @@ _QUIET = {"light": "#63676e", "dark": "#9aa0a8"}
 LINE = {"light": "#e4e4e1", "dark": "#2c2f35"}
 _PAGE = {"light": "#ffffff", "dark": "#1a1c20"}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_OTHERS = {
+    "light": ("#a83300", "#00ab62", "#a23098", "#d48000", "#44534c"),
+    "dark": ("#f0803c", "#6fe08e", "#a761a5", "#eeea6a", "#93a099"),
+}
 _ACCENT = {"light": "#1f6feb", "dark": "#6ea8fe"}
 
 
@@ -108,10 +112,10 @@ def select_series(
     return [float(record["iteration"]) for record in chosen], values
 
 
-def start_figure(theme: Theme, *, height: float) -> tuple[Figure, Axes]:
-    """Returns a figure of one chart, ``height`` inches high, and its axes."""
+def start_figure(theme: Theme, *, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
+    """Returns a figure of one chart, of that many inches, and its axes."""
     # A Figure of its own, not pyplot: no global state, and no window system is looked for.
-    figure = Figure(figsize=(6.4, height))
+    figure = Figure(figsize=(width, height))
     figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
     axes = figure.add_subplot()
     style_axes(axes, theme)
@@ -132,8 +136,12 @@ def style_axes(axes: Axes, theme: Theme) -> None:
 
 
 def list_colors(theme: Theme) -> list[str]:
-    """Colours of lines, in the order in which they are used."""
-    return [_ACCENT[theme], "#e8833a", "#2bb673", "#b26bff", "#d64550", "#8a8f98"]
+    """Colours of lines, in the order in which they are used.
+
+    Any two can be told apart also without red, green or blue cones (a distance of 18 and more in
+    CIE Lab), and each from the page (contrast 3 and more).
+    """
+    return [_ACCENT[theme], *_OTHERS[theme]]
 
 
 def list_styles(theme: Theme, number: int) -> list[dict[str, str]]:

@@ -27,6 +27,7 @@ AXIS_LABELS: Mapping[Axis, str] = {
 _POINTS_WITH_MARKERS = 25
 _LOG_SCALE_FROM = 100.0
 _LEGEND_INSIDE = 3
+_WIDTH = 5.2  # inches: small, so that letters stay legible on a phone
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def plot_run_curves(
         theme: of the page.
         format: of the file.
     """
-    figure, axes = start_figure(theme, height=3.4 + 0.2 * _count_legend_rows(len(curves)))
+    rows = _count_legend_rows(len(curves))
+    figure, axes = start_figure(theme, height=3.2 + 0.2 * rows, width=_WIDTH)
     styles = list_styles(theme, len(curves))
     for (name, (positions, values)), style in zip(curves.items(), styles, strict=True):
         few = len(positions) < _POINTS_WITH_MARKERS
@@ -185,7 +187,7 @@ def plot_schedules(
         theme: of the page.
         format: of the file.
     """
-    figure, axes = start_figure(theme, height=3.4)
+    figure, axes = start_figure(theme, height=3.2, width=_WIDTH)
     for (name, points), style in zip(scores.items(), list_styles(theme, len(scores)), strict=True):
         rising = sorted(points.items(), key=lambda item: item[1])
         axes.plot(

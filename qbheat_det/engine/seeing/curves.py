@@ -131,7 +131,7 @@ def _draw(
         f"{label} ends at {_last(values):.4g}" for label, (_, values) in curves.items()
     )
     alt = f"{quantity.title}, {quantity.label}, against {AXIS_LABELS[axis]}: {ends}"
-    return Picture(light, _SVG, alt, caption=f"{quantity.title}.", dark=dark)
+    return Picture(light, _SVG, alt, caption=f"{ends}.", dark=dark)
 
 
 def _draw_schedules(scores: dict[str, dict[str, tuple[float, float]]], axis: Axis) -> Picture:
