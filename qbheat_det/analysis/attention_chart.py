@@ -12,12 +12,12 @@ _FIGURES: dict[Bridge, tuple[str, str, str]] = {
     "to_former": (
         "likeness",
         "Mobile→Former: how alike the tokens look at the pixels",
-        "attention in common, mean over pairs of tokens (1: the same)",
+        "attention in common (1: the same)",
     ),
     "to_mobile": (
         "spread",
         "Mobile←Former: how evenly a pixel listens to the tokens",
-        "entropy over tokens, as a share of the largest (1: evenly)",
+        "share of the largest entropy",
     ),
 }
 
@@ -43,12 +43,13 @@ def plot_blocks(
     for (name, rows), style in zip(blocks.items(), list_styles(theme, len(blocks)), strict=True):
         own = [int(row["number"]) for row in rows]
         numbers.update(own)
-        axes.plot(own, [row[bridge][key] for row in rows], label=name, lw=1.8, ms=4, **style)
+        line: dict[str, Any] = {"label": name, "lw": 1.8, "ms": 4, **style}
+        axes.plot(own, [row[bridge][key] for row in rows], **line)
     axes.set_ylim(0, 1.04)
     axes.set_xticks(sorted(numbers))
     axes.set_title(title, fontsize=10, loc="left", color=INK[theme])
     axes.set_xlabel("block, as Table 8 counts them")
-    axes.set_ylabel(label, fontsize=8)
+    axes.set_ylabel(label)
     axes.grid(color=LINE[theme])
     if len(blocks) > 1:
         figure.legend(loc="outside lower center", frameon=False, labelcolor=INK[theme], fontsize=8)

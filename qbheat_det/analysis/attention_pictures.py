@@ -21,7 +21,7 @@ Map = npt.NDArray[np.float32]
 """(h, w), not negative."""
 
 _OPACITY = 0.68  # of the colours on the image
-_PEAKS = 0.2  # share of the attention that may lie above the top of a scale
+_PEAKS = 0.05  # share of the attention that may lie above the top of a scale
 _GAP = 4
 _LABEL_WIDTH = 132
 _TEXT = 12
@@ -38,6 +38,7 @@ class AttentionRow:
         strides: one a map.
         unit: behind the number at the top of the scale.
         top: value at the top of the scale of all maps of the row; None finds it, see ``find_top``.
+        least: the top of a scale that is found is not below this.
         together: whether all maps of the row share a scale; else each has one of its own, and the
             label says so.
         box: XYXY in pixels of the image, drawn on all maps; or None.
@@ -48,6 +49,7 @@ class AttentionRow:
     strides: Sequence[int]
     unit: str = ""
     top: float | None = None
+    least: float = 0.0
     together: bool = True
     box: npt.NDArray[np.float64] | None = None
 
@@ -55,8 +57,8 @@ class AttentionRow:
 def find_top(maps: Sequence[Map]) -> float:
     """Returns the value at the top of a scale: that of the map that needs most.
 
-    A fifth of a map's attention lies on the positions with this value or more. Up to its largest
-    value, all but the peak would be dark; but where all lies on one position, this is its value.
+    A twentieth of a map's attention lies on the positions with this value or more: a peak that is
+    much less than all does not darken the rest, and one that is all is not cut off.
     """
     tops = []
     for values in maps:
@@ -131,10 +133,10 @@ def draw_attention(
         pen.text((left, top + _TEXT), column, font=get_font(_TEXT), fill=HEADING, anchor="lm")
     top += 2 * _TEXT
     for row in rows:
-        shared = row.top or find_top(row.maps)
+        shared = row.top or max(row.least, find_top(row.maps))
         _draw_label(sheet, top, row, shared)
         for left, values, stride in zip(lefts, row.maps, row.strides, strict=True):
-            own = shared if row.together else find_top([values])
+            own = shared if row.together else max(row.least, find_top([values]))
             over = overlay_attention(small, values, stride * factor, own)
             if row.box is not None:
                 over = _draw_box(over, row.box * factor)
@@ -166,7 +168,8 @@ def _draw_label(sheet: Image.Image, top: int, row: AttentionRow, value: float) -
     bar = np.rint(255 * np.repeat(ramp, _BAR, axis=0)).astype(np.uint8)
     sheet.paste(Image.fromarray(bar), (0, top))
     limit = "" if row.top else "\u2265 "
-    text = f"{limit}{value:.2g}{row.unit}" if row.together else "own scales"
+    number = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    text = f"{limit}{number}{row.unit}" if row.together else "own scales"
     y = top + _BAR + 3
     pen.text((0, y), "0", font=font, fill=HEADING)
     pen.text((width, y), text, font=font, fill=HEADING, anchor="ra")

@@ -39,6 +39,7 @@ Heads = Literal["mean", "apart"]
 _MEASURED = 16  # images that figures are taken over
 _SIZE = 256  # of the paper's pre-training (Table 9)
 _CELL = 104
+_QUALITY = 82  # there are many pictures, all of them smooth
 _DELAY = 2.0  # seconds without a bar
 _ARROWS: dict[Bridge, str] = {"to_former": "Mobile→Former", "to_mobile": "Mobile←Former"}
 _NORMALIZED: dict[Bridge, str] = {
@@ -50,12 +51,14 @@ _HOW_TO_READ = (
     "Mobile→Former is normalised over pixels and shows where each token looks (Fig. 13 of the "
     "paper); Mobile←Former is normalised over tokens and shows which tokens each pixel listens to "
     "(Fig. 14). A column is a token, a row a block.",
-    "Of Mobile→Former, colours are multiples of even attention, and a row has one scale; a fifth "
-    "of a token's attention lies at its top and above. Of Mobile←Former, the scale is 0 to 1, and "
-    "evenly shared attention is 1 over the number of tokens.",
+    "Of Mobile→Former, colours are multiples of even attention, and a row has one scale; at most a "
+    "twentieth of a token's attention lies above its top. Of Mobile←Former, the scale is 0 to 1, "
+    "and evenly shared attention is 1 over the number of tokens.",
     "The charts put the paper's \u201cmore diverse across tokens\u201d into numbers, over all "
     "blocks: attention in common is 1 where all tokens look at the same pixels; spread is 1 where "
-    "pixels listen to all tokens alike. Tokens that have become one and the same give 1 in both.",
+    "pixels listen to all tokens alike. Tokens that have become one and the same give 1 in both; "
+    "so do those of an untrained network, which look everywhere alike. The pictures tell the two "
+    "apart, and so does the spread over pixels in the JSON.",
 )
 
 
@@ -222,9 +225,8 @@ def _draw_image(
         title = f"{label}\n{_ARROWS[bridge]}\n{_NORMALIZED[bridge]}"
         sheets.append(draw_attention(one.images[index], rows, columns, title=title, cell=_CELL))
     alt = f"{_ARROWS[bridge]} over image {index + 1}, of {', '.join(found)}: a column is a token"
-    return Picture.from_rgb(
-        stack_sheets(sheets), alt=alt, caption=f"{_ARROWS[bridge]}, image {index + 1}."
-    )
+    caption = f"{_ARROWS[bridge]}, image {index + 1}."
+    return Picture.from_rgb(stack_sheets(sheets), alt=alt, caption=caption, quality=_QUALITY)
 
 
 def _list_rows(block: BlockAttention, bridge: Bridge, heads: Heads) -> list[AttentionRow]:
@@ -244,6 +246,7 @@ def _list_rows(block: BlockAttention, bridge: Bridge, heads: Heads) -> list[Atte
             strides=[stride] * len(maps),
             unit="x even" if bridge == "to_former" else "",
             top=None if bridge == "to_former" else 1.0,
+            least=2.0,  # so that even attention is the middle of the scale, not its top
         )
         for name, maps in named
     ]

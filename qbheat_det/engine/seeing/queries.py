@@ -34,8 +34,8 @@ _HOW_TO_READ = (
     "MF-DETR finds each object by one of its queries, which look at a map of the image at three "
     "scales, coarse to fine. A row is a box that was predicted; the colours are the attention of "
     "its query in the last block of each scale, the mean over the heads, which sums to 1 over the "
-    "pixels. Each picture has its own scale, from 0 to a value that a fifth of the attention "
-    "lies at or above.",
+    "pixels. Each picture has its own scale, from 0 to a value above which at most a twentieth of "
+    "the attention lies.",
     "Queries that find objects look at what tells where a box ends, and at what tells its class. "
     "The table has the share of attention inside the box beside the share of the image that the "
     "box covers: attention without any aim has the same share in both.",
