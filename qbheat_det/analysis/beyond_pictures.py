@@ -7,6 +7,7 @@ Images here are (H, W, 3) uint8 RGB.
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import cv2
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from qbheat_det.modeling.pretrain import patchify, unpatchify
 
 from .beyond_the_frame import continue_map, decode_map, frame_image
-from .detection_pictures import BACKGROUND, RGBImage
+from .detection_pictures import HEADING, RGBImage
 from .reconstruction_views import to_rgb
 
 
@@ -52,9 +53,9 @@ def draw_beyond(
     generators: Mapping[str, Tensor],
     *,
     margin: int,
-    canvas: int,
     stride: int,
     pixel_format: str,
+    side: int = 240,
 ) -> list[RGBImage]:
     """Returns each image in its frame, and around it what its features become.
 
@@ -64,23 +65,26 @@ def draw_beyond(
         z: (N, G, G, C), their features.
         generators: as of ``continue_map``.
         margin: positions around the frame that are drawn.
-        canvas: positions around the frame that the picture has, at least ``margin``.
         stride: as of ``continue_map``.
         pixel_format: of the model's channels.
+        side: of the pictures, in pixels: the wider the margin, the smaller the image in it.
 
     Returns:
-        N pictures, of G + 2 canvas patches a side.
+        N pictures; where there is a margin, a line is drawn around the image.
     """
     size, patch = model.decoder.grid_size, model.decoder.patch_size
     large = continue_map(z.cpu(), generators, margin, stride=stride).to(z.device)
     true = patchify(images, patch).unflatten(1, (size, size))
     patches = frame_image(true, decode_map(large, model.decoder, size), model.loss.restore)
     pixels = unpatchify(patches.flatten(1, 2), patch) * model.pixel_std + model.pixel_mean
-    side, border = (size + 2 * canvas) * patch, (canvas - margin) * patch
+    before = pixels.shape[-1]
+    start, end = (round(side * at / before) for at in (margin * patch, before - margin * patch))
     pictures = []
     for image in torch.unbind(pixels):
-        picture = np.full((side, side, 3), BACKGROUND, dtype=np.uint8)
-        inside = slice(border, side - border)
-        picture[inside, inside] = np.rint(np.clip(to_rgb(image, pixel_format), 0, 255))
-        pictures.append(picture)
+        whole = np.rint(np.clip(to_rgb(image, pixel_format), 0, 255)).astype(np.uint8)
+        way = cv2.INTER_AREA if before > side else cv2.INTER_CUBIC
+        picture = cv2.resize(whole, (side, side), interpolation=way)
+        if margin:
+            picture = cv2.rectangle(picture, (start - 1, start - 1), (end, end), HEADING, 1)
+        pictures.append(np.asarray(picture, dtype=np.uint8))
     return pictures

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure
 
+_DECADE = 15  # below it, powers of ten alone would say too little
+
 
 def plot_over_distance(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
@@ -32,10 +34,20 @@ def plot_over_distance(
         axes.plot(x, y, label=name, lw=1.6, ms=3.5, **style)  # type: ignore[arg-type]
     axes.axhline(level, color=INK[theme], lw=1, ls="--", label=level_label)
     axes.set_yscale("log")
-    axes.tick_params(which="minor", length=0)
-    axes.set_title(title, fontsize=10, loc="left")
+    # Plain numbers, between powers of ten too.
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}" if _spans_little(curves) else "")
+    axes.tick_params(
+        axis="y", which="both", length=0, labelsize=9, colors=axes.yaxis.label.get_color()
+    )
+    axes.set_title(title, fontsize=10, loc="left", color=INK[theme])
     axes.set_xlabel("distance, sides of the image")
     axes.set_ylabel(label)
     axes.grid(color=LINE[theme])
     axes.legend(frameon=False, labelcolor=INK[theme], fontsize=8)
     return encode(figure, theme, format)
+
+
+def _spans_little(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> bool:
+    values = [value for _, y in curves.values() for value in y if value > 0]
+    return bool(values) and max(values) < _DECADE * min(values)

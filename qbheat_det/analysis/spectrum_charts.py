@@ -2,6 +2,8 @@
 """The spectrum of the linear models of QB-Heat as charts, after Fig. 7 of arXiv:2211.13228."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,6 +28,7 @@ def plot_spectrum(
     spectrum: Spectrum,
     control: Spectrum | None = None,
     *,
+    untrained: Spectrum | None = None,
     theme: Theme = "light",
     format: Format = "svg",
 ) -> bytes:
@@ -33,7 +36,8 @@ def plot_spectrum(
 
     Args:
         spectrum: of the learned matrices.
-        control: of untrained ones; drawn in grey.
+        control: of rotated ones; drawn in grey.
+        untrained: of random ones of the same size; drawn thin, in the colour of the axes.
         theme: of the page.
         format: of the file.
     """
@@ -46,9 +50,10 @@ def plot_spectrum(
     )
     for index, scale in enumerate(spectrum.scales):
         axes = figure.add_subplot(1, panels, index + 1)
-        _draw_magnitudes(axes, spectrum, control, scale, theme)
+        _draw_magnitudes(axes, spectrum, _list_controls(control, untrained, theme), scale, theme)
     if len(spectrum.scales) == 2:
-        _draw_across_scales(figure.add_subplot(1, panels, panels), spectrum, control, theme)
+        controls = _list_controls(control, untrained, theme)
+        _draw_across_scales(figure.add_subplot(1, panels, panels), spectrum, controls, theme)
     return encode(figure, theme, format)
 
 
@@ -76,7 +81,9 @@ def plot_eigenvalues(
         axes.axvline(0, color=INK[theme], lw=0.8)
         axes.axhline(0, color=INK[theme], lw=0.8)
         axes.set_aspect("equal", adjustable="datalim")
-        axes.set_title(f"{scale}, Δx = {figures.offset:g} W", fontsize=10, loc="left")
+        axes.set_title(
+            f"{scale}, Δx = {figures.offset:g} W", fontsize=10, loc="left", color=INK[theme]
+        )
         axes.set_xlabel("real part, per side of the image")
         axes.set_ylabel("imaginary part")
         axes.grid(color=LINE[theme])
@@ -103,7 +110,7 @@ def plot_energy_ratios(
     for (name, (x, y)), style in zip(ratios.items(), list_styles(theme, len(ratios)), strict=True):
         axes.plot(x, y, label=name, lw=1.6, ms=4.5, **style)  # type: ignore[arg-type]
     axes.axhline(1, color=INK[theme], lw=0.8)
-    axes.set_title("Energy of A over that of B", fontsize=10, loc="left")
+    axes.set_title("Energy of A over that of B", fontsize=10, loc="left", color=INK[theme])
     axes.set_xlabel(x_label)
     axes.set_ylabel("E(A) / E(B)")
     axes.grid(color=LINE[theme])
@@ -111,19 +118,41 @@ def plot_energy_ratios(
     return encode(figure, theme, format)
 
 
+@dataclass(frozen=True)
+class _Control:
+    """A spectrum to compare with, and how it is drawn."""
+
+    spectrum: Spectrum
+    label: str
+    style: Mapping[str, Any]
+
+
+def _list_controls(
+    rotated: Spectrum | None, untrained: Spectrum | None, theme: Theme
+) -> list[_Control]:
+    found = []
+    if untrained is not None:
+        style = {"color": INK[theme], "alpha": 0.6, "lw": 0.7}
+        found.append(_Control(untrained, "untrained", style))
+    if rotated is not None:
+        style = {"color": list_colors(theme)[-1], "lw": 0.9}
+        found.append(_Control(rotated, "rotated at random", style))
+    return found
+
+
 def _draw_magnitudes(
-    axes: Axes, spectrum: Spectrum, control: Spectrum | None, scale: str, theme: Theme
+    axes: Axes, spectrum: Spectrum, controls: Sequence[_Control], scale: str, theme: Theme
 ) -> None:
     style_axes(axes, theme)
     figures = spectrum.scales[scale]
-    if control is not None:
-        for index, matrix in enumerate(control.scales[scale].matrices.values()):
-            label = "" if index else "rotated at random"
-            axes.plot(matrix.magnitudes.tolist(), color=list_colors(theme)[-1], lw=0.9, label=label)
+    for control in controls:
+        for index, matrix in enumerate(control.spectrum.scales[scale].matrices.values()):
+            label = "" if index else control.label
+            axes.plot(matrix.magnitudes.tolist(), label=label, **control.style)
     for name, color in zip(NAMES, list_colors(theme), strict=False):
         magnitudes = figures.matrices[name].magnitudes.tolist()
         axes.plot(magnitudes, color=color, lw=1.6, label=name)
-    axes.set_title(f"{scale}, Δx = {figures.offset:g} W", fontsize=10, loc="left")
+    axes.set_title(f"{scale}, Δx = {figures.offset:g} W", fontsize=10, loc="left", color=INK[theme])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("eigenvalue, by magnitude")
     axes.set_ylabel("|eigenvalue| of A, B")
@@ -132,27 +161,28 @@ def _draw_magnitudes(
 
 
 def _draw_across_scales(
-    axes: Axes, spectrum: Spectrum, control: Spectrum | None, theme: Theme
+    axes: Axes, spectrum: Spectrum, controls: Sequence[_Control], theme: Theme
 ) -> None:
     style_axes(axes, theme)
     first, second = spectrum.scales
-    colors = list_colors(theme)
-    lines = [(spectrum, name, color) for name, color in zip(NAMES, colors, strict=False)]
-    if control is not None:
-        lines = [(control, name, colors[-1]) for name in NAMES] + lines
+    points = [
+        (control.spectrum, name, control.style, 1.5) for control in controls for name in NAMES
+    ]
+    colors = zip(NAMES, list_colors(theme), strict=False)
+    points += [(spectrum, name, {"color": color}, 2.5) for name, color in colors]
     drawn = False
-    for source, name, color in lines:
+    for source, name, style, size in points:
         x, y = (scale.matrices[name].magnitudes for scale in source.scales.values())
         if float(x.sum()) and float(y.sum()):
             # As pixels: thousands of points would be most of the file.
-            axes.plot(x / x.sum(), y / y.sum(), ".", color=color, ms=2.5, rasterized=True)
+            axes.plot(x / x.sum(), y / y.sum(), ".", ms=size, rasterized=True, **style)
             drawn = True
     if drawn:
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.tick_params(which="minor", length=0)
         axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=INK[theme], lw=0.8)  # where they agree
-    axes.set_title("the scales against each other", fontsize=10, loc="left")
+    axes.set_title("the scales against each other", fontsize=10, loc="left", color=INK[theme])
     axes.set_xlabel(f"{first}: share of its energy")
     axes.set_ylabel(f"{second}: share of its energy")
     axes.grid(color=LINE[theme])

@@ -113,7 +113,7 @@ def see_beyond(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     files: list[str] = []
     for subject in subjects:
         try:
-            models = read_linear_models(subject.weights)
+            models = read_linear_models(subject.weights, subject.label)
             files = files or pick_files([subject], options.num_images, options.images)
             found[subject.label] = _carry(subject, models, files, settings)
         except NothingToSee as reason:
@@ -229,7 +229,6 @@ def _draw_columns(
 ) -> dict[str, list[RGBImage]]:
     """Returns pictures of all images by the title of their column."""
     size = z.shape[1]
-    canvas = max(1, round(size * max(settings.distances)))
 
     def draw(by: Mapping[str, Tensor], margin: int) -> list[RGBImage]:
         return draw_beyond(
@@ -238,16 +237,15 @@ def _draw_columns(
             z,
             by,
             margin=margin,
-            canvas=canvas,
             stride=1 if settings.source == "border" else max(1, round(size * offset)),
             pixel_format=subject.cfg.INPUT.FORMAT,
         )
 
     still = _stand_still(generators)
+    margins = sorted({max(1, round(size * distance)) for distance in settings.distances})
     columns = {"the image": draw(still, 0)}
-    for margin in sorted({max(1, round(size * distance)) for distance in settings.distances}):
-        columns[f"{margin / size:g} W beyond"] = draw(generators, margin)
-    return columns | {"not carried, A = 0": draw(still, canvas)}
+    columns |= {f"{margin / size:g} W beyond": draw(generators, margin) for margin in margins}
+    return columns | {f"A = 0, {margins[-1] / size:g} W": draw(still, margins[-1])}
 
 
 def _stand_still(generators: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,13 +4,14 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
 from qbheat_det.analysis.spectrum_table import Models
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.errors import UserError
-from qbheat_det.modeling.pretrain import HeatPredictor
+from qbheat_det.modeling.pretrain import HeatPredictor, LinearModels
 
 from .refusal import NothingToSee
 
@@ -31,11 +32,12 @@ class Checkpoint:
     steps: int
 
 
-def read_linear_models(path: Path) -> Models:
+def read_linear_models(path: Path, label: str) -> Models:
     """Returns offset and matrices, explicit and implicit ones, of each scale.
 
     Args:
         path: weights of a pre-training by QB-Heat.
+        label: what they are called.
 
     Raises:
         NothingToSee: the file holds no linear models.
@@ -45,14 +47,15 @@ def read_linear_models(path: Path) -> Models:
     state = {key[len(_PREFIX) :]: value for key, value in weights.items() if _is_model(key)}
     if not state:
         raise NothingToSee(
-            f"no linear models of QB-Heat in '{path}': a pre-training by QB-Heat has them, and "
+            f"no linear models of QB-Heat in '{label}': a pre-training by QB-Heat has them, and "
             "backbones, detectors and other objectives do not"
         )
     predictor = _build(state, path)
-    return {
-        scale: (models.offset, {name: m.detach() for name, m in models.matrices().items()})
-        for scale, models in predictor.scales.items()
-    }
+    found: dict[str, tuple[float, dict[str, Tensor]]] = {}
+    for scale, module in predictor.scales.items():
+        models = cast(LinearModels, module)
+        found[scale] = models.offset, {name: m.detach() for name, m in models.matrices().items()}
+    return found
 
 
 def list_checkpoints(folder: Path, number: int) -> list[Checkpoint]:

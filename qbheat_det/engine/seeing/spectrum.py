@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
 from qbheat_det.analysis.charts import Theme
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture
@@ -70,7 +72,7 @@ class Course:
         return {
             f"{steps:,} steps"
             if math.isnan(self.epoch)
-            else f"{steps / self.epoch:.4g} epochs": found
+            else f"{steps / self.epoch:.3g} epochs": found
             for steps, found in self.earlier
         }
 
@@ -100,7 +102,7 @@ def see_spectrum(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     left_out: list[str] = []
     for index, subject in enumerate(subjects, 1):
         try:
-            models = read_linear_models(subject.weights)
+            models = read_linear_models(subject.weights, subject.label)
         except NothingToSee as reason:
             left_out.append(str(reason))
             continue
@@ -114,10 +116,10 @@ def see_spectrum(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
         spectra |= {f"{subject.label}, {row}": found for row, found in course.rows().items()}
         spectra[subject.label] = learned
         spectra |= {f"{subject.label}, {name}": found for name, found in controls.items()}
-        pictures |= _draw(subject.label, learned, controls["rotated"], index)
+        pictures |= _draw(subject.label, learned, controls, index)
         figures[subject.label] = {
             **learned.to_dict(),
-            "controls": {name: found.to_dict() for name, found in controls.items()},
+            "controls": {name: _shorten(found) for name, found in controls.items()},
             "summary": {name: summarize(found) for name, found in
                         {"learned": learned, **controls}.items()},
             "course": [{"steps": steps, **summarize(found)} for steps, found in course.points],
@@ -134,6 +136,17 @@ def see_spectrum(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     )
 
 
+def _shorten(control: Spectrum) -> dict[str, Any]:
+    """Returns figures of a control, of its eigenvalues what is drawn."""
+    content = control.to_dict()
+    for scale, figures in control.scales.items():
+        for name, matrix in figures.matrices.items():
+            found = content["scales"][scale]["matrices"][name]
+            del found["eigenvalues"]
+            found["magnitudes"] = [float(f"{value:.5g}") for value in matrix.magnitudes.tolist()]
+    return content
+
+
 def _follow(subject: Subject, learned: Spectrum, number: int) -> Course:
     """Describes the earlier checkpoints of a run."""
     weights = subject.weights.resolve()
@@ -142,11 +155,11 @@ def _follow(subject: Subject, learned: Spectrum, number: int) -> Course:
     earlier: list[tuple[int, Spectrum]] = []
     epoch = math.nan
     if subject.folder is not None:
-        earlier = [
-            (checkpoint.steps, describe_models(read_linear_models(checkpoint.path)))
-            for checkpoint in list_checkpoints(subject.folder, number)
-            if checkpoint.path.resolve() != weights
-        ]
+        found = list_checkpoints(subject.folder, number)
+        found = [checkpoint for checkpoint in found if checkpoint.path.resolve() != weights]
+        for checkpoint in tqdm(found, desc=f"spectra of {subject.label}", leave=False):
+            models = read_linear_models(checkpoint.path, subject.label)
+            earlier.append((checkpoint.steps, describe_models(models)))
         try:
             solver = subject.cfg.SOLVER
             epoch = solver.MAX_ITER / solver.EPOCHS if solver.EPOCHS else math.nan
@@ -155,20 +168,25 @@ def _follow(subject: Subject, learned: Spectrum, number: int) -> Course:
     return Course(earlier, last, epoch)
 
 
-def _draw(label: str, learned: Spectrum, control: Spectrum, index: int) -> dict[str, Picture]:
+def _draw(
+    label: str, learned: Spectrum, controls: Mapping[str, Spectrum], index: int
+) -> dict[str, Picture]:
     magnitudes = {
         scale: max(float(matrix.magnitudes[0]) for matrix in figures.matrices.values())
         for scale, figures in learned.scales.items()
     }
     largest = ", ".join(f"{value:.2f} at the {scale}" for scale, value in magnitudes.items())
-    light, dark = (plot_spectrum(learned, control, theme=theme) for theme in _THEMES)
+    light, dark = (
+        plot_spectrum(learned, controls["rotated"], untrained=controls["untrained"], theme=theme)
+        for theme in _THEMES
+    )
     plane, dark_plane = (plot_eigenvalues(learned, theme=theme) for theme in _THEMES)
     return {
         f"{index}_magnitudes": Picture(
             light,
             _SVG,
             f"Magnitudes of the eigenvalues of {label}, the largest {largest}",
-            f"{label}: magnitudes of eigenvalues; in grey, the rotated control.",
+            f"{label}: magnitudes of eigenvalues; in grey and thin, the controls.",
             dark,
         ),
         f"{index}_eigenvalues": Picture(
