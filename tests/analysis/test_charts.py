@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Charts: what is read from a run, and that every chart is drawn for both themes."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -8,7 +9,15 @@ import cv2
 import numpy as np
 import pytest
 
-from qbheat_det.analysis.charts import plot_class_ap, plot_curve, read_metrics, select_series
+from qbheat_det.analysis.charts import (
+    Theme,
+    list_colors,
+    list_styles,
+    plot_class_ap,
+    plot_curve,
+    read_metrics,
+    select_series,
+)
 
 METRICS = {"AP": 40.0, "AP50": 60.0, "AP-disc": 70.5, "AP-star": 10.0, "AP-none": math.nan}
 
@@ -59,3 +68,47 @@ def test_levels_are_named_and_change_the_picture() -> None:
     # Matplotlib draws text as paths, and names them in comments.
     assert b"<!-- random -->" in chart
     assert b"<!-- images seen -->" in chart
+
+
+# How people without one kind of cones see linear RGB (Machado et al. 2009, complete loss).
+_SIGHTS = {
+    "all cones": np.eye(3),
+    "no red cones": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                     [-0.003882, -0.048116, 1.051998]],
+    "no green cones": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                       [-0.011820, 0.042940, 0.968881]],
+    "no blue cones": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+                      [0.004733, 0.691367, 0.303900]],
+}  # fmt: skip
+_TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def _to_linear(color: str) -> np.ndarray:
+    values = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def _to_lab(linear: np.ndarray) -> np.ndarray:
+    xyz = _TO_XYZ @ np.clip(linear, 0, 1) / [0.95047, 1.0, 1.08883]
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize(("theme", "page"), [("light", "#ffffff"), ("dark", "#1a1c20")])
+def test_lines_can_be_told_apart_by_everyone_and_from_the_page(theme: Theme, page: str) -> None:
+    colors = list_colors(theme)
+    assert len(colors) == 6
+    for matrix in _SIGHTS.values():
+        seen = [_to_lab(np.array(matrix) @ _to_linear(color)) for color in colors]
+        distances = [np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)]
+        assert min(distances) >= 18
+    ground = _TO_XYZ[1] @ _to_linear(page) + 0.05
+    for color in colors:
+        own = _TO_XYZ[1] @ _to_linear(color) + 0.05
+        assert max(own, ground) / min(own, ground) >= 2.95
+
+
+def test_no_two_of_many_lines_look_alike() -> None:
+    styles = [tuple(style.values()) for style in list_styles("light", 24)]
+    assert len({style[:2] for style in styles}) == 24
+    assert [style[0] for style in styles[:6]] == list_colors("light")
