@@ -266,7 +266,8 @@ def _group(image_ids: Indices) -> dict[int, Indices]:
     """From the image of each entry to the entries of each image, in order."""
     order = np.argsort(image_ids, kind="stable")
     images, starts = np.unique(image_ids[order], return_index=True)
-    return {int(i): part for i, part in zip(images, np.split(order, starts[1:]), strict=True)}
+    ends = np.append(starts, len(order))[1:]
+    return {int(i): order[a:b] for i, a, b in zip(images, starts, ends, strict=True)}
 
 
 def _to_xyxy(boxes: Sequence[Sequence[float]]) -> Array:

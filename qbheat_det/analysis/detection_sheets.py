@@ -86,7 +86,7 @@ def describe_alarm(judged: Judged, detection: int, class_names: Sequence[str]) -
     if near >= 0 and judged.ious[detection] > 0:
         truth = judged.truth.boxes[[near]]
         other = get_class_name(class_names, int(judged.truth.classes[near]))
-        second = f"near a {other}, IoU {judged.ious[detection]:.2f}"
+        second = f"nearest: {other}, IoU {judged.ious[detection]:.2f}"
     elif near >= 0:
         second = "touches no box"
     corners = judged.boxes[detection]

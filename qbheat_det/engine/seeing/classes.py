@@ -16,6 +16,7 @@ from qbheat_det.analysis.confusion_matrix import plot_confusion
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.engine.trainer import Trainer
+from qbheat_det.errors import UserError
 from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
 
 from .last_evaluation import get_last_logged, read_last_evaluation
@@ -49,9 +50,10 @@ class Confusion:
 def see_classes(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     """Draws the confusion matrix of each classifier, on its test set.
 
+    What cannot be judged is named with its reason.
+
     Raises:
-        NothingToSee: none of them is a classifier whose test set is here.
-        UserError: a model cannot be built, or the set is not sound.
+        NothingToSee: there is no classifier whose test set is here, or none can be judged.
     """
     found: dict[str, tuple[Subject, Confusion]] = {}
     left_out = []
@@ -60,7 +62,7 @@ def see_classes(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
             if subject.kind != "classifier":
                 raise NothingToSee(f"'{subject.label}' is no classifier")
             found[subject.label] = subject, _find_confusion(subject)
-        except NothingToSee as reason:
+        except (NothingToSee, UserError) as reason:  # one broken run costs that one alone
             left_out.append(str(reason))
     if not found:
         raise NothingToSee(f"no confusion of classes: {'; '.join(left_out)}")

@@ -87,10 +87,11 @@ def add_detection_flags(parser: argparse.ArgumentParser) -> None:
 def see_detections(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     """Judges the boxes of detectors on their test sets, in common charts where the set is one.
 
-    ``options.images`` is not looked at: judging takes boxes of ground truth.
+    ``options.images`` is not looked at: judging takes boxes of ground truth. What cannot be judged
+    is named with its reason.
 
     Raises:
-        NothingToSee: none of them is a detector whose test set is here.
+        NothingToSee: there is no detector whose test set is here, or none can be judged.
         UserError: the flags do not go together, or what they name is not sound.
     """
     sets, left_out = _gather(subjects, options)
@@ -131,7 +132,7 @@ def _gather(
             boxes, runs = sets.get(str(boxes.json_file.resolve()), (boxes, []))
             runs.append(_judge(subject, boxes, options.extra.get("score")))
             sets[str(boxes.json_file.resolve())] = boxes, runs
-        except NothingToSee as reason:
+        except (NothingToSee, UserError) as reason:  # one broken run costs that one alone
             left_out.append(str(reason))
     return list(sets.values()), left_out
 
