@@ -5,6 +5,7 @@ import argparse
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import multiprocessing
 from qbheat_det.engine.launch import run_distributed
 
 Job = Callable[[argparse.Namespace], Any]
+PRELOADED = ["qbheat_det.engine"]
 
 
 def free_port() -> int:
@@ -48,9 +50,19 @@ def make_args(**values: Any) -> argparse.Namespace:
 def run_in_processes(
     job: Job, args: argparse.Namespace, folder: Path, *, world_size: int = 2
 ) -> list[Any]:
-    """Runs ``job(args)`` through ``run_distributed`` in new processes; their results by rank."""
-    multiprocessing.spawn(
-        _work, nprocs=world_size, args=(job, args, str(folder), world_size, free_port())
+    """Runs ``job(args)`` through ``run_distributed`` in new processes; their results by rank.
+
+    Each has what a started one has and nothing of the tests before: they are forks of a server
+    that has imported the package once and run nothing, for importing takes longer than most jobs.
+    A fork may not use CUDA if its server has asked for devices, so with CUDA each is spawned.
+    """
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.start_processes(
+        _work,
+        nprocs=world_size,
+        args=(job, args, str(folder), world_size, free_port(), dict(os.environ)),
+        start_method=method,
     )
     return [
         torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu")
@@ -59,8 +71,15 @@ def run_in_processes(
 
 
 def _work(
-    rank: int, job: Job, args: argparse.Namespace, folder: str, world_size: int, port: int
+    rank: int,
+    job: Job,
+    args: argparse.Namespace,
+    folder: str,
+    world_size: int,
+    port: int,
+    environment: dict[str, str],
 ) -> None:
-    os.environ.update(torchrun_environment(rank, world_size, port))
+    os.environ.clear()  # the server's own is that of the first test that needed it
+    os.environ.update({**environment, **torchrun_environment(rank, world_size, port)})
     torch.set_num_threads(1)
     torch.save(run_distributed(job, args), Path(folder) / f"{rank}.pt")
