@@ -31,7 +31,7 @@ def plot_correlations(
         theme: of the page.
         format: of the file.
     """
-    figure, axes = start_figure(theme, height=3.8)
+    figure, axes = start_figure(theme, height=3.4 + 0.2 * len(values))
     everything = np.concatenate([np.asarray(found) for found in values.values()])
     edges = np.histogram_bin_edges(everything, bins=_BINS)
     *colors, grey = list_colors(theme)
@@ -48,7 +48,7 @@ def plot_correlations(
     # Below the axes, since a histogram fills them wherever it likes.
     figure.legend(loc="outside lower center", frameon=False, labelcolor=INK[theme], fontsize=8)
     axes.set_ylim(bottom=0)
-    axes.set_title("Spatial correlation of feature maps", fontsize=10, loc="left")
+    axes.set_title("Spatial correlation of feature maps", fontsize=10, loc="left", color=INK[theme])
     axes.set_xlabel("mean |correlation| between two positions (0: unrelated, 1: the same)")
     axes.set_ylabel("images (%)")
     axes.grid(color=LINE[theme])

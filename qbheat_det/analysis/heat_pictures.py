@@ -102,7 +102,9 @@ def plot_agreements(
     panels = figure.subplots(1, 2, sharey=True)
     _draw_marks(panels[0], agreements, "correlation", theme)
     _draw_marks(panels[1], agreements, "relative_error", theme)
-    panels[0].set_title("CAM and what is made of its border", fontsize=10, loc="left")
+    panels[0].set_title(
+        "CAM and what is made of its border", fontsize=10, loc="left", color=INK[theme]
+    )
     panels[0].set_xlabel("correlation inside (1: the same shape)")
     panels[1].set_xlabel("relative error inside (1: as the map's mean)")
     panels[0].set_yticks(range(len(LABELS)), LABELS.values())

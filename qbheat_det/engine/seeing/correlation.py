@@ -2,11 +2,14 @@
 """The sight "correlation": how much the positions of an encoder's map say the same (Fig. 12)."""
 
 import argparse
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 from detectron2.modeling import Backbone
+from fvcore.nn.precise_bn import BN_MODULE_TYPES
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.analysis.correlation_chart import plot_correlations
@@ -17,12 +20,20 @@ from qbheat_det.checkpoint import info_of
 from qbheat_det.engine.looking import undisturbed
 from qbheat_det.engine.pretraining_looks import CORRELATED_IMAGES
 from qbheat_det.engine.probed_backbones import find_feature
+from qbheat_det.engine.recalibrate import recalibrate_bn
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import batch_images, count_batches, crop_squares, find_encoder, pick_files
+from .same_pictures import (
+    Entries,
+    batch_images,
+    count_batches,
+    crop_squares,
+    find_encoder,
+    pick_files,
+)
 from .subject import Subject
 
 _PAPER_SIZE = 224
@@ -36,16 +47,30 @@ _HOW_TO_READ = (
     "An untrained encoder is the control: correlation that it has as well was not learned. "
     "Different maps, or images of different size, are not comparable.",
 )
+_ABOUT_CONTROLS = (
+    "The BatchNorms of an untrained encoder hold statistics of no image, behind which all "
+    "positions may look alike, whatever its weights. The chart has it with the statistics of these "
+    "images; the table has both."
+)
 
 
 @dataclass(frozen=True)
 class _Correlated:
-    """Of one subject: the map, spatial correlation of each image, whether it is untrained."""
+    """Of one subject: the map, spatial correlation of each image, whether it is untrained.
+
+    Of an untrained one also with statistics of BatchNorm from these images, if it has BatchNorms.
+    """
 
     map: str
     channels: int
     values: list[float]
     is_control: bool
+    with_statistics: list[float]
+
+    @property
+    def drawn(self) -> list[float]:
+        """The values of the chart."""
+        return self.with_statistics or self.values
 
 
 def add_correlation_flags(parser: argparse.ArgumentParser) -> None:
@@ -93,24 +118,43 @@ def see_correlation(subjects: Sequence[Subject], options: SightOptions) -> Exhib
             left_out.append(str(reason))
     if not found:
         raise NothingToSee(f"no spatial correlation: {'; '.join(left_out)}")
-    summaries = {label: summarize_correlation(one.values) for label, one in found.items()}
-    figures = {
-        label: {"map": one.map, "is_control": one.is_control, **summaries[label]}
-        for label, one in found.items()
-    }
-    rows = [
-        (label, f"{one.map}, {one.channels} channels", f"{summaries[label]['mean']:.3f}",
-         f"{summaries[label]['deviation']:.3f}", "untrained" if one.is_control else "")
-        for label, one in found.items()
-    ]  # fmt: skip
     return Exhibit(
         "correlation",
         "Spatial correlation of feature maps",
         _explain(found, size, left_out),
-        {"histograms": _draw(found, summaries)},
-        {"images": files, "size": size, "subjects": figures, "left_out": left_out},
-        Table(("Run", "map", "mean", "standard deviation", "control"), rows),
+        {"histograms": _draw(found)},
+        {
+            "images": files,
+            "size": size,
+            "subjects": {label: _list_figures(one) for label, one in found.items()},
+            "left_out": left_out,
+        },
+        _tabulate(found),
     )
+
+
+def _list_figures(one: _Correlated) -> dict[str, Any]:
+    anew = one.with_statistics
+    return {
+        "map": one.map,
+        "is_control": one.is_control,
+        **summarize_correlation(one.values),
+        **({"with_statistics_of_images": summarize_correlation(anew)} if anew else {}),
+    }
+
+
+def _tabulate(found: dict[str, _Correlated]) -> Table:
+    rows = []
+    for label, one in found.items():
+        kinds = [(label, one.values)]
+        if one.with_statistics:
+            kinds.append((f"{label}, BatchNorm of these images", one.with_statistics))
+        for name, values in kinds:
+            summary = summarize_correlation(values)
+            what = f"{one.map}, {one.channels} channels"
+            figures = (f"{summary['mean']:.3f}", f"{summary['deviation']:.3f}")
+            rows.append((name, what, *figures, "untrained" if one.is_control else ""))
+    return Table(("Run", "map", "mean", "standard deviation", "control"), rows)
 
 
 def _correlate(
@@ -119,6 +163,20 @@ def _correlate(
     encoder = find_encoder(subject.model)
     name = _find_map(subject, encoder, wanted)
     entries = crop_squares(subject.cfg, files, size)
+    untrained = _is_untrained(subject)
+    values = _measure(subject, encoder, name, entries)
+    anew: list[float] = []
+    if untrained and any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules()):
+        copied = copy.deepcopy(encoder)
+        cfg = subject.cfg.MODEL
+        images = [entry["image"] for entry in entries]
+        recalibrate_bn(copied, images, pixel_mean=cfg.PIXEL_MEAN, pixel_std=cfg.PIXEL_STD)
+        anew = _measure(subject, copied, name, entries)
+    channels = int(encoder.output_shape()[name].channels or 0)
+    return _Correlated(name, channels, values, untrained, anew)
+
+
+def _measure(subject: Subject, encoder: Backbone, name: str, entries: Entries) -> list[float]:
     batches = tqdm(
         batch_images(subject.model, entries),
         total=count_batches(entries),
@@ -127,13 +185,11 @@ def _correlate(
         delay=_DELAY,
         leave=False,
     )
-    channels = int(encoder.output_shape()[name].channels or 0)
     with undisturbed(encoder):
         try:
-            values = correlate_images(encoder, name, batches)
+            return correlate_images(encoder, name, batches)
         except ValueError as error:
-            raise NothingToSee(f"'{subject.label}' at {size} pixels: {error}") from error
-    return _Correlated(name, channels, values, _is_untrained(subject))
+            raise NothingToSee(f"'{subject.label}': {error}") from error
 
 
 def _find_map(subject: Subject, encoder: Backbone, wanted: str | None) -> str:
@@ -166,6 +222,8 @@ def _explain(found: dict[str, _Correlated], size: int, left_out: Sequence[str]) 
     ]
     if len({(one.map, one.channels) for one in found.values()}) > 1:
         paragraphs.append("The encoders' maps differ, see the table: --map NAME takes one of all.")
+    if any(one.with_statistics for one in found.values()):
+        paragraphs.append(_ABOUT_CONTROLS)
     if not any(one.is_control for one in found.values()):
         paragraphs.append("There is no untrained encoder among the runs to compare with.")
     if left_out:
@@ -173,12 +231,13 @@ def _explain(found: dict[str, _Correlated], size: int, left_out: Sequence[str]) 
     return paragraphs
 
 
-def _draw(found: dict[str, _Correlated], summaries: dict[str, dict[str, Any]]) -> Picture:
-    values = {label: one.values for label, one in found.items()}
+def _draw(found: dict[str, _Correlated]) -> Picture:
+    values = {label: one.drawn for label, one in found.items()}
     controls = {label for label, one in found.items() if one.is_control}
     light = plot_correlations(values, controls=controls, theme="light")
     dark = plot_correlations(values, controls=controls, theme="dark")
-    means = "; ".join(f"{label} has a mean of {one['mean']:.3f}"
-                      for label, one in summaries.items())  # fmt: skip
+    means = "; ".join(
+        f"{label} has a mean of {fmean(drawn):.3f}" for label, drawn in values.items()
+    )
     alt = f"Histograms of spatial correlation over images: {means}"
     return Picture(light, "image/svg+xml", alt, "Triangles are means.", dark)

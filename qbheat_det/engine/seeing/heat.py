@@ -24,7 +24,7 @@ from qbheat_det.modeling.meta_arch import ImageClassifier
 
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import batch_images, count_batches, crop_squares, pick_files
+from .same_pictures import batch_images, count_batches, crop_squares, name_kinds, pick_files
 from .subject import Subject
 
 _STUDIED = 64
@@ -70,6 +70,13 @@ def add_heat_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"images that figures are taken over, the drawn ones among them (default: {_STUDIED})",
     )
+    parser.add_argument(
+        "--heat-size",
+        type=int,
+        metavar="S",
+        help="side of the images in pixels; twice as large, the maps have four times the positions "
+        "(default: that of the run)",
+    )
 
 
 def see_heat(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
@@ -81,15 +88,19 @@ def see_heat(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
         UserError: a classifier does not know the class.
     """
     found: dict[str, _Heated] = {}
-    left_out: list[str] = []
+    left_out = [
+        f"{others} have no class activation, which takes a classifier"
+        for others in name_kinds(subjects, "classifier")
+    ]
     files: list[str] = []
     number = max(options.num_images, int(options.extra.get("heat_images", _STUDIED)))
     for subject in subjects:
+        if subject.kind != "classifier":
+            continue
         try:
             model = _find_classifier(subject)
             files = files or pick_files(subjects, number, options.images)
-            wanted = options.extra.get("heat_class")
-            found[subject.label] = _heat(subject, model, files, wanted, options.seed)
+            found[subject.label] = _heat(subject, model, files, options)
         except NothingToSee as reason:
             left_out.append(str(reason))
     if not found:
@@ -123,9 +134,6 @@ def _find_classifier(subject: Subject) -> ImageClassifier:
     Raises:
         NothingToSee: its model has no class activation maps.
     """
-    if subject.kind != "classifier":
-        raise NothingToSee(f"'{subject.label}' is a {subject.kind}, which has no class activation "
-                           "map: that takes a trained classifier")  # fmt: skip
     model = subject.model
     if not isinstance(model, ImageClassifier) or not isinstance(model.decoder, LinearDecoder):
         raise NothingToSee(
@@ -136,11 +144,14 @@ def _find_classifier(subject: Subject) -> ImageClassifier:
 
 
 def _heat(
-    subject: Subject, model: ImageClassifier, files: Sequence[str], wanted: str | None, seed: int
+    subject: Subject, model: ImageClassifier, files: Sequence[str], options: SightOptions
 ) -> _Heated:
+    wanted, size = options.extra.get("heat_class"), options.extra.get("heat_size")
+    if size is not None and size < 1:
+        raise UserError(f"--heat-size is at least 1, not {size}")
     names = [str(name) for name in subject.cfg.MODEL.CLASS_NAMES]
     chosen = None if wanted is None else _find_class(subject, names, model.num_classes, wanted)
-    entries = crop_squares(subject.cfg, files)
+    entries = crop_squares(subject.cfg, files, size)
     batches = tqdm(
         batch_images(model, entries), total=count_batches(entries), unit="batch",
         desc=f"class activation, {subject.label}", delay=_DELAY, leave=False,
@@ -154,7 +165,7 @@ def _heat(
         ]
     maps = [one.double().cpu().numpy() for batch in activations for one in batch.maps]
     try:
-        studies = [study_map(one, seed=seed) for one in maps]
+        studies = [study_map(one, seed=options.seed) for one in maps]
     except ValueError as error:
         raise NothingToSee(f"'{subject.label}': {error}") from error
     classes = _join(activations, "classes")

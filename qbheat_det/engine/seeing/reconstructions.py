@@ -19,14 +19,14 @@ from qbheat_det.engine.looking import undisturbed
 
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import crop_squares, pick_files
+from .same_pictures import crop_squares, name_kinds, pick_files
 from .subject import Subject
 
 _HOW_TO_READ = (
     "Grey is what the encoder never sees. From a corner, QB-Heat predicts the features of the "
     "three other quarters by linear maps of those of the visible one (Fig. 2 and 4 of the "
-    "paper, Eq. 5), and a decoder makes pixels of them; from the centre, those of the twelve blocks around it. "
-    "What was visible is shown as it is; the rest is made.",
+    "paper, Eq. 5), and a decoder makes pixels of them; from the centre, those of the twelve "
+    "blocks around it. What was visible is shown as it is; the rest is made.",
     "Losses are squared errors of the patches that the run's loss counts. Where patches are "
     "normalised (the default), predicting zero costs about 1 and ridge regression from the visible "
     "pixels is the mark to beat: tools/reconstruction_baselines.py measures it on your data.",
@@ -73,11 +73,12 @@ def _reconstruct_all(
     subjects: Sequence[Subject], options: SightOptions
 ) -> tuple[dict[str, ReconstructedViews], list[str], list[str]]:
     made: dict[str, ReconstructedViews] = {}
-    left_out: list[str] = []
+    left_out = [
+        f"{others} reconstruct no pixels" for others in name_kinds(subjects, "pretraining")
+    ]
     files: list[str] = []
     for subject in subjects:
         if subject.kind != "pretraining":
-            left_out.append(f"'{subject.label}' is a {subject.kind}, which reconstructs no pixels")
             continue
         try:
             model = subject.model

@@ -18,9 +18,14 @@ from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
 from qbheat_det.engine.spread_images import read_spread
 
 from .refusal import NothingToSee
-from .subject import Subject
+from .subject import Kind, Subject
 
 _BATCH_SIZE = 32
+_KINDS: dict[Kind, str] = {
+    "pretraining": "pre-training",
+    "detector": "detection",
+    "classifier": "classification",
+}
 
 Entries = list[dict[str, Any]]
 
@@ -72,6 +77,15 @@ def batch_images(model: nn.Module, entries: Entries) -> Iterator[Tensor]:
     for start in range(0, len(entries), _BATCH_SIZE):
         images = torch.stack([entry["image"] for entry in entries[start : start + _BATCH_SIZE]])
         yield (images.to(mean.device) - mean) / deviation
+
+
+def name_kinds(subjects: Sequence[Subject], seen: Kind) -> list[str]:
+    """Returns the labels of subjects, with what they are for, of each kind but the one seen."""
+    others: dict[Kind, list[str]] = {}
+    for subject in subjects:
+        if subject.kind != seen:
+            others.setdefault(subject.kind, []).append(f"'{subject.label}'")
+    return [f"{', '.join(labels)} ({_KINDS[kind]})" for kind, labels in others.items()]
 
 
 def count_batches(entries: Entries) -> int:
