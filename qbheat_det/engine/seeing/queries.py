@@ -96,10 +96,10 @@ def see_queries(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
 
 
 def _find_detector(subject: Subject) -> MFDETR:
-    if subject.cfg.MODEL.META_ARCHITECTURE != "MFDETR":
+    name = subject.cfg.MODEL.META_ARCHITECTURE
+    if name != "MFDETR":
         raise NothingToSee(
-            f"'{subject.label}' is a {subject.cfg.MODEL.META_ARCHITECTURE}, and object queries are "
-            "MF-DETR's"
+            f"'{subject.label}' is of architecture {name}, and object queries are MF-DETR's"
         )
     model = subject.model
     assert isinstance(model, MFDETR)
