@@ -70,8 +70,11 @@ def plot_eigenvalues(
         theme: of the page.
         format: of the file.
     """
-    figure = Figure(figsize=(_WIDTH * len(spectrum.scales), _HEIGHT + 0.3))
-    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    width = _WIDTH * len(spectrum.scales)
+    figure = Figure(figsize=(width, _HEIGHT + 0.3))
+    figure.subplots_adjust(
+        left=0.65 / width, right=1 - 0.12 / width, bottom=0.15, top=0.92, wspace=0.28
+    )
     for index, (scale, figures) in enumerate(spectrum.scales.items()):
         axes = figure.add_subplot(1, len(spectrum.scales), index + 1)
         style_axes(axes, theme)

@@ -133,7 +133,7 @@ def see_beyond(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
         name="beyond",
         title="What lies outside the picture",
         explanation=_explain(settings, left_out),
-        pictures={**pictures, **_draw_charts(found)},
+        pictures={**pictures, **draw_charts(found)},
         figures={
             "images": files,
             "generator": _ORDERS[settings.generator],
@@ -274,7 +274,7 @@ def _compare_ways(generators: Mapping[str, Tensor], offset: float) -> dict[str, 
     return found
 
 
-def _draw_charts(found: Mapping[str, Carried]) -> dict[str, Picture]:
+def draw_charts(found: Mapping[str, Carried]) -> dict[str, Picture]:
     """Draws growth and error over the distance: the directions of one, the means of several."""
     growth: dict[str, tuple[list[float], list[float]]] = {}
     error: dict[str, tuple[list[float], list[float]]] = {}

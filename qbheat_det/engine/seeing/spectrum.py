@@ -70,9 +70,9 @@ class Course:
     def rows(self) -> dict[str, Spectrum]:
         """Returns the earlier ones by the names of their rows."""
         return {
-            f"{steps:,} steps"
+            f"step {steps:,}"
             if math.isnan(self.epoch)
-            else f"{steps / self.epoch:.3g} epochs": found
+            else f"epoch {steps / self.epoch:.3g}": found
             for steps, found in self.earlier
         }
 
