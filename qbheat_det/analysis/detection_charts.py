@@ -8,7 +8,17 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure, style_axes
+from .charts import (
+    INK,
+    LINE,
+    Format,
+    Theme,
+    encode,
+    list_colors,
+    list_styles,
+    start_figure,
+    style_axes,
+)
 from .detection_scores import DRAWN_IOUS, SIZES, DetectionScores, average_over_classes
 
 Array = npt.NDArray[np.float64]
@@ -21,7 +31,6 @@ MOST_PANELS = 24
 _PANEL_COLUMNS, _PANEL_HEIGHT = 3, 1.75  # inches
 _THICKNESS = 0.8  # of all bars of one group
 _NUMBERED = 3  # runs whose bars have room for a number
-_STYLES = ("-", "--", ":", "-.")
 _LONGEST = 24  # letters of a name
 
 
@@ -181,8 +190,8 @@ def _start_panels(*, height: float) -> Figure:
 def _draw_curve(
     axes: Axes, recall: Array, precision: Array, index: int, name: str, theme: Theme
 ) -> None:
-    color, _ = _look(index, theme)
-    style = _STYLES[index // len(list_colors(theme)) % len(_STYLES)]
+    look = list_styles(theme, index + 1)[index]
+    color, style = look["color"], look["linestyle"]  # a marker at each recall would hide the line
     axes.plot(recall, precision, label=_short(name), color=color, lw=1.5, ls=style)
 
 

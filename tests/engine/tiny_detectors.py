@@ -26,7 +26,7 @@ class ChannelProbe(nn.Module):
         for record in inputs:
             found = Instances((record["height"], record["width"]))
             found.pred_boxes = Boxes(torch.tensor([[0, 0, record["width"] / 2, record["height"]]]))
-            found.scores = record["image"][:1].mean()[None] / 255 * self.scale
+            found.scores = record["image"][:1].float().mean()[None] / 255 * self.scale
             found.pred_classes = torch.tensor([1])
             outputs.append({"instances": found})
         return outputs
