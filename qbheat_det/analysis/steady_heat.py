@@ -94,7 +94,7 @@ class Agreement:
     """How near one map comes to another, over the positions that are compared.
 
     Attributes:
-        correlation: Pearson's, in [-1, 1]; None where either map is constant.
+        correlation: Pearson's, in [-1, 1]; None where either map is constant, or nothing compared.
         relative_error: ‖made - true‖ / ‖true - mean of true‖: 0 for the same map, 1 for what the
             mean alone would give; None where the true map is constant.
     """
@@ -110,6 +110,8 @@ class Agreement:
 def compare_maps(made: npt.ArrayLike, true: npt.ArrayLike, where: BoolMap) -> Agreement:
     """Compares maps (H, W) at the positions of ``where`` (H, W)."""
     first, second = (np.asarray(values, dtype=np.float64)[where] for values in (made, true))
+    if not first.size:
+        return Agreement(None, None)
     deviations = first - first.mean(), second - second.mean()
     norms = [float(np.linalg.norm(values)) for values in deviations]
     vary = [

@@ -39,3 +39,22 @@ def test_a_sheet_has_a_row_for_each_image_and_a_column_for_each_title() -> None:
     assert len(np.unique(sheet[:top])) > 2  # letters
     with pytest.raises(ValueError, match="equally many"):
         draw_sheet({"a": [paint(1)], "b": []})
+
+
+def test_names_stand_in_a_column_of_their_own_and_fit_it() -> None:
+    pictures = [np.full((50, 50, 3), value, dtype=np.uint8) for value in (10, 20)]
+    plain = draw_sheet({"input": pictures}, min_side=100)
+    named = draw_sheet(
+        {"input": pictures}, names=["short", "a/long name/of-an-unbroken-checkpoint"], min_side=100
+    )
+    assert named.shape == (plain.shape[0], 2 * 100 + 6, 3)
+    top = named.shape[0] - 206
+    np.testing.assert_array_equal(named[top:, 106:], plain[top:])
+    for row in range(2):
+        cell = named[top + 106 * row : top + 106 * row + 100, :100]
+        background = cell[0, 0]
+        assert (cell != background).any()
+        for edge in (cell[:, 0], cell[:, -1], cell[0], cell[-1]):
+            np.testing.assert_array_equal(edge, np.broadcast_to(background, edge.shape))
+    with pytest.raises(ValueError, match="1 names do not go with 2 rows"):
+        draw_sheet({"input": pictures}, names=["alone"])

@@ -148,3 +148,5 @@ def test_a_peak_inside_is_met_only_with_a_source_there() -> None:
     assert source.correlation is not None
     assert source.correlation > 0.95
     assert set(study.to_dict()) == {"source", *study.agreements}
+    smallest = study_map(np.eye(3)).agreements["with_source"]  # the source is all of its inside
+    assert (smallest.correlation, smallest.relative_error) == (None, None)

@@ -37,6 +37,7 @@ from .same_pictures import (
 from .subject import Subject
 
 _PAPER_SIZE = 224
+_ANEW = ", BatchNorm of these images"
 _DELAY = 2.0  # seconds without a bar
 _HOW_TO_READ = (
     "Of each image, the encoder's map is taken as one vector of channels a position; its spatial "
@@ -148,7 +149,7 @@ def _tabulate(found: dict[str, _Correlated]) -> Table:
     for label, one in found.items():
         kinds = [(label, one.values)]
         if one.with_statistics:
-            kinds.append((f"{label}, BatchNorm of these images", one.with_statistics))
+            kinds.append((f"{label}{_ANEW}", one.with_statistics))
         for name, values in kinds:
             summary = summarize_correlation(values)
             what = f"{one.map}, {one.channels} channels"
@@ -232,8 +233,11 @@ def _explain(found: dict[str, _Correlated], size: int, left_out: Sequence[str]) 
 
 
 def _draw(found: dict[str, _Correlated]) -> Picture:
-    values = {label: one.drawn for label, one in found.items()}
-    controls = {label for label, one in found.items() if one.is_control}
+    names = {
+        label: f"{label}{_ANEW}" if one.with_statistics else label for label, one in found.items()
+    }
+    values = {names[label]: one.drawn for label, one in found.items()}
+    controls = {names[label] for label, one in found.items() if one.is_control}
     light = plot_correlations(values, controls=controls, theme="light")
     dark = plot_correlations(values, controls=controls, theme="dark")
     means = "; ".join(
