@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -37,7 +36,7 @@ def plot_spectrum(
     Args:
         spectrum: of the learned matrices.
         control: of rotated ones; drawn in grey.
-        untrained: of random ones of the same size; drawn thin, in the colour of the axes.
+        untrained: of random ones of the same size; dotted.
         theme: of the page.
         format: of the file.
     """
@@ -123,11 +122,12 @@ def plot_energy_ratios(
 
 @dataclass(frozen=True)
 class _Control:
-    """A spectrum to compare with, and how it is drawn."""
+    """A spectrum to compare with, and how its lines are drawn."""
 
     spectrum: Spectrum
     label: str
-    style: Mapping[str, Any]
+    color: str
+    dash: str
 
 
 def _list_controls(
@@ -135,11 +135,9 @@ def _list_controls(
 ) -> list[_Control]:
     found = []
     if untrained is not None:
-        style = {"color": INK[theme], "alpha": 0.6, "lw": 0.7}
-        found.append(_Control(untrained, "untrained", style))
+        found.append(_Control(untrained, "untrained", INK[theme], ":"))
     if rotated is not None:
-        style = {"color": list_colors(theme)[-1], "lw": 0.9}
-        found.append(_Control(rotated, "rotated at random", style))
+        found.append(_Control(rotated, "rotated at random", list_colors(theme)[-1], "-"))
     return found
 
 
@@ -151,7 +149,9 @@ def _draw_magnitudes(
     for control in controls:
         for index, matrix in enumerate(control.spectrum.scales[scale].matrices.values()):
             label = "" if index else control.label
-            axes.plot(matrix.magnitudes.tolist(), label=label, **control.style)
+            axes.plot(
+                matrix.magnitudes.tolist(), control.dash, label=label, color=control.color, lw=0.9
+            )
     for name, color in zip(NAMES, list_colors(theme), strict=False):
         magnitudes = figures.matrices[name].magnitudes.tolist()
         axes.plot(magnitudes, color=color, lw=1.6, label=name)
@@ -169,16 +169,16 @@ def _draw_across_scales(
     style_axes(axes, theme)
     first, second = spectrum.scales
     points = [
-        (control.spectrum, name, control.style, 1.5) for control in controls for name in NAMES
+        (control.spectrum, name, control.color, 1.5) for control in controls for name in NAMES
     ]
     colors = zip(NAMES, list_colors(theme), strict=False)
-    points += [(spectrum, name, {"color": color}, 2.5) for name, color in colors]
+    points += [(spectrum, name, color, 2.5) for name, color in colors]
     drawn = False
-    for source, name, style, size in points:
+    for source, name, color, size in points:
         x, y = (scale.matrices[name].magnitudes for scale in source.scales.values())
         if float(x.sum()) and float(y.sum()):
             # As pixels: thousands of points would be most of the file.
-            axes.plot(x / x.sum(), y / y.sum(), ".", ms=size, rasterized=True, **style)
+            axes.plot(x / x.sum(), y / y.sum(), ".", ms=size, rasterized=True, color=color)
             drawn = True
     if drawn:
         axes.set_xscale("log")

@@ -186,7 +186,8 @@ def _draw(
             light,
             _SVG,
             f"Magnitudes of the eigenvalues of {label}, the largest {largest}",
-            f"{label}: magnitudes of eigenvalues; in grey and thin, the controls.",
+            f"{label}: magnitudes of eigenvalues; grey is the rotated control, dotted the "
+            "untrained one.",
             dark,
         ),
         f"{index}_eigenvalues": Picture(
