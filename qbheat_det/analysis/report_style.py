@@ -21,6 +21,7 @@ body {
   margin: 0; background: var(--page); color: var(--ink);
   font: 1rem/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
   -webkit-text-size-adjust: 100%;
+  overflow-wrap: anywhere;
 }
 main { max-width: 70rem; margin: 0 auto; padding: clamp(1.5rem, 5vw, 4rem) clamp(1rem, 4vw, 2rem); }
 h1 {
@@ -65,6 +66,7 @@ figcaption { padding: 0.65rem 0.9rem; color: var(--quiet); font-size: 0.875rem; 
 .scroll { overflow-x: auto; margin: 1.25rem 0; }
 table { border-collapse: collapse; min-width: min(100%, 24rem); font-size: 0.95rem; }
 th, td {
+  overflow-wrap: normal;
   padding: 0.5rem 1.5rem 0.5rem 0; text-align: right; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums;
 }

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import cv2
@@ -11,6 +12,7 @@ import pytest
 
 from qbheat_det.analysis.charts import (
     Theme,
+    darken,
     list_colors,
     list_styles,
     plot_class_ap,
@@ -112,3 +114,17 @@ def test_no_two_of_many_lines_look_alike() -> None:
     styles = [tuple(style.values()) for style in list_styles("light", 24)]
     assert len({style[:2] for style in styles}) == 24
     assert [style[0] for style in styles[:6]] == list_colors("light")
+
+
+def test_a_darkened_chart_is_the_one_drawn_for_a_dark_page() -> None:
+    def bare(chart: bytes) -> bytes:  # names of shapes are drawn at random, and there is a date
+        chart = re.sub(rb'(id="|href="#|url\(#)[^")]*', b"", chart)
+        return re.sub(rb"<dc:date>.*?</dc:date>", b"", chart)
+
+    lines = {f"run {index}": [1.0 + index, 2.0] for index in range(6)}
+    light, dark = (
+        plot_curve([0, 1], lines, label="AP", levels={"random": 1.5}, theme=theme)
+        for theme in ("light", "dark")
+    )
+    assert bare(light) != bare(dark)
+    assert bare(darken(light)) == bare(dark)

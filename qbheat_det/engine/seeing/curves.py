@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from qbheat_det.analysis.charts import Theme
+from qbheat_det.analysis.charts import darken
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.analysis.run_curves import (
@@ -27,7 +27,6 @@ from .options import SightOptions
 from .refusal import NothingToSee
 from .subject import Subject
 
-_THEMES: tuple[Theme, Theme] = ("light", "dark")
 _SVG = "image/svg+xml"
 # Lengths that differ by less are one schedule.
 _SAME_LENGTH = 0.05
@@ -116,35 +115,29 @@ def _explain(axis: Axis, left_out: Sequence[str]) -> list[str]:
 def _draw(
     quantity: Quantity, curves: dict[str, tuple[list[float], list[float]]], axis: Axis
 ) -> Picture:
-    light, dark = (
-        plot_run_curves(
-            curves,
-            title=quantity.title,
-            label=quantity.label,
-            axis=axis,
-            from_zero=quantity.from_zero,
-            theme=theme,
-        )
-        for theme in _THEMES
+    chart = plot_run_curves(
+        curves,
+        title=quantity.title,
+        label=quantity.label,
+        axis=axis,
+        from_zero=quantity.from_zero,
     )
     ends = "; ".join(
         f"{label} ends at {_last(values):.4g}" for label, (_, values) in curves.items()
     )
     alt = f"{quantity.title}, {quantity.label}, against {AXIS_LABELS[axis]}: {ends}"
-    return Picture(light, _SVG, alt, caption=f"{ends}.", dark=dark)
+    return Picture(chart, _SVG, alt, caption=f"{ends}.", dark=darken(chart))
 
 
 def _draw_schedules(scores: dict[str, dict[str, tuple[float, float]]], axis: Axis) -> Picture:
-    light, dark = (
-        plot_schedules(scores, label="per cent", axis=axis, theme=theme) for theme in _THEMES
-    )
+    chart = plot_schedules(scores, label="per cent", axis=axis)
     ends = "; ".join(
         f"{key} of {label} after {length:.4g}: {score:.4g}"
         for key, points in scores.items()
         for label, (length, score) in points.items()
     )
     caption = "Last score against the length of the run, as in Fig. 6 of the paper."
-    return Picture(light, _SVG, f"{caption} {AXIS_LABELS[axis]}: {ends}", caption, dark)
+    return Picture(chart, _SVG, f"{caption} {AXIS_LABELS[axis]}: {ends}", caption, darken(chart))
 
 
 def _last_scores(runs: Sequence[Run], axis: Axis) -> dict[str, dict[str, tuple[float, float]]]:

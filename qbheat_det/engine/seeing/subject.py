@@ -237,7 +237,7 @@ def open_subjects(
     Raises:
         UserError: as ``Subject.open``; or two have the same label, given or not.
     """
-    subjects = []
+    subjects, unnamed = [], []
     for path in paths:
         before, equals, behind = path.partition("=")
         label, where = (before, behind) if equals and not Path(path).exists() else ("", path)
@@ -247,7 +247,8 @@ def open_subjects(
             )
         )
         if not label:
-            subjects[-1].label = _lengthen(subjects, Path(where))
+            unnamed.append(subjects[-1])
+    _lengthen(unnamed)
     labels = [subject.label for subject in subjects]
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
@@ -255,16 +256,23 @@ def open_subjects(
     return subjects
 
 
-def _lengthen(subjects: Sequence[Subject], path: Path) -> str:
-    """Returns the last one's label, with as many parent folders as make it unlike the others."""
-    taken = {subject.label for subject in subjects[:-1]}
-    label = subjects[-1].label
-    parts = path.resolve().parts
-    for number in range(label.count("/") + 2, len(parts)):
-        if label not in taken:
-            break
-        label = "/".join((*parts[-number:-1], label.rsplit("/", 1)[-1]))
-    return label
+def _lengthen(subjects: Sequence[Subject]) -> None:
+    """Puts parent folders before labels that are alike, until they are not."""
+    while True:
+        labels = [subject.label for subject in subjects]
+        alike = [subject for subject in subjects if labels.count(subject.label) > 1]
+        longer = [_put_parent_before(subject) for subject in alike]
+        if longer == [subject.label for subject in alike]:  # all unlike, or the same path twice
+            return
+        for subject, label in zip(alike, longer, strict=True):
+            subject.label = label
+
+
+def _put_parent_before(subject: Subject) -> str:
+    path = (subject.folder or subject.weights).resolve()
+    parts = path.with_suffix("").parts if subject.folder is None else path.parts
+    number = subject.label.count("/") + 2
+    return "/".join(parts[-number:]) if number < len(parts) else subject.label
 
 
 def _find_weights(folder: Path) -> Path | None:

@@ -1,0 +1,76 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""tools/see.py: what can be seen is said, and what is seen is written."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from qbheat_det.engine.seeing.sights import SIGHTS
+
+from ..tool_modules import load_tool
+
+
+@pytest.fixture(scope="module")
+def see() -> ModuleType:
+    return load_tool("see")
+
+
+def make_run(folder: Path, *, slope: float = 1.0) -> Path:
+    """Writes a log of 40 steps, as of a run that was interrupted before its first checkpoint."""
+    folder.mkdir(parents=True)
+    records = [
+        {"iteration": i, "time": 0.5, "epoch": (i + 1) / 10, "total_loss": slope / (i + 1),
+         "lr": 0.1, **({"bbox/AP": slope * i} if i in (19, 39) else {})}
+        for i in range(9, 40, 10)
+    ]  # fmt: skip
+    (folder / "metrics.json").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_the_list_has_every_sight_with_a_summary(
+    see: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert see.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(SIGHTS)
+    assert all(SIGHTS[line.split()[0]].summary in line for line in lines)
+
+
+def test_curves_of_two_runs_are_pictures_with_their_numbers_beside_them(
+    see: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", slope=2.0)]
+    words = ["curves", str(runs[0]), f"other={runs[1]}", "--axis", "minutes"]
+    assert see.main([*words, "--output", str(tmp_path / "out")]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(path.name for path in written) == sorted(
+        path.name for path in (tmp_path / "out").iterdir()
+    )
+    assert "curves_total-loss.svg" in {path.name for path in written}
+    content = json.loads((tmp_path / "out" / "curves.json").read_text())
+    assert content["figures"]["runs"]["other"]["bbox/AP"] == {
+        "minutes": [pytest.approx(20 * 0.5 / 60), pytest.approx(40 * 0.5 / 60)],
+        "values": [38.0, 78.0],
+    }
+    assert [row[0] for row in content["table"]["rows"]] == ["a", "other"]
+
+
+def test_an_axis_that_no_log_tells_is_a_sentence_and_exit_code_1(
+    see: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "a")
+    # How many images a step takes is in the config, and there is none.
+    words = ["curves", str(run), "--axis", "images", "--output", str(tmp_path / "out")]
+    assert see.main(words) == 1
+    error = capsys.readouterr().err
+    assert "nothing to see: no curves: the log of 'a' does not tell images seen" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_end_with_exit_code_2(see: ModuleType, tmp_path: Path) -> None:
+    for words in ([], ["aurora", "run"], ["curves"], ["curves", str(tmp_path / "none")]):
+        with pytest.raises(SystemExit) as ended:
+            see.main(words)
+        assert ended.value.code == 2
