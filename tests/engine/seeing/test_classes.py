@@ -35,6 +35,7 @@ def _charts_without_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     for index, name in enumerate(CLASSES * 3):
+        (folder / name).mkdir(exist_ok=True)
         save(folder / name / f"{index}.png", draw(80, 80, seed=index))
     return folder
 
