@@ -64,6 +64,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     chosen.add_argument(
         "--without", nargs="+", choices=SIGHTS, default=[], metavar="SIGHT", help="all but these"
     )
+    for sight in SIGHTS.values():
+        if sight.add_flags is not None:
+            sight.add_flags(parser.add_argument_group(f"of '{sight.name}'"))
     args = parser.parse_args(argv)
     if args.output.suffix not in (".html", ".htm"):
         parser.error(f"--output is a page, so it ends in .html, unlike '{args.output}'")
