@@ -31,7 +31,7 @@ COMMANDS = sorted(
 def test_a_command_is_understood(command: str) -> None:
     tool, *words = shlex.split(command.replace("\\\n", " "), comments=True)
     if "--help" in words:
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             load_tool(Path(tool).stem).parse_args(words)
     else:
         assert load_tool(Path(tool).stem).parse_args(words)

@@ -1,2 +1,2 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Tests of comparisons of objectives."""
+"""Tests of what can be seen of runs."""
