@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from detectron2.data import DatasetCatalog
+from detectron2.data.datasets import load_coco_json
 from detectron2.utils.events import EventStorage
 
 from benchmarks import trainer_overhead
@@ -19,6 +21,9 @@ from benchmarks.trainer_overhead import (
     timed_inside,
     whole_step,
 )
+from qbheat_det.data import ToySpec, prepare_toy_set
+
+TOY_SET = "qbheat_toy_train"
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +31,14 @@ def _keep_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _few_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight images in place of the 2,400 of the set, which is drawn and of which none is shown."""
+    folder = Path(prepare_toy_set(ToySpec(name="few", num_images=8, image_size=32), tmp_path))
+    few = load_coco_json(str(folder / "annotations.json"), str(folder / "images"), TOY_SET)
+    monkeypatch.setitem(DatasetCatalog.data, TOY_SET, lambda: few)
 
 
 def test_steps_are_timed_in_turns_and_each_goes_first_as_often() -> None:
