@@ -73,9 +73,7 @@ def _reconstruct_all(
     subjects: Sequence[Subject], options: SightOptions
 ) -> tuple[dict[str, ReconstructedViews], list[str], list[str]]:
     made: dict[str, ReconstructedViews] = {}
-    left_out = [
-        f"{others} reconstruct no pixels" for others in name_kinds(subjects, "pretraining")
-    ]
+    left_out = [f"{others} reconstruct no pixels" for others in name_kinds(subjects, "pretraining")]
     files: list[str] = []
     for subject in subjects:
         if subject.kind != "pretraining":
