@@ -2,7 +2,7 @@
 """Attention of bridges and queries: figures by hand, maps against naive sums, overlays by pixel."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -154,15 +154,15 @@ def test_the_figures_of_a_block_are_means_over_images_and_heads(detector: MFDETR
     assert figures["to_former"]["spread"][2] == pytest.approx(float(expected), rel=1e-4)
     svg = plot_blocks({"a": [figures], "b": [figures]}, "to_mobile", theme="dark")
     assert b"<svg" in svg
-    assert svg != plot_blocks({"a": [figures]}, "to_former")
 
 
 def test_query_attention_is_what_the_projections_give(detector: MFDETR) -> None:
     entry: dict[str, Any] = {"image": image(72, 100)}
     inputs: dict[int, tuple[Any, ...]] = {}
     hooks = []
-    for level in (0, 1, 2):
-        layer = detector.decoder.levels[level][-1].query_layer.cross_attention
+    layers: list[Any] = [level[-1] for level in cast(Any, detector.decoder.levels)]
+    layers = [block.query_layer.cross_attention for block in layers]
+    for level, layer in enumerate(layers):
 
         def keep(_: nn.Module, args: tuple[Any, ...], level: int = level) -> None:
             inputs[level] = args
@@ -182,7 +182,7 @@ def test_query_attention_is_what_the_projections_give(detector: MFDETR) -> None:
     ]  # fmt: skip
     for level, (stride, maps) in enumerate(seen.maps.items()):
         assert stride == 32 >> level
-        layer = detector.decoder.levels[level][-1].query_layer.cross_attention
+        layer = layers[level]
         query, key = inputs[level][:2]
         weight, bias = layer.in_proj_weight[:32], layer.in_proj_bias[:32]
         q = (query @ weight[:16].T + bias[:16]).unflatten(-1, (2, 8))
