@@ -45,7 +45,7 @@ def _pretraining_config(backbone: str, folder: Path) -> CfgNode:
     cfg.MODEL.QB_HEAT.DECODER_DEPTH = 1
     cfg.MODEL.QB_HEAT.DECODER_HEADS = 2
     cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
-    cfg.INPUT.PRETRAIN.SIZE = 128
+    cfg.INPUT.PRETRAIN.SIZE = 64
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("photos",), ()
     cfg.DATALOADER.NUM_WORKERS = 0
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
@@ -64,6 +64,8 @@ def _detector_config(backbone: str, name: str) -> CfgNode:
     cfg.MODEL[key].OUT_FEATURES = in_features
     cfg.MODEL.MF_DETR.IN_FEATURES = cfg.MODEL.FPN.IN_FEATURES = in_features
     cfg.MODEL.MF_DETR.NUM_BLOCKS = [1, 1, 1]
+    cfg.MODEL.MF_DETR.HIDDEN_DIM = cfg.MODEL.MF_DETR.DIM_FEEDFORWARD = 32
+    cfg.MODEL.FPN.OUT_CHANNELS = 32
     pyramid = name != "MFDETR"
     cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone" if pyramid else backbone
     cfg.MODEL.FPN.BOTTOM_UP = backbone
