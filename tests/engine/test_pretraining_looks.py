@@ -18,6 +18,7 @@ from detectron2.modeling import build_model
 from detectron2.utils import comm
 from torch import nn
 
+from qbheat_det.analysis.reconstruction_views import to_rgb
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import pretraining_looks
@@ -230,13 +231,11 @@ def test_fixed_images_are_spread_over_the_set_and_can_be_read(tmp_path: Path, br
 
 
 def test_pictures_are_red_where_images_are_red_in_either_order_of_channels() -> None:
-    cfg = get_cfg()
     for pixel_format, red in (("RGB", 0), ("BGR", 2)):
-        cfg.INPUT.FORMAT = pixel_format
-        look = LookAtReconstructions(cfg, FixedImages(cfg), period=1, share=0.0)
         image = torch.zeros(3, 2, 2)
         image[red] = 9.0
-        np.testing.assert_array_equal(look._to_rgb(image)[0, 0], [9.0, 0.0, 0.0])
+        pixels = to_rgb(image, pixel_format)[0, 0]
+        np.testing.assert_array_equal(pixels, np.array([9.0, 0.0, 0.0], dtype=np.float32))
 
 
 def test_looks_are_those_that_a_models_parts_allow() -> None:
