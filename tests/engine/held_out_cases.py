@@ -12,9 +12,11 @@ from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config, evaluate, setup
 from qbheat_det.engine.data_flags import add_data_flags, add_image_flags
 from tests.data.pictures import draw, save
+from tests.engine.tiny_pretraining import TINY_ENCODER
 
 RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
 OPTS = {
+    **TINY_ENCODER,
     "MODEL.DEVICE": "cpu",
     "MODEL.QB_HEAT.FEATURE_DIM": "16",
     "MODEL.QB_HEAT.DECODER_DEPTH": "1",

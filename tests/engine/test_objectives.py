@@ -19,18 +19,14 @@ from qbheat_det.engine.class_folders import LABELLED_TRAIN
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES
 from tests.data.pictures import draw, save
 from tests.engine.conftest import forget_runs
-from tests.engine.gradient_cases import BLOCKS
+from tests.engine.tiny_pretraining import TINY_ENCODER
 from tests.engine.tiny_training import losses, state
 
 FOLDER = Path(get_config_path("objectives/Base-Objective.yaml")).parent
 OBJECTIVES = sorted(path for path in FOLDER.glob("*.yaml") if not path.name.startswith("Base-"))
 OPTS = {
     "MODEL.DEVICE": "cpu",
-    "MODEL.MOBILE_FORMER.VARIANT": "custom",
-    "MODEL.MOBILE_FORMER.BLOCKS": str(BLOCKS),
-    "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
-    "MODEL.MOBILE_FORMER.TOKEN_DIM": "16",
-    "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": "32",
+    **TINY_ENCODER,
     "MODEL.QB_HEAT.FEATURE_DIM": "16",
     "MODEL.QB_HEAT.DECODER_DIM": "16",
     "MODEL.QB_HEAT.DECODER_DEPTH": "1",

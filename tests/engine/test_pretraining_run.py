@@ -12,7 +12,7 @@ from tests.engine.tiny_training import losses, make_data, state
 
 def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path) -> None:
     register_image_folders("qb_heat_run", [make_data(tmp_path / "data") / "images"])
-    opts = {"DATASETS.TRAIN": "('qb_heat_run',)"}
+    opts = {"DATASETS.TRAIN": "('qb_heat_run',)", "MODEL.MOBILE_FORMER.VARIANT": "285M"}
     train(tmp_path, opts)
     whole, expected = state(tmp_path)["model"], losses(tmp_path)
     assert sorted(expected) == [0, 1, 2, 3]

@@ -9,8 +9,19 @@ from detectron2.engine import default_argument_parser
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, add_data_flags, build_config, setup
 
+from .gradient_cases import BLOCKS
+
 RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
+TINY_ENCODER = {
+    "MODEL.MOBILE_FORMER.VARIANT": "custom",
+    "MODEL.MOBILE_FORMER.BLOCKS": str(BLOCKS),
+    "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
+    "MODEL.MOBILE_FORMER.TOKEN_DIM": "16",
+    "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": "32",
+}
+"""Overrides that put a Mobile-Former of some thousand parameters in place of a recipe's."""
 OPTS = {
+    **TINY_ENCODER,
     "MODEL.DEVICE": "cpu",
     "MODEL.QB_HEAT.FEATURE_DIM": "16",
     "MODEL.QB_HEAT.DECODER_DEPTH": "1",
