@@ -145,7 +145,7 @@ def list_colors(theme: Theme) -> list[str]:
     return [_ACCENT[theme], *_OTHERS[theme]]
 
 
-def list_styles(theme: Theme, number: int) -> list[dict[str, str]]:
+def list_styles(theme: Theme, number: int) -> list[dict[str, Any]]:
     """Returns colour, dash and marker of so many lines, no two of them alike for 24 lines.
 
     Markers differ too, for prints without colour.

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
         if picture.dark is not None:
             files[f"{exhibit.name}_{name}_dark{suffix}"] = picture.dark
     for file_name, data in files.items():
-        write_atomically(folder / file_name, lambda stream, data=data: stream.write(data))
+        write_atomically(folder / file_name, methodcaller("write", data))
     return [folder / file_name for file_name in files]
 
 
