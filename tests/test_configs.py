@@ -235,7 +235,7 @@ def test_a_fast_recipe_is_that_of_the_paper_but_for_help_and_epochs(path: Path) 
     plain = _leaves(load_config(path.with_name(path.name.removeprefix("fast_"))))
     changed = {key for key, value in fast.items() if value != plain[key]}
     help_ = ("MODEL.MF_DETR.CLASS", "MODEL.MF_DETR.FOCAL.", "MODEL.MF_DETR.DENOISING.")
-    help_ += ("MODEL.MF_DETR.QUERY_GROUPS.",)
+    help_ += ("MODEL.MF_DETR.QUERY_GROUPS.", "MODEL.MF_DETR.DROPOUT")
     schedule = {"SOLVER.EPOCHS", "SOLVER.STEP_EPOCHS"}
     assert {key for key in changed if not key.startswith(help_)} <= schedule
     assert {"MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.DENOISING.GROUPS"} & changed
