@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Charts of detections, several runs in each: AP by size and by class, precision over recall."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +124,8 @@ def plot_precision_recall(
 ) -> bytes:
     """Draws precision over recall, the mean of all classes with boxes, at IoU 0.50 and at 0.75.
 
-    The area under a curve is AP50, or AP75. Axes end where the curves do.
+    The area under a curve is AP50, or AP75. Both have the same axes, which end where the longest
+    curve does.
 
     Args:
         scores: of the same ground truth, by the runs' names.
@@ -139,6 +140,7 @@ def plot_precision_recall(
             mean = average_over_classes(score.precision[t])
             _draw_curve(axes, score.recall, mean, index, name, theme)
         _finish_curves(axes, f"IoU {iou:.2f}, mean of classes", theme)
+    _fit_curves(panels)
     panels[0].set_ylabel("precision")
     _add_legend(figure, panels[0], theme)
     return encode(figure, theme, format)
@@ -148,6 +150,8 @@ def plot_class_precision_recall(
     scores: Scores, class_names: Sequence[str], *, theme: Theme = "light", format: Format = "svg"
 ) -> bytes:
     """Draws precision over recall at IoU 0.50, axes for each class: those with boxes, most first.
+
+    All axes have one range, which ends where the longest curve does.
 
     Args:
         scores: of the same ground truth, by the runs' names.
@@ -175,6 +179,7 @@ def plot_class_precision_recall(
             _draw_curve(axes, score.recall, score.precision[0, :, k], index, name, theme)
         _finish_curves(axes, f"{_short(class_names[k])} ({num_boxes[k]:,})", theme)
         axes.tick_params(labelsize=7)
+    _fit_curves(panels.flat[: len(order)])
     for axes in panels[:, 0]:
         axes.set_ylabel("precision")
     _add_legend(figure, panels[0, 0], theme)
@@ -196,15 +201,23 @@ def _draw_curve(
 
 
 def _finish_curves(axes: Axes, title: str, theme: Theme) -> None:
-    lines = axes.get_lines()
-    values = [np.nan_to_num(np.asarray(line.get_ydata(), dtype=np.float64)) for line in lines]
-    recall = np.asarray(lines[0].get_xdata(), dtype=np.float64)
-    ends = [recall[np.flatnonzero(value)[-1]] if value.any() else 0.0 for value in values]
-    axes.set_xlim(0, min(1.0, max(0.05, 1.08 * max(ends))))
-    axes.set_ylim(0, min(1.03, max(0.05, 1.08 * max(float(value.max()) for value in values))))
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("recall")
     axes.grid(color=LINE[theme])
+
+
+def _fit_curves(panels: Iterable[Axes]) -> None:
+    """Gives all panels one range, so that curves of two panels can be compared."""
+    drawn = list(panels)
+    ends, tops = [], []
+    for line in (line for axes in drawn for line in axes.get_lines()):
+        recall = np.asarray(line.get_xdata(), dtype=np.float64)
+        precision = np.nan_to_num(np.asarray(line.get_ydata(), dtype=np.float64))
+        ends.append(float(recall[np.flatnonzero(precision)[-1]]) if precision.any() else 0.0)
+        tops.append(float(precision.max()))
+    for axes in drawn:
+        axes.set_xlim(0, min(1.0, max(0.05, 1.08 * max(ends))))
+        axes.set_ylim(0, min(1.03, max(0.05, 1.08 * max(tops))))
 
 
 def _add_legend(figure: Figure, axes: Axes, theme: Theme) -> None:

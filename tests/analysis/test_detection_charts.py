@@ -107,7 +107,9 @@ def test_curves_are_means_over_the_classes_with_boxes(drawn: list[Figure]) -> No
     assert "0.75" in second.get_title()
     assert not drawn[0].legends  # one run needs none
     assert first.get_xlim()[1] == 1
-    assert second.get_ylim()[1] < 0.3  # axes end where curves do
+    # Two panels that are to be compared have one range, which ends where the longest curve does.
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_ylim() == second.get_ylim() == pytest.approx((0, 0.54))
 
 
 def test_each_class_with_boxes_has_axes_those_with_most_first(drawn: list[Figure]) -> None:
@@ -116,6 +118,9 @@ def test_each_class_with_boxes_has_axes_those_with_most_first(drawn: list[Figure
     titles = [axes.get_title() for axes in drawn[0].axes]
     assert titles == ["crab (12)", "eel (10)", ""]
     assert len(drawn[0].axes[0].get_lines()) == 2
+    crab, eel, _ = drawn[0].axes  # curves that end at a recall of 0.3 and of 0.1
+    assert crab.get_xlim() == eel.get_xlim() == pytest.approx((0, 1.08 * 0.29))
+    assert crab.get_ylim() == eel.get_ylim() == pytest.approx((0, 0.54))
     with pytest.raises(ValueError, match="no class"):
         plot_class_precision_recall({"one": _scores([NAN])}, NAMES)
 

@@ -175,14 +175,16 @@ def _draw_charts(boxes: BoxSet, runs: Sequence[JudgedRun]) -> dict[str, Picture]
         )
     pictures["precision_recall"] = _draw(
         lambda theme: plot_precision_recall(scores, theme=theme),
-        "Precision over recall, the mean of all classes; the area is AP50, or AP75.",
+        "Precision over recall, the mean of all classes; the area is AP50, or AP75. Both panels "
+        "have one range.",
         ends,
     )
     if len(names) > 1:
         some = f" The {MOST_PANELS} with most boxes." if len(names) > MOST_PANELS else ""
         pictures["class_precision_recall"] = _draw(
             lambda theme: plot_class_precision_recall(scores, names, theme=theme),
-            f"Precision over recall of each class at IoU 0.50; in brackets, its boxes.{some}",
+            f"Precision over recall of each class at IoU 0.50; in brackets, its boxes. All panels "
+            f"have one range.{some}",
             ends,
         )
     return pictures
