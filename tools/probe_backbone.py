@@ -20,6 +20,11 @@ examples:
       --train-folder flowers/train --val-folder flowers/val --probes knn linear \\
       INPUT.PRETRAIN.SIZE 224
 
+  # does a wider decoder find more? figures that tools/see.py probes draws, as Fig. 8 of the paper
+  python tools/probe_backbone.py --weights output/pretraining/model_final.pth \\
+      --train-folder flowers/train --val-folder flowers/val --widths 192 384 768 \\
+      --json output/pretraining/probes.json
+
 With --json, a command that was stopped and is repeated goes on with the rows that are missing.
 """
 
@@ -42,7 +47,7 @@ from qbheat_det.engine.backbone_probe import probe_backbone
 from qbheat_det.engine.probe_figures import ProbeRow
 from qbheat_det.engine.run_config import load_run_config
 from qbheat_det.errors import UserError, exit_with_sentence
-from qbheat_det.probing import PROBES, check_probes
+from qbheat_det.probing import PROBES, check_probes, spread_widths
 
 _HEADERS = ("backbone", "images seen", "BatchNorm", "probe", "top-1, %", "top-5, %", "chosen")
 
@@ -72,6 +77,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=["knn", "linear", "tran-1"],
         help=f"of {', '.join(PROBES)}; the first three by default",
+    )
+    add(
+        "--widths",
+        metavar="W",
+        type=int,
+        nargs="+",
+        default=[],
+        help="train tran-k at each of them, multiples of 64 (default: MODEL.CLASSIFIER.WIDTH)",
     )
     add(
         "--recalibrate-bn",
@@ -122,7 +135,7 @@ def check(args: argparse.Namespace) -> None:
     """
     if args.recalibrate_bn < 0:
         raise UserError(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
-    check_probes(args.probes)
+    check_probes(spread_widths(args.probes, args.widths))
     if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
         raise UserError(f"--plot names a picture, .svg or .png, not '{args.plot}'")
     for file in args.weights:
@@ -179,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
         args.val_folder,
         weights=args.weights,
         random_seeds=[*([max(cfg.SEED, 0)] if args.random else []), *args.random_seeds],
-        probes=args.probes,
+        probes=spread_widths(args.probes, args.widths),
         num_recalibrated=args.recalibrate_bn,
         feature=args.feature,
         json_file=args.json,

@@ -70,7 +70,8 @@ def probe_backbone(
         val_folder: class folders whose images are classified, once for each row.
         weights: files of any model with this backbone, or of the backbone alone.
         random_seeds: backbones as they are initialised under these seeds.
-        probes: names as in ``qbheat_det.probing.PROBES``.
+        probes: names as in ``qbheat_det.probing.PROBES``; "tran-k:width" for another width than
+            ``MODEL.CLASSIFIER.WIDTH``.
         num_recalibrated: probe each backbone a second time, with BatchNorm's statistics from that
             many whole images of ``train_folder``; not if 0.
         feature: name of the map; by default the backbone's coarsest, of several the last.
@@ -136,7 +137,9 @@ class BackboneProbe:
         train, val = (load_image_folders([folder], labelled=True) for folder in folders)
         records = unite_labels([train], [val], names=folders)
         self._cfg = cfg
-        self._probes = list(dict.fromkeys(probes))
+        # The width of the setting goes without saying, so that its rows are one.
+        own = f":{cfg.MODEL.CLASSIFIER.WIDTH}"
+        self._probes = list(dict.fromkeys(name.removesuffix(own) for name in probes))
         self._sizes = [len(part) for part in records]
         self._images = tuple(map(self._load, records))
         chosen = random.Random(seed).sample(range(self._sizes[0]), self._sizes[0])

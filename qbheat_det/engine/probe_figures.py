@@ -22,7 +22,7 @@ class ProbeRow:
         images_seen: in training; 0 for a random backbone, None where the file does not tell.
         recalibrated: whole images that BatchNorm's statistics were estimated on; 0 where they are
             as stored.
-        probe: "knn", "linear" or "tran-k".
+        probe: "knn", "linear" or "tran-k"; "tran-k:width" where that is not the setting's.
         top1: images whose class comes first.
         top1_standard_error: of ``top1``.
         top5: images whose class is among the first five.

@@ -3,7 +3,15 @@
 
 from .features import FrozenFeatures, cache_features
 from .linear_probe import L2_GRID, LinearProbe, Standardisation, fit_linear_probe, fit_penalised
-from .probes import PROBES, ProbeSettings, check_probes, depth_of, run_probe
+from .probes import (
+    PROBES,
+    ProbeSettings,
+    check_probes,
+    depth_of,
+    run_probe,
+    spread_widths,
+    width_of,
+)
 from .splits import split_by_class
 from .transformer_probe import (
     FittedTransformer,
@@ -32,4 +40,6 @@ __all__ = [
     "fit_transformer_probe",
     "run_probe",
     "split_by_class",
+    "spread_widths",
+    "width_of",
 ]

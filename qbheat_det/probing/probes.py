@@ -15,7 +15,10 @@ from .linear_probe import L2_GRID, fit_linear_probe
 from .transformer_probe import TransformerSettings, fit_transformer_probe
 
 PROBES = ("knn", "linear", "tran-1", "tran-4")
-"""Nearest neighbours, and the paper's; "tran-k" of any k is understood."""
+"""Nearest neighbours, and the paper's; "tran-k" of any k is understood, and "tran-k:width"."""
+
+_TRANSFORMER = re.compile(r"tran-([1-9]\d?)(?::([1-9]\d{0,4}))?")
+_HEAD = 64  # width of an attention head, of which a width is a multiple
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class ProbeSettings:
         k: nearest neighbours that vote.
         temperature: of their votes.
         l2_grid: penalties that the linear probe chooses from.
-        transformer: how tran-k is trained; its depth is that of the name.
+        transformer: how tran-k is trained; its depth is that of the name, and so is its width
+            where the name has one.
         seed: of all that is drawn.
         device: that trains tran-k.
     """
@@ -85,7 +89,11 @@ def run_probe(
         transformer, chosen = fit_transformer_probe(
             train,
             num_classes=settings.num_classes,
-            settings=dataclasses.replace(settings.transformer, depth=depth_of(name)),
+            settings=dataclasses.replace(
+                settings.transformer,
+                depth=depth_of(name),
+                width=width_of(name) or settings.transformer.width,
+            ),
             seed=settings.seed,
             device=settings.device,
         )
@@ -97,15 +105,45 @@ def check_probes(names: Sequence[str]) -> None:
     """Checks names of probes.
 
     Raises:
-        UserError: there are none, or one is not known.
+        UserError: there are none, one is not known, or has a width that cannot be.
     """
     unknown = [name for name in names if name not in ("knn", "linear") and not depth_of(name)]
     if unknown or not names:
         given = ", ".join(map(repr, unknown)) or "none"
         raise UserError(f"probes are {', '.join(PROBES)}, not {given}")
+    uneven = [name for name in names if width_of(name) % _HEAD]
+    if uneven:
+        raise UserError(f"widths of tran-k are multiples of {_HEAD}, unlike that of '{uneven[0]}'")
+
+
+def spread_widths(names: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Returns the probes with each tran-k once at every width, for the paper's Fig. 8.
+
+    Args:
+        names: as in ``PROBES``; those that have a width keep it.
+        widths: none leaves the names as they are.
+
+    Raises:
+        UserError: there are widths and no tran-k, or a width is not positive.
+    """
+    if any(width < 1 for width in widths):
+        raise UserError(f"widths are positive multiples of {_HEAD}, not {min(widths)}")
+    if widths and not any(map(depth_of, names)):
+        raise UserError("widths are of tran-k, and no such probe is named")
+    spread = []
+    for name in names:
+        bare = depth_of(name) and not width_of(name)
+        spread += [f"{name}:{width}" for width in widths] if bare and widths else [name]
+    return list(dict.fromkeys(spread))
 
 
 def depth_of(name: str) -> int:
     """Returns k of "tran-k"; 0 for any other probe."""
-    found = re.fullmatch(r"tran-([1-9]\d?)", name)
+    found = _TRANSFORMER.fullmatch(name)
     return int(found[1]) if found else 0
+
+
+def width_of(name: str) -> int:
+    """Returns the width of "tran-k:width"; 0 where the name has none."""
+    found = _TRANSFORMER.fullmatch(name)
+    return int(found[2] or 0) if found else 0

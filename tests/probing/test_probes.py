@@ -15,6 +15,8 @@ from qbheat_det.probing import (
     depth_of,
     fit_linear_probe,
     run_probe,
+    spread_widths,
+    width_of,
 )
 from tests.probing.drawn_features import draw_classes
 
@@ -41,6 +43,10 @@ def test_each_name_gives_its_probe_on_the_same_features() -> None:
     correct = (linear(val.pooled).argmax(dim=1) == val.labels).double().mean()
     assert found["linear"][0].top1 == pytest.approx(100 * float(correct))
     assert found["tran-1"][1]["trials"] != found["tran-2"][1]["trials"]
+    # A width in the name is that of the settings, whatever theirs is.
+    wide = dataclasses.replace(settings, transformer=dataclasses.replace(transformer, width=128))
+    assert run_probe("tran-1:64", train, val, settings=wide) == found["tran-1"]
+    assert run_probe("tran-1", train, val, settings=wide) != found["tran-1"]
 
 
 @pytest.mark.parametrize("name", ["linear", "tran-1"])
@@ -64,3 +70,18 @@ def test_names_that_are_not_known_end_in_a_sentence(names: list[str]) -> None:
 def test_the_name_of_a_transformer_gives_its_depth() -> None:
     assert [depth_of(name) for name in ("tran-1", "tran-4", "linear")] == [1, 4, 0]
     check_probes(["knn", "linear", "tran-1", "tran-12"])
+
+
+def test_widths_make_a_probe_of_each_tran_k_and_are_multiples_of_a_head() -> None:
+    names = ["knn", "tran-1", "tran-4:64"]
+    spread = spread_widths(names, [192, 768])
+    assert spread == ["knn", "tran-1:192", "tran-1:768", "tran-4:64"]
+    assert [depth_of(name) for name in spread] == [0, 1, 1, 4]
+    assert [width_of(name) for name in spread] == [0, 192, 768, 64]
+    assert spread_widths(names, []) == names
+    with pytest.raises(UserError, match="multiples of 64, unlike that of 'tran-1:96'"):
+        check_probes(spread_widths(names, [96]))
+    with pytest.raises(UserError, match="no such probe is named"):
+        spread_widths(["linear"], [192])
+    with pytest.raises(UserError, match="not -64"):
+        spread_widths(names, [-64])

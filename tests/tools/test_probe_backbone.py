@@ -113,11 +113,12 @@ def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
     words = ["--config-file", make_config(tmp_path), "--random", *folders]
     first = probe([*words, "--probes", "knn"], tmp_path)
     picture = tmp_path / "probes.svg"
-    both = probe([*words, "--probes", "knn", "tran-1", "--plot", str(picture)], tmp_path)
+    wide = [*words, "--probes", "knn", "tran-1", "--widths", "192", "64"]
+    both = probe([*wide, "--plot", str(picture)], tmp_path)
     assert both["rows"][0] == first["rows"][0]
-    (row,) = both["rows"][1:]
-    assert row["probe"] == "tran-1"
-    assert row["chosen"]["epochs"] >= 1
+    # 192 is MODEL.CLASSIFIER.WIDTH, so that its row is that of a command without widths.
+    assert [row["probe"] for row in both["rows"][1:]] == ["tran-1", "tran-1:64"]
+    assert all(row["chosen"]["epochs"] >= 1 for row in both["rows"][1:])
     assert "tran-1, random" in picture.read_text()
 
 
@@ -145,6 +146,7 @@ def test_figures_of_other_pixels_or_other_files_are_refused(
         (["--random", "--recalibrate-bn", "-1"], "a number of images, not -1"),
         (["--random", "TEST.KNN.K", "0"], "must be positive"),
         (["--random", "--probes", "lin"], "probes are knn, linear, tran-1, tran-4, not 'lin'"),
+        (["--random", "--widths", "96"], "multiples of 64, unlike that of 'tran-1:96'"),
         (["--random", "--plot", "a.pdf"], "names a picture, .svg or .png"),
         (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "allow more with --memory-gb"),
         (["--random", "--val-folder", "OTHER"], r"1 classes that .* lacks \(d\)"),
