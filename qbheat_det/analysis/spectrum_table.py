@@ -23,8 +23,10 @@ Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
 def draw_untrained(models: Models, seed: int = 0) -> dict[str, tuple[float, dict[str, Tensor]]]:
     """Returns matrices such as a predictor with a random start has: independent normal entries.
 
-    Each has the Frobenius norm of the learned one; where that is zero, it is 1, for nothing but
-    energies depends on it. What opposite directions share by construction (Eq. 9), these do too.
+    All of a scale have one Frobenius norm, the mean of the learned ones': norms of their own would
+    lend the control E(A)/E(B), which is what was learned. Where that is zero, it is 1, for nothing
+    but energies depends on it. What opposite directions share by construction (Eq. 9), these do
+    too.
 
     Args:
         models: the learned ones.
@@ -34,9 +36,9 @@ def draw_untrained(models: Models, seed: int = 0) -> dict[str, tuple[float, dict
     drawn: dict[str, tuple[float, dict[str, Tensor]]] = {}
     for scale, (offset, matrices) in models.items():
         found = {}
+        norm = fmean(float(matrices[name].norm()) for name in NAMES) or 1.0
         for name in NAMES:
             entries = torch.randn(matrices[name].shape, generator=generator)
-            norm = float(matrices[name].norm()) or 1.0
             found[name] = entries * (norm / entries.norm())
         for one, other in AXES.values():
             if float(matrices[one].norm()) and torch.equal(matrices[other], -matrices[one]):
