@@ -1,20 +1,25 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Charts of a run, as SVG for a light or a dark page or as PNG: AP of each class, curves."""
 
+import functools
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = get_args(Theme)
 Format = Literal["svg", "png"]
 
 INK = {"light": "#1c1e21", "dark": "#e8e9eb"}
@@ -27,6 +32,12 @@ _OTHERS = {
     "dark": ("#f0803c", "#6fe08e", "#a761a5", "#eeea6a", "#93a099"),
 }
 _ACCENT = {"light": "#1f6feb", "dark": "#6ea8fe"}
+_LONGEST_NAME = 40
+# What matplotlib says once a letter and theme, or of a chart too small for its names.
+_NO_GLYPH = r"Glyph \d+"
+_NO_ROOM = r"constrained_layout not applied"
+
+logger = logging.getLogger(__name__)
 
 
 def plot_class_ap(
@@ -45,7 +56,7 @@ def plot_class_ap(
         text = "no ground truth" if math.isnan(value) else f"{value:.1f}"
         axes.barh(row, width, height=0.62, color=_ACCENT[theme])
         axes.text(width + 1.2, row, text, va="center", fontsize=9, color=INK[theme])
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [to_text(name) for name in names])
     axes.tick_params(axis="y", labelcolor=INK[theme])
     axes.set_xlim(0, 108)
     axes.set_xticks(range(0, 101, 20))
@@ -81,9 +92,9 @@ def plot_curve(
     for index, (name, line) in enumerate(values.items()):
         marker = "o" if len(iterations) < 25 else ""
         color = colors[index % len(colors)]
-        axes.plot(iterations, line, label=name, color=color, lw=1.8, marker=marker, ms=4)
+        axes.plot(iterations, line, label=to_text(name), color=color, lw=1.8, marker=marker, ms=4)
     for name, level in (levels or {}).items():
-        axes.axhline(level, label=name, color=_QUIET[theme], lw=1.4, ls=next(dashes))
+        axes.axhline(level, label=to_text(name), color=_QUIET[theme], lw=1.4, ls=next(dashes))
     if len(values) + len(levels or {}) > 1:
         axes.legend(frameon=False, labelcolor=INK[theme], fontsize=9)
     axes.set_ylim(bottom=0)
@@ -94,21 +105,32 @@ def plot_curve(
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the ``metrics.json`` of a run, one dict per line; a line cut short is left out."""
+    """Reads the ``metrics.json`` of a run, one dict per line; a line cut short is left out.
+
+    So is any other line that is no dict in UTF-8: what a full disk or a crash leaves.
+    """
     records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:  # the run was stopped while writing it
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # the run was stopped while writing it
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
+
+
+def has_step(record: Mapping[str, Any]) -> bool:
+    """Whether a record tells its step; one that does not has no place on an axis."""
+    iteration = record.get("iteration")
+    return isinstance(iteration, int | float) and math.isfinite(iteration)
 
 
 def select_series(
     records: Sequence[Mapping[str, Any]], keys: Sequence[str]
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Returns the iterations at which all ``keys`` were recorded, and their values there."""
-    chosen = [record for record in records if "iteration" in record and set(keys) <= set(record)]
+    chosen = [record for record in records if has_step(record) and set(keys) <= set(record)]
     values = {key: [float(record[key]) for record in chosen] for key in keys}
     return [float(record["iteration"]) for record in chosen], values
 
@@ -170,8 +192,47 @@ def darken(svg: bytes) -> bytes:
     return anyone.sub(lambda match: dark_of[match[0]], svg)
 
 
+def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
+    """Returns a person's name of a run or class, fit to be drawn by matplotlib.
+
+    It reads what stands between dollar signs as a formula, and leaves out of a legend what begins
+    with an underscore. Long names lose their middle: runs often differ at the end.
+    """
+    text = " ".join(name.encode(errors="backslashreplace").decode().split())
+    if len(text) > longest:
+        end = (longest - 1) // 2
+        text = f"{text[: longest - 1 - end]}…{text[-end:]}"
+    text = _escape_formulas(text)
+    return f" {text}" if text.startswith("_") else text
+
+
 def encode(figure: Figure, theme: Theme, format: Format) -> bytes:
-    """Returns the file of a figure, on the page colour of its theme."""
+    """Returns the file of a figure, on the page colour of its theme; ``$`` is drawn as it is."""
+    ticks = {
+        id(label)
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for label in (*axis.get_ticklabels(which="both"), axis.get_offset_text())
+    }
+    for text in figure.findobj(Text):  # powers of ten at ticks are formulas, and nothing else is
+        if isinstance(text, Text) and id(text) not in ticks:
+            text.set_text(_escape_formulas(text.get_text()))
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=format, facecolor=_PAGE[theme], dpi=160)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        figure.savefig(buffer, format=format, facecolor=_PAGE[theme], dpi=160)
+    for warning in said:
+        if re.match(_NO_GLYPH, str(warning.message)):
+            _say_once("letters that the font of charts does not have are drawn as boxes")
+        elif not re.match(_NO_ROOM, str(warning.message)):
+            warnings.warn(warning.message, category=warning.category, stacklevel=2)
     return buffer.getvalue()
+
+
+def _escape_formulas(text: str) -> str:
+    return re.sub(r"(?<!\\)\$", r"\\$", text)
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    logger.warning(sentence)

@@ -9,7 +9,7 @@ import base64
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -20,6 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from qbheat_det.atomic import write_atomically
 
+from .charts import Theme
 from .report_style import STYLE
 
 _WIDE = 1.9  # times as wide as high: two such beside each other would be too small to read
@@ -43,6 +44,19 @@ class Picture:
         bgr = np.ascontiguousarray(image[:, :, ::-1])
         _, encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])
         return cls(encoded.tobytes(), "image/jpeg", alt, caption)
+
+    @classmethod
+    def from_chart(
+        cls, plot: Callable[[Theme], bytes], *, alt: str = "", caption: str = ""
+    ) -> "Picture":
+        """Draws an SVG for light screens and one for dark ones.
+
+        Args:
+            plot: draws the chart for a theme.
+            alt: for readers who do not see it; the caption where there is none.
+            caption: below it.
+        """
+        return cls(plot("light"), "image/svg+xml", alt or caption, caption, plot("dark"))
 
 
 @dataclass(frozen=True)

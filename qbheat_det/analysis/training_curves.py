@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from qbheat_det.atomic import write_atomically
 
-from .charts import LINE, encode, list_colors, read_metrics, style_axes
+from .charts import LINE, encode, has_step, list_colors, read_metrics, style_axes
 
 Series = dict[str, tuple[list[float], list[float]]]
 
@@ -79,7 +79,7 @@ def collect_series(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -
         points = {
             int(record["iteration"]): float(record[name])
             for record in records
-            if isinstance(record.get(name), int | float) and "iteration" in record
+            if isinstance(record.get(name), int | float) and has_step(record)
         }
         if any(math.isfinite(value) for value in points.values()):
             iterations = sorted(points)

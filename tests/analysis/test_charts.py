@@ -10,15 +10,19 @@ import cv2
 import numpy as np
 import pytest
 
+from qbheat_det.analysis import charts
 from qbheat_det.analysis.charts import (
     Theme,
     darken,
+    encode,
     list_colors,
     list_styles,
     plot_class_ap,
     plot_curve,
     read_metrics,
     select_series,
+    start_figure,
+    to_text,
 )
 
 METRICS = {"AP": 40.0, "AP50": 60.0, "AP-disc": 70.5, "AP-star": 10.0, "AP-none": math.nan}
@@ -29,7 +33,10 @@ def test_metrics_are_read_up_to_a_line_cut_short(tmp_path: Path) -> None:
     path.write_text(
         '{"iteration": 19, "total_loss": 2.0}\n'
         '{"iteration": 39, "total_loss": 1.0, "bbox/AP": NaN}\n'
-        '{"iteration": 59, "tot'
+        '{"iteration": 49, "total_loss": 9.0, "note": "\xff"}\n'
+        '7\n[1]\n{"iteration": "none", "total_loss": 9.0}\n{"iteration": NaN, "total_loss": 9.0}\n'
+        '{"iteration": 59, "tot',
+        encoding="latin-1",
     )
     records = read_metrics(path)
     assert select_series(records, ["total_loss"]) == ([19, 39], {"total_loss": [2.0, 1.0]})
@@ -70,6 +77,28 @@ def test_levels_are_named_and_change_the_picture() -> None:
     # Matplotlib draws text as paths, and names them in comments.
     assert b"<!-- random -->" in chart
     assert b"<!-- images seen -->" in chart
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_of_people_are_drawn_as_they_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    charts._say_once.cache_clear()
+    names = ["_first", "$x^$", "US$ and $", r"a\$b", "字", "x" * 150]
+    chart = plot_curve([0, 1], {name: [1.0, 2.0] for name in names}, label="in $x^$")
+    # In comments beside the shapes of their letters; a formula would have none.
+    for drawn in ("_first", "$x^$", "US$ and $", "字", f"{'x' * 20}…{'x' * 19}", "in $x^$"):
+        assert re.search(f"<!-- +{re.escape(drawn)} -->", chart.decode())
+    assert caplog.messages == ["letters that the font of charts does not have are drawn as boxes"]
+    assert plot_class_ap({"AP-$x^$": 1.0, "AP-_b": 2.0})
+    assert to_text("a\nb") == "a b"
+
+
+def test_powers_of_ten_stay_formulas() -> None:
+    figure, axes = start_figure("light", height=2)
+    axes.plot([1, 2], [1e-3, 1e3])
+    axes.set_yscale("log")
+    drawn = re.findall(rb"<!-- (.*) -->", encode(figure, "light", "svg"))
+    assert rb"$\mathdefault{10^{1}}$" in drawn
+    assert not any(rb"\$" in text for text in drawn)
 
 
 # How people without one kind of cones see linear RGB (Machado et al. 2009, complete loss).
