@@ -238,5 +238,4 @@ def _describe_boxes(report: DatasetReport) -> Section | None:
 
 
 def _in_both_themes(draw: Callable[..., bytes], caption: str) -> Picture:
-    light, dark = draw(theme="light"), draw(theme="dark")
-    return Picture(light, "image/svg+xml", alt=caption, caption=caption, dark=dark)
+    return Picture.from_chart(lambda theme: draw(theme=theme), caption=caption)

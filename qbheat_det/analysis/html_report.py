@@ -24,6 +24,7 @@ from .charts import Theme
 from .report_style import STYLE
 
 _WIDE = 1.9  # times as wide as high: two such beside each other would be too small to read
+_SHEET = 700  # pixels: a photo or a drawing of more has letters in it that want the full width
 
 
 @dataclass(frozen=True)
@@ -176,12 +177,26 @@ def _render_picture(picture: Picture) -> str:
     size = _measure(picture)
     # The browser keeps the place free before the picture is decoded: nothing jumps.
     lengths = f' width="{size[0]}" height="{size[1]}"' if size else ""
-    image = f'<img src="{uri}" alt="{escape(picture.alt)}"{lengths}>'
+    full = f' style="--full:{_full_width(picture, size[0])}px"' if size else ""
+    image = f'<img src="{uri}" alt="{escape(picture.alt)}"{lengths}{full}>'
     caption = f"<figcaption>{escape(picture.caption)}</figcaption>" if picture.caption else ""
-    kind = ' class="wide"' if size and size[0] > _WIDE * size[1] else ""
+    kind = ' class="wide"' if size and _is_wide(picture, *size) else ""
+    # A tap shows every pixel, and one more the whole picture: a box that is ticked needs no script.
+    switch = '<input type="checkbox" aria-label="In full size">'
     return (
-        f'<figure{kind}><div class="pan"><picture>{source}{image}</picture></div>{caption}</figure>'
+        f'<figure{kind}><div class="pan"><label>{switch}<picture>{source}{image}</picture></label>'
+        f"</div>{caption}</figure>"
     )
+
+
+def _full_width(picture: Picture, width: int) -> int:
+    """Returns the pixels at which letters can be read: a chart's, on a phone, at twice its size."""
+    return 2 * width if picture.media_type == "image/svg+xml" else width
+
+
+def _is_wide(picture: Picture, width: int, height: int) -> bool:
+    is_sheet = picture.media_type != "image/svg+xml" and width > _SHEET
+    return is_sheet or width > _WIDE * height
 
 
 def _measure(picture: Picture) -> tuple[int, int] | None:
@@ -198,10 +213,18 @@ def _measure(picture: Picture) -> tuple[int, int] | None:
 
 
 def _render_table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
+    columns = [_is_of_words(column) for column in zip(*table.rows, strict=False)]
+    kinds = [' class="words"' if words and not table.prose else "" for words in columns]
+    kinds += [""] * (len(table.header) - len(kinds))
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(cell)}</th>'
+        for cell, kind in zip(table.header, kinds, strict=False)
+    )
     rows = []
     for name, *cells in table.rows:
-        numbers = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        numbers = "".join(
+            f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(cells, kinds[1:], strict=False)
+        )
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{numbers}</tr>')
     body = "".join(rows)
     kind = ' class="prose"' if table.prose else ""
@@ -209,6 +232,10 @@ def _render_table(table: Table) -> str:
         f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def _is_of_words(cells: Sequence[str]) -> bool:
+    return not any(re.match(r"[-\u2212+]?\.?\d", cell) for cell in cells)
 
 
 def _data_uri(content: bytes, media_type: str) -> str:

@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """How reports look: one column on a phone, light or dark as the reader's screen is, and on paper.
 
-Wide pictures and tables scroll in themselves, so that the page never does sideways.
+Wide pictures and tables scroll in themselves, so that the page never does sideways; a shade at the
+edge of a table says that there is more of it.
 """
 
 STYLE = """
@@ -51,7 +52,7 @@ nav li { padding: 0.15rem 0; break-inside: avoid; color: var(--quiet); }
 a { color: var(--accent); text-decoration-thickness: 1px; text-underline-offset: 0.2em; }
 section { margin-top: clamp(2.5rem, 6vw, 4rem); scroll-margin-top: 1rem; }
 .grid {
-  display: grid; gap: 1.25rem; margin: 1.25rem 0;
+  display: grid; gap: 1.25rem; margin: 1.25rem 0; align-items: start;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr));
 }
 figure {
@@ -59,11 +60,22 @@ figure {
   background: var(--card); border: 1px solid var(--line); border-radius: 12px;
 }
 figure.wide { grid-column: 1 / -1; }
-.pan { overflow-x: auto; }
+.pan { position: relative; overflow: auto; }
+.pan label { display: block; cursor: zoom-in; }
+.pan input { position: absolute; opacity: 0; }
+.pan input:focus-visible + picture img { outline: 2px solid var(--accent); outline-offset: -2px; }
 .wide img { min-width: 38rem; }
 img { display: block; width: 100%; height: auto; }
+.pan :checked + picture img {
+  width: max(100%, var(--full, 0px)); max-width: none; cursor: zoom-out;
+}
 figcaption { padding: 0.65rem 0.9rem; color: var(--quiet); font-size: 0.875rem; line-height: 1.45; }
-.scroll { overflow-x: auto; margin: 1.25rem 0; }
+.scroll {
+  overflow-x: auto; margin: 1.25rem 0;
+  background:
+    linear-gradient(to left, var(--page) 30%, transparent) right / 3rem 100% no-repeat local,
+    linear-gradient(to left, var(--line), transparent) right / 1rem 100% no-repeat scroll;
+}
 table { border-collapse: collapse; min-width: min(100%, 24rem); font-size: 0.95rem; }
 th, td {
   overflow-wrap: normal;
@@ -75,6 +87,7 @@ tr > :last-child { padding-right: 0; }
 tbody th:first-child, thead th:first-child {
   position: sticky; left: 0; background: var(--page); overflow-wrap: anywhere; min-width: 7rem;
 }
+th.words, td.words { text-align: left; }
 .prose th, .prose td { text-align: left; vertical-align: top; }
 .prose td { white-space: normal; min-width: 14rem; }
 thead th { color: var(--quiet); font-size: 0.85rem; font-weight: 500; }
@@ -94,6 +107,7 @@ footer {
   section { break-inside: auto; }
   h2 { break-after: avoid; }
   .wide img { min-width: 0; }
+  .pan :checked + picture img { width: 100%; }
   .pan, .scroll { overflow: visible; }
   pre { white-space: pre-wrap; }
 }

@@ -205,10 +205,11 @@ def _compare_classes(story: Story) -> Section | None:
         for key, label in {**names, **sizes}.items()
     ]
     caption = f"AP of each class on the {PRETRAINED} backbone, averaged over IoU 0.50 to 0.95."
-    light, dark = (plot_class_ap(metrics, theme=theme) for theme in ("light", "dark"))
     return Section(
         "AP by class and size",
-        pictures=[Picture(light, "image/svg+xml", alt=caption, caption=caption, dark=dark)],
+        pictures=[
+            Picture.from_chart(lambda theme: plot_class_ap(metrics, theme=theme), caption=caption)
+        ],
         table=Table(("Objects", *story.probes), rows),
     )
 
@@ -237,10 +238,9 @@ def _read_series(cfg: CfgNode, keys: Sequence[str]) -> tuple[list[float], dict[s
 def _plot(
     iterations: Sequence[float], lines: Mapping[str, Sequence[float]], label: str, caption: str
 ) -> Picture:
-    light, dark = (
-        plot_curve(iterations, lines, label=label, theme=theme) for theme in ("light", "dark")
+    return Picture.from_chart(
+        lambda theme: plot_curve(iterations, lines, label=label, theme=theme), caption=caption
     )
-    return Picture(light, "image/svg+xml", alt=caption, caption=caption, dark=dark)
 
 
 def _list_environment() -> Table:

@@ -20,7 +20,7 @@ from qbheat_det.analysis.html_report import (
 )
 from qbheat_det.errors import UserError
 
-VOID = {"meta", "img", "source", "link", "br"}
+VOID = {"meta", "img", "source", "link", "br", "input"}
 
 
 class _Page(HTMLParser):
@@ -113,6 +113,23 @@ def test_a_dark_twin_is_offered_to_dark_screens() -> None:
     (source,) = [a for t, a in page.elements if t == "source"]
     assert source["media"] == "(prefers-color-scheme: dark)"
     assert base64.b64encode(b"<svg id='dark'/>").decode() in (source["srcset"] or "")
+
+
+def test_a_chart_is_drawn_for_both_screens_and_its_caption_is_its_text() -> None:
+    picture = Picture.from_chart(lambda theme: f"<svg id='{theme}'/>".encode(), caption="AP")
+    assert picture == Picture(
+        b"<svg id='light'/>", "image/svg+xml", alt="AP", caption="AP", dark=b"<svg id='dark'/>"
+    )
+
+
+def test_columns_of_words_stand_left_and_those_of_numbers_right() -> None:
+    table = Table(("Run", "Model", "AP"), [("a", "QBHeat", "n/a"), ("b", "2D net", "-0.5")])
+    words = Table(("Run", "Model", "AP"), [("a", "QBHeat", "0.5"), ("b", "MFDETR", "\u22121")])
+    for one, expected in ((table, [False, False]), (words, [True, False])):
+        page = _Page(render_report(Report("T", "L", (), [Section("S", table=one)])))
+        kinds = [a.get("class") == "words" for t, a in page.elements if t == "th" and "col" in
+                 (a.get("scope") or "")]  # fmt: skip
+        assert kinds[1:] == expected
 
 
 def test_an_empty_report_is_still_a_page() -> None:
