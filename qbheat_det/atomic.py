@@ -25,6 +25,11 @@ _ADVICE = {
     errno.EACCES: "you may not write there; change the folder's rights, or choose another one",
     errno.EPERM: "you may not write there; change the folder's rights, or choose another one",
     errno.EROFS: "that file system is read-only; choose another folder",
+    errno.EISDIR: "a folder has that name; choose another name",
+    errno.EEXIST: "a file stands where a folder is needed; choose another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed; choose another folder",
+    errno.ENAMETOOLONG: "that name is too long for the file system; choose a shorter one",
+    errno.ENOENT: "no file can be made there; choose another folder",
 }
 
 
@@ -58,10 +63,32 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
         stream.close()
         _sync_folder(target.parent)
     except OSError as error:
-        reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
-        raise UserError(
-            f"cannot write '{target}': {reason} (what stood there before is untouched)"
-        ) from error
+        raise _refuse(target, error) from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Finds before hours of work what would keep a file from being written; makes nothing.
+
+    Raises:
+        UserError: the name is a folder's or too long, a file stands where a folder is needed, or
+            nobody may write there.
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "")
+        above = next((parent for parent in target.parents if parent.exists()), Path())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "")
+    except OSError as error:
+        raise _refuse(target, error) from error
+
+
+def _refuse(target: Path, error: OSError) -> UserError:
+    reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
+    return UserError(f"cannot write '{target}': {reason} (what stood there before is untouched)")
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:

@@ -16,9 +16,11 @@ examples:
 
 Beside report.html a folder report/ holds each picture as a file, and the numbers behind them as
 JSON. What the runs' files do not allow is left out, and named at the end of the page with the
-reason. The page holds its pictures, fetches nothing, and follows a light or dark screen.
+reason. The page holds its pictures, fetches nothing, and follows a light or dark screen. It is
+written anew after each sight, so that Ctrl-C leaves a page of what there is.
 
-exit code: 0; 1 if a sight went wrong (the others are on the page); 2 if a run or flag is wrong.
+exit code: 0; 1 if a sight went wrong (the others are on the page); 2 if a run or flag is wrong;
+130 after Ctrl-C.
 """
 
 import argparse
@@ -26,7 +28,9 @@ import json
 import shlex
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # What Detectron2's own imports and torch.meshgrid say is of no use to people who look.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
@@ -37,11 +41,13 @@ from qbheat_det.analysis.exhibit import to_json, write_exhibit  # noqa: E402
 from qbheat_det.analysis.exhibit_report import describe_exhibits  # noqa: E402
 from qbheat_det.analysis.html_report import write_report  # noqa: E402
 from qbheat_det.atomic import write_atomically  # noqa: E402
-from qbheat_det.engine.seeing.flags import add_subject_flags, read_options  # noqa: E402
+from qbheat_det.engine.seeing.flags import add_subject_flags, open_runs, read_options  # noqa: E402
 from qbheat_det.engine.seeing.gather import Outcome, describe_subjects, gather  # noqa: E402
+from qbheat_det.engine.seeing.options import Sight  # noqa: E402
 from qbheat_det.engine.seeing.sights import SIGHTS  # noqa: E402
-from qbheat_det.engine.seeing.subject import open_subjects  # noqa: E402
 from qbheat_det.errors import exit_with_sentence  # noqa: E402
+
+_NOT_YET = "not made: the report ended before, or is still being made"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -76,38 +82,51 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 @exit_with_sentence
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    subjects = open_subjects(
-        args.runs, config_file=args.config_file, device=args.device, opts=args.opts
-    )
+    command = shlex.join(["python", "tools/report.py", *(sys.argv[1:] if argv is None else argv)])
+    subjects = open_runs(args)
     names = args.only or [name for name in SIGHTS if name not in args.without]
-    outcomes = gather(
-        [sight for name, sight in SIGHTS.items() if name in names],
-        subjects,
-        lambda sight: read_options(args, sight),
-        progress=True,
-    )
+    sights = [sight for name, sight in SIGHTS.items() if name in names]
     runs = describe_subjects(subjects)
-    folder = args.output.with_suffix("")
-    for outcome in outcomes:
-        if outcome.exhibit is not None:
-            write_exhibit(outcome.exhibit, folder)
-    content = {"runs": to_json(runs), "sights": [_account_for(outcome) for outcome in outcomes]}
-    text = f"{json.dumps(content, indent=1, allow_nan=False)}\n"
-    write_atomically(folder / "report.json", lambda stream: stream.write(text.encode()))
-    report = describe_exhibits(
-        [outcome.exhibit for outcome in outcomes if outcome.exhibit is not None],
-        runs,
-        [(outcome.sight.name, outcome.reason) for outcome in outcomes if outcome.exhibit is None],
-        commands=[shlex.join(["python", "tools/report.py", *(sys.argv[1:] if argv is None
-                                                             else argv)])],
-    )  # fmt: skip
-    write_report(report, args.output)
+    outcomes: list[Outcome] = []
+    # A page that cannot be written is found before the work, not after it.
+    _write_page(args.output, _fill_up(outcomes, sights), runs, command)
+    try:
+        for outcome in gather(
+            sights, subjects, lambda sight: read_options(args, sight), progress=True
+        ):
+            if outcome.exhibit is not None:
+                write_exhibit(outcome.exhibit, args.output.with_suffix(""))
+            outcomes.append(outcome)
+            _write_page(args.output, _fill_up(outcomes, sights), runs, command)
+    except KeyboardInterrupt:
+        print(f"\n{len(outcomes)} of {len(sights)} sights are on {args.output}", file=sys.stderr)
+        raise
     for outcome in outcomes:
         if outcome.exhibit is None:
             verb = "failed" if outcome.is_failure else "left out"
             print(f"{outcome.sight.name} {verb}: {outcome.reason}", file=sys.stderr)
-    print(f"report: {args.output}\nfiles:  {folder}")
+    print(f"report: {args.output}\nfiles:  {args.output.with_suffix('')}")
     return 1 if any(outcome.is_failure for outcome in outcomes) else 0
+
+
+def _fill_up(outcomes: Sequence[Outcome], sights: Sequence[Sight]) -> list[Outcome]:
+    return [*outcomes, *(Outcome(sight, reason=_NOT_YET) for sight in sights[len(outcomes) :])]
+
+
+def _write_page(
+    path: Path, outcomes: Sequence[Outcome], runs: Sequence[Mapping[str, Any]], command: str
+) -> None:
+    content = {"runs": to_json(runs), "sights": [_account_for(outcome) for outcome in outcomes]}
+    text = f"{json.dumps(content, indent=1, allow_nan=False)}\n"
+    about = path.with_suffix("") / "report.json"
+    write_atomically(about, lambda stream: stream.write(text.encode()))
+    report = describe_exhibits(
+        [outcome.exhibit for outcome in outcomes if outcome.exhibit is not None],
+        runs,
+        [(outcome.sight.name, outcome.reason) for outcome in outcomes if outcome.exhibit is None],
+        commands=[command],
+    )
+    write_report(report, path)
 
 
 def _account_for(outcome: Outcome) -> dict[str, object]:

@@ -31,10 +31,10 @@ warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import qbheat_det  # noqa: E402, F401  registers models and data
 from qbheat_det.analysis.exhibit import write_exhibit  # noqa: E402
-from qbheat_det.engine.seeing.flags import add_subject_flags, read_options  # noqa: E402
+from qbheat_det.atomic import check_writable  # noqa: E402
+from qbheat_det.engine.seeing.flags import add_subject_flags, open_runs, read_options  # noqa: E402
 from qbheat_det.engine.seeing.refusal import NothingToSee  # noqa: E402
 from qbheat_det.engine.seeing.sights import SIGHTS  # noqa: E402
-from qbheat_det.engine.seeing.subject import open_subjects  # noqa: E402
 from qbheat_det.errors import exit_with_sentence  # noqa: E402
 
 
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sights = parser.add_subparsers(dest="sight", metavar="SIGHT", title="sights")
     for sight in SIGHTS.values():
         own = sights.add_parser(
-            sight.name, help=sight.summary, description=f"{sight.summary.capitalize()}."
+            sight.name, help=sight.summary, description=f"{_begin_large(sight.summary)}."
         )
         add_subject_flags(own)
         own.add_argument(
@@ -75,9 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"{name:<{width}}  {sight.summary}" for name, sight in SIGHTS.items()))
         return 0
     sight = SIGHTS[args.sight]
-    subjects = open_subjects(
-        args.runs, config_file=args.config_file, device=args.device, opts=args.opts
-    )
+    check_writable(args.output / f"{sight.name}.json")
+    subjects = open_runs(args)
     try:
         exhibit = sight.see(subjects, read_options(args, sight))
     except NothingToSee as reason:
@@ -86,6 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     for path in write_exhibit(exhibit, args.output):
         print(path)
     return 0
+
+
+def _begin_large(summary: str) -> str:
+    return summary[:1].upper() + summary[1:]  # and AP stays AP
 
 
 if __name__ == "__main__":

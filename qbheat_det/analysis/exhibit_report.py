@@ -51,7 +51,7 @@ def describe_exhibits(
         sections.append(
             Section(
                 "What is not here, and why",
-                table=Table(("Not here", "Why"), list(missing), prose=True),
+                table=Table(("Not here", "Why"), _join_reasons(missing), prose=True),
             )
         )
     if commands:
@@ -78,6 +78,14 @@ def _show_runs(runs: Sequence[Mapping[str, Any]]) -> Section:
     faults = [f"{run['label']}: {run['fault']}." for run in runs if run.get("fault")]
     header = ("Run", *(_COLUMNS[key] for key in known))
     return Section("The runs", paragraphs=faults, table=Table(header, rows))
+
+
+def _join_reasons(missing: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Returns each reason once, with all that it cost."""
+    names: dict[str, list[str]] = {}
+    for name, reason in missing:
+        names.setdefault(reason, []).append(name)
+    return [(", ".join(of), reason) for reason, of in names.items()]
 
 
 def _format(value: Any) -> str:

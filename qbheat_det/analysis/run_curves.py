@@ -7,13 +7,23 @@ size or data meet on images, and those that differ in what a step costs, on minu
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from matplotlib.axes import Axes
 
-from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure
+from .charts import (
+    INK,
+    LINE,
+    Format,
+    Theme,
+    encode,
+    has_step,
+    list_styles,
+    start_figure,
+    to_text,
+)
 from .training_curves import Series, collect_series
 
 Axis = Literal["epochs", "images", "minutes", "steps"]
@@ -38,11 +48,15 @@ class Run:
         label: in legends.
         records: lines of its ``metrics.json``, in order.
         images_per_step: of all processes together.
+        model: its kind: losses of two kinds are different things. "" where it is not known.
+        recipe: the same in runs that differ in schedule alone. "" where it is not known.
     """
 
     label: str
     records: Sequence[Mapping[str, Any]]
     images_per_step: int
+    model: str = ""
+    recipe: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,8 @@ def place_on_axis(run: Run, axis: Axis) -> dict[int, float]:
     """Returns where each logged iteration of a run lies, counted when its step is done.
 
     Minutes are the sum of what the log calls ``time``, the median duration of the last steps, over
-    all steps: no evaluation, no pause between a stop and a resumption, and no step twice.
+    all steps: no evaluation, no pause between a stop and a resumption, no step twice, and little
+    of single slow steps.
 
     Args:
         run: iterations count from 0.
@@ -94,12 +109,7 @@ def place_on_axis(run: Run, axis: Axis) -> dict[int, float]:
     Returns:
         Positions by iteration, rising; empty where the log does not tell them.
     """
-    records = {
-        int(record["iteration"]): record
-        for record in run.records
-        if isinstance(record.get("iteration"), int | float)
-    }
-    iterations = sorted(records)
+    iterations = sorted({int(record["iteration"]) for record in run.records if has_step(record)})
     if axis == "steps":
         return {iteration: iteration + 1.0 for iteration in iterations}
     if axis == "images":
@@ -132,6 +142,7 @@ def plot_run_curves(
     label: str,
     axis: Axis,
     from_zero: bool = False,
+    among: Sequence[str] = (),
     theme: Theme = "light",
     format: Format = "svg",
 ) -> bytes:
@@ -144,15 +155,19 @@ def plot_run_curves(
         axis: what the positions count.
         from_zero: begin the axis of values at 0. Else a log scale is taken for values above 0 that
             span two orders of magnitude.
+        among: labels of all runs of the page, among which each keeps its colour and marker; these
+            curves' own where there are no others.
         theme: of the page.
         format: of the file.
     """
     rows = _count_legend_rows(len(curves))
     figure, axes = start_figure(theme, height=3.2 + 0.2 * rows, width=_WIDTH)
-    styles = list_styles(theme, len(curves))
-    for (name, (positions, values)), style in zip(curves.items(), styles, strict=True):
+    everyone = list(among or curves)
+    styles = dict(zip(everyone, list_styles(theme, len(everyone)), strict=True))
+    for name, (positions, values) in curves.items():
         few = len(positions) < _POINTS_WITH_MARKERS
-        axes.plot(positions, values, label=name, lw=1.8, ms=4.5, **style if few else _bare(style))
+        style = styles[name] if few else _bare(styles[name])
+        axes.plot(positions, values, label=to_text(name), lw=1.8, ms=4.5, **style)
     _scale(axes, [value for _, values in curves.values() for value in values], from_zero)
     axes.set_title(title, fontsize=11, loc="left", color=INK[theme])
     axes.set_xlabel(AXIS_LABELS[axis])
@@ -163,7 +178,7 @@ def plot_run_curves(
         figure.legend(
             loc="outside lower center", ncols=2, fontsize=8, frameon=False, labelcolor=INK[theme]
         )
-    elif len(curves) > 1:
+    elif len(everyone) > 1:  # else a colour would be read as that of another chart
         axes.legend(fontsize=9, frameon=False, labelcolor=INK[theme])
     return encode(figure, theme, format)
 
@@ -173,31 +188,40 @@ def plot_schedules(
     *,
     label: str,
     axis: Axis,
+    recipes: Mapping[str, str] | None = None,
     theme: Theme = "light",
     format: Format = "svg",
 ) -> bytes:
-    """Draws what runs came to against their length, as Fig. 6 of the paper does.
+    """Draws what runs came to against their length, a point a score, with the run's name once.
 
-    Each run is a point, with its name beside it.
+    A line joins runs of one recipe, as in Fig. 6 of the paper, and no others: of two models the
+    longer run says nothing about schedules.
 
     Args:
         scores: by the score's name and the run's label: length of the run and its last score.
         label: of the scores, with their unit.
         axis: what the length counts.
+        recipes: of the runs, by label, see ``Run``; those that are not there or "" stand alone.
         theme: of the page.
         format: of the file.
     """
     figure, axes = start_figure(theme, height=3.2, width=_WIDTH)
-    for (name, points), style in zip(scores.items(), list_styles(theme, len(scores)), strict=True):
-        rising = sorted(points.items(), key=lambda item: item[1])
-        axes.plot(
-            *zip(*(point for _, point in rising), strict=True), label=name, lw=1.4, ms=6, **style
-        )
-        for run, point in rising:
-            axes.annotate(
-                run, point, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8,
-                color=INK[theme],
-            )  # fmt: skip
+    tops: dict[str, tuple[float, float]] = {}
+    for index, (name, points) in enumerate(scores.items()):
+        style = list_styles(theme, index + 1)[index]
+        shown = to_text(name)
+        for group in group_recipes(points, recipes or {}):
+            rising = sorted(points[run] for run in group)
+            line = style if len(rising) > 1 else style | {"linestyle": "none"}
+            axes.plot(*zip(*rising, strict=True), label=shown, lw=1.4, ms=6, **line)
+            shown = "_nolegend_"
+        for run, (length, score) in points.items():
+            tops[run] = (length, max(score, tops[run][1] if run in tops else score))
+    for run, top in tops.items():
+        axes.annotate(
+            to_text(run), top, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8,
+            color=INK[theme],
+        )  # fmt: skip
     axes.set_title("Last score by length of the run", fontsize=11, loc="left", color=INK[theme])
     axes.set_xlabel(AXIS_LABELS[axis])
     axes.set_ylabel(label)
@@ -207,6 +231,15 @@ def plot_schedules(
     if len(scores) > 1:
         axes.legend(fontsize=9, frameon=False, labelcolor=INK[theme])
     return encode(figure, theme, format)
+
+
+def group_recipes(runs: Iterable[str], recipes: Mapping[str, str]) -> list[list[str]]:
+    """Returns labels of runs, together where they have one recipe that is known."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        recipe = recipes.get(run, "")
+        groups.setdefault((recipe, "" if recipe else run), []).append(run)
+    return list(groups.values())
 
 
 def _sum_minutes(run: Run, iterations: Sequence[int]) -> dict[int, float]:
@@ -267,7 +300,8 @@ _KINDS: tuple[tuple[str, Callable[[str], Quantity]], ...] = (
     (r"accuracy$|/top[15]$", _describe_accuracy),
     (
         r"^correlation/mean$",
-        lambda key: Quantity(_name(key), "Spatial correlation of the map", "mean cosine", (key,)),
+        lambda key: Quantity(_name(key), "Spatial correlation of the map",
+                             "mean |correlation| of two positions", (key,)),
     ),
     (
         r"^lr$",

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 
 from qbheat_det.analysis.run_curves import (
     Run,
+    group_recipes,
     list_quantities,
     place_on_axis,
     plot_run_curves,
@@ -65,6 +66,8 @@ def test_a_log_that_does_not_tell_an_axis_has_no_place_on_it() -> None:
     assert place_on_axis(bare, "epochs") == {}
     assert place_on_axis(bare, "minutes") == {}
     assert place_on_axis(bare, "steps") == {0: 1}
+    odd = [{"iteration": step, "total_loss": 1.0} for step in ("none", math.nan, math.inf, None, 4)]
+    assert select_curve(Run("odd", odd, 1), "total_loss", "steps") == ([5.0], [1.0])
 
 
 def test_the_total_loss_comes_first_and_repetitions_and_details_are_left_out() -> None:
@@ -77,6 +80,8 @@ def test_the_total_loss_comes_first_and_repetitions_and_details_are_left_out() -
         *("bbox/AP50", "knn/top1", "accuracy", "lr"),
     ]
     assert len({quantity.name for quantity in found}) == len(found)
+    (likeness,) = list_quantities([Run("all", [log(0, **{"correlation/mean": 0.5})], 1)])
+    assert likeness.label == "mean |correlation| of two positions"
 
 
 @pytest.fixture
@@ -121,12 +126,44 @@ def test_an_exploding_loss_takes_a_log_scale_and_a_score_begins_at_zero(axes: li
     assert axes[0].get_legend() is None
 
 
-def test_schedules_are_points_at_the_length_of_their_runs(axes: list[Axes]) -> None:
-    scores = {"AP": {"long": (40.0, 9.0), "short": (10.0, 5.0)}}
-    plot_schedules(scores, label="AP (%)", axis="epochs")
-    (line,) = axes[0].get_lines()
-    np.testing.assert_array_equal(line.get_xydata(), [[10, 5], [40, 9]])
-    assert [text.get_text() for text in axes[0].texts] == ["short", "long"]
+def test_schedules_are_points_and_only_runs_of_one_recipe_are_joined(axes: list[Axes]) -> None:
+    scores = {
+        "AP": {"long": (40.0, 9.0), "other": (20.0, 7.0), "short": (10.0, 5.0)},
+        "AP50": {"long": (40.0, 19.0), "other": (20.0, 6.0)},
+    }
+    recipes = {"long": "a", "short": "a", "other": ""}
+    plot_schedules(scores, label="AP (%)", axis="epochs", recipes=recipes)
+    lines = [(line.get_xydata().tolist(), line.get_linestyle()) for line in axes[0].get_lines()]
+    assert lines == [
+        ([[10, 5], [40, 9]], "-"),
+        ([[20, 7]], "None"),
+        ([[40, 19]], "None"),
+        ([[20, 6]], "None"),
+    ]
+    # Each run is named once, at its best score, and each score once.
+    assert {text.get_text(): text.xy for text in axes[0].texts} == {
+        "long": (40.0, 19.0), "other": (20.0, 7.0), "short": (10.0, 5.0)
+    }  # fmt: skip
+    assert len(axes[0].texts) == 3
+    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["AP", "AP50"]
+
+
+def test_runs_without_a_known_recipe_are_alone() -> None:
+    assert group_recipes(["a", "b", "c", "d"], {"a": "x", "b": "", "d": "x"}) == [
+        ["a", "d"], ["b"], ["c"]
+    ]  # fmt: skip
+
+
+def test_a_run_keeps_its_colour_and_its_name_where_it_is_alone(axes: list[Axes]) -> None:
+    line = ([0.0, 1.0], [2.0, 1.0])
+    among = ["first", "_second", "third"]
+    plot_run_curves(dict.fromkeys(among, line), title="", label="", axis="epochs")
+    plot_run_curves({"_second": line}, title="", label="", axis="epochs", among=among)
+    together, (alone,) = axes[0].get_lines(), axes[1].get_lines()
+    assert alone.get_color() == together[1].get_color() != together[0].get_color()
+    assert alone.get_marker() == together[1].get_marker()
+    names = [[text.get_text() for text in drawn.get_legend().get_texts()] for drawn in axes]
+    assert names == [["first", " _second", "third"], [" _second"]]
 
 
 @pytest.mark.parametrize(("theme", "page"), [("light", (255, 255, 255)), ("dark", (32, 28, 26))])

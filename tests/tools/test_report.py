@@ -20,6 +20,20 @@ from ..browser import CHROMIUM, Browser
 from ..tool_modules import load_tool
 from .test_see import make_run
 
+TAP = """
+(() => {
+  const sheet = document.querySelector('img[alt=noise]'), box = sheet.closest('.pan');
+  const widths = [];
+  for (let tap = 0; tap < 3; tap++) {
+    widths.push(Math.round(sheet.getBoundingClientRect().width)); sheet.click();
+  }
+  sheet.closest('.pan').querySelector('input').checked = true;
+  return { widths, pan: box.clientWidth, scroll: document.documentElement.scrollWidth,
+    row: Math.round(document.querySelector('.grid').getBoundingClientRect().width),
+    high: Math.round(document.querySelector('img[alt^=as]').closest('figure')
+      .getBoundingClientRect().width) }
+})()
+"""
 LOOK = """
 Promise.all([...document.images].map(i => i.decode().then(() => true, () => false))).then(done => ({
   decoded: done, widths: [...document.images].map(i => i.naturalWidth),
@@ -42,6 +56,7 @@ def see_wide(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
         {
             "sheet": Picture.from_rgb(sheet, alt="noise"),
             "small": Picture.from_rgb(sheet[:, :90], alt="s"),
+            "high": Picture.from_rgb(np.zeros((720, 720, 3), np.uint8), alt="as wide as high"),
         },
         {"seed": options.seed},
         Table(header, [header, header]),
@@ -50,6 +65,10 @@ def see_wide(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
 
 def see_nothing(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     raise NothingToSee("no <linear> models")
+
+
+def see_interrupted(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
+    raise KeyboardInterrupt
 
 
 def see_defect(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
@@ -64,6 +83,8 @@ def report() -> ModuleType:
         "wide": Sight("wide", "wide things", see_wide),
         "nothing": Sight("nothing", "nothing", see_nothing),
         "defect": Sight("defect", "a defect", see_defect),
+        "interrupted": Sight("interrupted", "as if by Ctrl-C", see_interrupted),
+        "behind": Sight("behind", "wide things again", see_wide),
     }
     return tool
 
@@ -72,7 +93,8 @@ def report() -> ModuleType:
 def page(report: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     runs = [str(make_run(folder / "a")), str(make_run(folder / "b", slope=2.0))]
-    assert report.main([*runs, "--without", "defect", "--output", str(folder / "page.html")]) == 0
+    words = ["--only", "curves", "wide", "nothing", "--output", str(folder / "page.html")]
+    assert report.main([*runs, *words]) == 0
     return folder / "page.html"
 
 
@@ -101,6 +123,42 @@ def test_a_sight_that_fails_costs_its_section_and_the_exit_code(
     assert "ZeroDivisionError: by zero" in text
     assert "Wide" in text
     assert "Training curves" not in text
+
+
+def test_ctrl_c_leaves_a_page_of_what_there_is_and_says_so(
+    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, path = str(make_run(tmp_path / "a")), tmp_path / "page.html"
+    words = ["--only", "wide", "interrupted", "behind", "nothing"]
+    with pytest.raises(SystemExit) as ended:
+        report.main([run, "--output", str(path), *words])
+    assert ended.value.code == 130
+    # In the order of the table: "nothing" was done before.
+    assert f"2 of 4 sights are on {path}" in capsys.readouterr().err
+    text = path.read_text(encoding="utf-8")
+    assert "Wide &lt;things&gt;" in text
+    why = "not made: the report ended before, or is still being made"
+    assert f'<th scope="row">interrupted, behind</th><td>{why}</td>' in text
+    assert (tmp_path / "page" / "wide_sheet.jpg").exists()
+    content = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert [sight["made"] for sight in content["sights"]] == [True, False, False, False]
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(make_run(tmp_path / "a"))
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "page").write_text("")
+    for name, reason in {
+        "folder.html": "a folder has that name; choose another name",
+        "page.html": "a file stands where a folder is needed; choose another folder",
+        f"{'x' * 300}.html": "that name is too long for the file system; choose a shorter one",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            report.main([run, "--output", str(tmp_path / name), "--only", "interrupted"])
+        assert ended.value.code == 2  # not 130: the sight was not begun
+        assert reason in capsys.readouterr().err
 
 
 def test_an_output_that_is_no_page_and_unknown_sights_are_refused(report: ModuleType) -> None:
@@ -138,6 +196,18 @@ def test_in_a_browser_every_picture_loads_nothing_is_fetched_and_nothing_sticks_
     assert seen["anchors"]
     columns = len({round(left) for left in seen["figures"]})
     assert columns == (1 if width == 390 else 2)
+
+
+@pytest.mark.parametrize(("width", "fit"), [(390, 608), (1280, 1054)])
+def test_a_tap_shows_a_sheet_in_full_size_and_sheets_take_the_whole_width(
+    browser: Browser, page: Path, width: int, fit: int
+) -> None:
+    browser.open(page, width=width, height=844, scheme="light")
+    seen = browser.evaluate(TAP)
+    full = max(900, seen["pan"])
+    assert seen["widths"] == [fit, full, fit]
+    assert seen["high"] == seen["row"]
+    assert seen["scroll"] == width
 
 
 def test_a_dark_screen_gets_the_dark_charts(browser: Browser, page: Path) -> None:

@@ -70,7 +70,40 @@ def test_an_axis_that_no_log_tells_is_a_sentence_and_exit_code_1(
 
 
 def test_mistakes_end_with_exit_code_2(see: ModuleType, tmp_path: Path) -> None:
-    for words in ([], ["aurora", "run"], ["curves"], ["curves", str(tmp_path / "none")]):
+    run = str(make_run(tmp_path / "a"))
+    for words in (
+        [],
+        ["aurora", "run"],
+        ["curves"],
+        ["curves", str(tmp_path / "none")],
+        ["curves", run, "--seed", str(2**70)],
+        ["curves", run, "--seed", "-1"],
+        ["curves", run, "--output", str(tmp_path / "a" / "metrics.json")],
+    ):
         with pytest.raises(SystemExit) as ended:
             see.main(words)
         assert ended.value.code == 2
+
+
+def test_a_misspelt_key_is_refused_also_by_sights_that_need_no_config(
+    see: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, bare = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    (run / "config.yaml").write_text("SEED: 1\n")
+    out = ["--output", str(tmp_path / "out")]
+    for opts in (["MODEL.FOO", "1"], ["MODEL.DEVICE"]):
+        with pytest.raises(SystemExit) as ended:
+            see.main(["curves", str(run), *out, "--opts", *opts])
+        assert ended.value.code == 2
+        assert opts[0] in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    # A run that has no config costs the others nothing.
+    assert see.main(["curves", str(run), str(bare), *out, "--opts", "SEED", "2"]) == 0
+
+
+def test_help_begins_with_a_capital_and_keeps_the_others(
+    see: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        see.main(["detections", "--help"])
+    assert "\nAP by size and class, " in capsys.readouterr().out

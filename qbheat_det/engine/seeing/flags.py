@@ -2,9 +2,16 @@
 """The flags that all sights share, for ``tools/see.py`` and ``tools/report.py``."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from qbheat_det.errors import UserError
+
 from .options import Sight, SightOptions
+from .refusal import NothingToSee
+from .subject import Subject, open_subjects
+
+_SEEDS = 2**32  # as many as NumPy and PyTorch both take
 
 
 def add_subject_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,10 +32,41 @@ def add_subject_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--num-images", type=_positive, default=6, metavar="N",
         help="how many are drawn (default: 6)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of what is random, such as controls (default: 0)")
+    add("--seed", type=_seed, default=0, metavar="N",
+        help="of what is random, such as controls (default: 0)")  # fmt: skip
     add("--config-file", metavar="FILE", help="YAML of all the models (default: the runs' own)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of all configs")
+
+
+def open_runs(args: argparse.Namespace) -> list[Subject]:
+    """Opens what the flags above name.
+
+    Raises:
+        UserError: as ``open_subjects``; or none of the runs can take ``--config-file`` and
+            ``--opts``, such as where a key is misspelt.
+    """
+    subjects = open_subjects(
+        args.runs, config_file=args.config_file, device=args.device, opts=args.opts
+    )
+    if args.config_file or args.opts:
+        _check_configs(subjects)
+    return subjects
+
+
+def _check_configs(subjects: Sequence[Subject]) -> None:
+    # Where one run of several is damaged, the sights go on without it and say so.
+    faults, sound = [], 0
+    for subject in subjects:
+        try:
+            _ = subject.cfg
+            sound += 1
+        except NothingToSee:
+            continue
+        except UserError as error:
+            faults.append(error)
+    if faults and not sound:
+        raise faults[0]
 
 
 def read_options(args: argparse.Namespace, sight: Sight) -> SightOptions:
@@ -46,4 +84,11 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < _SEEDS:
+        raise argparse.ArgumentTypeError("a whole number from 0 to 2**32 - 1")
     return number

@@ -2,12 +2,14 @@
 """Every sight of several runs, for one report: what can be made, and why the rest cannot."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from detectron2.config import CfgNode
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
+from qbheat_det.analysis.charts import has_step
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.errors import UserError
 
@@ -41,8 +43,8 @@ def gather(
     options_of: Callable[[Sight], SightOptions],
     *,
     progress: bool = False,
-) -> list[Outcome]:
-    """Makes every sight of all subjects; what goes wrong in one costs that one alone.
+) -> Iterator[Outcome]:
+    """Makes one sight of all subjects after another; what goes wrong in one costs that one alone.
 
     Args:
         sights: in the order of the report.
@@ -50,12 +52,10 @@ def gather(
         options_of: what is asked of a sight.
         progress: show a bar with the time that is left, which assumes that sights take alike.
     """
-    outcomes = []
     with tqdm(sights, unit="sight", disable=not progress) as bar:
         for sight in bar:
             bar.set_postfix_str(sight.name)
-            outcomes.append(_look(sight, subjects, options_of(sight)))
-    return outcomes
+            yield _look(sight, subjects, options_of(sight))
 
 
 def _look(sight: Sight, subjects: Sequence[Subject], options: SightOptions) -> Outcome:
@@ -94,12 +94,22 @@ def _describe(subject: Subject) -> dict[str, Any]:
         return about
     about["kind"] = subject.kind
     about["model"] = cfg.MODEL.META_ARCHITECTURE
-    about["backbone"] = cfg.MODEL.BACKBONE.NAME
+    about["backbone"] = _name_backbone(cfg)
     if about["steps"] is not None:
         about["images"] = about["steps"] * int(cfg.SOLVER.IMS_PER_BATCH)
     return about
 
 
+def _name_backbone(cfg: CfgNode) -> str:
+    """Returns the encoder's name, also where a feature pyramid stands on it."""
+    pyramids = {
+        "build_fpn_backbone": cfg.MODEL.FPN.BOTTOM_UP,
+        "build_mobile_former_fpn_backbone": "MobileFormer",
+    }
+    name = str(cfg.MODEL.BACKBONE.NAME)
+    return f"{pyramids[name]} below an FPN" if name in pyramids else name
+
+
 def _find_last(metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    found = [record for record in metrics if isinstance(record.get("iteration"), int | float)]
+    found = [record for record in metrics if has_step(record)]
     return max(found, key=lambda record: record["iteration"], default={})

@@ -62,7 +62,7 @@ def find_run_set(cfg: CfgNode, folder: Path | None, split: Split) -> str:
 
 
 def _register_anew(cfg: CfgNode, folder: Path | None, name: str, split: Split) -> str:
-    flags = _read_flags(folder)
+    flags = read_data_flags(folder)
     if flags is None:
         raise NothingToSee(
             f"the {split} set was named by flags, and there is no {RUN_FILE} that tells them"
@@ -92,7 +92,12 @@ def _register_anew(cfg: CfgNode, folder: Path | None, name: str, split: Split) -
     return own
 
 
-def _read_flags(folder: Path | None) -> argparse.Namespace | None:
+def read_data_flags(folder: Path | None) -> argparse.Namespace | None:
+    """Returns the flags that named a run's data; None where no record of its command is there.
+
+    Raises:
+        NothingToSee: the record is not one of this version.
+    """
     starts = read_run_record(folder / RUN_FILE) if folder is not None else []
     if not starts or not isinstance(starts[-1].get("command"), list):
         return None

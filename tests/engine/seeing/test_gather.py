@@ -50,7 +50,9 @@ def test_each_failure_costs_one_sight_and_keeps_its_reason(
         Sight("nothing", "", see_nothing),
         Sight("good", "", see_well, add_times),
     ]
-    outcomes = gather(sights, subjects, lambda sight: SightOptions(extra=sight.default_flags()))
+    outcomes = list(
+        gather(sights, subjects, lambda sight: SightOptions(extra=sight.default_flags()))
+    )
     assert [(outcome.reason, outcome.is_failure) for outcome in outcomes] == [
         ("ZeroDivisionError: by zero", True),
         ("that folder is empty", True),
@@ -92,6 +94,25 @@ def test_what_is_known_of_runs_is_told_and_what_is_not_is_none(tmp_path: Path) -
     assert bare["fault"] == "'bare' has no checkpoint yet"
     assert bare["steps"] is None
     assert bare["model"] is None
+
+
+@pytest.mark.parametrize("name", ["build_fpn_backbone", "build_mobile_former_fpn_backbone"])
+def test_of_a_feature_pyramid_the_encoder_below_it_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"MODEL: {{BACKBONE: {{NAME: {name}}}}}\n")
+    (tmp_path / "model_final.pth").write_bytes(b"not read for this")
+    (known,) = describe_subjects(open_subjects([str(tmp_path)], device="cpu"))
+    assert known["backbone"] == "MobileFormer below an FPN"
+
+
+def test_no_two_sights_have_a_flag_in_common() -> None:
+    parser = argparse.ArgumentParser()  # as tools/report.py's: an argparse error where they collide
+    add_subject_flags(parser)
+    for sight in SIGHTS.values():
+        if sight.add_flags is not None:
+            sight.add_flags(parser)
+    own = [name for sight in SIGHTS.values() for name in sight.default_flags()]
+    assert len(set(own)) == len(own)
+    assert not {"runs", "images", "output", "only", "without"} & set(own)
 
 
 def test_the_table_names_each_sight_once_and_every_flag_has_a_default() -> None:
