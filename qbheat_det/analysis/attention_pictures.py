@@ -53,6 +53,15 @@ class AttentionRow:
     together: bool = True
     box: npt.NDArray[np.float64] | None = None
 
+    def find_scale(self) -> float:
+        """Returns the value at the top of the scale that all maps of the row share."""
+        return self.top or max(self.least, find_top(self.maps))
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether a value lies above that."""
+        return max(float(values.max()) for values in self.maps) > self.find_scale()
+
 
 def find_top(maps: Sequence[Map]) -> float:
     """Returns the value at the top of a scale: that of the map that needs most.
@@ -133,7 +142,7 @@ def draw_attention(
         pen.text((left, top + _TEXT), column, font=get_font(_TEXT), fill=HEADING, anchor="lm")
     top += 2 * _TEXT
     for row in rows:
-        shared = row.top or max(row.least, find_top(row.maps))
+        shared = row.find_scale()
         _draw_label(sheet, top, row, shared)
         for left, values, stride in zip(lefts, row.maps, row.strides, strict=True):
             own = shared if row.together else max(row.least, find_top([values]))
@@ -167,7 +176,7 @@ def _draw_label(sheet: Image.Image, top: int, row: AttentionRow, value: float) -
     ramp = matplotlib.colormaps["viridis"](np.linspace(0, 1, width))[None, :, :3]
     bar = np.rint(255 * np.repeat(ramp, _BAR, axis=0)).astype(np.uint8)
     sheet.paste(Image.fromarray(bar), (0, top))
-    limit = "" if row.top else "\u2265 "
+    limit = "\u2265 " if row.exceeds else ""
     number = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
     text = f"{limit}{number}{row.unit}" if row.together else "own scales"
     y = top + _BAR + 3

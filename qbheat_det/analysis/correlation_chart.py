@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+from matplotlib.markers import CARETUPBASE
 
 from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure
 
@@ -18,6 +19,7 @@ _STYLES = ("-", "--", "-.", ":")
 
 def plot_correlations(
     values: Mapping[str, Sequence[float]],
+    map_name: str = "",
     *,
     controls: Collection[str] = (),
     theme: Theme = "light",
@@ -27,6 +29,7 @@ def plot_correlations(
 
     Args:
         values: spatial correlation of each image, in [0, 1], by subject; one subject or more.
+        map_name: of the map, for the title.
         controls: those subjects that are not trained.
         theme: of the page.
         format: of the file.
@@ -44,11 +47,13 @@ def plot_correlations(
         mean = float(np.mean(found))
         label = f"{name}: mean {mean:.3f}, {len(found):,} images"
         axes.stairs(shares, edges, color=color, ls=style, lw=1.8, label=label)
-        axes.plot([mean], [0], marker="^", ms=8, color=color, clip_on=False, ls="none", zorder=3)
+        # Its base on the axis: centred there, it would cover the numbers below.
+        axes.plot([mean], [0], marker=CARETUPBASE, ms=8, color=color, ls="none", zorder=3)
     # Below the axes, since a histogram fills them wherever it likes.
     figure.legend(loc="outside lower center", frameon=False, labelcolor=INK[theme], fontsize=8)
     axes.set_ylim(bottom=0)
-    axes.set_title("Spatial correlation of feature maps", fontsize=10, loc="left", color=INK[theme])
+    title = f"Spatial correlation of the map {map_name}" if map_name else "Spatial correlation"
+    axes.set_title(title, fontsize=10, loc="left", color=INK[theme])
     axes.set_xlabel("mean |correlation| between two positions (0: unrelated, 1: the same)")
     axes.set_ylabel("images (%)")
     axes.grid(color=LINE[theme])

@@ -9,9 +9,21 @@ from qbheat_det.errors import UserError
 _TRIED = 10  # broken images in a row, before a place stays empty
 
 
+class SpreadEntries(list[dict[str, Any]]):
+    """Mapped images.
+
+    Attributes:
+        unreadable: names of the files that were wanted and could not be read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: list[str] = []
+
+
 def read_spread(
     records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
-) -> list[dict[str, Any]]:
+) -> SpreadEntries:
     """Returns mapped images spread evenly over the records; all, where there are fewer.
 
     In the place of one that cannot be read stands the next that can.
@@ -23,7 +35,7 @@ def read_spread(
         number: how many are wanted.
     """
     number = min(number, len(records))
-    entries: list[dict[str, Any]] = []
+    entries = SpreadEntries()
     end = 0
     for index in range(number):
         start = max(end, index * len(records) // number)
@@ -32,6 +44,7 @@ def read_spread(
             if entry is not None:
                 entries.append(entry)
                 break
+            entries.unreadable.append(str(records[end - 1]["file_name"]))
     return entries
 
 

@@ -56,15 +56,15 @@ def test_charts_name_axes_subjects_and_means_in_light_and_dark() -> None:
     one = study_map(np.random.default_rng(1).normal(size=(6, 6))).agreements
     kinds = {kind: [one[kind].to_dict()] * 3 for kind in LABELS}
     for theme in ("light", "dark"):
-        histogram = plot_correlations(values, controls=["random"], theme=theme).decode()
+        histogram = plot_correlations(values, "s16", controls=["random"], theme=theme).decode()
         for text in ("trained: mean 0.300, 2 images", "random: mean 0.800, 3 images",
-                     "Spatial correlation of feature maps", "images (%)"):  # fmt: skip
+                     "Spatial correlation of the map s16", "images (%)"):  # fmt: skip
             assert f"<!-- {text} -->" in histogram
         chart = plot_agreements({"a": kinds, "b": kinds}, theme=theme).decode()
         for text in ("a", "b", *LABELS.values(), "CAM and what is made of its border"):
             assert f"<!-- {text} -->" in chart
         for svg, title in (
-            (histogram, "Spatial correlation of feature maps"),
+            (histogram, "Spatial correlation of the map s16"),
             (chart, "CAM and what is made of its border"),
         ):  # matplotlib's own colour of a title on the left would be black on a dark page
             assert re.search(f'<!-- {title} -->\\s*<g style="fill: {INK[theme]}"', svg)

@@ -29,9 +29,11 @@ from qbheat_det.analysis.reconstruction_views import to_rgb
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import MobileFormer
 
+from .map_figures import list_map
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import batch_images, crop_squares, pick_files
+from .same_pictures import SamePictures, batch_images, crop_squares, find_sizes
+from .side_by_side import look_at_each
 from .subject import Subject
 
 Heads = Literal["mean", "apart"]
@@ -52,8 +54,9 @@ _HOW_TO_READ = (
     "paper); Mobile←Former is normalised over tokens and shows which tokens each pixel listens to "
     "(Fig. 14). A column is a token, a row a block.",
     "Of Mobile→Former, colours are multiples of even attention, and a row has one scale; at most a "
-    "twentieth of a token's attention lies above its top. Of Mobile←Former, the scale is 0 to 1, "
-    "and evenly shared attention is 1 over the number of tokens.",
+    "twentieth of a token's attention lies above its top. Of Mobile←Former with M tokens, the "
+    "scale is 0 to 2 / M: the middle is evenly shared attention, 1 / M, and what is above the top "
+    "has its colour.",
     "The charts put the paper's \u201cmore diverse across tokens\u201d into numbers, over all "
     "blocks: attention in common is 1 where all tokens look at the same pixels; spread is 1 where "
     "pixels listen to all tokens alike. Tokens that have become one and the same give 1 in both; "
@@ -64,9 +67,13 @@ _HOW_TO_READ = (
 
 @dataclass(frozen=True)
 class _Attended:
-    """Of one subject: figures of all blocks over all images, and blocks to draw, by image."""
+    """Of one subject: figures of all blocks over all images, and blocks to draw, by image.
+
+    Of each image that is drawn also the figures of all blocks over it alone.
+    """
 
     figures: list[dict[str, Any]]
+    of_images: list[list[dict[str, Any]]]
     shown: list[list[BlockAttention]]
     images: list[RGBImage]
 
@@ -110,35 +117,36 @@ def see_attention(subjects: Sequence[Subject], options: SightOptions) -> Exhibit
         NothingToSee: no subject has a Mobile-Former, or there are no pictures.
         UserError: a block has no tokens, or a flag makes no sense.
     """
-    size = options.extra.get("attention_size") or _find_size(subjects)
+    size = options.extra.get("attention_size") or next(iter(find_sizes(subjects)), _SIZE)
     number = max(options.num_images, options.extra.get("attention_images") or _MEASURED)
     if size < 1 or number < 1:
         raise UserError("--attention-size and --attention-images are at least 1")
-    found: dict[str, _Attended] = {}
-    left_out: list[str] = []
-    files: list[str] = []
-    for subject in subjects:
-        try:
-            backbone = _find_backbone(subject)
-            files = files or pick_files(subjects, number, options.images)
-            found[subject.label] = _attend(subject, backbone, files, size, options)
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-    if not found:
-        raise NothingToSee(f"no attention of tokens: {'; '.join(left_out)}")
-    blocks = {label: one.figures for label, one in found.items()}
+    chosen = SamePictures(subjects, number, options.images)
+
+    def look(subject: Subject) -> _Attended:
+        backbone = _find_backbone(subject)
+        return _attend(subject, backbone, chosen.pick(subject), size, options)
+
+    looked = look_at_each(subjects, look, nothing="no attention of tokens")
+    blocks = {label: one.figures for label, one in looked.found.items()}
+    heads: Heads = options.extra.get("attention_heads") or "mean"
     pictures: dict[str, Picture] = {}
     for bridge in _ARROWS:
         pictures[f"{bridge}_blocks"] = _draw_chart(blocks, bridge)
-        for index in range(min(options.num_images, len(files))):
-            heads: Heads = options.extra.get("attention_heads") or "mean"
-            pictures[f"{bridge}_{index + 1}"] = _draw_image(found, bridge, index, heads)
+        for index in range(min(options.num_images, len(chosen.files))):
+            pictures[f"{bridge}_{index + 1}"] = _draw_image(looked.found, bridge, index, heads)
     return Exhibit(
         "attention",
         "Attention between tokens and pixels",
-        [*_HOW_TO_READ, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
+        [*_HOW_TO_READ, *chosen.explain(), *looked.explain()],
         pictures,
-        {"images": files, "size": size, "subjects": blocks, "left_out": left_out},
+        {
+            "images": chosen.files,
+            "size": size,
+            "subjects": blocks,
+            "drawn": {label: _list_drawn(one, heads) for label, one in looked.found.items()},
+            "left_out": looked.left_out,
+        },
         _tabulate(blocks),
     )
 
@@ -153,11 +161,6 @@ def _find_backbone(subject: Subject) -> MobileFormer:
     if not list_blocks(backbone):
         raise NothingToSee(f"the Mobile-Former of '{subject.label}' has no block with tokens")
     return backbone
-
-
-def _find_size(subjects: Sequence[Subject]) -> int:
-    own = (s.cfg.INPUT.PRETRAIN.SIZE for s in subjects if s.kind != "detector")
-    return int(next(own, _SIZE))
 
 
 def _attend(
@@ -186,6 +189,7 @@ def _attend(
             shown.append([block for block in blocks if block.number in wanted])
     return _Attended(
         figures=[_average(rows) for rows in zip(*described, strict=True)],
+        of_images=described[: len(shown)],
         shown=shown,
         images=[
             to_rgb(entry["image"], subject.cfg.INPUT.FORMAT).astype(np.uint8)
@@ -245,10 +249,33 @@ def _list_rows(block: BlockAttention, bridge: Bridge, heads: Heads) -> list[Atte
             maps=[one.float().numpy() for one in maps],
             strides=[stride] * len(maps),
             unit="x even" if bridge == "to_former" else "",
-            top=None if bridge == "to_former" else 1.0,
+            top=None if bridge == "to_former" else min(1.0, 2 / weights.shape[1]),
             least=2.0,  # so that even attention is the middle of the scale, not its top
         )
         for name, maps in named
+    ]
+
+
+def _list_drawn(one: _Attended, heads: Heads) -> list[dict[str, Any]]:
+    """Returns for each image what its pictures hold: rows, their scales, and their small maps."""
+    return [
+        {
+            "blocks": figures,
+            "rows": {
+                bridge: [
+                    {
+                        "label": row.label.replace("\n", ", "),
+                        "unit": row.unit,
+                        "top_of_scale": row.find_scale(),
+                        "maps": [list_map(values) for values in row.maps],
+                    }
+                    for block in blocks
+                    for row in _list_rows(block, bridge, heads)
+                ]
+                for bridge in _ARROWS
+            },
+        }
+        for figures, blocks in zip(one.of_images, one.shown, strict=True)
     ]
 
 

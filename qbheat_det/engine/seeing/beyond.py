@@ -30,7 +30,8 @@ from qbheat_det.modeling.pretrain import ReconstructionModel
 from .linear_models import read_linear_models
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import crop_squares, pick_files
+from .same_pictures import SamePictures, crop_squares
+from .side_by_side import look_at_each
 from .subject import Subject
 
 _THEMES: tuple[Theme, Theme] = ("light", "dark")
@@ -108,18 +109,14 @@ def see_beyond(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
         UserError: a distance that cannot be.
     """
     settings = _read_settings(options.extra)
-    found: dict[str, Carried] = {}
-    left_out: list[str] = []
-    files: list[str] = []
-    for subject in subjects:
-        try:
-            models = read_linear_models(subject.weights, subject.label)
-            files = files or pick_files([subject], options.num_images, options.images)
-            found[subject.label] = _carry(subject, models, files, settings)
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-    if not found:
-        raise NothingToSee("; ".join(left_out))
+    chosen = SamePictures(subjects, options.num_images, options.images)
+
+    def look(subject: Subject) -> Carried:
+        models = read_linear_models(subject.weights, subject.label)
+        return _carry(subject, models, chosen.pick(subject), settings)
+
+    looked = look_at_each(subjects, look, nothing="nothing is carried")
+    found = looked.found
     pictures = {
         f"{index}_pictures": Picture.from_rgb(
             carried.sheet,
@@ -132,20 +129,20 @@ def see_beyond(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     return Exhibit(
         name="beyond",
         title="What lies outside the picture",
-        explanation=_explain(settings, left_out),
+        explanation=[*_explain(settings), *chosen.explain(), *looked.explain()],
         pictures={**pictures, **draw_charts(found)},
         figures={
-            "images": files,
+            "images": chosen.files,
             "generator": _ORDERS[settings.generator],
             "source": settings.source,
             "distances": list(settings.distances),
             "subjects": {label: carried.figures for label, carried in found.items()},
-            "left_out": left_out,
+            "left_out": looked.left_out,
         },
     )
 
 
-def _explain(settings: Settings, left_out: Sequence[str]) -> list[str]:
+def _explain(settings: Settings) -> list[str]:
     which = {
         "border": "Around the frame stand the outermost features, carried over their distance",
         "offset": "Around the frame stand features a whole number of learned steps away, carried",
@@ -169,7 +166,6 @@ def _explain(settings: Settings, left_out: Sequence[str]) -> list[str]:
         "frame: 1 is no better than the mean of the map. Nothing in pre-training asks the two to "
         "agree, only that decoded pixels do, and the encoder sees whole images here, quarters "
         "there.",
-        *(f"Left out: {reason}." for reason in left_out),
     ]
 
 

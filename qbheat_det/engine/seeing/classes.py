@@ -16,12 +16,11 @@ from qbheat_det.analysis.confusion_matrix import plot_confusion
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.engine.trainer import Trainer
-from qbheat_det.errors import UserError
 from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
 
 from .last_evaluation import get_last_logged, read_last_evaluation
 from .options import SightOptions
-from .refusal import NothingToSee
+from .side_by_side import look_at_each, require_kind
 from .subject import Subject
 
 Counts = npt.NDArray[np.int64]
@@ -55,33 +54,26 @@ def see_classes(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     Raises:
         NothingToSee: there is no classifier whose test set is here, or none can be judged.
     """
-    found: dict[str, tuple[Subject, Confusion]] = {}
-    left_out = []
-    for subject in subjects:
-        try:
-            if subject.kind != "classifier":
-                raise NothingToSee(f"'{subject.label}' is no classifier")
-            found[subject.label] = subject, _find_confusion(subject)
-        except (NothingToSee, UserError) as reason:  # one broken run costs that one alone
-            left_out.append(str(reason))
-    if not found:
-        raise NothingToSee(f"no confusion of classes: {'; '.join(left_out)}")
+
+    def look(subject: Subject) -> tuple[Subject, Confusion]:
+        require_kind(subject, "classifier", "is no classifier")
+        return subject, _find_confusion(subject)
+
+    looked = look_at_each(subjects, look, nothing="no confusion of classes")
+    found = looked.found
     pictures = {
         f"confusion_{number}" if len(found) > 1 else "confusion": _draw(subject, confusion.counts)
         for number, (subject, confusion) in enumerate(found.values(), start=1)
     }
-    explanation = [_HOW_TO_READ]
-    if left_out:
-        explanation.append(f"Left out: {'; '.join(left_out)}.")
     rows = [(label, *_summarise(confusion.counts)) for label, (_, confusion) in found.items()]
     return Exhibit(
         "classes",
         "Classes that are taken for others",
-        explanation,
+        [_HOW_TO_READ, *looked.explain()],
         pictures,
         {
             "runs": {label: _collect(*one) for label, one in found.items()},
-            "left_out": left_out,
+            "left_out": looked.left_out,
         },
         Table(("Run", "top-1 (%)", "balanced (%)", "images", "classes"), rows),
     )

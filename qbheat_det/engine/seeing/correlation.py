@@ -28,12 +28,14 @@ from .options import SightOptions
 from .refusal import NothingToSee
 from .same_pictures import (
     Entries,
+    SamePictures,
     batch_images,
     count_batches,
     crop_squares,
     find_encoder,
-    pick_files,
+    find_sizes,
 )
+from .side_by_side import look_at_each
 from .subject import Subject
 
 _PAPER_SIZE = 224
@@ -93,42 +95,44 @@ def add_correlation_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--map",
         metavar="NAME",
-        help="which map of the encoders, such as s16 (default: the one that the model reads, of a "
-        "detector the last of the coarsest)",
+        help="which map of the encoders, such as s16 (default: one that all have; where there is "
+        "none, of each the one that its model reads, of a detector the last of the coarsest, in "
+        "charts apart)",
     )
 
 
 def see_correlation(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
-    """Draws a histogram of spatial correlation for each subject, in one chart.
+    """Draws a histogram of spatial correlation for each subject, in one chart a map.
 
     Raises:
         NothingToSee: no subject has an encoder with such a map, or there are no pictures.
         UserError: a flag makes no sense.
     """
     number = options.extra.get("correlated_images", CORRELATED_IMAGES)
-    size = options.extra.get("size") or _find_size(subjects)
+    sizes = set(find_sizes(subjects))
+    size = options.extra.get("size") or (sizes.pop() if len(sizes) == 1 else _PAPER_SIZE)
     if number < 1 or size < 1:
         raise UserError("--correlated-images and --size are at least 1")
-    files = pick_files(subjects, number, options.images)
-    found: dict[str, _Correlated] = {}
-    left_out = []
-    for subject in subjects:
-        try:
-            found[subject.label] = _correlate(subject, files, size, options.extra.get("map"))
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-    if not found:
-        raise NothingToSee(f"no spatial correlation: {'; '.join(left_out)}")
+    chosen = SamePictures(subjects, number, options.images)
+    wanted = options.extra.get("map") or _find_common_map(subjects)
+
+    def look(subject: Subject) -> _Correlated:
+        encoder = find_encoder(subject.model)
+        name = _find_map(subject, encoder, wanted)
+        return _correlate(subject, encoder, name, chosen.pick(subject), size)
+
+    looked = look_at_each(subjects, look, nothing="no spatial correlation")
+    found = looked.found
     return Exhibit(
         "correlation",
         "Spatial correlation of feature maps",
-        _explain(found, size, left_out),
-        {"histograms": _draw(found)},
+        [*_explain(found, size), *chosen.explain(), *looked.explain()],
+        _draw_all(found),
         {
-            "images": files,
+            "images": chosen.files,
             "size": size,
             "subjects": {label: _list_figures(one) for label, one in found.items()},
-            "left_out": left_out,
+            "left_out": looked.left_out,
         },
         _tabulate(found),
     )
@@ -159,10 +163,8 @@ def _tabulate(found: dict[str, _Correlated]) -> Table:
 
 
 def _correlate(
-    subject: Subject, files: Sequence[str], size: int, wanted: str | None
+    subject: Subject, encoder: Backbone, name: str, files: Sequence[str], size: int
 ) -> _Correlated:
-    encoder = find_encoder(subject.model)
-    name = _find_map(subject, encoder, wanted)
     entries = crop_squares(subject.cfg, files, size)
     untrained = _is_untrained(subject)
     values = _measure(subject, encoder, name, entries)
@@ -202,11 +204,23 @@ def _find_map(subject: Subject, encoder: Backbone, wanted: str | None) -> str:
         raise NothingToSee(f"'{subject.label}': {error}") from error
 
 
-def _find_size(subjects: Sequence[Subject]) -> int:
-    sizes = {
-        int(subject.cfg.INPUT.PRETRAIN.SIZE) for subject in subjects if subject.kind != "detector"
-    }
-    return sizes.pop() if len(sizes) == 1 else _PAPER_SIZE
+def _find_common_map(subjects: Sequence[Subject]) -> str | None:
+    """Returns the map that all models read, or else the coarsest that all encoders have."""
+    own: list[str] = []
+    strides: list[dict[str, int]] = []
+    for subject in subjects:
+        try:
+            encoder = find_encoder(subject.model)
+            own.append(_find_map(subject, encoder, None))
+        except (NothingToSee, UserError):  # which is said where the subject is looked at
+            continue
+        shapes = encoder.output_shape().items()
+        strides.append({name: shape.stride for name, shape in shapes if shape.stride})
+    if len(set(own)) <= 1:
+        return own[0] if own else None
+    common = [name for name in strides[0] if all(name in others for others in strides)]
+    # Of the coarsest the last, which is the deepest.
+    return max(reversed(common), key=strides[0].__getitem__, default=None)
 
 
 def _is_untrained(subject: Subject) -> bool:
@@ -215,33 +229,42 @@ def _is_untrained(subject: Subject) -> bool:
     return info is not None and info.iteration <= 0 and subject.kind != "detector"
 
 
-def _explain(found: dict[str, _Correlated], size: int, left_out: Sequence[str]) -> list[str]:
+def _explain(found: dict[str, _Correlated], size: int) -> list[str]:
     shown = next(iter(found.values()))
     paragraphs = [
         *_HOW_TO_READ,
         f"Here: {len(shown.values):,} images, the square in the middle of each at {size} pixels.",
     ]
-    if len({(one.map, one.channels) for one in found.values()}) > 1:
-        paragraphs.append("The encoders' maps differ, see the table: --map NAME takes one of all.")
+    if len({one.map for one in found.values()}) > 1:
+        paragraphs.append("No map is one of all the encoders, so each map has a chart of its own.")
     if any(one.with_statistics for one in found.values()):
         paragraphs.append(_ABOUT_CONTROLS)
     if not any(one.is_control for one in found.values()):
         paragraphs.append("There is no untrained encoder among the runs to compare with.")
-    if left_out:
-        paragraphs.append(f"Left out: {'; '.join(left_out)}.")
     return paragraphs
 
 
-def _draw(found: dict[str, _Correlated]) -> Picture:
+def _draw_all(found: dict[str, _Correlated]) -> dict[str, Picture]:
+    """Draws those of one map into one chart."""
+    maps = list(dict.fromkeys(one.map for one in found.values()))
+    return {
+        f"histograms_{number}" if len(maps) > 1 else "histograms": _draw(
+            {label: one for label, one in found.items() if one.map == name}, name
+        )
+        for number, name in enumerate(maps, 1)
+    }
+
+
+def _draw(found: dict[str, _Correlated], name: str) -> Picture:
     names = {
         label: f"{label}{_ANEW}" if one.with_statistics else label for label, one in found.items()
     }
     values = {names[label]: one.drawn for label, one in found.items()}
     controls = {names[label] for label, one in found.items() if one.is_control}
-    light = plot_correlations(values, controls=controls, theme="light")
-    dark = plot_correlations(values, controls=controls, theme="dark")
+    light = plot_correlations(values, name, controls=controls, theme="light")
+    dark = plot_correlations(values, name, controls=controls, theme="dark")
     means = "; ".join(
         f"{label} has a mean of {fmean(drawn):.3f}" for label, drawn in values.items()
     )
-    alt = f"Histograms of spatial correlation over images: {means}"
-    return Picture(light, "image/svg+xml", alt, "Triangles are means.", dark)
+    alt = f"Histograms of spatial correlation of the map {name} over images: {means}"
+    return Picture(light, "image/svg+xml", alt, f"The map {name}. Triangles are means.", dark)

@@ -38,7 +38,7 @@ from qbheat_det.errors import UserError
 from .detection_views import draw_alarms, draw_misses, draw_predictions
 from .found_boxes import BoxSet, FoundBoxes, find_boxes, read_box_set, register_given_set
 from .options import SightOptions
-from .refusal import NothingToSee
+from .side_by_side import look_at_each, require_kind
 from .subject import Subject
 
 _THEMES: tuple[Theme, Theme] = ("light", "dark")
@@ -95,8 +95,6 @@ def see_detections(subjects: Sequence[Subject], options: SightOptions) -> Exhibi
         UserError: the flags do not go together, or what they name is not sound.
     """
     sets, left_out = _gather(subjects, options)
-    if not sets:
-        raise NothingToSee(f"no detections: {'; '.join(left_out)}")
     pictures: dict[str, Picture] = {}
     figures: list[dict[str, Any]] = []
     for number, (boxes, runs) in enumerate(sets, start=1):
@@ -122,19 +120,17 @@ def _gather(
     if bool(json_file) != bool(image_root):
         raise UserError("--json and --images-root go together")
     given = register_given_set(json_file, image_root) if json_file and image_root else None
+
+    def look(subject: Subject) -> tuple[BoxSet, JudgedRun]:
+        require_kind(subject, "detector", "is no detector")
+        boxes = read_box_set(given or subject.find_set("test"))
+        return boxes, _judge(subject, boxes, options.extra.get("score"))
+
+    looked = look_at_each(subjects, look, nothing="no detections")
     sets: dict[str, tuple[BoxSet, list[JudgedRun]]] = {}
-    left_out = []
-    for subject in subjects:
-        try:
-            if subject.kind != "detector":
-                raise NothingToSee(f"'{subject.label}' is no detector")
-            boxes = read_box_set(given or subject.find_set("test"))
-            boxes, runs = sets.get(str(boxes.json_file.resolve()), (boxes, []))
-            runs.append(_judge(subject, boxes, options.extra.get("score")))
-            sets[str(boxes.json_file.resolve())] = boxes, runs
-        except (NothingToSee, UserError) as reason:  # one broken run costs that one alone
-            left_out.append(str(reason))
-    return list(sets.values()), left_out
+    for boxes, run in looked.found.values():
+        sets.setdefault(str(boxes.json_file.resolve()), (boxes, []))[1].append(run)
+    return list(sets.values()), looked.left_out
 
 
 def _judge(subject: Subject, boxes: BoxSet, score: float | None) -> JudgedRun:

@@ -22,9 +22,11 @@ from qbheat_det.errors import UserError
 from qbheat_det.modeling.classification import LinearDecoder
 from qbheat_det.modeling.meta_arch import ImageClassifier
 
+from .map_figures import list_map
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import batch_images, count_batches, crop_squares, name_kinds, pick_files
+from .same_pictures import SamePictures, batch_images, count_batches, crop_squares
+from .side_by_side import look_at_each, require_kind
 from .subject import Subject
 
 _STUDIED = 64
@@ -87,24 +89,18 @@ def see_heat(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
             pictures.
         UserError: a classifier does not know the class.
     """
-    found: dict[str, _Heated] = {}
-    left_out = [
-        f"{others} have no class activation, which takes a classifier"
-        for others in name_kinds(subjects, "classifier")
-    ]
-    files: list[str] = []
+    size = options.extra.get("heat_size")
+    if size is not None and size < 1:
+        raise UserError(f"--heat-size is at least 1, not {size}")
     number = max(options.num_images, int(options.extra.get("heat_images", _STUDIED)))
-    for subject in subjects:
-        if subject.kind != "classifier":
-            continue
-        try:
-            model = _find_classifier(subject)
-            files = files or pick_files(subjects, number, options.images)
-            found[subject.label] = _heat(subject, model, files, options)
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-    if not found:
-        raise NothingToSee(f"no class activation maps: {'; '.join(left_out)}")
+    chosen = SamePictures(subjects, number, options.images)
+
+    def look(subject: Subject) -> _Heated:
+        model = _find_classifier(subject)
+        return _heat(subject, model, chosen.pick(subject), options)
+
+    looked = look_at_each(subjects, look, nothing="no class activation maps")
+    found = looked.found
     pictures = {
         f"maps_{i + 1}": _draw_maps(label, one, options.num_images)
         for i, (label, one) in enumerate(found.items())
@@ -118,12 +114,14 @@ def see_heat(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     return Exhibit(
         "heat",
         "Class activation and steady heat",
-        [*_HOW_TO_READ, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
+        [*_HOW_TO_READ, *chosen.explain(), *looked.explain()],
         pictures,
         {
-            "images": files,
-            "subjects": {label: _list_figures(one) for label, one in found.items()},
-            "left_out": left_out,
+            "images": chosen.files,
+            "subjects": {
+                label: _list_figures(one, options.num_images) for label, one in found.items()
+            },
+            "left_out": looked.left_out,
         },
         _tabulate(agreements),
     )
@@ -132,8 +130,9 @@ def see_heat(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
 def _find_classifier(subject: Subject) -> ImageClassifier:
     """
     Raises:
-        NothingToSee: its model has no class activation maps.
+        NothingToSee: it is no classifier, or its model has no class activation maps.
     """
+    require_kind(subject, "classifier", "has no class activation, which takes a classifier")
     model = subject.model
     if not isinstance(model, ImageClassifier) or not isinstance(model.decoder, LinearDecoder):
         raise NothingToSee(
@@ -147,8 +146,6 @@ def _heat(
     subject: Subject, model: ImageClassifier, files: Sequence[str], options: SightOptions
 ) -> _Heated:
     wanted, size = options.extra.get("heat_class"), options.extra.get("heat_size")
-    if size is not None and size < 1:
-        raise UserError(f"--heat-size is at least 1, not {size}")
     names = [str(name) for name in subject.cfg.MODEL.CLASS_NAMES]
     chosen = None if wanted is None else _find_class(subject, names, model.num_classes, wanted)
     entries = crop_squares(subject.cfg, files, size)
@@ -228,12 +225,18 @@ def _summarize(found: Sequence[dict[str, float | None]], kind: str) -> str:
     return f"{LABELS[kind]}, mean relative error {_format(error)}"
 
 
-def _list_figures(one: _Heated) -> list[dict[str, Any]]:
+def _list_figures(one: _Heated, drawn: int) -> list[dict[str, Any]]:
+    """Returns the figures of each image; of those that are drawn, the maps too, in logits."""
     rows = zip(one.entries, one.classes, one.scores, one.studies, strict=True)
-    return [
+    figures = [
         {"image": entry["file_name"], "class": name, "score": score, **study.to_dict()}
         for entry, name, score, study in rows
     ]
+    for figure, values, study in zip(figures[:drawn], one.maps, one.studies, strict=False):
+        figure["scale"] = [float(values.min()), float(values.max())]
+        maps = {"cam": values, "steady": study.steady, "with_source": study.with_source}
+        figure["maps"] = {name: list_map(found) for name, found in maps.items()}
+    return figures
 
 
 def _tabulate(agreements: dict[str, dict[str, list[dict[str, float | None]]]]) -> Table:

@@ -24,7 +24,8 @@ from qbheat_det.modeling.meta_arch.mf_detr import MFDETR
 
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import pick_files
+from .same_pictures import SamePictures
+from .side_by_side import look_at_each
 from .subject import Subject
 
 _BOXES = 3
@@ -72,25 +73,23 @@ def see_queries(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     boxes = options.extra.get("query_boxes") or _BOXES
     if boxes < 1 or options.num_images < 1:
         raise UserError("--query-boxes and the number of images are at least 1")
-    found: dict[str, _Looked] = {}
-    left_out: list[str] = []
-    files: list[str] = []
-    for subject in subjects:
-        try:
-            model = _find_detector(subject)
-            files = files or pick_files([subject, *subjects], options.num_images, options.images)
-            found[subject.label] = _look(subject, model, files, boxes)
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-    if not found:
-        raise NothingToSee(f"no object queries: {'; '.join(left_out)}")
-    figures = {label: _list_figures(one) for label, one in found.items()}
+    chosen = SamePictures(subjects, options.num_images, options.images)
+
+    def look(subject: Subject) -> _Looked:
+        model = _find_detector(subject)
+        return _look(subject, model, chosen.pick(subject), boxes)
+
+    looked = look_at_each(subjects, look, nothing="no object queries")
+    figures = {label: _list_figures(one) for label, one in looked.found.items()}
     return Exhibit(
         "queries",
         "Where object queries look",
-        [*_HOW_TO_READ, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
-        {f"image_{index + 1}": _draw_image(found, index) for index in range(len(files))},
-        {"images": files, "subjects": figures, "left_out": left_out},
+        [*_HOW_TO_READ, *chosen.explain(), *looked.explain()],
+        {
+            f"image_{index + 1}": _draw_image(looked.found, index)
+            for index in range(len(chosen.files))
+        },
+        {"images": chosen.files, "subjects": figures, "left_out": looked.left_out},
         _tabulate(figures),
     )
 

@@ -19,7 +19,8 @@ from qbheat_det.engine.looking import undisturbed
 
 from .options import SightOptions
 from .refusal import NothingToSee
-from .same_pictures import crop_squares, name_kinds, pick_files
+from .same_pictures import SamePictures, crop_squares
+from .side_by_side import look_at_each, require_kind
 from .subject import Subject
 
 _HOW_TO_READ = (
@@ -41,7 +42,14 @@ def see_reconstructions(subjects: Sequence[Subject], options: SightOptions) -> E
     Raises:
         NothingToSee: no subject reconstructs pixels, or there are no pictures.
     """
-    made, left_out, files = _reconstruct_all(subjects, options)
+    chosen = SamePictures(subjects, options.num_images, options.images)
+
+    def look(subject: Subject) -> ReconstructedViews:
+        model = _find_model(subject)
+        return _reconstruct(model, subject, chosen.pick(subject), options.seed)
+
+    looked = look_at_each(subjects, look, nothing="no reconstructions")
+    made = looked.found
     sheets: dict[tuple[Any, ...], list[str]] = {}
     for label, views in made.items():
         shape = (*views.columns, *views.columns["input"][0].shape)
@@ -62,36 +70,21 @@ def see_reconstructions(subjects: Sequence[Subject], options: SightOptions) -> E
     return Exhibit(
         "reconstructions",
         "Reconstructions",
-        [*_HOW_TO_READ, *([f"Left out: {'; '.join(left_out)}."] if left_out else [])],
+        [*_HOW_TO_READ, *chosen.explain(), *looked.explain()],
         pictures,
-        {"images": files, "subjects": figures, "left_out": left_out},
+        {"images": chosen.files, "subjects": figures, "left_out": looked.left_out},
         Table(("Mean loss of these images", *(f"from the {view}" for view in names)), rows),
     )
 
 
-def _reconstruct_all(
-    subjects: Sequence[Subject], options: SightOptions
-) -> tuple[dict[str, ReconstructedViews], list[str], list[str]]:
-    made: dict[str, ReconstructedViews] = {}
-    left_out = [f"{others} reconstruct no pixels" for others in name_kinds(subjects, "pretraining")]
-    files: list[str] = []
-    for subject in subjects:
-        if subject.kind != "pretraining":
-            continue
-        try:
-            model = subject.model
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-            continue
-        if not hasattr(model, "views"):
-            left_out.append(f"the objective of '{subject.label}', {type(model).__name__}, has no "
-                            "decoder to pixels")  # fmt: skip
-            continue
-        files = files or pick_files(subjects, options.num_images, options.images)
-        made[subject.label] = _reconstruct(model, subject, files, options.seed)
-    if not made:
-        raise NothingToSee(f"no reconstructions: {'; '.join(left_out)}")
-    return made, left_out, files
+def _find_model(subject: Subject) -> nn.Module:
+    require_kind(subject, "pretraining", "reconstructs no pixels")
+    model = subject.model
+    if not hasattr(model, "views"):
+        raise NothingToSee(
+            f"the objective of '{subject.label}', {type(model).__name__}, has no decoder to pixels"
+        )
+    return model
 
 
 def _reconstruct(

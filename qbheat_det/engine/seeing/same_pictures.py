@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The same pictures for all subjects, cropped to squares, as each one's encoder takes them.
 
-Subjects are compared on the images of the first that has any here: a detector's own data beside a
-classifier's would compare data.
+Subjects are compared on the images of the first that is looked at, or of another that has any here:
+a detector's own data beside a classifier's would compare data.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -14,38 +15,97 @@ from detectron2.config import CfgNode
 from detectron2.modeling import FPN, Backbone
 from torch import Tensor, nn
 
-from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
-from qbheat_det.engine.spread_images import read_spread
+from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
+from qbheat_det.engine.spread_images import SpreadEntries, read_spread
+from qbheat_det.errors import UserError
 
 from .refusal import NothingToSee
-from .subject import Kind, Subject
+from .side_by_side import FaultOfAll
+from .subject import Subject
+
+logger = logging.getLogger(__name__)
 
 _BATCH_SIZE = 32
-_KINDS: dict[Kind, str] = {
-    "pretraining": "pre-training",
-    "detector": "detection",
-    "classifier": "classification",
-}
+_NAMED = 3  # files that could not be read
 
 Entries = list[dict[str, Any]]
 
 
-def pick_files(subjects: Sequence[Subject], number: int, images: Path | None) -> list[str]:
-    """Returns so many image files, spread over a folder or over the first subject's data.
+class SamePictures:
+    """Image files that all subjects are looked at with, picked when the first one wants them."""
 
-    Raises:
-        NothingToSee: no folder is given, and no subject has data here.
-        UserError: the folder holds no image that can be read.
-    """
-    reasons = []
+    def __init__(self, subjects: Sequence[Subject], number: int, images: Path | None) -> None:
+        """
+        Args:
+            subjects: all that may be looked at.
+            number: how many files.
+            images: folder to take them from; None for a subject's own data.
+
+        Raises:
+            FaultOfAll: the folder does not exist or holds no image.
+        """
+        self._subjects = subjects
+        self._number = number
+        self._images = images
+        self._entries = SpreadEntries()
+        if images is not None:
+            try:
+                load_image_folders([images])
+            except UserError as error:
+                raise FaultOfAll(str(error)) from error
+
+    @property
+    def files(self) -> list[str]:
+        """Those that were picked."""
+        return [str(entry["file_name"]) for entry in self._entries]
+
+    def pick(self, subject: Subject) -> list[str]:
+        """Returns the files, spread over the folder or over the data of the first who asks.
+
+        Raises:
+            NothingToSee: no folder is given, and no subject has data here.
+            FaultOfAll: the folder holds no image that can be read.
+        """
+        if not self._entries:
+            self._entries = self._read([subject, *self._subjects])
+            if self._entries.unreadable:
+                logger.warning("%s", *self.explain())
+        return self.files
+
+    def explain(self) -> list[str]:
+        """Returns the paragraph on pictures that could not be read, if there were any."""
+        broken = [Path(name).name for name in self._entries.unreadable]
+        if not broken:
+            return []
+        more = ", …" if len(broken) > _NAMED else ""
+        return [
+            f"{len(broken)} of the pictures that were chosen could not be read, and the next ones "
+            f"stand in their places: {', '.join(broken[:_NAMED])}{more}."
+        ]
+
+    def _read(self, subjects: Sequence[Subject]) -> SpreadEntries:
+        reasons = []
+        for subject in subjects:
+            try:
+                entries = subject.load_entries(self._number, self._images)
+            except (NothingToSee, UserError) as reason:  # another one may have them
+                reasons.append(str(reason))
+            else:
+                return cast(SpreadEntries, entries)  # as ``read_spread`` made them
+        sentence = "; ".join(dict.fromkeys(reasons))
+        raise NothingToSee(sentence) if self._images is None else FaultOfAll(sentence)
+
+
+def find_sizes(subjects: Sequence[Subject]) -> list[int]:
+    """Returns the sides in pixels of what pre-trainings and classifiers take, in their order."""
+    sizes = []
     for subject in subjects:
         try:
-            entries = subject.load_entries(number, images)
-        except NothingToSee as reason:
-            reasons.append(str(reason))
-        else:
-            return [str(entry["file_name"]) for entry in entries]
-    raise NothingToSee("; ".join(dict.fromkeys(reasons)))
+            if subject.kind != "detector":
+                sizes.append(int(subject.cfg.INPUT.PRETRAIN.SIZE))
+        except UserError:  # which is said where the subject is looked at
+            continue
+    return sizes
 
 
 def crop_squares(cfg: CfgNode, file_names: Sequence[str], size: int | None = None) -> Entries:
@@ -77,15 +137,6 @@ def batch_images(model: nn.Module, entries: Entries) -> Iterator[Tensor]:
     for start in range(0, len(entries), _BATCH_SIZE):
         images = torch.stack([entry["image"] for entry in entries[start : start + _BATCH_SIZE]])
         yield (images.to(mean.device) - mean) / deviation
-
-
-def name_kinds(subjects: Sequence[Subject], seen: Kind) -> list[str]:
-    """Returns the labels of subjects, with what they are for, of each kind but the one seen."""
-    others: dict[Kind, list[str]] = {}
-    for subject in subjects:
-        if subject.kind != seen:
-            others.setdefault(subject.kind, []).append(f"'{subject.label}'")
-    return [f"{', '.join(labels)} ({_KINDS[kind]})" for kind, labels in others.items()]
 
 
 def count_batches(entries: Entries) -> int:

@@ -2,9 +2,11 @@
 """The sight "spectrum": eigenvalues of A and B, their energies, and what controls show."""
 
 import argparse
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
@@ -25,7 +27,10 @@ from qbheat_det.errors import UserError
 from .linear_models import list_checkpoints, read_linear_models
 from .options import SightOptions
 from .refusal import NothingToSee
+from .side_by_side import FaultOfAll, look_at_each
 from .subject import Subject
+
+logger = logging.getLogger(__name__)
 
 _THEMES: tuple[Theme, Theme] = ("light", "dark")
 _SVG = "image/svg+xml"
@@ -56,11 +61,13 @@ class Course:
         earlier: steps of training and the spectrum after them, rising.
         last: of the subject itself; None where its weights do not tell the steps.
         epoch: steps of one; nan where the run does not tell.
+        left_out: a sentence for each checkpoint that has no row, and for want of epochs.
     """
 
     earlier: Sequence[tuple[int, Spectrum]]
     last: tuple[int, Spectrum] | None
     epoch: float
+    left_out: Sequence[str] = ()
 
     @property
     def points(self) -> list[tuple[int, Spectrum]]:
@@ -75,6 +82,15 @@ class Course:
             else f"epoch {steps / self.epoch:.3g}": found
             for steps, found in self.earlier
         }
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Of one subject: the spectrum, its controls by name, and how it came about."""
+
+    learned: Spectrum
+    controls: dict[str, Spectrum]
+    course: Course
 
 
 def add_spectrum_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,38 +110,25 @@ def see_spectrum(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
 
     Raises:
         NothingToSee: no subject has linear models.
+        UserError: the flags do not go with a run's config.
     """
+    number = int(options.extra.get("checkpoints", CHECKPOINTS))
+
+    def look(subject: Subject) -> _Described:
+        return _describe(subject, options.seed, number)
+
+    looked = look_at_each(subjects, look, nothing="no spectrum")
     spectra: dict[str, Spectrum] = {}  # rows
     pictures: dict[str, Picture] = {}
     figures: dict[str, Any] = {}
-    courses: dict[str, Course] = {}
-    left_out: list[str] = []
-    for index, subject in enumerate(subjects, 1):
-        try:
-            models = read_linear_models(subject.weights, subject.label)
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-            continue
-        learned = describe_models(models)
-        controls = {
-            "rotated": RotatedControl(options.seed).describe(models),
-            "untrained": describe_models(draw_untrained(models, options.seed)),
-        }
-        course = _follow(subject, learned, int(options.extra.get("checkpoints", CHECKPOINTS)))
-        courses[subject.label] = course
-        spectra |= {f"{subject.label}, {row}": found for row, found in course.rows().items()}
-        spectra[subject.label] = learned
-        spectra |= {f"{subject.label}, {name}": found for name, found in controls.items()}
-        pictures |= _draw(subject.label, learned, controls, index)
-        figures[subject.label] = {
-            **learned.to_dict(),
-            "controls": {name: _shorten(found) for name, found in controls.items()},
-            "summary": {name: summarize(found) for name, found in
-                        {"learned": learned, **controls}.items()},
-            "course": [{"steps": steps, **summarize(found)} for steps, found in course.points],
-        }  # fmt: skip
-    if not spectra:
-        raise NothingToSee("; ".join(left_out))
+    for index, (label, one) in enumerate(looked.found.items(), 1):
+        spectra |= {f"{label}, {row}": found for row, found in one.course.rows().items()}
+        spectra[label] = one.learned
+        spectra |= {f"{label}, {name}": found for name, found in one.controls.items()}
+        pictures |= _draw(label, one.learned, one.controls, index)
+        figures[label] = _list_figures(one)
+    courses = {label: one.course for label, one in looked.found.items()}
+    left_out = [*looked.left_out, *(said for one in courses.values() for said in one.left_out)]
     return Exhibit(
         name="spectrum",
         title="Spectrum of the linear models",
@@ -134,6 +137,26 @@ def see_spectrum(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
         figures={"subjects": figures, "left_out": left_out},
         table=tabulate(spectra),
     )
+
+
+def _describe(subject: Subject, seed: int, number: int) -> _Described:
+    models = read_linear_models(subject.weights, subject.label)
+    learned = describe_models(models)
+    controls = {
+        "rotated": RotatedControl(seed).describe(models),
+        "untrained": describe_models(draw_untrained(models, seed)),
+    }
+    return _Described(learned, controls, _follow(subject, learned, number))
+
+
+def _list_figures(one: _Described) -> dict[str, Any]:
+    summaries = {"learned": one.learned, **one.controls}
+    return {
+        **one.learned.to_dict(),
+        "controls": {name: _shorten(found) for name, found in one.controls.items()},
+        "summary": {name: summarize(found) for name, found in summaries.items()},
+        "course": [{"steps": steps, **summarize(found)} for steps, found in one.course.points],
+    }
 
 
 def _shorten(control: Spectrum) -> dict[str, Any]:
@@ -154,18 +177,39 @@ def _follow(subject: Subject, learned: Spectrum, number: int) -> Course:
     last = (info.iteration + 1, learned) if info is not None and info.iteration else None
     earlier: list[tuple[int, Spectrum]] = []
     epoch = math.nan
+    left_out: list[str] = []
     if subject.folder is not None:
         found = list_checkpoints(subject.folder, number)
         found = [checkpoint for checkpoint in found if checkpoint.path.resolve() != weights]
         for checkpoint in tqdm(found, desc=f"spectra of {subject.label}", leave=False):
-            models = read_linear_models(checkpoint.path, subject.label)
-            earlier.append((checkpoint.steps, describe_models(models)))
+            try:
+                models = read_linear_models(checkpoint.path, subject.label)
+            except (NothingToSee, UserError) as reason:  # such as one that is being written
+                left_out.append(f"step {checkpoint.steps:,} of '{subject.label}': {reason}")
+            else:
+                earlier.append((checkpoint.steps, describe_models(models)))
+        epoch, faults = _read_epoch(subject, subject.folder)
+        left_out += faults
+    for sentence in left_out:
+        logger.warning("left out: %s", sentence)
+    return Course(earlier, last, epoch, left_out)
+
+
+def _read_epoch(subject: Subject, folder: Path) -> tuple[float, list[str]]:
+    """Returns the steps of an epoch, nan if they are unknown, and a sentence that says why.
+
+    Raises:
+        FaultOfAll: the run's own config is sound, and does not go with the flags.
+    """
+    try:
+        solver = subject.cfg.SOLVER
+    except UserError as error:
         try:
-            solver = subject.cfg.SOLVER
-            epoch = solver.MAX_ITER / solver.EPOCHS if solver.EPOCHS else math.nan
+            _ = Subject.open(folder).cfg
         except UserError:  # a config of another version: steps are known all the same
-            pass
-    return Course(earlier, last, epoch)
+            return math.nan, [f"epochs of '{subject.label}': {error}"]
+        raise FaultOfAll(str(error)) from error
+    return (solver.MAX_ITER / solver.EPOCHS if solver.EPOCHS else math.nan), []
 
 
 def _draw(

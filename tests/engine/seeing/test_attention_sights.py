@@ -5,6 +5,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from detectron2.config import CfgNode
 from PIL import Image
@@ -89,6 +90,15 @@ def test_attention_of_a_pre_training_and_of_a_detector_stands_in_the_same_pictur
     (block,) = read_bridges(backbone, images, numbers=[3])
     found = figures["subjects"]["trained"][1]["to_former"]
     assert found["likeness"] == pytest.approx(float(measure_likeness(block.to_former).mean()))
+    # What is drawn of the first image: of six tokens each, all maps are small enough to be listed.
+    alone = figures["drawn"]["trained"][0]
+    (one,) = read_bridges(backbone, images[:1], numbers=[3])
+    found = alone["blocks"][1]["to_former"]["likeness"]
+    assert found == pytest.approx(float(measure_likeness(one.to_former).mean()))
+    row = next(row for row in alone["rows"]["to_mobile"] if row["label"].startswith("block 3"))
+    np.testing.assert_allclose(row["maps"], one.to_mobile[0].mean(dim=0).numpy(), rtol=1e-3)
+    tokens = len(row["maps"])
+    assert row["top_of_scale"] == pytest.approx(2 / tokens)  # evenly shared is its middle
     assert exhibit.table is not None
     assert [row[0] for row in exhibit.table.rows] == [
         "trained, likeness", "trained, spread", "detector, likeness", "detector, spread",

@@ -77,5 +77,5 @@ def test_the_matrix_is_that_of_the_model_and_of_its_last_evaluation(
 
 def test_what_is_no_classifier_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "boxes", detector_config())
-    with pytest.raises(NothingToSee, match="'boxes' is no classifier"):
+    with pytest.raises(NothingToSee, match=r"'boxes' \(detection\) is no classifier"):
         see_classes([Subject.open(str(run), device="cpu")], SightOptions())

@@ -233,7 +233,8 @@ def test_what_cannot_be_judged_is_named_with_its_reason(data: Path, tmp_path: Pa
     run = _write_detector(tmp_path / "run", data, found=_found())
     other = make_subject(tmp_path, classifier_config(), "names")
     lost = Subject.open(str(tmp_path / "lost"), device="cpu")
-    with pytest.raises(NothingToSee, match=r"no detections: 'names' is no detector; .*test set"):
+    said = r"no detections: 'names' \(classification\) is no detector; .*test set"
+    with pytest.raises(NothingToSee, match=said):
         see_detections([other, lost], SightOptions())
     exhibit = see_detections([lost, Subject.open(str(run))], SightOptions(num_images=1))
     assert exhibit.figures["left_out"][0] in exhibit.explanation[-1]

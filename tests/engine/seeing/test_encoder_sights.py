@@ -79,7 +79,7 @@ def test_checkpoints_with_the_same_views_share_a_sheet_and_others_have_their_own
     assert exhibit.table is not None
     assert [row[0] for row in exhibit.table.rows] == ["trained", "untrained", "scattered"]
     assert exhibit.table.rows[2][1:3] == ("-", "-")
-    assert "'detector' (detection) reconstruct no pixels" in figures["left_out"][0]
+    assert "'detector' (detection) reconstructs no pixels" in figures["left_out"][0]
     again = see_reconstructions(chosen, SightOptions(images=pictures, num_images=2))
     assert read(again, tmp_path) == figures  # scattered masks are drawn, from the seed
 
@@ -112,10 +112,24 @@ def test_correlation_is_that_of_the_map_by_itself_and_an_untrained_one_has_two(
     assert control["is_control"]
     assert control["with_statistics_of_images"]["mean"] != pytest.approx(control["mean"], abs=1e-4)
     assert "with_statistics_of_images" not in figures["trained"]
-    picture = exhibit.pictures["histograms"]
+    # The detector has no map of theirs: histograms of different maps do not stand in one chart.
+    picture, other = (exhibit.pictures[f"histograms_{number}"] for number in (1, 2))
     assert b"untrained" in picture.content
+    assert b"detector" not in picture.content
+    assert b"s16_expanded" not in other.content
     assert picture.dark is not None
     assert picture.dark != picture.content
+
+
+def test_by_default_the_correlation_is_that_of_a_map_that_all_encoders_have(
+    subjects: dict[str, Subject], pictures: Path, tmp_path: Path
+) -> None:
+    cfg = pretraining_config()
+    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16", "s16_expanded", "tokens"]
+    options = SightOptions(images=pictures, extra={"correlated_images": 1, "size": 64})
+    exhibit = see_correlation([make_subject(tmp_path, cfg, "rich"), subjects["detector"]], options)
+    assert list(exhibit.pictures) == ["histograms"]
+    assert {one["map"] for one in exhibit.figures["subjects"].values()} == {"s16"}
 
 
 def test_what_a_run_has_not_is_left_out_of_the_correlation_or_said(
@@ -162,10 +176,19 @@ def test_heat_is_that_of_the_class_activation_of_each_image(
         assert row["source"] == expected["source"]
     assert len(figures["left_out"]) == 2
     assert "Grad-CAM" in figures["left_out"][1]
+    # The numbers of the two rows that are drawn: maps and the ends of their scale.
+    assert ["maps" in row for row in rows] == [True, True, False]
+    shown = np.array(rows[1]["maps"]["cam"])
+    folded = exhibit.figures["subjects"]["classifier"][1]["scale"]
+    np.testing.assert_allclose([shown.min(), shown.max()], folded, rtol=1e-3)
+    deviation = [values - values.mean() for values in (shown, maps[1].double().numpy())]
+    np.testing.assert_allclose(*deviation, atol=2e-3 * np.abs(shown).max())
+    np.testing.assert_allclose(np.array(rows[1]["maps"]["steady"])[0], shown[0], rtol=1e-9)
     width, height = size_of(exhibit.pictures["maps_1"].content)
     assert width == 7 * (160 + 6) - 6
     assert 2 * 160 < height < 3 * 160
-    by_index = see_heat([subjects["classifier"]], SightOptions(pictures, extra={"heat_class": "1"}))
+    options = SightOptions(pictures, num_images=2, extra={"heat_class": "1"})
+    by_index = see_heat([subjects["classifier"]], options)
     assert by_index.figures["subjects"] == exhibit.figures["subjects"]
 
 
@@ -181,5 +204,5 @@ def test_a_class_that_is_not_known_is_named_and_maps_too_small_are_said(
     with pytest.raises(NothingToSee, match="3 x 3 is the smallest"):
         see("classifier", heat_size=32)
     assert see("classifier", heat_size=48).figures["subjects"]["classifier"]
-    with pytest.raises(NothingToSee, match=r"'trained' \(pre-training\) have no class"):
+    with pytest.raises(NothingToSee, match=r"'trained' \(pre-training\) has no class"):
         see("trained", "detector")
