@@ -4,6 +4,7 @@
 import json
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -160,7 +161,9 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
     try:
         # PyTorch's old format, before 1.6, was no zip and cannot be mapped.
         mapped = mmap and zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():  # it asks people to report what is refused here
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a broken file can raise anything on its way through zip
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
@@ -168,8 +171,9 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
                 "run code hidden in the file; save its state_dict() alone where you trust it"
             ) from error
         raise UserError(
-            f"'{path}' cannot be read as PyTorch weights; it may be truncated, or not be a "
-            f"weights file at all ({type(error).__name__})"
+            f"'{path}' cannot be read as PyTorch weights; it may be truncated, not be a weights "
+            "file at all, or be a pickle of other objects, whose code is never run "
+            f"({type(error).__name__})"
         ) from error
 
 

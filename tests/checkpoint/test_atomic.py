@@ -17,7 +17,7 @@ import torch
 
 import qbheat_det
 from qbheat_det import atomic
-from qbheat_det.atomic import remove_leftovers, write_atomically
+from qbheat_det.atomic import check_writable, remove_leftovers, write_atomically
 from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.errors import UserError
 from tests.checkpoint.tiny_models import TinyDetector
@@ -112,6 +112,26 @@ def test_a_folder_without_rights_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="may not write there"):
         write_atomically(tmp_path / "file", lambda stream: stream.write(b"x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("folder", "a folder has that name; choose another name"),
+        ("file/x/report.json", "a file stands where a folder is needed; choose another folder"),
+        ("x" * 300, "too long for the file system; choose a shorter one"),
+    ],
+)
+def test_what_cannot_be_written_is_found_before_the_work_with_the_same_advice(
+    tmp_path: Path, name: str, advice: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    for attempt in (check_writable, lambda path: write_atomically(path, lambda stream: None)):
+        with pytest.raises(UserError, match=f"cannot write '.*{name}': .*{advice}"):
+            attempt(tmp_path / name)
+    check_writable(tmp_path / "new" / "folder" / "file")
+    assert _names(tmp_path) == ["file", "folder"]
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 """Weights on disk: what is read back, and a sentence for everything that is no weights."""
 
 import json
+import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,10 @@ class _RunsCode:
         return Path.touch, (Path("ran"),)
 
 
+def _pickle(path: Path, *, protocol: int) -> None:
+    path.write_bytes(pickle.dumps({"model": _RunsCode()}, protocol))
+
+
 def _half(path: Path) -> None:
     whole = path.with_name(f"whole{path.suffix}")
     save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
@@ -129,6 +135,10 @@ def _tensor(shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[st
         ("w.pth", _half, "truncated"),
         ("w.pth", _zip_of_texts, "cannot be read"),
         ("w.pth", lambda path: torch.save({"a": _RunsCode()}, path), "run code"),
+        *(
+            ("w.pth", partial(_pickle, protocol=protocol), "whose code is never run")
+            for protocol in (0, 4, 5)
+        ),
         ("w.pth", lambda path: torch.save([1, 2], path), "holds no weights"),
         ("w.pth", lambda path: torch.save({"model": {}}, path), "holds no weights"),
         ("w.pth", lambda path: torch.save({"model": {"a": 3}}, path), "holds no weights"),
@@ -152,7 +162,7 @@ def _tensor(shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[st
         ("w.safetensors", _header(_tensor([-2], [0, 8])), "safetensors"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor", "error:Detected pickle protocol")
 def test_what_is_no_weights_gives_one_sentence_and_runs_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
