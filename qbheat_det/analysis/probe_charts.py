@@ -24,8 +24,11 @@ def plot_probes(
         format: of the file.
     """
     anew = any(row["recalibrated"] for row in rows)
-    drawn = [row for row in rows if bool(row["recalibrated"]) == anew]
-    figure, axes = start_figure(theme, height=4.0)
+    anew_trained = any(row["recalibrated"] for row in rows if row["images_seen"])
+    drawn = [
+        row for row in rows if not row["images_seen"] or bool(row["recalibrated"]) == anew_trained
+    ]
+    figure, axes = start_figure(theme, height=4.4)
     for probe, color in zip(
         dict.fromkeys(row["probe"] for row in drawn), list_colors(theme) * len(drawn), strict=False
     ):
@@ -47,13 +50,14 @@ def plot_probes(
             axes.axhline(level, label=label, color=color, lw=1.4, ls=style)
     if drawn:
         # Outside, since three probes are up to nine lines, all over the axes.
+        named = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda n: n[1])
         figure.legend(
-            *axes.get_legend_handles_labels(),
+            *zip(*named, strict=True),
             loc="outside lower center",
             frameon=False,
             labelcolor=INK[theme],
             fontsize=8,
-            ncols=3,
+            ncols=2,
         )
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)

@@ -1,6 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The table of all that can be seen: one line a sight, in the order of the report."""
 
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from qbheat_det.analysis.exhibit import Exhibit
+
 from .attention import add_attention_flags, see_attention
 from .beyond import add_beyond_flags, see_beyond
 from .classes import see_classes
@@ -8,13 +14,33 @@ from .correlation import add_correlation_flags, see_correlation
 from .curves import add_curve_flags, see_curves
 from .detections import add_detection_flags, see_detections
 from .heat import add_heat_flags, see_heat
-from .options import Sight
+from .options import Sight, SightOptions
+from .probes import see_probes
 from .queries import add_query_flags, see_queries
 from .reconstructions import see_reconstructions
+from .refusal import NothingToSee
 from .spectrum import add_spectrum_flags, see_spectrum
+from .subject import Subject
+
+See = Callable[[Sequence[Subject], SightOptions], Exhibit]
+
+
+def _of_models(see: See) -> See:
+    """Returns a sight in which files of nothing but figures of probes have no part."""
+
+    @functools.wraps(see)
+    def see_models(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
+        models = [subject for subject in subjects if not subject.has_figures_alone]
+        if not models:
+            names = ", ".join(f"'{subject.label}'" for subject in subjects)
+            raise NothingToSee(f"{names}: figures of probes alone, and no model")
+        return see(models, options)
+
+    return see_models
+
 
 SIGHTS: dict[str, Sight] = {
-    sight.name: sight
+    sight.name: sight if sight.see is see_probes else replace(sight, see=_of_models(sight.see))
     for sight in (
         Sight("curves", "losses, scores and learning rate of runs on one axis", see_curves,
               add_curve_flags),
@@ -31,6 +57,8 @@ SIGHTS: dict[str, Sight] = {
         Sight("detections", "AP by size and class, curves, errors, worst misses and false alarms",
               see_detections, add_detection_flags),
         Sight("classes", "which classes a classifier takes for which", see_classes),
+        Sight("probes", "accuracies of probes by decoder, by its width and by images seen",
+              see_probes),
         Sight("spectrum", "eigenvalues of A and B at both scales, and Table 3 over a run",
               see_spectrum, add_spectrum_flags),
         Sight("beyond", "what lies outside the picture: features carried on and decoded",

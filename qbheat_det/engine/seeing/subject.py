@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A run, or a file of weights, as something to look at: each part is read when it is wanted."""
+"""A run, weights or figures, as something to look at: each part is read when it is wanted."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,6 +17,7 @@ from qbheat_det.engine.run_config import load_run_config
 from qbheat_det.engine.spread_images import read_spread
 from qbheat_det.errors import UserError
 
+from .probe_files import FILES
 from .refusal import NothingToSee as NothingToSee  # builders take both from here
 from .run_sets import Split, find_run_set
 
@@ -32,15 +33,20 @@ class Subject:
 
     Attributes:
         label: a short name for legends and headings.
-        folder: ``OUTPUT_DIR`` of a run; None for a file of weights.
+        path: as it was named.
+        folder: ``OUTPUT_DIR`` of a run; None for a file.
+        figures: file of figures of probes; None where there is none. A subject without folder and
+            weights is nothing but these.
     """
 
     def __init__(
         self,
         *,
         label: str,
+        path: Path,
         folder: Path | None,
         weights: Path | None,
+        figures: Path | None,
         config_file: str | None,
         device: str | None,
         opts: Sequence[str],
@@ -49,14 +55,18 @@ class Subject:
 
         Args:
             label: see above.
+            path: see above.
             folder: see above.
             weights: file; None where the run has none yet.
+            figures: see above.
             config_file: as of ``load_run_config``.
             device: as of ``load_run_config``.
             opts: as of ``load_run_config``.
         """
         self.label = label
+        self.path = path
         self.folder = folder
+        self.figures = figures
         self._weights = weights
         self._config_file = config_file
         self._device = device
@@ -76,7 +86,8 @@ class Subject:
 
         Args:
             path: folder of a run (its ``OUTPUT_DIR``), or weights (``.safetensors``, ``.pth``). Of
-                a folder the weights are ``model_final``, or else the last checkpoint.
+                a folder the weights are ``model_final``, or else the last checkpoint. Or figures
+                of probes alone (``.json``), or the folder of a comparison of objectives.
             label: for legends; None takes the names of folder and file.
             config_file: YAML of the model; None takes ``config.yaml`` of the run, or the config
                 that weights hold or have beside them.
@@ -87,40 +98,57 @@ class Subject:
             UserError: there is no such file, or the folder is not that of a run.
         """
         given = Path(path)
+        folder = weights = figures = None
         if given.is_dir():
+            figures = next((given / name for name in FILES if (given / name).is_file()), None)
+            folder, name = given, given.resolve().name
             if not any((given / sign).exists() for sign in _SIGNS):
-                raise UserError(
-                    f"'{given}' is no folder of a run, which holds config.yaml, metrics.json and "
-                    "checkpoints: name an OUTPUT_DIR, or weights (.safetensors, .pth)"
-                )
+                if figures is None:
+                    raise UserError(
+                        f"'{given}' is no folder of a run, which holds config.yaml, metrics.json "
+                        "and checkpoints: name an OUTPUT_DIR, or weights (.safetensors, .pth)"
+                    )
+                folder = None
             weights = _find_weights(given)
             own_config = given / "config.yaml"
             if config_file is None and own_config.is_file():
                 config_file = str(own_config)
-            name = given.resolve().name
         elif given.is_file():
-            if given.suffix not in _SUFFIXES:
+            name = f"{given.resolve().parent.name}/{given.stem}"
+            if given.suffix in _SUFFIXES:
+                weights = given
+            elif given.suffix == ".json":
+                figures = given
+            else:
                 raise UserError(f"'{given}' is neither a run's folder nor weights "
-                                f"({', '.join(_SUFFIXES)})")  # fmt: skip
-            weights, name = given, f"{given.resolve().parent.name}/{given.stem}"
+                                f"({', '.join(_SUFFIXES)}), nor figures of probes "
+                                "(.json)")  # fmt: skip
         else:
             raise UserError(f"'{given}' does not exist: name the OUTPUT_DIR of a run, or weights")
         return cls(
             label=label or name,
-            folder=given if given.is_dir() else None,
+            path=given,
+            folder=folder,
             weights=weights,
+            figures=figures,
             config_file=config_file,
             device=device,
             opts=opts,
         )
 
     @property
+    def has_figures_alone(self) -> bool:
+        """Whether there is neither a run nor weights, so that only "probes" has anything to see."""
+        return self.folder is None and self._weights is None
+
+    @property
     def weights(self) -> Path:
         """The file of weights.
 
         Raises:
-            NothingToSee: the run has none yet.
+            NothingToSee: the run has none yet, or there are figures of probes alone.
         """
+        self._refuse_figures()
         if self._weights is None:
             raise NothingToSee(f"'{self.label}' has no checkpoint yet")
         return self._weights
@@ -130,8 +158,10 @@ class Subject:
         """The config, ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` being those of here.
 
         Raises:
+            NothingToSee: there are figures of probes alone.
             UserError: there is none, or it is not sound.
         """
+        self._refuse_figures()
         weights = str(self._weights or "")
         if not weights and self._config_file is None:
             raise UserError(f"'{self.folder}' has neither config.yaml nor weights: name the "
@@ -202,6 +232,10 @@ class Subject:
             raise UserError(f"{source} has no image that can be read")
         return entries
 
+    def _refuse_figures(self) -> None:
+        if self.has_figures_alone:
+            raise NothingToSee(f"'{self.label}' has figures of probes alone, and no model")
+
     def _list_records(self, images: Path | None) -> tuple[list[dict[str, Any]], str]:
         if images is not None:
             return load_image_folders([images])[0], f"'{images}'"
@@ -269,8 +303,8 @@ def _lengthen(subjects: Sequence[Subject]) -> None:
 
 
 def _put_parent_before(subject: Subject) -> str:
-    path = (subject.folder or subject.weights).resolve()
-    parts = path.with_suffix("").parts if subject.folder is None else path.parts
+    path = subject.path.resolve()
+    parts = path.parts if path.is_dir() else path.with_suffix("").parts
     number = subject.label.count("/") + 2
     return "/".join(parts[-number:]) if number < len(parts) else subject.label
 

@@ -84,7 +84,7 @@ def test_what_is_no_run_is_said_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder of a run"):
         Subject.open(tmp_path)
     (tmp_path / "model.pkl").write_bytes(pickle.dumps({}))
-    with pytest.raises(UserError, match="neither a run's folder nor weights"):
+    with pytest.raises(UserError, match=r"neither .* weights .*, nor figures of probes \(\.json\)"):
         Subject.open(tmp_path / "model.pkl")
 
 
@@ -113,6 +113,17 @@ def test_labels_are_short_until_two_are_alike(tmp_path: Path) -> None:
         open_subjects([f"x={paths[0]}", f"x={paths[1]}"])
     with pytest.raises(UserError, match="two runs are called"):
         open_subjects([paths[2], paths[2]])
+    files = []
+    for name in ("x/seed1", "y/seed1"):  # figures of probes are told apart as weights are
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "probes.json").touch()
+        files += [str(tmp_path / name / "probes.json"), str(tmp_path / name)]
+    labels = [subject.label for subject in open_subjects(files)]
+    assert labels == ["x/seed1/probes", "x/seed1", "y/seed1/probes", "y/seed1"]
+    (tmp_path / "b/seed1/pretraining/probes.json").touch()
+    run = Subject.open(paths[1])
+    assert (run.figures, run.has_figures_alone) == (Path(paths[1]) / "probes.json", False)
+    assert Subject.open(files[1]).has_figures_alone
 
 
 def test_pictures_come_from_a_folder_spread_evenly_and_broken_ones_are_replaced(
