@@ -54,6 +54,7 @@ def plot_by_images(
     points: Mapping[str, Mapping[int, Point]],
     *,
     title: str,
+    series: Sequence[str],
     theme: Theme = "light",
     format: Format = "svg",
 ) -> bytes:
@@ -65,11 +66,14 @@ def plot_by_images(
     Args:
         points: by the series' names, as of ``place_by_images``.
         title: of the decoder.
+        series: all names, so that each keeps its colour and marker from chart to chart.
         theme: of the page.
         format: of the file.
     """
     figure, axes = start_figure(theme, height=3.2 + _legend_height(points), width=_WIDTH)
-    for (name, own), style in zip(points.items(), list_styles(theme, len(points)), strict=True):
+    styles = dict(zip(series, list_styles(theme, len(series)), strict=True))
+    for name, own in points.items():
+        style = styles[name]
         seen = [number for number in own if number]
         if seen:
             _draw(axes, seen, [own[number] for number in seen], style, to_text(name))

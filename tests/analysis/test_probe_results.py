@@ -109,11 +109,14 @@ def test_checkpoints_are_joined_and_random_backbones_are_levels(axes: list[Axes]
         "short": {32: Point(9.0, 1.0, 1)},
         "random": {0: Point(5.0, 1.0, 2)},
     }
-    plot_by_images(points, title="linear")
-    (chart,) = axes
+    plot_by_images(points, title="linear", series=["absent", *points])
+    chart = axes[0]
     lines = [container[0] for container in chart.containers]
     assert [list(line.get_xdata()) for line in lines] == [[64, 128], [32]]
     level = chart.get_lines()[-1]
     assert (level.get_label(), np.asarray(level.get_ydata()).tolist()) == ("random", [5.0, 5.0])
     assert chart.get_title(loc="left") == "Top-1 by linear"
     assert chart.get_xlim()[0] == 0
+    # A series keeps its colour where another is not there.
+    plot_by_images({"short": points["short"]}, title="kNN", series=["absent", *points])
+    assert axes[1].containers[0][0].get_color() == lines[1].get_color() != lines[0].get_color()

@@ -37,6 +37,7 @@ _HOW_TO_READ = (
     "checkpoints of one run, taken before its learning rate had come to its end; runs of other "
     "lengths, as Fig. 6 of the paper compares, are points of their own.",
 )
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _SAME_SETTING = ("feature", "size", "seed", "knn", "linear", "tran")
 Results = Sequence[ProbeResult]
 
@@ -128,16 +129,19 @@ def _draw(results: Results, before: str) -> dict[str, Picture]:
         )
         return pictures
     for decoder in list_decoders(trained):
-        pictures[f"images_seen_{_slug(decoder)}"] = _draw_lengths(chosen, decoder, before)
+        pictures[f"images_seen_{_slug(decoder)}"] = _draw_lengths(
+            place_by_images(chosen, decoder), decoder, list(by_decoder), before
+        )
     return pictures
 
 
-def _draw_lengths(results: Results, decoder: Decoder, before: str) -> Picture:
-    points = place_by_images(results, decoder)
+def _draw_lengths(
+    points: Mapping[str, Mapping[int, Point]], decoder: Decoder, series: Sequence[str], before: str
+) -> Picture:
     caption = f"{before}Top-1 by {decoder.title} against the images seen in pre-training."
 
     def plot(theme: Theme) -> bytes:
-        return plot_by_images(points, title=decoder.title, theme=theme)
+        return plot_by_images(points, title=decoder.title, series=series, theme=theme)
 
     ends = "; ".join(f"{name}: {list(own.values())[-1].top1:.2f} %" for name, own in points.items())
     return Picture.from_chart(plot, alt=f"{caption} {ends}", caption=caption)
@@ -202,10 +206,14 @@ def _tabulate(results: Mapping[str, Results]) -> Table:
             backbone.rsplit("/", 1)[-1],
             "n/a" if seen is None else f"{seen:,}",
             "whole images" if recalibrated else "as stored",
-            *("" if cell is None else f"{cell.top1:.2f} ± {cell.error:.2f}" for cell in cells),
+            *("" if cell is None else _format(cell) for cell in cells),
         ])  # fmt: skip
     titles = (f"{decoder.title} (%)" for decoder in decoders)
     return Table(("Run", "backbone", "images seen", "BatchNorm", *titles), lines)
+
+
+def _format(result: ProbeResult) -> str:
+    return f"{result.top1:.2f} ± {result.error:.2f}".replace(" ", _NO_BREAK)
 
 
 def _collect(

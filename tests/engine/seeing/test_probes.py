@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from qbheat_det.engine.seeing.gather import describe_subjects
 from qbheat_det.engine.seeing.options import SightOptions
 from qbheat_det.engine.seeing.probe_files import read_probes
 from qbheat_det.engine.seeing.probes import see_probes
@@ -62,8 +63,9 @@ def test_checkpoints_random_backbones_and_widths_of_one_file_are_told_apart(tmp_
     assert table.header[4:] == (
         "kNN (%)", "linear (%)", "tran-1, width 192 (%)", "tran-1, width 384 (%)"
     )  # fmt: skip
-    assert table.rows[0] == ["out/probes", "model_8.pth", "8", "as stored", *["8.00 ± 2.50"] * 4]
-    assert table.rows[3] == ["random", "random, seed 1", "0", "whole images", "1.00 ± 2.50",
+    lines = [[cell.replace("\N{NO-BREAK SPACE}", "~") for cell in row] for row in table.rows]
+    assert lines[0] == ["out/probes", "model_8.pth", "8", "as stored", *["8.00~±~2.50"] * 4]
+    assert lines[3] == ["random", "random, seed 1", "0", "whole images", "1.00~±~2.50",
                              "", "", ""]  # fmt: skip
     results = exhibit.figures["runs"]["out/probes"]["results"]
     assert len(results) == 12
@@ -147,6 +149,8 @@ def test_other_sights_pass_over_figures_and_this_one_over_runs_without(tmp_path:
     for read in (lambda: figures.cfg, lambda: figures.weights, lambda: figures.kind):
         with pytest.raises(NothingToSee, match="has figures of probes alone"):
             read()
+    (about,) = describe_subjects([figures])  # on the page of a report
+    assert about["fault"] == "'p/probes' has figures of probes alone, and no model"
     exhibit = SIGHTS["probes"].see(subjects, SightOptions())
     assert exhibit.figures["left_out"] == ["'run' has no probes.json"]
     with pytest.raises(NothingToSee, match=r"--json OUTPUT_DIR/probes\.json"):
