@@ -79,8 +79,8 @@ class SamePictures:
             return []
         more = ", …" if len(broken) > _NAMED else ""
         return [
-            f"{len(broken)} of the pictures that were chosen could not be read, and the next ones "
-            f"stand in their places: {', '.join(broken[:_NAMED])}{more}."
+            f"{len(broken)} of the pictures that were chosen could not be read; the next ones took "
+            f"their places, as far as there are any: {', '.join(broken[:_NAMED])}{more}."
         ]
 
     def _read(self, subjects: Sequence[Subject]) -> SpreadEntries:
@@ -103,7 +103,7 @@ def find_sizes(subjects: Sequence[Subject]) -> list[int]:
         try:
             if subject.kind != "detector":
                 sizes.append(int(subject.cfg.INPUT.PRETRAIN.SIZE))
-        except UserError:  # which is said where the subject is looked at
+        except (NothingToSee, UserError):  # which is said where the subject is looked at
             continue
     return sizes
 

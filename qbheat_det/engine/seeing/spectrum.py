@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
@@ -27,7 +26,7 @@ from qbheat_det.errors import UserError
 from .linear_models import list_checkpoints, read_linear_models
 from .options import SightOptions
 from .refusal import NothingToSee
-from .side_by_side import FaultOfAll, look_at_each
+from .side_by_side import look_at_each
 from .subject import Subject
 
 logger = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ def see_spectrum(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
 
     Raises:
         NothingToSee: no subject has linear models.
-        UserError: the flags do not go with a run's config.
+        UserError: something is wrong with all of them.
     """
     number = int(options.extra.get("checkpoints", CHECKPOINTS))
 
@@ -188,28 +187,14 @@ def _follow(subject: Subject, learned: Spectrum, number: int) -> Course:
                 left_out.append(f"step {checkpoint.steps:,} of '{subject.label}': {reason}")
             else:
                 earlier.append((checkpoint.steps, describe_models(models)))
-        epoch, faults = _read_epoch(subject, subject.folder)
-        left_out += faults
+        try:
+            solver = subject.cfg.SOLVER
+            epoch = solver.MAX_ITER / solver.EPOCHS if solver.EPOCHS else math.nan
+        except UserError as error:  # a config of another version: steps are known all the same
+            left_out.append(f"epochs of '{subject.label}': {error}")
     for sentence in left_out:
         logger.warning("left out: %s", sentence)
     return Course(earlier, last, epoch, left_out)
-
-
-def _read_epoch(subject: Subject, folder: Path) -> tuple[float, list[str]]:
-    """Returns the steps of an epoch, nan if they are unknown, and a sentence that says why.
-
-    Raises:
-        FaultOfAll: the run's own config is sound, and does not go with the flags.
-    """
-    try:
-        solver = subject.cfg.SOLVER
-    except UserError as error:
-        try:
-            _ = Subject.open(folder).cfg
-        except UserError:  # a config of another version: steps are known all the same
-            return math.nan, [f"epochs of '{subject.label}': {error}"]
-        raise FaultOfAll(str(error)) from error
-    return (solver.MAX_ITER / solver.EPOCHS if solver.EPOCHS else math.nan), []
 
 
 def _draw(

@@ -55,6 +55,18 @@ def detector_config() -> CfgNode:
     return cfg
 
 
+def cut_short(subject: Subject, folder: Path) -> Subject:
+    """Returns a run "cut" with the subject's config, whose weights end in the middle."""
+    run = folder / "cut"
+    run.mkdir()
+    (run / "config.yaml").write_text(subject.cfg.dump(), encoding="utf-8")
+    if subject.folder is not None and (subject.folder / "run.json").exists():  # of its data
+        (run / "run.json").write_bytes((subject.folder / "run.json").read_bytes())
+    content = subject.weights.read_bytes()
+    (run / "model_final.safetensors").write_bytes(content[: len(content) // 2])
+    return Subject.open(run, device="cpu")
+
+
 def make_subject(
     folder: Path, cfg: CfgNode, label: str, *, iteration: int = 9, seed: int = 0
 ) -> Subject:

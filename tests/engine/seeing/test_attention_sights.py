@@ -21,7 +21,7 @@ from qbheat_det.engine.seeing.subject import Subject
 from qbheat_det.errors import UserError
 from tests.modeling.tiny_pretraining import make_tiny_config
 
-from .encoder_subjects import make_pictures, make_subject, pretraining_config
+from .encoder_subjects import cut_short, make_pictures, make_subject, pretraining_config
 
 
 def mf_detr_config() -> CfgNode:
@@ -73,12 +73,16 @@ def test_attention_of_a_pre_training_and_of_a_detector_stands_in_the_same_pictur
 ) -> None:
     extra = {"attention_images": 3, "attention_size": 48}
     options = SightOptions(images=pictures, num_images=1, extra=extra)
-    exhibit = see_attention([subjects[n] for n in ("trained", "resnet", "detector")], options)
+    cut = cut_short(subjects["trained"], tmp_path)
+    exhibit = see_attention(
+        [cut, *(subjects[n] for n in ("trained", "resnet", "detector"))], options
+    )
     assert list(exhibit.pictures) == [
         "to_former_blocks", "to_former_1", "to_mobile_blocks", "to_mobile_1",
     ]  # fmt: skip
     figures = json.loads(write_exhibit(exhibit, tmp_path)[0].read_text())["figures"]
-    assert "'resnet' has no Mobile-Former" in figures["left_out"][0]
+    assert figures["left_out"][0].startswith("'cut': ")
+    assert "'resnet' has no Mobile-Former" in figures["left_out"][1]
     assert [Path(name).name for name in figures["images"]] == ["0.png", "1.png", "2.png"]
     assert [row["number"] for row in figures["subjects"]["detector"]] == [2, 3, 4]
     # By itself: the mean over the three images.
@@ -122,12 +126,15 @@ def test_queries_of_two_detectors_stand_in_one_picture_an_image(
     subjects: dict[str, Subject], pictures: Path, tmp_path: Path
 ) -> None:
     options = SightOptions(images=pictures, num_images=2, extra={"query_boxes": 2})
-    exhibit = see_queries([subjects[n] for n in ("trained", "detector", "another")], options)
+    cut = cut_short(subjects["detector"], tmp_path)
+    exhibit = see_queries(
+        [subjects[n] for n in ("trained", "detector", "another")] + [cut], options
+    )
     figures = json.loads(write_exhibit(exhibit, tmp_path)[0].read_text())["figures"]
     assert list(exhibit.pictures) == ["image_1", "image_2"]
-    assert figures["left_out"] == [
-        "'trained' is of architecture QBHeat, and object queries are MF-DETR's"
-    ]
+    reason, fault = figures["left_out"]
+    assert reason == "'trained' is of architecture QBHeat, and object queries are MF-DETR's"
+    assert fault.startswith("'cut': ")
     for images in figures["subjects"].values():
         assert [len(boxes) for boxes in images] == [2, 2]
         for box in (box for boxes in images for box in boxes):

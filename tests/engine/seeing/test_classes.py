@@ -13,7 +13,12 @@ from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.subject import Subject
 from qbheat_det.evaluation import ClassificationEvaluator
 from tests.data.pictures import draw, save
-from tests.engine.seeing.encoder_subjects import CLASSES, classifier_config, detector_config
+from tests.engine.seeing.encoder_subjects import (
+    CLASSES,
+    classifier_config,
+    cut_short,
+    detector_config,
+)
 from tests.engine.seeing.run_folders import write_run
 
 
@@ -45,7 +50,8 @@ def test_the_matrix_is_that_of_the_model_and_of_its_last_evaluation(
 ) -> None:
     run = _write_classifier(tmp_path / "run", pictures, top1=-1.0)
     subject = Subject.open(str(run), device="cpu")
-    exhibit = see_classes([subject], SightOptions())
+    exhibit = see_classes([cut_short(subject, tmp_path), subject], SightOptions())
+    assert exhibit.figures["left_out"][0].startswith("'cut': ")
     inferred = exhibit.figures["runs"]["run"]
     assert inferred["counted_from"] == "inference"
     counts = np.diag([one["right"] for one in inferred["classes"]])

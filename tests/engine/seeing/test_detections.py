@@ -23,7 +23,7 @@ from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.sights import SIGHTS
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
 from qbheat_det.errors import UserError
-from tests.engine.seeing.encoder_subjects import classifier_config, make_subject
+from tests.engine.seeing.encoder_subjects import classifier_config, cut_short, make_subject
 from tests.engine.seeing.run_folders import write_run
 from tests.engine.tiny_detectors import make_probe_config
 
@@ -236,8 +236,11 @@ def test_what_cannot_be_judged_is_named_with_its_reason(data: Path, tmp_path: Pa
     said = r"no detections: 'names' \(classification\) is no detector; .*test set"
     with pytest.raises(NothingToSee, match=said):
         see_detections([other, lost], SightOptions())
-    exhibit = see_detections([lost, Subject.open(str(run))], SightOptions(num_images=1))
+    sound = Subject.open(str(run), device="cpu")
+    cut = cut_short(sound, tmp_path)
+    exhibit = see_detections([lost, cut, sound], SightOptions(num_images=1))
     assert exhibit.figures["left_out"][0] in exhibit.explanation[-1]
+    assert exhibit.figures["left_out"][1].startswith("'cut': ")
     cfg.MODEL.CLASS_NAMES = ["disc", "square"]
     flags = {"json": str(data / "boxes.json"), "images_root": str(data / "images")}
     write_run(tmp_path / "swapped", cfg)

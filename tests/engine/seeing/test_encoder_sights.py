@@ -24,6 +24,7 @@ from qbheat_det.engine.seeing.subject import Subject
 from qbheat_det.errors import UserError
 from tests.engine.seeing.encoder_subjects import (
     classifier_config,
+    cut_short,
     detector_config,
     make_pictures,
     make_subject,
@@ -65,6 +66,7 @@ def test_checkpoints_with_the_same_views_share_a_sheet_and_others_have_their_own
     subjects: dict[str, Subject], pictures: Path, tmp_path: Path
 ) -> None:
     chosen = [subjects[name] for name in ("trained", "detector", "untrained", "scattered")]
+    chosen.insert(0, cut_short(subjects["trained"], tmp_path))  # which costs itself alone
     exhibit = see_reconstructions(chosen, SightOptions(images=pictures, num_images=2))
     figures = read(exhibit, tmp_path)
     assert [Path(name).name for name in figures["images"]] == ["0.png", "1.png"]
@@ -79,7 +81,8 @@ def test_checkpoints_with_the_same_views_share_a_sheet_and_others_have_their_own
     assert exhibit.table is not None
     assert [row[0] for row in exhibit.table.rows] == ["trained", "untrained", "scattered"]
     assert exhibit.table.rows[2][1:3] == ("-", "-")
-    assert "'detector' (detection) reconstructs no pixels" in figures["left_out"][0]
+    assert figures["left_out"][0].startswith("'cut': ")
+    assert "'detector' (detection) reconstructs no pixels" in figures["left_out"][1]
     again = see_reconstructions(chosen, SightOptions(images=pictures, num_images=2))
     assert read(again, tmp_path) == figures  # scattered masks are drawn, from the seed
 
@@ -95,9 +98,12 @@ def test_correlation_is_that_of_the_map_by_itself_and_an_untrained_one_has_two(
     subjects: dict[str, Subject], pictures: Path, tmp_path: Path
 ) -> None:
     chosen = [subjects[name] for name in ("trained", "untrained", "classifier", "detector")]
+    chosen.append(cut_short(subjects["trained"], tmp_path))
     options = SightOptions(images=pictures, extra={"correlated_images": 3, "size": 96})
     exhibit = see_correlation(chosen, options)
     figures = read(exhibit, tmp_path)["subjects"]
+    assert list(figures) == ["trained", "untrained", "classifier", "detector"]
+    assert exhibit.figures["left_out"][0].startswith("'cut': ")
     assert [figures[name]["map"] for name in ("trained", "detector")] == ["s16_expanded", "s16"]
     model = subjects["trained"].model
     pixels = np.asarray(Image.open(pictures / "2.png"))  # 96 x 96, neither cropped nor resized
@@ -157,6 +163,7 @@ def test_heat_is_that_of_the_class_activation_of_each_image(
 ) -> None:
     options = SightOptions(images=pictures, num_images=2, extra={"heat_class": "dog"})
     chosen = [subjects[name] for name in ("trained", "transformer", "classifier")]
+    chosen.append(cut_short(subjects["classifier"], tmp_path))
     exhibit = see_heat(chosen, options)
     figures = read(exhibit, tmp_path)
     rows = figures["subjects"]["classifier"]
@@ -174,15 +181,16 @@ def test_heat_is_that_of_the_class_activation_of_each_image(
             expected["steady"]["correlation"], abs=1e-3
         )
         assert row["source"] == expected["source"]
-    assert len(figures["left_out"]) == 2
+    assert len(figures["left_out"]) == 3
     assert "Grad-CAM" in figures["left_out"][1]
+    assert figures["left_out"][2].startswith("'cut': ")
     # The numbers of the two rows that are drawn: maps and the ends of their scale.
     assert ["maps" in row for row in rows] == [True, True, False]
     shown = np.array(rows[1]["maps"]["cam"])
     folded = exhibit.figures["subjects"]["classifier"][1]["scale"]
     np.testing.assert_allclose([shown.min(), shown.max()], folded, rtol=1e-3)
     deviation = [values - values.mean() for values in (shown, maps[1].double().numpy())]
-    np.testing.assert_allclose(*deviation, atol=2e-3 * np.abs(shown).max())
+    np.testing.assert_allclose(deviation[0], deviation[1], atol=2e-3 * np.abs(shown).max())
     np.testing.assert_allclose(np.array(rows[1]["maps"]["steady"])[0], shown[0], rtol=1e-9)
     width, height = size_of(exhibit.pictures["maps_1"].content)
     assert width == 7 * (160 + 6) - 6

@@ -14,7 +14,7 @@ from qbheat_det.analysis.exhibit import Exhibit, write_exhibit
 from qbheat_det.analysis.propagation import find_generator
 from qbheat_det.analysis.spectrum import NAMES, describe_models
 from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
-from qbheat_det.engine.seeing import beyond
+from qbheat_det.engine.seeing import beyond, spectrum
 from qbheat_det.engine.seeing.beyond import see_beyond
 from qbheat_det.engine.seeing.linear_models import list_checkpoints, read_linear_models
 from qbheat_det.engine.seeing.options import SightOptions
@@ -24,7 +24,7 @@ from qbheat_det.engine.seeing.subject import Subject
 from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
-from .encoder_subjects import detector_config, make_subject, pretraining_config
+from .encoder_subjects import cut_short, detector_config, make_subject, pretraining_config
 
 EARLIER = (10, 20, 30)  # steps
 
@@ -81,7 +81,7 @@ def read(exhibit: Exhibit, folder: Path) -> dict[str, Any]:
 def test_a_run_has_a_row_for_each_checkpoint_itself_and_its_controls(
     run: Subject, detector: Subject, tmp_path: Path
 ) -> None:
-    exhibit = see_spectrum([run, detector], SightOptions())
+    exhibit = see_spectrum([cut_short(run, tmp_path), run, detector], SightOptions())
     figures = read(exhibit, tmp_path)
     assert exhibit.table is not None
     assert [row[0] for row in exhibit.table.rows] == [
@@ -99,8 +99,29 @@ def test_a_run_has_a_row_for_each_checkpoint_itself_and_its_controls(
     assert found["scales"]["corner"]["energy_ratio"] == pytest.approx(expected.energy_ratio, 1e-5)
     magnitudes = found["controls"]["untrained"]["scales"]["corner"]["matrices"]["A1"]["magnitudes"]
     assert len(magnitudes) == len(models["corner"][1]["A1"])
-    assert "no linear models of QB-Heat in 'detector'" in figures["left_out"][0]
+    assert figures["left_out"][0].startswith("'cut': ")
+    assert "no linear models of QB-Heat in 'detector'" in figures["left_out"][1]
     assert "detector" in exhibit.explanation[-1]
+
+
+def test_a_checkpoint_or_a_config_that_cannot_be_read_costs_its_rows_alone(
+    run: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_draw", "_draw_courses"):  # tested above, and slow
+        monkeypatch.setattr(spectrum, name, lambda *given: {})
+    assert run.folder is not None
+    for name in ("model_final.safetensors", "model_0000009.pth", "model_0000019.pth"):
+        (tmp_path / name).write_bytes((run.folder / name).read_bytes())
+    (tmp_path / "model_0000019.pth").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "config.yaml").write_text("MODEL:\n  NO_SUCH_KEY: 1\n")
+    again = Subject.open(tmp_path, label="again", device="cpu")
+    exhibit = see_spectrum([again], SightOptions(extra={"checkpoints": 5}))
+    assert exhibit.table is not None
+    assert [row[0] for row in exhibit.table.rows][:2] == ["again, step 10", "again"]
+    step, epochs = exhibit.figures["left_out"]
+    assert step.startswith("step 20 of 'again': ")
+    assert "NO_SUCH_KEY" in epochs
+    assert epochs in exhibit.explanation[-1]
 
 
 def test_checkpoints_are_spread_over_the_run_and_none_counts_twice(run: Subject) -> None:
@@ -136,7 +157,7 @@ def test_what_lies_beyond_is_drawn_at_every_distance_beside_what_was_not_carried
     run: Subject, detector: Subject, pictures: Path, tmp_path: Path
 ) -> None:
     options = SightOptions(images=pictures, extra={"distances": [0.5, 0.25]})
-    exhibit = see_beyond([detector, run], options)
+    exhibit = see_beyond([detector, run, cut_short(run, tmp_path)], options)
     figures = read(exhibit, tmp_path)
     assert list(exhibit.pictures) == ["1_pictures", "growth", "error"]
     assert [Path(name).name for name in figures["images"]] == ["0.png", "1.png"]
@@ -149,6 +170,7 @@ def test_what_lies_beyond_is_drawn_at_every_distance_beside_what_was_not_carried
         agreement = found["eigenvectors"][name]
         assert agreement["difference"] < 1e-12 * agreement["condition"]
     assert "no linear models" in figures["left_out"][0]
+    assert figures["left_out"][1].startswith("'cut': ")
 
 
 def test_the_frame_continues_by_the_scale_and_the_generator_that_are_asked_for(
