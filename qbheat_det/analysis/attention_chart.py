@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure
+from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure, to_text
 
 Bridge = Literal["to_former", "to_mobile"]
 
@@ -43,7 +43,7 @@ def plot_blocks(
     for (name, rows), style in zip(blocks.items(), list_styles(theme, len(blocks)), strict=True):
         own = [int(row["number"]) for row in rows]
         numbers.update(own)
-        line: dict[str, Any] = {"label": name, "lw": 1.8, "ms": 4, **style}
+        line: dict[str, Any] = {"label": to_text(name), "lw": 1.8, "ms": 4, **style}
         axes.plot(own, [row[bridge][key] for row in rows], **line)
     axes.set_ylim(0, 1.04)
     axes.set_xticks(sorted(numbers))

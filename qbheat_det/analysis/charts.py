@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ _OTHERS = {
 }
 _ACCENT = {"light": "#1f6feb", "dark": "#6ea8fe"}
 _LONGEST_NAME = 40
+_LETTERS_AN_INCH = 9  # of a label beside the axis of values, with some room
 # What matplotlib says once a letter and theme, or of a chart too small for its names.
 _NO_GLYPH = r"Glyph \d+"
 _NO_ROOM = r"constrained_layout not applied"
@@ -207,7 +209,13 @@ def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
 
 
 def encode(figure: Figure, theme: Theme, format: Format) -> bytes:
-    """Returns the file of a figure, on the page colour of its theme; ``$`` is drawn as it is."""
+    """Returns the file of a figure, on the page colour of its theme.
+
+    ``$`` is drawn as it is, and a label that is longer than the axis of values has several lines.
+    """
+    for axes in figure.axes:
+        letters = max(20, int(_LETTERS_AN_INCH * figure.get_figheight()))
+        axes.yaxis.label.set_text(textwrap.fill(axes.get_ylabel(), letters))
     ticks = {
         id(label)
         for axes in figure.axes

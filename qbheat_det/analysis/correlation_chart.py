@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from matplotlib.markers import CARETUPBASE
 
-from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure
+from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure, to_text
 
 _BINS = 24
 _STYLES = ("-", "--", "-.", ":")
@@ -45,7 +45,7 @@ def plot_correlations(
         counts, _ = np.histogram(found, bins=edges)
         shares = 100 * counts / max(1, len(found))
         mean = float(np.mean(found))
-        label = f"{name}: mean {mean:.3f}, {len(found):,} images"
+        label = f"{to_text(name)}: mean {mean:.3f}, {len(found):,} images"
         axes.stairs(shares, edges, color=color, ls=style, lw=1.8, label=label)
         # Its base on the axis: centred there, it would cover the numbers below.
         axes.plot([mean], [0], marker=CARETUPBASE, ms=8, color=color, ls="none", zorder=3)

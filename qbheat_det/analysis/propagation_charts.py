@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure
+from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure, to_text
 
 _DECADE = 15  # below it, powers of ten alone would say too little
 
@@ -31,7 +31,7 @@ def plot_over_distance(
     """
     figure, axes = start_figure(theme, height=3.6)
     for (name, (x, y)), style in zip(curves.items(), list_styles(theme, len(curves)), strict=True):
-        axes.plot(x, y, label=name, lw=1.6, ms=3.5, **style)
+        axes.plot(x, y, label=to_text(name), lw=1.6, ms=3.5, **style)
     axes.axhline(level, color=INK[theme], lw=1, ls="--", label=level_label)
     axes.set_yscale("log")
     # Plain numbers, between powers of ten too.

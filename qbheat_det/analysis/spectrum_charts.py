@@ -17,6 +17,7 @@ from .charts import (
     list_styles,
     start_figure,
     style_axes,
+    to_text,
 )
 from .spectrum import NAMES, Spectrum
 
@@ -110,7 +111,7 @@ def plot_energy_ratios(
     """
     figure, axes = start_figure(theme, height=3.4)
     for (name, (x, y)), style in zip(ratios.items(), list_styles(theme, len(ratios)), strict=True):
-        axes.plot(x, y, label=name, lw=1.6, ms=4.5, **style)
+        axes.plot(x, y, label=to_text(name), lw=1.6, ms=4.5, **style)
     axes.axhline(1, color=INK[theme], lw=0.8)
     axes.set_title("Energy of A over that of B", fontsize=10, loc="left", color=INK[theme])
     axes.set_xlabel(x_label)

@@ -92,6 +92,14 @@ def test_names_of_people_are_drawn_as_they_are_written(caplog: pytest.LogCapture
     assert to_text("a\nb") == "a b"
 
 
+def test_a_label_longer_than_the_axis_has_several_lines() -> None:
+    label = "attention in common, over all blocks and heads (1: the same pixels)"
+    drawn = re.findall("<!-- (.*) -->", plot_curve([0, 1], {"a": [1, 2]}, label=label).decode())
+    lines = [text for text in drawn if text in label and len(text) > 5]
+    assert len(lines) > 1
+    assert " ".join(lines) == label
+
+
 def test_powers_of_ten_stay_formulas() -> None:
     figure, axes = start_figure("light", height=2)
     axes.plot([1, 2], [1e-3, 1e3])

@@ -208,7 +208,6 @@ def _average(rows: Sequence[Any]) -> Any:
 
 
 def _draw_chart(blocks: Mapping[str, Sequence[Mapping[str, Any]]], bridge: Bridge) -> Picture:
-    light, dark = (plot_blocks(blocks, bridge, theme=theme) for theme in ("light", "dark"))
     key = "likeness" if bridge == "to_former" else "spread"
     said = "; ".join(
         f"{label}: {rows[0][bridge][key]:.2f} at block {rows[0]['number']}, "
@@ -216,7 +215,11 @@ def _draw_chart(blocks: Mapping[str, Sequence[Mapping[str, Any]]], bridge: Bridg
         for label, rows in blocks.items()
     )
     alt = f"{_ARROWS[bridge]}, {key} of attention against the block: {said}"
-    return Picture(light, "image/svg+xml", alt, caption=f"{_ARROWS[bridge]}: {key}.", dark=dark)
+    return Picture.from_chart(
+        lambda theme: plot_blocks(blocks, bridge, theme=theme),
+        alt=alt,
+        caption=f"{_ARROWS[bridge]}: {key}.",
+    )
 
 
 def _draw_image(

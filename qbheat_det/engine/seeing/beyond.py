@@ -15,7 +15,6 @@ from qbheat_det.analysis.beyond_the_frame import (
     measure_error,
     measure_growth,
 )
-from qbheat_det.analysis.charts import Theme
 from qbheat_det.analysis.detection_pictures import RGBImage
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture
@@ -34,8 +33,6 @@ from .same_pictures import SamePictures, crop_squares
 from .side_by_side import look_at_each
 from .subject import Subject
 
-_THEMES: tuple[Theme, Theme] = ("light", "dark")
-_SVG = "image/svg+xml"
 _ORDERS = {"exact": "log(I + M) / Δx", "first": "M / Δx"}
 _SOURCES = ("border", "offset")
 _DISTANCES = (0.25, 0.5, 1.0)
@@ -306,14 +303,14 @@ def _draw_chart(
     label: str,
     level: tuple[float, str],
 ) -> Picture:
-    light, dark = (
-        plot_over_distance(
-            lines, title=title, label=label, level=level[0], level_label=level[1], theme=theme
-        )
-        for theme in _THEMES
-    )
     ends = "; ".join(f"{name} {y[-1]:.3g} at {x[-1]:.3g}" for name, (x, y) in lines.items())
-    return Picture(light, _SVG, f"{title}, {label}: {ends}", f"{title}.", dark)
+    return Picture.from_chart(
+        lambda theme: plot_over_distance(
+            lines, title=title, label=label, level=level[0], level_label=level[1], theme=theme
+        ),
+        alt=f"{title}, {label}: {ends}",
+        caption=f"{title}.",
+    )
 
 
 def _mean_of(ways: Mapping[str, Sequence[float]]) -> list[float]:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.analysis.charts import Theme
 from qbheat_det.analysis.confusion_matrix import plot_confusion
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
@@ -24,7 +23,6 @@ from .side_by_side import look_at_each, require_kind
 from .subject import Subject
 
 Counts = npt.NDArray[np.int64]
-_THEMES: tuple[Theme, Theme] = ("light", "dark")
 _SAME_SHARE = 1e-6  # per cent
 _SHOWN = 3  # confusions that a picture's text names
 _HOW_TO_READ = (
@@ -124,15 +122,15 @@ def _draw(subject: Subject, counts: Counts) -> Picture:
     names = subject.cfg.MODEL.CLASS_NAMES
     top1 = _summarise(counts)[0]
     title = f"{subject.label}: top-1 {top1} %"
-    light, dark = (
-        plot_confusion(counts, names, title=title, theme=theme, format="svg") for theme in _THEMES
-    )
     worst = "; ".join(
         f"{names[i]} taken for {names[j]} {number} times"
         for i, j, number in find_confusions(counts)[:_SHOWN]
     )
-    return Picture(light, "image/svg+xml", f"{title}. {worst or 'Nothing is confused.'}",
-                   caption=title, dark=dark)  # fmt: skip
+    return Picture.from_chart(
+        lambda theme: plot_confusion(counts, names, title=title, theme=theme, format="svg"),
+        alt=f"{title}. {worst or 'Nothing is confused.'}",
+        caption=title,
+    )
 
 
 def _summarise(counts: Counts) -> tuple[str, str, str, str]:

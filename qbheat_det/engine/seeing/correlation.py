@@ -261,10 +261,12 @@ def _draw(found: dict[str, _Correlated], name: str) -> Picture:
     }
     values = {names[label]: one.drawn for label, one in found.items()}
     controls = {names[label] for label, one in found.items() if one.is_control}
-    light = plot_correlations(values, name, controls=controls, theme="light")
-    dark = plot_correlations(values, name, controls=controls, theme="dark")
     means = "; ".join(
         f"{label} has a mean of {fmean(drawn):.3f}" for label, drawn in values.items()
     )
     alt = f"Histograms of spatial correlation of the map {name} over images: {means}"
-    return Picture(light, "image/svg+xml", alt, f"The map {name}. Triangles are means.", dark)
+    return Picture.from_chart(
+        lambda theme: plot_correlations(values, name, controls=controls, theme=theme),
+        alt=alt,
+        caption=f"The map {name}. Triangles are means.",
+    )

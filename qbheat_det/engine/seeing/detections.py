@@ -41,7 +41,6 @@ from .options import SightOptions
 from .side_by_side import look_at_each, require_kind
 from .subject import Subject
 
-_THEMES: tuple[Theme, Theme] = ("light", "dark")
 _CELLS_PER_PICTURE = 2  # of a sheet, for each picture that is asked for
 _LISTED = 50  # misses and false alarms of a run in the JSON
 
@@ -187,8 +186,7 @@ def _draw_charts(boxes: BoxSet, runs: Sequence[JudgedRun]) -> dict[str, Picture]
 
 
 def _draw(plot: Callable[[Theme], bytes], caption: str, ends: str) -> Picture:
-    light, dark = (plot(theme) for theme in _THEMES)
-    return Picture(light, "image/svg+xml", alt=f"{caption} {ends}", caption=caption, dark=dark)
+    return Picture.from_chart(plot, alt=f"{caption} {ends}", caption=caption)
 
 
 def _draw_views(

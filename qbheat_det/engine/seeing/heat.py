@@ -210,14 +210,15 @@ def _draw_maps(label: str, one: _Heated, number: int) -> Picture:
 
 
 def _draw_agreements(agreements: dict[str, dict[str, list[dict[str, float | None]]]]) -> Picture:
-    light, dark = plot_agreements(agreements), plot_agreements(agreements, theme="dark")
     said = "; ".join(
         f"{label}: {', '.join(_summarize(kinds[kind], kind) for kind in LABELS)}"
         for label, kinds in agreements.items()
     )
     caption = "Median and quartiles over the images, over positions inside the border."
     alt = f"Correlation and relative error of what is made of a CAM's border. {said}"
-    return Picture(light, "image/svg+xml", alt, caption, dark)
+    return Picture.from_chart(
+        lambda theme: plot_agreements(agreements, theme=theme), alt=alt, caption=caption
+    )
 
 
 def _summarize(found: Sequence[dict[str, float | None]], kind: str) -> str:
