@@ -54,6 +54,7 @@ section { margin-top: clamp(2.5rem, 6vw, 4rem); scroll-margin-top: 1rem; }
 .grid {
   display: grid; gap: 1.25rem; margin: 1.25rem 0; align-items: start;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr));
+  grid-auto-flow: dense;
 }
 figure {
   margin: 0; overflow: hidden; break-inside: avoid;
@@ -85,7 +86,8 @@ th, td {
 th:first-child { text-align: left; }
 tr > :last-child { padding-right: 0; }
 tbody th:first-child, thead th:first-child {
-  position: sticky; left: 0; background: var(--page); overflow-wrap: anywhere; min-width: 7rem;
+  position: sticky; left: 0; background: var(--page); overflow-wrap: anywhere;
+  min-width: min(11rem, 38vw);
 }
 th.words, td.words { text-align: left; }
 .prose th, .prose td { text-align: left; vertical-align: top; }

@@ -287,12 +287,19 @@ def _describe_ap(key: str) -> Quantity:
 
 
 def _describe_accuracy(key: str) -> Quantity:
-    return Quantity(_name(key), f"Accuracy: {key}", "accuracy (%)", (key,), True)
+    title = _ACCURACIES.get(key, f"Accuracy: {key}")
+    return Quantity(_name(key), title, "accuracy (%)", (key,), True)
 
 
 def _name(key: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", key).strip("-")
 
+
+# What is measured on a batch in training is no score of a test set.
+_ACCURACIES = {
+    "accuracy": "Classes told right, training batch",
+    "contrast_accuracy": "Queries that find their own key, training batch",
+}
 
 _KINDS: tuple[tuple[str, Callable[[str], Quantity]], ...] = (
     (r"loss(?!.*_\d+$)", _describe_loss),

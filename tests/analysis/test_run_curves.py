@@ -80,6 +80,9 @@ def test_the_total_loss_comes_first_and_repetitions_and_details_are_left_out() -
         *("bbox/AP50", "knn/top1", "accuracy", "lr"),
     ]
     assert len({quantity.name for quantity in found}) == len(found)
+    titles = {quantity.keys[0]: quantity.title for quantity in found}
+    assert titles["accuracy"] == "Classes told right, training batch"
+    assert titles["knn/top1"] == "Accuracy: knn/top1"
     (likeness,) = list_quantities([Run("all", [log(0, **{"correlation/mean": 0.5})], 1)])
     assert likeness.label == "mean |correlation| of two positions"
 

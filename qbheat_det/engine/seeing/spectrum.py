@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.analysis.charts import Theme
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture
 from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_models
@@ -31,8 +30,6 @@ from .subject import Subject
 
 logger = logging.getLogger(__name__)
 
-_THEMES: tuple[Theme, Theme] = ("light", "dark")
-_SVG = "image/svg+xml"
 CHECKPOINTS = 5
 """Of a run's folder, rows of Table 3, which has five."""
 _HOW_TO_READ = (
@@ -205,26 +202,20 @@ def _draw(
         for scale, figures in learned.scales.items()
     }
     largest = ", ".join(f"{value:.2f} at the {scale}" for scale, value in magnitudes.items())
-    light, dark = (
-        plot_spectrum(learned, controls["rotated"], untrained=controls["untrained"], theme=theme)
-        for theme in _THEMES
-    )
-    plane, dark_plane = (plot_eigenvalues(learned, theme=theme) for theme in _THEMES)
     return {
-        f"{index}_magnitudes": Picture(
-            light,
-            _SVG,
-            f"Magnitudes of the eigenvalues of {label}, the largest {largest}",
-            f"{label}: magnitudes of eigenvalues; grey is the rotated control, dotted the "
+        f"{index}_magnitudes": Picture.from_chart(
+            lambda theme: plot_spectrum(
+                learned, controls["rotated"], untrained=controls["untrained"], theme=theme
+            ),
+            alt=f"Magnitudes of the eigenvalues of {label}, the largest {largest}",
+            caption=f"{label}: magnitudes of eigenvalues; grey is the rotated control, dotted the "
             "untrained one.",
-            dark,
         ),
-        f"{index}_eigenvalues": Picture(
-            plane,
-            _SVG,
-            f"Eigenvalues of {label} in the complex plane, the largest magnitudes {largest}",
-            f"{label}: right of 0 a direction grows as it is carried, off the level line it turns.",
-            dark_plane,
+        f"{index}_eigenvalues": Picture.from_chart(
+            lambda theme: plot_eigenvalues(learned, theme=theme),
+            alt=f"Eigenvalues of {label} in the complex plane, the largest magnitudes {largest}",
+            caption=f"{label}: right of 0 a direction grows as it is carried, off the level line "
+            "it turns.",
         ),
     }
 
@@ -242,14 +233,11 @@ def _draw_courses(courses: Mapping[str, Course]) -> dict[str, Picture]:
                 x.append(steps / course.epoch if in_epochs else steps)
                 y.append(figures.energy_ratio)
     x_label = "epochs" if in_epochs else "steps"
-    light, dark = (plot_energy_ratios(lines, x_label=x_label, theme=theme) for theme in _THEMES)
     ends = "; ".join(f"{name} ends at {y[-1]:.4f}" for name, (_, y) in lines.items())
     return {
-        "energy_ratios": Picture(
-            light,
-            _SVG,
-            f"E(A)/E(B) against {x_label}: {ends}",
-            "E(A)/E(B) at both scales over the course of training, the columns of Table 3.",
-            dark,
+        "energy_ratios": Picture.from_chart(
+            lambda theme: plot_energy_ratios(lines, x_label=x_label, theme=theme),
+            alt=f"E(A)/E(B) against {x_label}: {ends}",
+            caption="E(A)/E(B) at both scales over the course of training, the columns of Table 3.",
         )
     }
