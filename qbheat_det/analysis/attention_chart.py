@@ -4,7 +4,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .charts import INK, LINE, Format, Theme, encode, list_styles, start_figure, to_text
+from .charts import (
+    INK,
+    LINE,
+    Format,
+    Theme,
+    add_legend,
+    encode,
+    list_styles,
+    start_figure,
+    to_texts,
+)
 
 Bridge = Literal["to_former", "to_mobile"]
 
@@ -40,10 +50,11 @@ def plot_blocks(
     key, title, label = _FIGURES[bridge]
     figure, axes = start_figure(theme, height=3.4)
     numbers: set[int] = set()
-    for (name, rows), style in zip(blocks.items(), list_styles(theme, len(blocks)), strict=True):
+    looks = zip(to_texts(blocks), list_styles(theme, len(blocks)), strict=True)
+    for rows, (name, style) in zip(blocks.values(), looks, strict=True):
         own = [int(row["number"]) for row in rows]
         numbers.update(own)
-        line: dict[str, Any] = {"label": to_text(name), "lw": 1.8, "ms": 4, **style}
+        line: dict[str, Any] = {"label": name, "lw": 1.8, "ms": 4, **style}
         axes.plot(own, [row[bridge][key] for row in rows], **line)
     axes.set_ylim(0, 1.04)
     axes.set_xticks(sorted(numbers))
@@ -51,6 +62,5 @@ def plot_blocks(
     axes.set_xlabel("block, as Table 8 counts them")
     axes.set_ylabel(label)
     axes.grid(color=LINE[theme])
-    if len(blocks) > 1:
-        figure.legend(loc="outside lower center", frameon=False, labelcolor=INK[theme], fontsize=8)
+    add_legend(figure, axes, theme)
     return encode(figure, theme, format)

@@ -9,12 +9,14 @@ import logging
 import math
 import os
 import re
+import sys
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -34,6 +36,9 @@ _OTHERS = {
 }
 _ACCENT = {"light": "#1f6feb", "dark": "#6ea8fe"}
 _LONGEST_NAME = 40
+_LETTERS_MORE = 6  # of all names, as long as two are alike
+_LEGEND_LINE, _LEGEND_LETTER, _LEGEND_MARK = 0.2, 0.075, 0.6  # inches
+_MOST_COLUMNS = 3  # of a legend
 _LETTERS_AN_INCH = 9  # of a label beside the axis of values, with some room
 # What matplotlib says once a letter and theme, or of a chart too small for its names.
 _NO_GLYPH = r"Glyph \d+"
@@ -208,10 +213,38 @@ def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
+def to_texts(names: Iterable[str], *, longest: int = _LONGEST_NAME) -> list[str]:
+    """Returns names as ``to_text`` does, longer where two would else be drawn alike."""
+    names = list(names)
+    whole = [to_text(name, longest=sys.maxsize) for name in names]
+    for length in range(longest, max(map(len, whole), default=0), _LETTERS_MORE):
+        texts = [to_text(name, longest=length) for name in names]
+        if len(set(texts)) == len(set(whole)):
+            return texts
+    return whole
+
+
+def add_legend(figure: Figure, axes: Axes, theme: Theme) -> None:
+    """Names the lines or bars of axes below all of them, where there are several.
+
+    The figure grows by the legend's height, so that the axes keep theirs.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < 2:
+        return
+    width, height = figure.get_size_inches()
+    entry = _LEGEND_MARK + _LEGEND_LETTER * max(map(len, labels))
+    columns = int(min(_MOST_COLUMNS, len(labels), max(1, width // entry)))
+    figure.set_size_inches(width, height + _LEGEND_LINE * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8,
+                  labelcolor=INK[theme], ncols=columns)  # fmt: skip
+
+
 def encode(figure: Figure, theme: Theme, format: Format) -> bytes:
     """Returns the file of a figure, on the page colour of its theme.
 
     ``$`` is drawn as it is, and a label that is longer than the axis of values has several lines.
+    The same figure is the same bytes each time.
     """
     for axes in figure.axes:
         letters = max(20, int(_LETTERS_AN_INCH * figure.get_figheight()))
@@ -226,9 +259,11 @@ def encode(figure: Figure, theme: Theme, format: Format) -> bytes:
         if isinstance(text, Text) and id(text) not in ticks:
             text.set_text(_escape_formulas(text.get_text()))
     buffer = io.BytesIO()
-    with warnings.catch_warnings(record=True) as said:
+    undated = {"Date": None} if format == "svg" else None
+    constant_ids = matplotlib.rc_context({"svg.hashsalt": "qbheat_det"})  # else ids are random
+    with constant_ids, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        figure.savefig(buffer, format=format, facecolor=_PAGE[theme], dpi=160)
+        figure.savefig(buffer, format=format, facecolor=_PAGE[theme], dpi=160, metadata=undated)
     for warning in said:
         if re.match(_NO_GLYPH, str(warning.message)):
             _say_once("letters that the font of charts does not have are drawn as boxes")

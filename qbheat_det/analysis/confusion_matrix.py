@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from qbheat_det.evaluation import find_confusions
 
-from .charts import INK, Format, Theme, encode, style_axes
+from .charts import INK, Format, Theme, encode, style_axes, to_text, to_texts
 
 Counts = npt.NDArray[np.int64]
 _MOST_NUMBERED = 16  # classes whose cells have room for a number
@@ -20,7 +20,8 @@ _MOST_NAMED = 110  # classes whose names have room at the sides
 _MOST_CELLS = 256  # a side; of more classes, several share a cell
 _LIST_WIDTH, _LINE_HEIGHT = 4.6, 0.18  # of the list of confusions, in inches
 _MOST_LISTED = 40
-_LONGEST = 26  # letters of a name
+_LONGEST = 26  # letters of a name, unless two would be alike
+_LETTER = 0.07  # inches
 _RIGHT, _WRONG = "#1f6feb", "#d64550"
 _PAGES = {"light": "#ffffff", "dark": "#1a1c20"}
 
@@ -55,21 +56,23 @@ def plot_confusion(
     num_classes = len(class_names)
     if confusion.shape != (num_classes, num_classes) or not num_classes:
         raise ValueError(f"{num_classes} classes do not have a matrix of shape {confusion.shape}")
-    names = [_clean(name) for name in class_names]
+    names = to_texts(map(_make_printable, class_names), longest=_LONGEST)
+    more = _LETTER * max(0, max(map(len, names)) - _LONGEST)
     side = float(np.clip(0.11 * num_classes, 3.2, 9.0))
-    margin = 2.3 if num_classes <= _MOST_NAMED else 0.8
-    top = 0.5
-    width, height = margin + side + 0.4 + _LIST_WIDTH, margin + side + top
+    margin = 2.3 + more if num_classes <= _MOST_NAMED else 0.8
+    top, list_width = 0.5, _LIST_WIDTH + 2 * more
+    width, height = margin + side + 0.4 + list_width, margin + side + top
     # Places in inches: with a hundred names, constrained layout takes ten times as long.
     figure = Figure(figsize=(width, height))
     left = figure.add_axes((margin / width, margin / height, side / width, side / height))
     _draw_matrix(left, confusion, names, theme)
     figure.text(
-        margin / width, 1 - 0.6 * top / height, _clean(title, longest=80), fontsize=11,
+        margin / width, 1 - 0.6 * top / height, to_text(_make_printable(title), longest=80),
+        fontsize=11,
         color=INK[theme],
     )  # fmt: skip
     figure.text(
-        1 - _LIST_WIDTH / width,
+        1 - list_width / width,
         1 - top / height,
         _list_confusions(confusion, names, room=int((height - top) / _LINE_HEIGHT) - 2),
         fontsize=8,
@@ -154,9 +157,7 @@ def _pool(
     return pooled, per_cell
 
 
-def _clean(name: str, *, longest: int = _LONGEST) -> str:
-    """Makes a name fit to be drawn: any bytes may name a folder, and $ begins a formula."""
+def _make_printable(name: str) -> str:
+    """Makes a name fit to be drawn: any bytes may name a folder."""
     text = name.encode(errors="backslashreplace").decode()
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    text = text if len(text) <= longest else text[: longest - 1] + "…"
-    return text.replace("$", r"\$")
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -13,11 +13,13 @@ from .charts import (
     LINE,
     Format,
     Theme,
+    add_legend,
     encode,
     list_colors,
     list_styles,
     start_figure,
     style_axes,
+    to_texts,
 )
 from .detection_scores import DRAWN_IOUS, SIZES, DetectionScores, average_over_classes
 
@@ -31,7 +33,8 @@ MOST_PANELS = 24
 _PANEL_COLUMNS, _PANEL_HEIGHT = 3, 1.75  # inches
 _THICKNESS = 0.8  # of all bars of one group
 _NUMBERED = 3  # runs whose bars have room for a number
-_LONGEST = 24  # letters of a name
+_LONGEST = 24  # letters of a name, unless two would be alike
+_SHORTEST_AXIS = 1.0  # of AP, in per cent
 
 
 def plot_ap_of_sizes(scores: Scores, *, theme: Theme = "light", format: Format = "svg") -> bytes:
@@ -46,11 +49,11 @@ def plot_ap_of_sizes(scores: Scores, *, theme: Theme = "light", format: Format =
     figure, axes = start_figure(theme, height=3.4)
     keys = list(first.summary)
     width = _THICKNESS / len(scores)
-    for index, (name, score) in enumerate(scores.items()):
+    for index, (name, score) in enumerate(_name_runs(scores)):
         values = np.array([score.summary[key] for key in keys])
         places = np.arange(len(keys)) - _THICKNESS / 2 + (index + 0.5) * width
         color, hatch = _look(index, theme)
-        bars = axes.bar(places, np.nan_to_num(values), width=0.92 * width, label=_short(name),
+        bars = axes.bar(places, np.nan_to_num(values), width=0.92 * width, label=name,
                         color=color, hatch=hatch, edgecolor="none")  # fmt: skip
         if len(scores) <= _NUMBERED:
             text = ["-" if np.isnan(value) else f"{value:.1f}" for value in values]
@@ -59,8 +62,8 @@ def plot_ap_of_sizes(scores: Scores, *, theme: Theme = "light", format: Format =
     axes.tick_params(axis="x", labelcolor=INK[theme])
     axes.set_ylabel("AP (%)")
     axes.grid(axis="y", color=LINE[theme])
-    axes.margins(y=0.12)
-    _add_legend(figure, axes, theme)
+    axes.set_ylim(0, _find_end(axes.dataLim.y1, room=1.12))
+    add_legend(figure, axes, theme)
     axes.set_title("Average precision, over IoU, at one IoU, and by size of the boxes", fontsize=10)
     return encode(figure, theme, format)
 
@@ -81,26 +84,23 @@ def plot_ap_of_classes(
     """
     order = choose_classes(scores)
     num_boxes = next(iter(scores.values())).num_boxes
-    figure, axes = start_figure(
-        theme, height=1.3 + len(order) * max(0.3, 0.15 * len(scores)) + 0.18 * len(scores)
-    )
+    figure, axes = start_figure(theme, height=1.3 + len(order) * max(0.3, 0.15 * len(scores)))
     width = _THICKNESS / len(scores)
-    for index, (name, score) in enumerate(scores.items()):
+    for index, (name, score) in enumerate(_name_runs(scores)):
         values = score.class_ap[order]
         places = np.arange(len(order)) - _THICKNESS / 2 + (index + 0.5) * width
         color, hatch = _look(index, theme)
-        bars = axes.barh(places, np.nan_to_num(values), height=0.92 * width, label=_short(name),
+        bars = axes.barh(places, np.nan_to_num(values), height=0.92 * width, label=name,
                          color=color, hatch=hatch, edgecolor="none")  # fmt: skip
         text = ["no boxes" if np.isnan(value) else f"{value:.1f}" for value in values]
         axes.bar_label(bars, text, fontsize=7, color=INK[theme], padding=2)
-    labels = [f"{_short(class_names[k])} ({num_boxes[k]:,})" for k in order]
-    axes.set_yticks(range(len(order)), labels)
+    axes.set_yticks(range(len(order)), _name_classes(class_names, num_boxes, order))
     axes.tick_params(axis="y", labelcolor=INK[theme])
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_xlabel("AP (%), IoU 0.50 to 0.95")
     axes.grid(axis="x", color=LINE[theme])
-    axes.margins(x=0.1)
-    _add_legend(figure, axes, theme)
+    axes.set_xlim(0, _find_end(axes.dataLim.x1, room=1.1))
+    add_legend(figure, axes, theme)
     axes.set_title("Average precision of each class (number of boxes)", fontsize=10)
     return encode(figure, theme, format)
 
@@ -136,13 +136,13 @@ def plot_precision_recall(
     panels = figure.subplots(1, len(DRAWN_IOUS), squeeze=False)[0]
     for t, (axes, iou) in enumerate(zip(panels, DRAWN_IOUS, strict=True)):
         style_axes(axes, theme)
-        for index, (name, score) in enumerate(scores.items()):
+        for index, (name, score) in enumerate(_name_runs(scores)):
             mean = average_over_classes(score.precision[t])
             _draw_curve(axes, score.recall, mean, index, name, theme)
         _finish_curves(axes, f"IoU {iou:.2f}, mean of classes", theme)
     _fit_curves(panels)
     panels[0].set_ylabel("precision")
-    _add_legend(figure, panels[0], theme)
+    add_legend(figure, panels[0], theme)
     return encode(figure, theme, format)
 
 
@@ -167,22 +167,23 @@ def plot_class_precision_recall(
     if not order:
         raise ValueError("there is no class with boxes")
     rows = -(-len(order) // _PANEL_COLUMNS)
-    figure = _start_panels(height=rows * _PANEL_HEIGHT + 0.5 + 0.2 * len(scores))
+    figure = _start_panels(height=rows * _PANEL_HEIGHT + 0.5)
     panels = figure.subplots(rows, _PANEL_COLUMNS, squeeze=False)
+    titles = _name_classes(class_names, num_boxes, order)
     for place, axes in enumerate(panels.flat):
         if place >= len(order):
             axes.set_axis_off()
             continue
         k = order[place]
         style_axes(axes, theme)
-        for index, (name, score) in enumerate(scores.items()):
+        for index, (name, score) in enumerate(_name_runs(scores)):
             _draw_curve(axes, score.recall, score.precision[0, :, k], index, name, theme)
-        _finish_curves(axes, f"{_short(class_names[k])} ({num_boxes[k]:,})", theme)
+        _finish_curves(axes, titles[place], theme)
         axes.tick_params(labelsize=7)
     _fit_curves(panels.flat[: len(order)])
     for axes in panels[:, 0]:
         axes.set_ylabel("precision")
-    _add_legend(figure, panels[0, 0], theme)
+    add_legend(figure, panels[0, 0], theme)
     return encode(figure, theme, format)
 
 
@@ -197,13 +198,16 @@ def _draw_curve(
 ) -> None:
     look = list_styles(theme, index + 1)[index]
     color, style = look["color"], look["linestyle"]  # a marker at each recall would hide the line
-    axes.plot(recall, precision, label=_short(name), color=color, lw=1.5, ls=style)
+    axes.plot(recall, precision, label=name, color=color, lw=1.5, ls=style)
 
 
 def _finish_curves(axes: Axes, title: str, theme: Theme) -> None:
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("recall")
     axes.grid(color=LINE[theme])
+    if not any(np.nan_to_num(np.asarray(line.get_ydata())).any() for line in axes.get_lines()):
+        axes.text(0.5, 0.5, "no detection is right", transform=axes.transAxes, ha="center",
+                  va="center", fontsize=8, color=INK[theme])  # fmt: skip
 
 
 def _fit_curves(panels: Iterable[Axes]) -> None:
@@ -220,27 +224,30 @@ def _fit_curves(panels: Iterable[Axes]) -> None:
         axes.set_ylim(0, min(1.03, max(0.05, 1.08 * max(tops))))
 
 
-def _add_legend(figure: Figure, axes: Axes, theme: Theme) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8,
-                      labelcolor=INK[theme], ncols=min(3, len(labels)))  # fmt: skip
-
-
 def _look(index: int, theme: Theme) -> tuple[str, str | None]:
     """Colour and hatch of the bars of a run: those of a second round of colours are hatched."""
     colors = list_colors(theme)
     return colors[index % len(colors)], (None, "///", "...")[index // len(colors) % 3]
 
 
+def _find_end(highest: float, *, room: float) -> float:
+    """Where an axis of AP ends that begins at 0, which has a length also if all bars have none."""
+    return max(_SHORTEST_AXIS, room * highest)
+
+
+def _name_runs(scores: Scores) -> Iterable[tuple[str, DetectionScores]]:
+    return zip(to_texts(scores, longest=_LONGEST), scores.values(), strict=True)
+
+
+def _name_classes(
+    class_names: Sequence[str], num_boxes: npt.NDArray[np.int64], order: Sequence[int]
+) -> list[str]:
+    """Names of the drawn classes, apart from one another, with the number of boxes behind each."""
+    names = to_texts([class_names[k] for k in order], longest=_LONGEST)
+    return [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
+
+
 def _name_size(key: str, scores: DetectionScores) -> str:
     if key not in SIZES:
         return key
     return f"{SIZES[key]}\n{scores.num_of_size[key]:,} boxes"
-
-
-def _short(name: str) -> str:
-    """Makes a name fit to be drawn: $ begins a formula, and _ hides a line from a legend."""
-    text = name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
-    text = text.replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text

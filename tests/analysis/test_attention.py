@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from detectron2.modeling import build_model
+from matplotlib.figure import Figure
 from torch import nn
 from torch.testing import assert_close
 
+from qbheat_det.analysis import attention_chart
 from qbheat_det.analysis.attention import (
     choose_blocks,
     describe_block,
@@ -154,6 +156,23 @@ def test_the_figures_of_a_block_are_means_over_images_and_heads(detector: MFDETR
     assert figures["to_former"]["spread"][2] == pytest.approx(float(expected), rel=1e-4)
     svg = plot_blocks({"a": [figures], "b": [figures]}, "to_mobile", theme="dark")
     assert b"<svg" in svg
+
+
+def test_axes_of_twelve_runs_are_as_high_as_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+
+    def keep(figure: Figure, *args: object) -> bytes:
+        figure.draw_without_rendering()
+        drawn.append(figure)
+        return b""
+
+    monkeypatch.setattr(attention_chart, "encode", keep)
+    rows = [{"number": number, "to_mobile": {"spread": 0.5}} for number in (1, 2)]
+    for runs in (1, 12):
+        plot_blocks({f"_a run with a long name {i}": rows for i in range(runs)}, "to_mobile")
+    one, twelve = (figure.axes[0].get_window_extent().height / figure.dpi for figure in drawn)
+    assert twelve == pytest.approx(one, rel=0.15)
+    assert len(drawn[1].legends[0].get_texts()) == 12
 
 
 def test_query_attention_is_what_the_projections_give(detector: MFDETR) -> None:

@@ -23,6 +23,7 @@ from qbheat_det.analysis.charts import (
     select_series,
     start_figure,
     to_text,
+    to_texts,
 )
 
 METRICS = {"AP": 40.0, "AP50": 60.0, "AP-disc": 70.5, "AP-star": 10.0, "AP-none": math.nan}
@@ -165,3 +166,19 @@ def test_a_darkened_chart_is_the_one_drawn_for_a_dark_page() -> None:
     )
     assert bare(light) != bare(dark)
     assert bare(darken(light)) == bare(dark)
+
+
+def test_a_chart_is_the_same_bytes_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = plot_curve([1, 2], {"loss": [2.0, 1.0]}, label="loss")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # another day
+    assert plot_curve([1, 2], {"loss": [2.0, 1.0]}, label="loss") == first
+
+
+def test_names_that_differ_in_the_middle_stay_apart() -> None:
+    names = [f"{'a' * 30}{letter}{'b' * 30}" for letter in "xyx"]
+    texts = to_texts(names, longest=20)
+    assert texts[0] == texts[2] != texts[1]
+    assert len(texts[0]) < 61 + 1
+    ends = to_texts(["a" * 30 + "_left", "a" * 30 + "_right"], longest=20)
+    assert [len(text) for text in ends] == [20, 20]  # apart already
+    assert to_texts([]) == []

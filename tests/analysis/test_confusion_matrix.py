@@ -41,6 +41,13 @@ def test_the_list_names_what_is_confused_most_and_how_often() -> None:
     assert f"({wrong} of {matrix.sum()} images are wrong)" in text
 
 
+def test_long_names_stay_apart_in_the_list() -> None:
+    names = [f"a rather long name of class {i} among others of that kind" for i in range(3)]
+    svg = plot_confusion(np.array([[1, 2, 0], [0, 3, 0], [1, 0, 3]]), names, format="svg").decode()
+    named = {text.split(" →")[0] for text in re.findall(r"<!-- (.*?) -->", svg) if " →" in text}
+    assert len(named) == 2
+
+
 @pytest.mark.filterwarnings("ignore:Glyph")
 @pytest.mark.parametrize("name", ["a$b$c", "$\\frac{", "tab\there", "\udcff", "猫", ""])
 def test_any_name_of_a_folder_can_be_drawn(name: str) -> None:

@@ -133,3 +133,36 @@ def test_more_runs_than_colours_are_told_apart_all_the_same(drawn: list[Figure])
     plot_ap_of_sizes(runs)
     bars = [container[0] for container in drawn[1].axes[0].containers]
     assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in bars}) == 8
+
+
+def test_without_anything_right_axes_begin_at_zero_and_say_so(drawn: list[Figure]) -> None:
+    nothing = _scores([0.0, 0.0, NAN])
+    for key in ("AP", "AP50", "AP75", "APm", "APl"):
+        nothing.summary[key] = 0.0  # type: ignore[index]
+    plot_ap_of_sizes({"one": nothing})
+    plot_ap_of_classes({"one": nothing}, NAMES)
+    plot_precision_recall({"one": nothing})
+    sizes, classes, curves = drawn
+    assert sizes.axes[0].get_ylim() == classes.axes[0].get_xlim() == (0, 1)
+    for axes in curves.axes:
+        assert [text.get_text() for text in axes.texts] == ["no detection is right"]
+
+
+def test_long_names_of_classes_stay_apart(drawn: list[Figure]) -> None:
+    names = [f"rather long class name number {k} of all the names that there are" for k in range(9)]
+    scores = {"one": _scores([10.0] * 9)}
+    plot_ap_of_classes(scores, names)
+    plot_class_precision_recall(scores, names)
+    bars = {label.get_text() for label in drawn[0].axes[0].get_yticklabels()}
+    panels = {axes.get_title() for axes in drawn[1].axes}
+    assert len(bars) == len(panels) == 9
+
+
+def test_axes_keep_their_height_beside_twelve_runs(drawn: list[Figure]) -> None:
+    for number in (1, 12):
+        plot_ap_of_sizes({f"a run of some name {i}": _scores([10.0]) for i in range(number)})
+    heights = []
+    for figure in drawn:
+        figure.draw_without_rendering()
+        heights.append(figure.axes[0].get_window_extent().height / figure.dpi)
+    assert heights[1] == pytest.approx(heights[0], rel=0.15)
