@@ -59,7 +59,7 @@ def look_at_each(
     """
     found: dict[str, Found] = {}
     left_out: list[str] = []
-    is_faulty = False
+    faults: list[str] = []
     for subject in subjects:
         try:
             _ = subject.weights  # a run without any has one and the same reason everywhere
@@ -69,16 +69,17 @@ def look_at_each(
         except FaultOfAll:
             raise
         except UserError as fault:
-            is_faulty = True
             sentence = str(fault)
             label = f"'{subject.label}'"
             left_out.append(sentence if label in sentence else f"{label}: {sentence}")
-            logger.warning("left out: %s", left_out[-1])
+            faults.append(left_out[-1])
     left_out = list(dict.fromkeys(left_out))
     if found:
+        for sentence in faults:  # what is merely not there is no warning
+            logger.warning("left out: %s", sentence)
         return SideBySide(found, left_out)
     sentence = f"{nothing}: {'; '.join(left_out)}"
-    raise UserError(sentence) if is_faulty else NothingToSee(sentence)
+    raise UserError(sentence) if faults else NothingToSee(sentence)
 
 
 def require_kind(subject: Subject, kind: Kind, otherwise: str) -> None:

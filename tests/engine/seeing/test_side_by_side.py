@@ -42,6 +42,7 @@ def test_one_who_is_at_fault_is_left_out_with_a_sentence_that_names_it(
         look_at_each([new, cut], look, nothing="nothing")
     with pytest.raises(NothingToSee, match="nothing: 'new' has no checkpoint yet"):
         look_at_each([new], look, nothing="nothing")
+    assert sum("left out" in record.msg for record in caplog.records) == 1  # errors say it already
 
 
 def test_a_fault_of_all_ends_the_sight_and_another_kind_is_said(sound: Subject) -> None:
