@@ -59,7 +59,7 @@ def plot_probes(
             fontsize=8,
             ncols=2,
         )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(1.0, 1.08 * axes.dataLim.y1) if drawn else 1.0)
     axes.set_xlim(left=0)
     axes.set_xlabel("images seen in pre-training")
     axes.set_ylabel("top-1 (%)")

@@ -110,8 +110,7 @@ def _finish(
     axes.set_title(title, fontsize=11, loc="left", color=INK[theme])
     axes.set_xlabel(x_label)
     axes.set_ylabel("top-1 (%)")
-    axes.margins(y=0.08)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(1.0, 1.08 * axes.dataLim.y1))  # bars of errors included
     axes.grid(axis="y", color=LINE[theme])
     if number > 1:
         figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8,

@@ -34,8 +34,8 @@ _HOW_TO_READ = (
     "over the images classified; of several seeds the mean is drawn, with the bar of one.",
     "Backbones are drawn with BatchNorm's statistics of whole images where there are such, random "
     "ones also as they were initialised; the table has all. A line over images seen joins "
-    "checkpoints of one run, taken before its learning rate had come to its end; runs of other "
-    "lengths, as Fig. 6 of the paper compares, are points of their own.",
+    "checkpoints of one run, taken before its learning rate had come to its end but for the last; "
+    "runs of other lengths, as Fig. 6 of the paper compares, are points of their own.",
 )
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _SAME_SETTING = ("feature", "size", "seed", "knn", "linear", "tran")
