@@ -123,20 +123,29 @@ def choose_threshold(judged: Judged, *, otherwise: float = 0.5) -> float:
     """Returns the score from which upwards the F1 of all detections of all classes is highest.
 
     F1 is 2 · right / (detections + boxes), at IoU 0.50. Of equal ones the highest score is taken.
+    Where no detection is right, see ``is_lost``, it is the score from which upwards there are as
+    many detections as boxes: what is wrong with the detector shows in those that it is surest of.
 
     Args:
         judged: of a set.
-        otherwise: where no detection is right.
+        otherwise: where there is no detection.
     """
     counted = judged.kinds != IGNORED
     scores, right = judged.scores[counted], judged.kinds[counted] == "right"
-    if not right.any():
+    if not len(scores):
         return otherwise
     order = np.argsort(-scores, kind="stable")
     scores, right = scores[order], right[order]
+    if not right.any():
+        return float(scores[min(max(1, len(judged.truth.boxes)), len(scores)) - 1])
     f1 = 2 * np.cumsum(right) / (np.arange(1, len(scores) + 1) + len(judged.truth.boxes))
     f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are all in or all out
     return float(scores[np.argmax(f1)])
+
+
+def is_lost(judged: Judged) -> bool:
+    """Whether there are detections, and none of them is right, whatever its score."""
+    return bool((judged.kinds != IGNORED).any() and not (judged.kinds == "right").any())
 
 
 def count_errors(judged: Judged, threshold: float) -> dict[str, int]:

@@ -138,7 +138,7 @@ def test_more_runs_than_colours_are_told_apart_all_the_same(drawn: list[Figure])
 def test_without_anything_right_axes_begin_at_zero_and_say_so(drawn: list[Figure]) -> None:
     nothing = _scores([0.0, 0.0, NAN])
     for key in ("AP", "AP50", "AP75", "APm", "APl"):
-        nothing.summary[key] = 0.0  # type: ignore[index]
+        nothing.summary[key] = 0.0
     plot_ap_of_sizes({"one": nothing})
     plot_ap_of_classes({"one": nothing}, NAMES)
     plot_precision_recall({"one": nothing})

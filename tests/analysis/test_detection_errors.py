@@ -15,6 +15,7 @@ from qbheat_det.analysis.detection_errors import (
     find_best_on,
     find_false_alarms,
     find_worst_misses,
+    is_lost,
     judge_detections,
     measure_ious,
 )
@@ -153,6 +154,18 @@ def test_without_detections_all_boxes_are_missed_and_without_boxes_all_is_backgr
     assert judged.kinds.tolist() == ["background"]
     assert judged.nearest.tolist() == [-1]
     assert find_worst_misses(judged, 0.0, areas).tolist() == []
+
+
+def test_where_nothing_is_right_the_surest_count_as_many_as_boxes() -> None:
+    truth = make_truth([(1, 3, A), (1, 7, B)])
+    wrong = [(1, 7, A, 0.03), (1, 3, [60, 60, 70, 70], 0.02), (1, 3, [80, 60, 90, 70], 0.01)]
+    judged = judge_detections(truth, make_found(wrong))
+    assert is_lost(judged)
+    assert choose_threshold(judged) == 0.02
+    assert len(find_false_alarms(judged, 0.02)) == 1
+    assert choose_threshold(judge_detections(truth, make_found(wrong[:1]))) == 0.03  # fewer
+    assert not is_lost(judge_detections(truth, make_found([*wrong, (1, 3, A, 0.001)])))
+    assert not is_lost(judge_detections(truth, []))
 
 
 def test_worst_misses_go_by_the_share_of_their_image_and_by_the_score_that_counts() -> None:

@@ -113,7 +113,7 @@ def _draw_one(
     panels = {"Ground truth": DrawnBoxes(truth.boxes[own] * scale, truth.classes[own])}
     for label, (judged, threshold) in runs.items():
         kept = (judged.image_ids == image["id"]) & (judged.scores >= threshold)
-        panels[f"{label}, scores from {threshold:.2f}"] = DrawnBoxes(
+        panels[f"{label}, scores from {threshold:.2g}"] = DrawnBoxes(
             judged.boxes[kept] * scale, judged.classes[kept], judged.scores[kept]
         )
     columns = 3 if len(panels) % 2 else 2  # no more, for a phone

@@ -27,6 +27,7 @@ from qbheat_det.analysis.detection_errors import (
     count_errors,
     find_false_alarms,
     find_worst_misses,
+    is_lost,
     judge_detections,
 )
 from qbheat_det.analysis.detection_scores import DRAWN_IOUS, average_over_classes
@@ -54,6 +55,7 @@ class JudgedRun:
         found: its detections.
         judged: each of them.
         threshold: lowest score that counts where detections are counted or drawn.
+        reason: why that one.
         misses: boxes, the worst first.
         alarms: detections on no box, the worst first.
     """
@@ -62,6 +64,7 @@ class JudgedRun:
     found: FoundBoxes
     judged: Judged
     threshold: float
+    reason: str
     misses: npt.NDArray[np.int64]
     alarms: npt.NDArray[np.int64]
 
@@ -142,9 +145,16 @@ def _judge(subject: Subject, boxes: BoxSet, score: float | None) -> JudgedRun:
         found=found,
         judged=judged,
         threshold=threshold,
+        reason=_tell_reason(judged) if score is None else "--score",
         misses=find_worst_misses(judged, threshold, areas),
         alarms=find_false_alarms(judged, threshold),
     )
+
+
+def _tell_reason(judged: Judged) -> str:
+    if is_lost(judged):
+        return "nothing is right at any score, so as many of the surest detections as boxes"
+    return "highest F1" if len(judged.scores) else "there are no detections"
 
 
 def _draw_charts(boxes: BoxSet, runs: Sequence[JudgedRun]) -> dict[str, Picture]:
@@ -215,6 +225,7 @@ def _explain(
         "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
         f"score upwards: {scores}; unless --score names it, it is the one at which F1 at IoU 0.50 "
         "is best.",
+        *_tell_lost(everyone),
         f"Kinds of errors, after TIDE (arXiv:2008.08115): {_explain_kinds()}.",
         "Worst misses are the boxes that nothing is right on, those first that fill most of their "
         "image; the orange box is the highest score that is on it at all. False alarms are "
@@ -230,6 +241,17 @@ def _explain(
     if left_out:
         paragraphs.append(f"Left out: {'; '.join(left_out)}.")
     return paragraphs
+
+
+def _tell_lost(runs: Sequence[JudgedRun]) -> list[str]:
+    labels = ", ".join(run.label for run in runs if is_lost(run.judged))
+    if not labels:
+        return []
+    return [
+        f"Of {labels} no detection is right at any score, so F1 is 0 whatever the score: unless "
+        "--score names another, errors count from the score at which there are as many detections "
+        "as boxes, so that what it is surest of can be seen."
+    ]
 
 
 def _explain_kinds() -> str:
@@ -279,6 +301,8 @@ def _collect_run(boxes: BoxSet, run: JudgedRun) -> dict[str, Any]:
         "class_ap": dict(zip(names, scores.class_ap, strict=True)),
         "class_ap50": dict(zip(names, scores.class_ap50, strict=True)),
         "errors_from_score": run.threshold,
+        "errors_from_score_because": run.reason,
+        "nothing_is_right": is_lost(run.judged),
         "errors": count_errors(run.judged, run.threshold),
         "num_misses": len(run.misses),
         "worst_misses": [_name_box(boxes, run.judged, int(b)) for b in run.misses[:_LISTED]],

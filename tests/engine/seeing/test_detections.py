@@ -152,6 +152,22 @@ def test_without_a_score_errors_count_from_the_best_f1(
 
 
 @pytest.mark.usefixtures("no_charts")
+def test_a_detector_that_is_right_nowhere_shows_what_it_takes_for_things(
+    data: Path, tmp_path: Path
+) -> None:
+    wrong = [{**one, "bbox": [8, 24, 8, 8], "score": one["score"] / 100} for one in _found()]
+    run = _write_detector(tmp_path / "lost", data, found=wrong, ap=0.0)
+    exhibit = _see(run, images=1)
+    found = exhibit.figures["sets"][0]["runs"]["lost"]
+    assert found["nothing_is_right"]
+    assert found["errors_from_score_because"].startswith("nothing is right at any score")
+    assert (found["num_false_alarms"], found["errors"]["missed"]) == (3, 3)
+    assert "false_alarms" in exhibit.pictures
+    assert "Of lost no detection is right at any score" in exhibit.explanation[1]
+    assert "lost, scores from 0.002: 1" in exhibit.pictures["predictions_1"].alt
+
+
+@pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize(
     "found",
     [
@@ -192,7 +208,7 @@ def test_runs_on_one_set_share_charts_and_pictures(
     # All three detections count from the score of the best F1 on; only class 4 is wrong.
     assert "false_alarms_2" not in exhibit.pictures
     alt = exhibit.pictures["predictions_1"].alt
-    assert "one, scores from 0.80: 1" in alt
+    assert "one, scores from 0.8: 1" in alt
     assert "two" in alt
     assert exhibit.table is not None
     assert exhibit.table.header == ("", "one", "two")
