@@ -85,6 +85,34 @@ def test_mistakes_end_with_exit_code_2(see: ModuleType, tmp_path: Path) -> None:
         assert ended.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("sight", "words", "said"),
+    [
+        ("detections", "--score nan", "--score: a number from 0 to 1, not 'nan'"),
+        ("detections", "--score 2", "a number from 0 to 1, not '2'"),
+        ("detections", "--score -1", "a number from 0 to 1, not '-1'"),
+        ("beyond", "--distances 1 nan", "a number above 0 and at most 4, not 'nan'"),
+        ("beyond", "--distances 0", "a number above 0 and at most 4, not '0'"),
+        ("correlation", "--size 0", "--size: a whole number of at least 1, not '0'"),
+        ("correlation", "--map=", "--map: a name, not ''"),
+        ("attention", "--attention-size 0", "a whole number of at least 1, not '0'"),
+        ("attention", "--attention-images -1", "a whole number of at least 1, not '-1'"),
+        ("queries", "--query-boxes 0", "a whole number of at least 1, not '0'"),
+        ("heat", "--heat-images -3", "a whole number of at least 1, not '-3'"),
+        ("spectrum", "--checkpoints -1", "a whole number of at least 0, not '-1'"),
+        ("curves", "--num-images many", "--num-images: a whole number of at least 1, not 'many'"),
+        ("curves", "--seed 4294967296", "a whole number from 0 to 4294967295, not '4294967296'"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_with_a_sentence(
+    see: ModuleType, capsys: pytest.CaptureFixture[str], sight: str, words: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        see.parse_args([sight, "run", *words.split()])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_misspelt_key_is_refused_also_by_sights_that_need_no_config(
     see: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

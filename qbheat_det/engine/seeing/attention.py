@@ -29,6 +29,7 @@ from qbheat_det.analysis.reconstruction_views import to_rgb
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import MobileFormer
 
+from .flag_types import whole
 from .map_figures import list_map
 from .options import SightOptions
 from .refusal import NothingToSee
@@ -88,7 +89,7 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--attention-blocks",
-        type=int,
+        type=whole(),
         nargs="+",
         metavar="N",
         help="blocks to draw, counted from 1 (default: the paper's "
@@ -96,14 +97,14 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--attention-images",
-        type=int,
+        type=whole(),
         default=_MEASURED,
         metavar="N",
         help=f"images that the figures are taken over (default: {_MEASURED}, at least those drawn)",
     )
     parser.add_argument(
         "--attention-size",
-        type=int,
+        type=whole(),
         metavar="S",
         help="side of the images in pixels, the same for all runs (default: that of the first "
         f"run's pre-training or classification; of detectors the paper's {_SIZE})",

@@ -26,6 +26,7 @@ from qbheat_det.analysis.spectrum_table import Models
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import ReconstructionModel
 
+from .flag_types import real
 from .linear_models import read_linear_models
 from .options import SightOptions
 from .refusal import NothingToSee
@@ -36,6 +37,7 @@ from .subject import Subject
 _ORDERS = {"exact": "log(I + M) / Δx", "first": "M / Δx"}
 _SOURCES = ("border", "offset")
 _DISTANCES = (0.25, 0.5, 1.0)
+_FARTHEST = 4  # sides of the image
 _GROWTH_UP_TO = 2.0  # sides
 _GROWTH_STEPS = 17
 
@@ -90,7 +92,7 @@ def add_beyond_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--distances",
-        type=float,
+        type=real(highest=_FARTHEST, above=True),
         nargs="+",
         default=list(_DISTANCES),
         metavar="D",
@@ -168,8 +170,8 @@ def _explain(settings: Settings) -> list[str]:
 
 def _read_settings(extra: Mapping[str, Any]) -> Settings:
     distances = [float(distance) for distance in extra.get("distances", _DISTANCES)]
-    if not distances or min(distances) <= 0 or max(distances) > 4:
-        raise UserError(f"--distances are above 0 and at most 4 sides, not {distances}")
+    if not distances or not all(0 < distance <= _FARTHEST for distance in distances):
+        raise UserError(f"--distances are above 0 and at most {_FARTHEST} sides, not {distances}")
     return Settings(
         scale=str(extra.get("scale", "corner")),
         generator=str(extra.get("generator", "exact")),

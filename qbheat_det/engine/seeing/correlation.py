@@ -24,6 +24,7 @@ from qbheat_det.engine.recalibrate import recalibrate_bn
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 
+from .flag_types import some_text, whole
 from .options import SightOptions
 from .refusal import NothingToSee
 from .same_pictures import (
@@ -80,20 +81,21 @@ def add_correlation_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the sight's flags."""
     parser.add_argument(
         "--correlated-images",
-        type=int,
+        type=whole(),
         default=CORRELATED_IMAGES,
         metavar="N",
         help=f"images of the histograms (default: {CORRELATED_IMAGES}; the paper has 1000)",
     )
     parser.add_argument(
         "--size",
-        type=int,
+        type=whole(),
         metavar="S",
         help="side of the images in pixels, the same for all (default: that of the runs' "
         f"pre-training or classification where it is one, else the paper's {_PAPER_SIZE})",
     )
     parser.add_argument(
         "--map",
+        type=some_text,
         metavar="NAME",
         help="which map of the encoders, such as s16 (default: one that all have; where there is "
         "none, of each the one that its model reads, of a detector the last of the coarsest, in "

@@ -37,6 +37,7 @@ from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.errors import UserError
 
 from .detection_views import draw_alarms, draw_misses, draw_predictions
+from .flag_types import real
 from .found_boxes import BoxSet, FoundBoxes, find_boxes, read_box_set, register_given_set
 from .options import SightOptions
 from .side_by_side import look_at_each, require_kind
@@ -79,7 +80,7 @@ def add_detection_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images-root", metavar="DIR", help="folder of the images of --json")
     parser.add_argument(
         "--score",
-        type=float,
+        type=real(highest=1),
         metavar="S",
         help="lowest score of boxes that are drawn and counted as errors (default: for each run, "
         "that with the best F1); AP and curves always take all",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qbheat_det.errors import UserError
 
+from .flag_types import whole
 from .options import Sight, SightOptions
 from .refusal import NothingToSee
 from .subject import Subject, open_subjects
@@ -31,9 +32,9 @@ def add_subject_flags(parser: argparse.ArgumentParser) -> None:
         help="pictures to look at, with all below this folder (default: those of the run's test "
         "set, or else its training set)",
     )
-    add("--num-images", type=_positive, default=6, metavar="N",
+    add("--num-images", type=whole(), default=6, metavar="N",
         help="how many are drawn (default: 6)")  # fmt: skip
-    add("--seed", type=_seed, default=0, metavar="N",
+    add("--seed", type=whole(least=0, end=_SEEDS), default=0, metavar="N",
         help="of what is random, such as controls (default: 0)")  # fmt: skip
     add("--config-file", metavar="FILE", help="YAML of all the models (default: the runs' own)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
@@ -79,17 +80,3 @@ def read_options(args: argparse.Namespace, sight: Sight) -> SightOptions:
     """
     extra = {name: getattr(args, name, value) for name, value in sight.default_flags().items()}
     return SightOptions(args.images, args.num_images, args.seed, extra)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
-
-
-def _seed(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < _SEEDS:
-        raise argparse.ArgumentTypeError("a whole number from 0 to 2**32 - 1")
-    return number

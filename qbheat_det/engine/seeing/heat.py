@@ -22,6 +22,7 @@ from qbheat_det.errors import UserError
 from qbheat_det.modeling.classification import LinearDecoder
 from qbheat_det.modeling.meta_arch import ImageClassifier
 
+from .flag_types import some_text, whole
 from .map_figures import list_map
 from .options import SightOptions
 from .refusal import NothingToSee
@@ -61,20 +62,21 @@ def add_heat_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the sight's flags."""
     parser.add_argument(
         "--heat-class",
+        type=some_text,
         metavar="NAME",
         help="whose activation is shown, by the classifier's name of it or its index (default: of "
         "each image the class that is predicted)",
     )
     parser.add_argument(
         "--heat-images",
-        type=int,
+        type=whole(),
         default=_STUDIED,
         metavar="N",
         help=f"images that figures are taken over, the drawn ones among them (default: {_STUDIED})",
     )
     parser.add_argument(
         "--heat-size",
-        type=int,
+        type=whole(),
         metavar="S",
         help="side of the images in pixels; twice as large, the maps have four times the positions "
         "(default: that of the run)",

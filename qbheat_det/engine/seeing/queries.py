@@ -22,6 +22,7 @@ from qbheat_det.engine.spread_images import read_spread
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.meta_arch.mf_detr import MFDETR
 
+from .flag_types import whole
 from .options import SightOptions
 from .refusal import NothingToSee
 from .same_pictures import SamePictures
@@ -56,7 +57,7 @@ def add_query_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the sight's flags."""
     parser.add_argument(
         "--query-boxes",
-        type=int,
+        type=whole(),
         default=_BOXES,
         metavar="N",
         help=f"predictions to draw of each image, most confident first (default: {_BOXES})",

@@ -22,6 +22,7 @@ from qbheat_det.analysis.spectrum_table import draw_untrained, summarize, tabula
 from qbheat_det.checkpoint import info_of
 from qbheat_det.errors import UserError
 
+from .flag_types import whole
 from .linear_models import list_checkpoints, read_linear_models
 from .options import SightOptions
 from .refusal import NothingToSee
@@ -93,7 +94,7 @@ def add_spectrum_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the sight's flags."""
     parser.add_argument(
         "--checkpoints",
-        type=int,
+        type=whole(least=0),
         default=CHECKPOINTS,
         metavar="N",
         help="of the folder of a run, so many checkpoints besides the last weights, spread evenly "
