@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import qbheat_det  # noqa: E402, F401  registers models and data
-from qbheat_det.analysis.exhibit import to_json, write_exhibit  # noqa: E402
+from qbheat_det.analysis.exhibit import remove_exhibit, to_json, write_exhibit  # noqa: E402
 from qbheat_det.analysis.exhibit_report import describe_exhibits  # noqa: E402
 from qbheat_det.analysis.html_report import write_report  # noqa: E402
 from qbheat_det.atomic import write_atomically  # noqa: E402
@@ -88,14 +88,18 @@ def main(argv: list[str] | None = None) -> int:
     sights = [sight for name, sight in SIGHTS.items() if name in names]
     runs = describe_subjects(subjects)
     outcomes: list[Outcome] = []
+    folder = args.output.with_suffix("")
+    earlier = _list_earlier(folder)
     # A page that cannot be written is found before the work, not after it.
     _write_page(args.output, _fill_up(outcomes, sights), runs, command)
+    for name in earlier:  # is not on this page, or comes anew
+        remove_exhibit(name, folder)
     try:
         for outcome in gather(
             sights, subjects, lambda sight: read_options(args, sight), progress=True
         ):
             if outcome.exhibit is not None:
-                write_exhibit(outcome.exhibit, args.output.with_suffix(""))
+                write_exhibit(outcome.exhibit, folder)
             outcomes.append(outcome)
             _write_page(args.output, _fill_up(outcomes, sights), runs, command)
     except KeyboardInterrupt:
@@ -105,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         if outcome.exhibit is None:
             verb = "failed" if outcome.is_failure else "left out"
             print(f"{outcome.sight.name} {verb}: {outcome.reason}", file=sys.stderr)
-    print(f"report: {args.output}\nfiles:  {args.output.with_suffix('')}")
+    print(f"report: {args.output}\nfiles:  {folder}")
     return 1 if any(outcome.is_failure for outcome in outcomes) else 0
 
 
@@ -127,6 +131,15 @@ def _write_page(
         commands=[command],
     )
     write_report(report, path)
+
+
+def _list_earlier(folder: Path) -> list[str]:
+    """Returns the sights that the report in that folder says it has."""
+    try:
+        sights = json.loads((folder / "report.json").read_bytes())["sights"]
+        return [str(sight["name"]) for sight in sights if sight["made"]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []  # there is none, or none of ours
 
 
 def _account_for(outcome: Outcome) -> dict[str, object]:

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What one look at a model comes to: pictures, and the numbers behind them as strict JSON."""
 
+import contextlib
 import json
 import math
 import re
@@ -61,7 +62,8 @@ class Exhibit:
 def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
     """Writes ``<name>.json`` and, of each picture, ``<name>_<picture>.<svg, jpg or png>``.
 
-    A picture's dark variant ends in ``_dark``. Each file is whole, or what it was before.
+    A picture's dark variant ends in ``_dark``. Each file is whole, or what it was before. Of an
+    earlier exhibit of that name in the folder, what is not written again is removed.
 
     Returns:
         The paths, JSON first.
@@ -69,11 +71,18 @@ def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
     Raises:
         UserError: a file cannot be written.
     """
+    files: dict[str, bytes] = {}
+    for name, picture in exhibit.pictures.items():
+        suffix = _SUFFIXES[picture.media_type]
+        files[f"{exhibit.name}_{name}{suffix}"] = picture.content
+        if picture.dark is not None:
+            files[f"{exhibit.name}_{name}_dark{suffix}"] = picture.dark
     content = {
         "name": exhibit.name,
         "title": exhibit.title,
         "explanation": list(exhibit.explanation),
         "figures": to_json(exhibit.figures),
+        "files": list(files),
     }
     if exhibit.table is not None:
         content["table"] = {
@@ -81,15 +90,47 @@ def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
             "rows": [list(row) for row in exhibit.table.rows],
         }
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
-    files = {f"{exhibit.name}.json": f"{text}\n".encode()}
-    for name, picture in exhibit.pictures.items():
-        suffix = _SUFFIXES[picture.media_type]
-        files[f"{exhibit.name}_{name}{suffix}"] = picture.content
-        if picture.dark is not None:
-            files[f"{exhibit.name}_{name}_dark{suffix}"] = picture.dark
+    about = folder / f"{exhibit.name}.json"
+    earlier = _list_pictures(exhibit.name, folder) or []
+    write_atomically(about, methodcaller("write", f"{text}\n".encode()))
+    _remove(folder, [file_name for file_name in earlier if file_name not in files])
     for file_name, data in files.items():
         write_atomically(folder / file_name, methodcaller("write", data))
-    return [folder / file_name for file_name in files]
+    return [about, *(folder / file_name for file_name in files)]
+
+
+def remove_exhibit(name: str, folder: Path) -> None:
+    """Removes what ``write_exhibit`` wrote under a name, and nothing that its JSON does not name.
+
+    Args:
+        name: of the exhibit; of one that is not there, nothing is removed.
+        folder: where it was written.
+    """
+    pictures = _list_pictures(name, folder)
+    if pictures is not None:
+        _remove(folder, [*pictures, f"{name}.json"])
+
+
+def _list_pictures(name: str, folder: Path) -> list[str] | None:
+    """Returns the files that an exhibit's JSON names; None if there is none that we wrote."""
+    if not _NAME.fullmatch(name):
+        return None
+    try:
+        content = json.loads((folder / f"{name}.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    named = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(named, list) or content.get("name") != name:
+        return None
+    # Whoever wrote it, no other file than pictures of that name is touched.
+    own = re.compile(rf"{re.escape(name)}_[\w-]+({'|'.join(map(re.escape, _SUFFIXES.values()))})")
+    return [entry for entry in named if isinstance(entry, str) and own.fullmatch(entry)]
+
+
+def _remove(folder: Path, file_names: Sequence[str]) -> None:
+    for file_name in file_names:
+        with contextlib.suppress(OSError):  # gone, or not ours to remove
+            (folder / file_name).unlink()
 
 
 def to_json(value: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from qbheat_det.analysis.exhibit import Exhibit, to_json, write_exhibit
+from qbheat_det.analysis.exhibit import Exhibit, remove_exhibit, to_json, write_exhibit
 from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.errors import UserError
 
@@ -41,8 +41,31 @@ def test_pictures_and_numbers_are_files_of_the_exhibits_name(tmp_path: Path) -> 
         "title": "Spectrum",
         "explanation": ["What it shows."],
         "figures": {"energy": [1.5, 2.0], "rank": 3, "error": None},
+        "files": ["spectrum_chart.svg", "spectrum_chart_dark.svg", "spectrum_sheet_1.png"],
         "table": {"header": ["run", "rank"], "rows": [["a", "3"]]},
     }
+
+
+def test_what_an_earlier_exhibit_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    write_exhibit(make_exhibit(), tmp_path)
+    others = {"spectrum_mine.png", "notes.txt", "spectrum_sheet_2.png", "curves.json"}
+    for name in others:
+        (tmp_path / name).write_text("{}")
+    picture = Picture(b"png", PNG, "a sheet")
+    write_exhibit(Exhibit("spectrum", "Spectrum", pictures={"sheet_3": picture}), tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"spectrum.json", "spectrum_sheet_3.png"} | others
+    # A JSON that names what is none of its pictures costs nobody a file.
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.png").write_text("")
+    named = [*others - {"spectrum_mine.png"}, "../a.png", "spectrum_/../inner/a.png", 3]
+    named.remove("spectrum_sheet_2.png")
+    content = {"name": "spectrum", "files": ["spectrum_sheet_3.png", *named]}
+    (tmp_path / "spectrum.json").write_text(json.dumps(content))
+    for name in ("curves", "none", "../spectrum", "spectrum"):
+        remove_exhibit(name, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == others | {"inner"}
+    assert (tmp_path / "inner" / "a.png").exists()
 
 
 def test_nested_figures_become_plain_numbers() -> None:

@@ -125,6 +125,19 @@ def test_a_sight_that_fails_costs_its_section_and_the_exit_code(
     assert "Training curves" not in text
 
 
+def test_a_report_of_fewer_sights_removes_the_files_of_the_others(
+    report: ModuleType, tmp_path: Path
+) -> None:
+    run, path = str(make_run(tmp_path / "a")), tmp_path / "page.html"
+    assert report.main([run, "--output", str(path), "--only", "wide", "nothing"]) == 0
+    (tmp_path / "page" / "wide_mine.jpg").write_text("")
+    assert report.main([run, "--output", str(path), "--only", "nothing"]) == 0
+    left = {entry.name for entry in (tmp_path / "page").iterdir()}
+    assert left == {"report.json", "wide_mine.jpg"}
+    (tmp_path / "page" / "report.json").write_text('{"sights": 3}')
+    assert report.main([run, "--output", str(path), "--only", "nothing"]) == 0
+
+
 def test_ctrl_c_leaves_a_page_of_what_there_is_and_says_so(
     report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
