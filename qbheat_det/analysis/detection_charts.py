@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Charts of detections, several runs in each: AP by size and by class, precision over recall."""
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -31,6 +32,7 @@ MOST_BARS = 40
 MOST_PANELS = 24
 """Classes that get axes of their own: those with the most boxes."""
 _PANEL_COLUMNS, _PANEL_HEIGHT = 3, 1.75  # inches
+_PANEL_LETTERS = 28  # of a line above a panel
 _THICKNESS = 0.8  # of all bars of one group
 _NUMBERED = 3  # runs whose bars have room for a number
 _LONGEST = 24  # letters of a name, unless two would be alike
@@ -178,7 +180,7 @@ def plot_class_precision_recall(
         style_axes(axes, theme)
         for index, (name, score) in enumerate(_name_runs(scores)):
             _draw_curve(axes, score.recall, score.precision[0, :, k], index, name, theme)
-        _finish_curves(axes, titles[place], theme)
+        _finish_curves(axes, textwrap.fill(titles[place], _PANEL_LETTERS), theme)
         axes.tick_params(labelsize=7)
     _fit_curves(panels.flat[: len(order)])
     for axes in panels[:, 0]:
@@ -202,7 +204,7 @@ def _draw_curve(
 
 
 def _finish_curves(axes: Axes, title: str, theme: Theme) -> None:
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=8)
     axes.set_xlabel("recall")
     axes.grid(color=LINE[theme])
     if not any(np.nan_to_num(np.asarray(line.get_ydata())).any() for line in axes.get_lines()):

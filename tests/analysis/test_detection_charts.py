@@ -156,6 +156,9 @@ def test_long_names_of_classes_stay_apart(drawn: list[Figure]) -> None:
     bars = {label.get_text() for label in drawn[0].axes[0].get_yticklabels()}
     panels = {axes.get_title() for axes in drawn[1].axes}
     assert len(bars) == len(panels) == 9
+    drawn[1].draw_without_rendering()
+    for axes in drawn[1].axes:  # and none is cut at the edge
+        assert axes.title.get_window_extent().x1 <= drawn[1].bbox.x1
 
 
 def test_axes_keep_their_height_beside_twelve_runs(drawn: list[Figure]) -> None:
