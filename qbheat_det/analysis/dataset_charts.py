@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 
-from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure
+from .charts import INK, LINE, Format, Theme, encode, list_colors, start_figure, to_texts
 
 _BINS = 40
+_LONGEST = 32  # letters of a name, unless two would be alike
 
 
 def plot_counts(
@@ -34,7 +35,7 @@ def plot_counts(
         for name, row, share in zip(names, rows, shares, strict=True):
             text = f" {values.get(name, 0):,}"
             axes.text(share, row, text, va="center", fontsize=8, color=INK[theme])
-    axes.set_yticks(range(len(names)), [_shorten(name) for name in names])
+    axes.set_yticks(range(len(names)), to_texts(names, longest=_LONGEST))
     axes.tick_params(axis="y", labelcolor=INK[theme])
     axes.set_xlim(0, 1.15 * longest or 1)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -85,9 +86,3 @@ def plot_distribution(
 def _name_series(axes: Axes, number: int, theme: Theme) -> None:
     if number > 1:
         axes.legend(frameon=False, labelcolor=INK[theme], fontsize=9)
-
-
-def _shorten(name: str) -> str:
-    # matplotlib reads text between dollar signs as a formula.
-    text = " ".join(name.split()).replace("$", r"\$")
-    return text if len(text) <= 32 else text[:31] + "…"

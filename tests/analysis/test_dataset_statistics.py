@@ -88,6 +88,10 @@ def test_charts_name_their_series_and_show_every_count() -> None:
     svg = plot_counts({"train": {"fish": 1234, "$ray$": 0}, "val": {"fish": 5}}).decode()
     for text in ("train", "val", "fish", "1,234"):
         assert f"<!-- {text} -->" in svg or f"<!--  {text} -->" in svg, text
+    long = "a name of a class that goes on and on to its side"
+    svg = plot_counts({"all": {f"{long} left": 1, f"{long} right": 2}}).decode()
+    assert "side left -->" in svg  # names lose their middle, since the ends differ
+    assert "side right -->" in svg
     values = {"train": [1.0, 10.0, 1000.0], "val": [5.0]}
     assert b"<!-- pixels -->" in plot_distribution(values, label="pixels", log=True)
     assert plot_distribution({"one": [7.0, 7.0]}, label="x").startswith(b"<?xml")
