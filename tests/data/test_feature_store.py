@@ -328,5 +328,5 @@ def test_caches_are_told_apart_by_name_and_measured(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_named_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"Not a directory.* set MODEL\.CACHE_FEATURES\.FOLDER"):
+    with pytest.raises(UserError, match=r"a folder is needed.* set MODEL\.CACHE_FEATURES\.FOLDER"):
         open_feature_store(tmp_path / "file", {"format": 1}, 4)
