@@ -33,11 +33,10 @@ h2 { margin: 0 0 0.75rem; font-size: 1.3rem; font-weight: 620; letter-spacing: -
 p { margin: 0 0 1rem; max-width: 44rem; }
 .lead { margin-top: 0.75rem; color: var(--quiet); font-size: 1.1rem; }
 .figures {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr));
-  gap: 1px; margin: 2rem 0 0; overflow: hidden;
+  display: flex; flex-wrap: wrap; gap: 1px; margin: 2rem 0 0; overflow: hidden;
   background: var(--line); border: 1px solid var(--line); border-radius: 12px;
 }
-.figures div { padding: 1.1rem 1.25rem; background: var(--card); }
+.figures div { flex: 1 1 9rem; padding: 1.1rem 1.25rem; background: var(--card); }
 dt { color: var(--quiet); font-size: 0.85rem; }
 dd { margin: 0; }
 .value {
