@@ -177,8 +177,9 @@ def _explain(axis: Axis, left_out: Sequence[str]) -> list[str]:
 
 
 def _draw(quantity: Quantity, curves: Curves, axis: Axis, among: Sequence[str]) -> Picture:
+    digits = ".2f" if quantity.label.endswith("(%)") else ".4g"
     ends = "; ".join(
-        f"{label} ends at {_last(values):.4g}" for label, (_, values) in curves.items()
+        f"{label} ends at {_format(_last(values), digits)}" for label, (_, values) in curves.items()
     )
     return Picture.from_chart(
         lambda theme: plot_run_curves(

@@ -38,6 +38,7 @@ def test_losses_of_two_kinds_of_models_have_a_chart_each_and_scores_share_one(
     exhibit = see_curves(open_subjects(runs, device="cpu"), SightOptions())
     assert list(exhibit.pictures) == ["total-loss_0", "total-loss_1", "bbox-AP", "learning-rate"]
     assert "a ends at 2; c ends at 2" in exhibit.pictures["total-loss_0"].alt
+    assert exhibit.pictures["bbox-AP"].caption.startswith("a ends at 5.28; ")
     assert exhibit.pictures["total-loss_0"].alt.startswith("Total loss, QBHeat, loss")
     assert exhibit.pictures["total-loss_1"].alt.startswith("Total loss, MFDETR, loss")
     assert exhibit.table is not None
