@@ -155,6 +155,6 @@ def _draw_bar(width: int, height: int, low: float, high: float) -> RGBImage:
     bar = Image.fromarray(scale).resize((round(0.2 * width), bottom - top))
     cell.paste(bar, (left, top))
     pen, middle = ImageDraw.Draw(cell), width / 2
-    pen.text((middle, 2), f"{high:.1f}", font=get_font(size), fill=HEADING, anchor="mt")
-    pen.text((middle, height - 2), f"{low:.1f}", font=get_font(size), fill=HEADING, anchor="mb")
+    pen.text((middle, 2), f"{high:.3g}", font=get_font(size), fill=HEADING, anchor="mt")
+    pen.text((middle, height - 2), f"{low:.3g}", font=get_font(size), fill=HEADING, anchor="mb")
     return np.asarray(cell)

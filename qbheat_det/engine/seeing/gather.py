@@ -88,9 +88,12 @@ def _describe(subject: Subject) -> dict[str, Any]:
     about["epochs"] = last.get("epoch")
     try:
         about["weights"] = subject.weights.name
-        cfg = subject.cfg
     except (NothingToSee, UserError) as error:
         about["fault"] = str(error)
+    try:
+        cfg = subject.cfg
+    except (NothingToSee, UserError) as error:
+        about["fault"] = about["fault"] or str(error)
         return about
     about["kind"] = subject.kind
     about["model"] = cfg.MODEL.META_ARCHITECTURE

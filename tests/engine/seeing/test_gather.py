@@ -94,6 +94,10 @@ def test_what_is_known_of_runs_is_told_and_what_is_not_is_none(tmp_path: Path) -
     assert bare["fault"] == "'bare' has no checkpoint yet"
     assert bare["steps"] is None
     assert bare["model"] is None
+    (tmp_path / "known" / "model_final.pth").unlink()
+    (begun,) = describe_subjects(open_subjects([str(tmp_path / "known")], device="cpu"))
+    fault = "'known' has no checkpoint yet"
+    assert begun == {**known, "weights": None, "fault": fault}, "what a running one tells"
 
 
 @pytest.mark.parametrize("name", ["build_fpn_backbone", "build_mobile_former_fpn_backbone"])
