@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
@@ -98,39 +98,16 @@ class Subject:
             UserError: there is no such file, or the folder is not that of a run.
         """
         given = Path(path)
-        folder = weights = figures = None
-        if given.is_dir():
-            figures = next((given / name for name in FILES if (given / name).is_file()), None)
-            folder, name = given, given.resolve().name
-            if not any((given / sign).exists() for sign in _SIGNS):
-                if figures is None:
-                    raise UserError(
-                        f"'{given}' is no folder of a run, which holds config.yaml, metrics.json "
-                        "and checkpoints: name an OUTPUT_DIR, or weights (.safetensors, .pth)"
-                    )
-                folder = None
-            weights = _find_weights(given)
-            own_config = given / "config.yaml"
-            if config_file is None and own_config.is_file():
-                config_file = str(own_config)
-        elif given.is_file():
-            name = f"{given.resolve().parent.name}/{given.stem}"
-            if given.suffix in _SUFFIXES:
-                weights = given
-            elif given.suffix == ".json":
-                figures = given
-            else:
-                raise UserError(f"'{given}' is neither a run's folder nor weights "
-                                f"({', '.join(_SUFFIXES)}), nor figures of probes "
-                                "(.json)")  # fmt: skip
-        else:
-            raise UserError(f"'{given}' does not exist: name the OUTPUT_DIR of a run, or weights")
+        found = _find_in_folder(given) if given.is_dir() else _find_file(given)
+        own_config = given / "config.yaml"
+        if config_file is None and own_config.is_file():
+            config_file = str(own_config)
         return cls(
-            label=label or name,
+            label=label or found.name,
             path=given,
-            folder=folder,
-            weights=weights,
-            figures=figures,
+            folder=found.folder,
+            weights=found.weights,
+            figures=found.figures,
             config_file=config_file,
             device=device,
             opts=opts,
@@ -307,6 +284,41 @@ def _put_parent_before(subject: Subject) -> str:
     parts = path.parts if path.is_dir() else path.with_suffix("").parts
     number = subject.label.count("/") + 2
     return "/".join(parts[-number:]) if number < len(parts) else subject.label
+
+
+class _Found(NamedTuple):
+    """What a path holds that something can be seen of; the name is for legends."""
+
+    name: str
+    folder: Path | None = None
+    weights: Path | None = None
+    figures: Path | None = None
+
+
+def _find_in_folder(given: Path) -> _Found:
+    figures = next((given / name for name in FILES if (given / name).is_file()), None)
+    is_run = any((given / sign).exists() for sign in _SIGNS)
+    if not is_run and figures is None:
+        raise UserError(
+            f"'{given}' is no folder of a run, which holds config.yaml, metrics.json and "
+            "checkpoints: name an OUTPUT_DIR, or weights (.safetensors, .pth)"
+        )
+    folder = given if is_run else None
+    return _Found(given.resolve().name, folder, _find_weights(given), figures)
+
+
+def _find_file(given: Path) -> _Found:
+    if not given.is_file():
+        raise UserError(f"'{given}' does not exist: name the OUTPUT_DIR of a run, or weights")
+    name = f"{given.resolve().parent.name}/{given.stem}"
+    if given.suffix in _SUFFIXES:
+        return _Found(name, weights=given)
+    if given.suffix == ".json":
+        return _Found(name, figures=given)
+    raise UserError(
+        f"'{given}' is neither a run's folder nor weights ({', '.join(_SUFFIXES)}), nor figures "
+        "of probes (.json)"
+    )
 
 
 def _find_weights(folder: Path) -> Path | None:
