@@ -20,11 +20,11 @@ from qbheat_det.analysis.probe_results import (
     place_by_decoder,
     place_by_images,
 )
-from qbheat_det.errors import UserError
 
 from .options import SightOptions
 from .probe_files import FILES, ProbeFile, read_probes
 from .refusal import NothingToSee
+from .side_by_side import look_at_each
 from .subject import Subject
 
 _HOW_TO_READ = (
@@ -51,23 +51,10 @@ def see_probes(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
         NothingToSee: there are no figures of probes.
         UserError: nor is there anything but files that cannot be read.
     """
-    found: dict[str, ProbeFile] = {}
-    left_out: list[str] = []
-    is_faulty = False
-    for subject in subjects:
-        try:
-            if subject.figures is None:
-                raise NothingToSee(f"'{subject.label}' has no {FILES[0]}")
-            found[subject.label] = read_probes(subject.figures)
-        except NothingToSee as reason:
-            left_out.append(str(reason))
-        except UserError as fault:  # one broken file costs that one alone
-            is_faulty = True
-            left_out.append(str(fault))
-    if not found:
-        sentence = (f"no figures of probes: {'; '.join(left_out)}; tools/probe_backbone.py writes "
-                    f"them, with --json OUTPUT_DIR/{FILES[0]}")  # fmt: skip
-        raise UserError(sentence) if is_faulty else NothingToSee(sentence)
+    looked = look_at_each(
+        subjects, _read_figures, nothing="no figures of probes", needs_weights=False
+    )
+    found = looked.found
     results = _name_series(found)
     tasks: dict[str, dict[str, ProbeFile]] = {}
     for label, file in found.items():
@@ -80,11 +67,20 @@ def see_probes(subjects: Sequence[Subject], options: SightOptions) -> Exhibit:
     return Exhibit(
         "probes",
         "Probes of frozen backbones",
-        _explain(list(tasks.values()), left_out),
+        [*_explain(list(tasks.values())), *looked.explain()],
         pictures,
-        {"runs": _collect(found, results), "left_out": left_out},
+        {"runs": _collect(found, results), "left_out": looked.left_out},
         _tabulate(results),
     )
+
+
+def _read_figures(subject: Subject) -> ProbeFile:
+    if subject.figures is None:
+        raise NothingToSee(
+            f"'{subject.label}' has no {FILES[0]}, which tools/probe_backbone.py writes with "
+            f"--json OUTPUT_DIR/{FILES[0]}"
+        )
+    return read_probes(subject.figures)
 
 
 def _name_series(found: Mapping[str, ProbeFile]) -> dict[str, list[ProbeResult]]:
@@ -168,7 +164,7 @@ def _slug(decoder: Decoder) -> str:
     return re.sub(r"[^a-z0-9]+", "-", decoder.title.lower())
 
 
-def _explain(tasks: Sequence[Mapping[str, ProbeFile]], left_out: Sequence[str]) -> list[str]:
+def _explain(tasks: Sequence[Mapping[str, ProbeFile]]) -> list[str]:
     paragraphs = [*_HOW_TO_READ]
     if len(tasks) > 1:
         listed = "; ".join(f"images {i} for {', '.join(files)}" for i, files in enumerate(tasks, 1))
@@ -181,8 +177,6 @@ def _explain(tasks: Sequence[Mapping[str, ProbeFile]], left_out: Sequence[str]) 
         if differing:
             paragraphs.append(f"{', '.join(files)} also differ in how they were probed "
                               f"({', '.join(differing)}): the JSON has the settings.")  # fmt: skip
-    if left_out:
-        paragraphs.append(f"Left out: {'; '.join(left_out)}.")
     return paragraphs
 
 

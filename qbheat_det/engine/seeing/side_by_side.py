@@ -44,7 +44,11 @@ class SideBySide(Generic[Found]):
 
 
 def look_at_each(
-    subjects: Sequence[Subject], look: Callable[[Subject], Found], *, nothing: str
+    subjects: Sequence[Subject],
+    look: Callable[[Subject], Found],
+    *,
+    nothing: str,
+    needs_weights: bool = True,
 ) -> SideBySide[Found]:
     """Looks at one subject after another, and leaves out those that cannot be looked at.
 
@@ -52,6 +56,7 @@ def look_at_each(
         subjects: with labels that differ.
         look: raises ``NothingToSee`` or ``UserError`` with a sentence that says why.
         nothing: begins the sentence if no subject is left, such as "no reconstructions".
+        needs_weights: leave out, with one and the same reason everywhere, what has none.
 
     Raises:
         NothingToSee: all were left out, and nothing is wrong with any.
@@ -62,7 +67,8 @@ def look_at_each(
     faults: list[str] = []
     for subject in subjects:
         try:
-            _ = subject.weights  # a run without any has one and the same reason everywhere
+            if needs_weights:
+                _ = subject.weights  # raises where there are none
             found[subject.label] = look(subject)
         except NothingToSee as reason:
             left_out.append(str(reason))
