@@ -37,7 +37,9 @@ LIBRARIES = (
     ("cv2", "opencv-python-headless", None),
     ("faster_coco_eval", "faster-coco-eval", "faster COCO evaluation"),
     ("transformers", "transformers", "make bench"),
-    ("onnxruntime", "onnxruntime", "running exported models"),
+    ("onnx", "onnx", "exporting to ONNX"),
+    ("onnxscript", "onnxscript", "exporting to ONNX"),
+    ("onnxruntime", "onnxruntime", "running exported ONNX files"),
 )
 # Any of these brings the module; the first is what is installed where none does.
 OPENCV = ("opencv-python-headless", "opencv-python", "opencv-contrib-python")
