@@ -4,7 +4,14 @@
 from .cached_backbone import CachedBackbone
 from .fpn import build_fpn_backbone, build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer
-from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
+from .mobile_former_archs import (
+    MOBILE_FORMER_ARCHS,
+    BlockSpec,
+    MobileFormerArch,
+    arch_of_rows,
+    named_arch,
+    shapes_of,
+)
 from .timm_backbone import TimmBackbone
 
 __all__ = [
@@ -14,6 +21,9 @@ __all__ = [
     "MobileFormer",
     "MobileFormerArch",
     "TimmBackbone",
+    "arch_of_rows",
     "build_fpn_backbone",
     "build_mobile_former_fpn_backbone",
+    "named_arch",
+    "shapes_of",
 ]

@@ -34,7 +34,7 @@ from qbheat_det.layers import (
     zero_padding,
 )
 
-from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
+from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch, arch_of_rows
 
 
 @BACKBONE_REGISTRY.register()
@@ -74,10 +74,9 @@ class MobileFormer(Backbone):
         """
         super().__init__()
         groups = _split_into_stages(arch.blocks)
-        strides = [2 ** (i + 1) for i in range(len(groups))]
-        self._stage_names = [f"s{stride}" for stride in strides]
-        self._expanded_name = f"s{strides[-1]}_expanded"
-        known = [*self._stage_names, self._expanded_name, "tokens"]
+        shapes = arch.output_shapes()
+        known = list(shapes)
+        *self._stage_names, self._expanded_name, _ = known
         if not out_features or set(out_features) - set(known):
             raise ValueError(f"outputs of MobileFormer are {known}, not {list(out_features)}")
         if not 0 <= drop_path < 1:
@@ -99,16 +98,12 @@ class MobileFormer(Backbone):
             norm=get_norm(norm, arch.stem),
         )
         built = groups[: self._num_stages_needed()]
-        self.stages, channels = _build_stages(built, arch, norm, drop_path)
-        widths: dict[str, tuple[int, int | None]] = {"tokens": (arch.token_dim, None)}
-        for name, width, stride in zip(self._stage_names, channels, strides, strict=False):
-            widths[name] = (width, stride)
+        self.stages = _build_stages(built, arch, norm, drop_path)
         if self._expanded_name in self._out_features:
-            self.expand = pointwise(channels[-1], arch.expanded, norm)
-            widths[self._expanded_name] = (arch.expanded, strides[-1])
+            self.expand = pointwise(shapes[self._stage_names[-1]].channels, arch.expanded, norm)
         # Detectron2's Backbone builds output_shape() from these two.
-        self._out_feature_channels = {name: widths[name][0] for name in self._out_features}
-        self._out_feature_strides = {name: widths[name][1] for name in self._out_features}
+        self._out_feature_channels = {name: shapes[name].channels for name in self._out_features}
+        self._out_feature_strides = {name: shapes[name].stride for name in self._out_features}
 
         self.reset_parameters()
         self.freeze(freeze_at)
@@ -209,11 +204,11 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
         known = [*MOBILE_FORMER_ARCHS, "custom"]
         raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{node.VARIANT}'")
     try:
-        return MobileFormerArch(
+        return arch_of_rows(
             num_tokens=node.NUM_TOKENS,
             token_dim=node.TOKEN_DIM,
             stem=node.STEM_CHANNELS,
-            blocks=tuple(BlockSpec(*row) for row in node.BLOCKS),
+            blocks=node.BLOCKS,
             expanded=node.EXPANDED_CHANNELS,
         )
     except (TypeError, ValueError) as error:
@@ -231,18 +226,16 @@ def _split_into_stages(blocks: Iterable[BlockSpec]) -> list[list[BlockSpec]]:
 
 def _build_stages(
     groups: list[list[BlockSpec]], arch: MobileFormerArch, norm: str, drop_path: float
-) -> tuple[nn.ModuleList, list[int]]:
-    """Returns the stages and the width after each."""
+) -> nn.ModuleList:
     rates = iter(torch.linspace(0, drop_path, len(arch.blocks), device="cpu").tolist())
-    stages, widths, channels = nn.ModuleList(), [], arch.stem
+    stages, channels = nn.ModuleList(), arch.stem
     for group in groups:
         stage = nn.ModuleList()
         for spec in group:
             stage.append(_build_block(spec, channels, arch.token_dim, norm, next(rates)))
             channels = spec.out
         stages.append(stage)
-        widths.append(channels)
-    return stages, widths
+    return stages
 
 
 def _build_block(

@@ -10,8 +10,11 @@ down-sampling block is not printed and is 4, 3, 4 times the output width at stri
 only triple of multiples that gives the multiply-adds of Table 5.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from detectron2.layers import ShapeSpec
 
 BlockKind = Literal["lite", "down", "plain"]
 
@@ -49,6 +52,16 @@ class MobileFormerArch:
         for number, block in enumerate(self.blocks, start=1):
             self._check(number, block, channels)
             channels = block.out
+
+    def output_shapes(self) -> dict[str, ShapeSpec]:
+        """Returns the shape of every output of the network by its name, finest map first."""
+        stride = 2
+        shapes = {"s2": ShapeSpec(channels=self.stem, stride=stride)}
+        for block in self.blocks:
+            stride *= 2 if block.kind == "down" else 1
+            shapes[f"s{stride}"] = ShapeSpec(channels=block.out, stride=stride)
+        shapes[f"s{stride}_expanded"] = ShapeSpec(channels=self.expanded, stride=stride)
+        return {**shapes, "tokens": ShapeSpec(channels=self.token_dim)}
 
     @staticmethod
     def _check(number: int, block: BlockSpec, channels: int) -> None:
@@ -103,3 +116,55 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     ),
 }
 # fmt: on
+
+
+def named_arch(variant: str) -> MobileFormerArch:
+    """Returns one of ``MOBILE_FORMER_ARCHS``; what a LazyConfig calls.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if variant not in MOBILE_FORMER_ARCHS:
+        raise ValueError(f"variants are {[*MOBILE_FORMER_ARCHS]}, not '{variant}'")
+    return MOBILE_FORMER_ARCHS[variant]
+
+
+def arch_of_rows(
+    *, num_tokens: int, token_dim: int, stem: int, blocks: Sequence[Sequence[Any]], expanded: int
+) -> MobileFormerArch:
+    """Returns widths of one's own from plain lists, as configs hold them.
+
+    Args:
+        num_tokens: M.
+        token_dim: D.
+        stem: channels of the stem.
+        blocks: a row for each block, [kind, hidden, out, second hidden].
+        expanded: channels of the last convolution.
+
+    Raises:
+        TypeError: a row is too long or too short.
+        ValueError: the rows are not a network.
+    """
+    return MobileFormerArch(
+        num_tokens=num_tokens,
+        token_dim=token_dim,
+        stem=stem,
+        blocks=tuple(BlockSpec(*row) for row in blocks),
+        expanded=expanded,
+    )
+
+
+def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
+    """Returns the shapes of some outputs; with it, heads of a LazyConfig ask for their channels.
+
+    Args:
+        arch: of the backbone.
+        names: of its outputs.
+
+    Raises:
+        ValueError: a network of these widths has no such output.
+    """
+    shapes = arch.output_shapes()
+    if set(names) - set(shapes):
+        raise ValueError(f"outputs of MobileFormer are {[*shapes]}, not {list(names)}")
+    return [shapes[name] for name in names]

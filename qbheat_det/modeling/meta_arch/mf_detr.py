@@ -76,6 +76,7 @@ class MFDETR(nn.Module):
         self.criterion = criterion
         self.training_help = training_help
         self.in_features = list(in_features)
+        nn.init.constant_(decoder.class_embed.bias, criterion.classification.initial_bias)
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
         self.pixel_mean: Tensor
@@ -100,7 +101,6 @@ class MFDETR(nn.Module):
             )
         criterion = _build_criterion(node)
         decoder = _build_decoder(node, [shapes[name] for name in node.IN_FEATURES])
-        nn.init.constant_(decoder.class_embed.bias, criterion.classification.initial_bias)
         return {
             "backbone": backbone,
             "decoder": decoder,
