@@ -1,16 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mobile-Former, MF-DETR and QB-Heat on Detectron2.
 
-Importing the package registers its backbones, meta-architectures and the toy data set; nothing
-else happens.
+Importing the package registers its backbones, meta-architectures, the toy data set and the
+addresses of the model zoo's weights; nothing else happens.
 """
 
 from ._detectron2 import require_detectron2
 
 require_detectron2()  # a sentence that says how to get it, before the imports that need it
 
-from . import data, modeling  # noqa: E402
+from . import data, model_zoo, modeling  # noqa: E402
 from .config import add_qbheat_config, get_cfg  # noqa: E402
 
-__all__ = ["add_qbheat_config", "data", "get_cfg", "modeling"]
+__all__ = ["add_qbheat_config", "data", "get_cfg", "model_zoo", "modeling"]
 __version__ = "0.1.0"

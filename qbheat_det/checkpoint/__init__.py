@@ -5,8 +5,16 @@ from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_exact
 from .fitting import find_unbuilt, fit_weights, without_children
 from .load_report import GroupReport, LoadReport
 from .name_matching import bare_backbone
+from .run_config import load_embedded_config, load_run_config
 from .timm_weights import TimmWeights
-from .weights_file import check_weights_file, class_names_of, info_of, read_weights, save_weights
+from .weights_file import (
+    check_weights_file,
+    class_names_of,
+    info_of,
+    local_weights,
+    read_weights,
+    save_weights,
+)
 from .weights_info import WeightsInfo
 
 __all__ = [
@@ -23,6 +31,9 @@ __all__ = [
     "find_unbuilt",
     "fit_weights",
     "info_of",
+    "load_embedded_config",
+    "load_run_config",
+    "local_weights",
     "read_weights",
     "save_weights",
     "without_children",

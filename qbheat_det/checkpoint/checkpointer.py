@@ -27,7 +27,13 @@ from .fitting import (
 )
 from .load_report import LoadReport
 from .resumable import find_fault, newest_whole
-from .weights_file import WeightsFile, check_weights_file, class_names_beside, read_weights_file
+from .weights_file import (
+    WeightsFile,
+    check_weights_file,
+    class_names_beside,
+    local_weights,
+    read_weights_file,
+)
 from .weights_info import WeightsInfo
 
 
@@ -111,7 +117,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         self.report = self.info = None
         if path:
             check_weights_file(path)
-            path = self._fetch(path)
+            path = local_weights(path)
         # fvcore's own: Detectron2's reads options for its heuristic from behind a "?" in the path,
         # and its main trips over them in the next load where one has failed.
         return dict(super(DetectionCheckpointer, self).load(path, checkpointables))
@@ -184,14 +190,6 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def _newest_whole(self) -> str:
         return newest_whole(self.get_all_checkpoint_files(), needs=tuple(self.checkpointables))
-
-    def _fetch(self, path: str) -> str:
-        try:
-            return str(self.path_manager.get_local_path(path)) if "://" in path else path
-        except UserError:
-            raise
-        except Exception as error:  # each kind of address has its own errors
-            raise UserError(f"'{path}' cannot be fetched: {error}") from error
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         self._filename, self._file = filename, read_weights_file(filename)

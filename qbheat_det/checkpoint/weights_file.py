@@ -1,5 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files of weights, read as tensors only: ``.safetensors``, and PyTorch's own format."""
+"""Files of weights, read as tensors only: ``.safetensors``, and PyTorch's own format.
+
+Wherever a file is taken, so is an address that Detectron2's path manager understands, such as
+``qbheat://retinanet/285M_aquarium``.
+"""
 
 import json
 import os
@@ -15,6 +19,7 @@ import safetensors
 import safetensors.torch
 import torch
 import yaml
+from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from qbheat_det.atomic import write_atomically
@@ -65,11 +70,28 @@ def read_weights_file(path: str) -> WeightsFile:
             code.
     """
     check_weights_file(path)
+    path = local_weights(path)
     file = _read_safetensors(path) if _is_safetensors(path) else _read_pytorch(path)
     for name, tensor in file.state.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise UserError(f"'{path}': '{name}' is not a plain tensor of numbers")
     return file
+
+
+def local_weights(path: str) -> str:
+    """Returns the file that an address stands for, fetching it if need be; paths as they are.
+
+    Raises:
+        UserError: it cannot be fetched.
+    """
+    if "://" not in path:
+        return path
+    try:
+        return str(PathManager.get_local_path(path))
+    except UserError:
+        raise
+    except Exception as error:  # each kind of address has its own errors
+        raise UserError(f"'{path}' cannot be fetched: {error}") from error
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
@@ -94,8 +116,7 @@ def info_of(path: str) -> WeightsInfo | None:
         UserError: see ``read_weights_file``.
     """
     check_weights_file(path)
-    if "://" in path:
-        return None
+    path = local_weights(path)
     if _is_safetensors(path):
         with _open_safetensors(path) as opened:
             return _parse_metadata(opened.metadata())
@@ -118,7 +139,7 @@ def class_names_of(path: str) -> tuple[str, ...]:
 def class_names_beside(path: str) -> tuple[str, ...]:
     """Returns ``MODEL.CLASS_NAMES`` of the ``config.yaml`` in a file's folder; else nothing."""
     try:
-        text = (Path(path).parent / "config.yaml").read_text(encoding="utf-8")
+        text = (Path(local_weights(path)).parent / "config.yaml").read_text(encoding="utf-8")
         names = yaml.safe_load(text)["MODEL"]["CLASS_NAMES"]
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, RecursionError):
         return ()
@@ -127,10 +148,10 @@ def class_names_beside(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Checks, without reading it, that a path can be weights.
+    """Checks, without reading it, that a path can be weights; an address is fetched for that.
 
     Raises:
-        UserError: it does not exist, is a folder, is empty or is a pickle.
+        UserError: it does not exist, cannot be fetched, is a folder, is empty or is a pickle.
     """
     path = Path(weights)
     if path.suffix.lower() in {".pkl", ".pickle"}:
@@ -138,8 +159,7 @@ def check_weights_file(weights: str) -> None:
             f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
             ".pth where you trust it, with torch.save({'model': …})"
         )
-    if "://" in weights:  # fetched by Detectron2's path manager
-        return
+    path = Path(local_weights(weights))
     if path.is_dir():
         raise UserError(f"'{weights}' is a folder: name the weights in it, such as model_final.pth")
     if not path.is_file():

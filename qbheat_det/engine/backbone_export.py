@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from detectron2.config import CfgNode
-from detectron2.modeling import Backbone, build_backbone
 from torch import Tensor
 
 from qbheat_det.checkpoint import (
@@ -19,6 +18,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.data import load_image_folders
 from qbheat_det.errors import UserError
+from qbheat_det.modeling.backbone.bare import build_bare_backbone as build_bare_backbone
 
 from .recalibrate import read_whole_images, recalibrate_bn, training_records
 from .run_config import load_run_config
@@ -80,15 +80,6 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         raise UserError(f"'{output}' is a folder: name a file in it")
     if output.exists() and not overwrite:
         raise UserError(f"'{output}' exists: name another file, or ask for it with --overwrite")
-
-
-def build_bare_backbone(cfg: CfgNode) -> Backbone:
-    """Builds the config's backbone, of a pyramid what stands below it; nothing is frozen."""
-    own = cfg.clone()
-    own.defrost()
-    own.MODEL.BACKBONE.FREEZE_AT = 0
-    backbone: Backbone = build_backbone(own)
-    return getattr(backbone, "bottom_up", backbone)
 
 
 def _recalibrate(

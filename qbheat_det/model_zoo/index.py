@@ -226,14 +226,40 @@ def check_entry(entry: ZooEntry, where: str) -> None:
             raise UserError(f"{where}: '{field}' is {value!r}, where {expected} is expected")
 
 
+def zoo_folders() -> tuple[Path, ...]:
+    """Returns the folders that ``$QBHEAT_ZOO`` names, in its order.
+
+    Raises:
+        UserError: one of them is no folder.
+    """
+    names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
+    folders = tuple(Path(name).expanduser() for name in names if name.strip())
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is no folder")
+    return folders
+
+
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
     """Returns the entries whose name matches a shell pattern, by name.
 
+    They are those of the package, and those of each ``index.json`` in a folder of ``$QBHEAT_ZOO``.
+
     Raises:
-        UserError: an index is not sound.
+        UserError: an index is not sound, or two mean different things by one name.
     """
-    entries = sorted(load_index(), key=lambda entry: entry.name)
-    return tuple(entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
+    entries: dict[str, tuple[ZooEntry, Path]] = {}
+    own = [folder / INDEX_FILE.name for folder in zoo_folders()]
+    for path in (INDEX_FILE, *(path for path in own if path.is_file())):
+        for entry in load_index(path):
+            known, where = entries.setdefault(entry.file.lower(), (entry, path))
+            if known != entry:
+                raise UserError(
+                    f"'{path}' and '{where}' both name '{entry.name}', and not the same: give one "
+                    "of them another name"
+                )
+    found = sorted((entry for entry, _ in entries.values()), key=lambda entry: entry.name)
+    return tuple(entry for entry in found if fnmatch.fnmatchcase(entry.name, pattern))
 
 
 def find_entry(name: str) -> ZooEntry:

@@ -11,6 +11,7 @@ from detectron2.data import DatasetCatalog
 from torch import nn
 
 from qbheat_det.analysis.charts import read_metrics
+from qbheat_det.checkpoint import local_weights
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
 from qbheat_det.engine.prediction import build_predictor
 from qbheat_det.engine.run_config import load_run_config
@@ -85,9 +86,10 @@ class Subject:
         """Finds a run or weights; reads nothing of them yet.
 
         Args:
-            path: folder of a run (its ``OUTPUT_DIR``), or weights (``.safetensors``, ``.pth``). Of
-                a folder the weights are ``model_final``, or else the last checkpoint. Or figures
-                of probes alone (``.json``), or the folder of a comparison of objectives.
+            path: folder of a run (its ``OUTPUT_DIR``), or weights (``.safetensors``, ``.pth``, an
+                address such as ``qbheat://NAME``). Of a folder the weights are ``model_final``,
+                or else the last checkpoint. Or figures of probes alone (``.json``), or the folder
+                of a comparison of objectives.
             label: for legends; None takes the names of folder and file.
             config_file: YAML of the model; None takes ``config.yaml`` of the run, or the config
                 that weights hold or have beside them.
@@ -95,8 +97,12 @@ class Subject:
             opts: alternating keys and values that override the config.
 
         Raises:
-            UserError: there is no such file, or the folder is not that of a run.
+            UserError: there is no such file, it cannot be fetched, or the folder is not that of a
+                run.
         """
+        if "://" in str(path):
+            address = str(path)
+            path, label = local_weights(address), label or address.partition("://")[2]
         given = Path(path)
         found = _find_in_folder(given) if given.is_dir() else _find_file(given)
         own_config = given / "config.yaml"

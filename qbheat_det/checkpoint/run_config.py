@@ -1,0 +1,87 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The config that belongs to trained weights, found inside them or beside them."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import yaml
+from detectron2.config import CfgNode
+
+from qbheat_det.config import get_cfg, load_config
+from qbheat_det.errors import UserError
+
+from .weights_file import info_of, local_weights
+
+
+def load_run_config(
+    weights: str,
+    config_file: str | None = None,
+    *,
+    device: str | None = None,
+    opts: Sequence[str] = (),
+) -> CfgNode:
+    """Returns the config that belongs to trained weights, with ``MODEL.WEIGHTS`` set to them.
+
+    Args:
+        weights: path or address of the weights.
+        config_file: YAML; None takes the config inside the weights, or else ``config.yaml`` in
+            their folder.
+        device: "cpu" or "cuda"; None takes ``MODEL.DEVICE`` of ``opts``, else the GPU if any.
+        opts: alternating keys and values that override the file.
+
+    Raises:
+        UserError: a file is missing, the config is not sound, or there is no such device.
+    """
+    cfg = load_config(config_file, opts) if config_file else _load_own_config(weights, opts)
+    if device is None and "MODEL.DEVICE" not in opts[::2]:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.MODEL.DEVICE = device or cfg.MODEL.DEVICE
+    if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("device 'cuda' was asked for, but PyTorch sees no GPU: use --device cpu")
+    cfg.MODEL.WEIGHTS = weights
+    return cfg
+
+
+def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
+    info = info_of(weights)
+    if info is None or not info.config:
+        beside = Path(local_weights(weights)).parent / "config.yaml"
+        if not beside.is_file():
+            raise UserError(
+                f"no config inside '{weights}' and no config.yaml beside it: name one with "
+                "--config-file"
+            )
+        return load_config(beside, opts)
+    cfg = load_embedded_config(info.config, f"the config inside '{weights}'", opts)
+    if "OUTPUT_DIR" not in opts[::2]:  # a folder of whoever trained the weights
+        cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
+    return cfg
+
+
+def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
+    """Reads a config that travels inside another file, which anyone may have written.
+
+    Args:
+        text: YAML.
+        where: what the sentence of an error calls it.
+        opts: alternating keys and values that override it.
+
+    Raises:
+        UserError: it is no config, or refers to other files or to itself.
+    """
+    try:
+        events = list(yaml.parse(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{where} is not plain YAML") from error
+    if "_BASE_" in text or any(isinstance(event, yaml.AliasEvent) for event in events):
+        raise UserError(f"{where} is refused: it refers to other files or to itself")
+    with tempfile.TemporaryDirectory() as folder:
+        unpacked = Path(folder) / "config.yaml"
+        unpacked.write_text(text, encoding="utf-8", errors="replace")
+        try:
+            return load_config(unpacked, opts)
+        except (UserError, RecursionError) as error:
+            sentence = str(error).replace(str(unpacked), where)
+            raise UserError(sentence if where in sentence else f"{where}: {sentence}") from error

@@ -1,0 +1,191 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Where the weights of an entry come from, in this order.
+
+1. The folders that ``$QBHEAT_ZOO`` names (several as in ``$PATH``);
+2. what is shipped with the package, ``qbheat_det/model_zoo/weights``;
+3. what was fetched before, below Detectron2's cache (``$FVCORE_CACHE``);
+4. the address ``$QBHEAT_ZOO_URL``, to which the file name is appended;
+5. the repositories of the Hugging Face hub that ``$QBHEAT_ZOO_HUB`` names, ``OWNER/NAME`` or
+   ``OWNER/NAME@REVISION``, separated by commas (``$HF_ENDPOINT`` for another hub).
+
+A file is used only if it has the SHA-256 of the index: one of the same name and another content
+is refused, not passed over. What is fetched is kept in the cache, and fetched once even if several
+processes ask at the same time.
+"""
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from iopath.common.file_io import get_cache_dir
+
+from qbheat_det.atomic import check_writable
+from qbheat_det.errors import UserError
+
+from .download import NotFetched, check_hash, download
+from .index import ZooEntry, zoo_folders
+
+logger = logging.getLogger(__name__)
+SHIPPED = Path(__file__).with_name("weights")
+_ANEW = "copy or fetch it anew, or take it away"
+
+
+def cache_folder(entry: ZooEntry) -> Path:
+    """Returns the folder of the cache that is for this content; it need not exist."""
+    # By content: two versions of the package may mean two files by one name.
+    return Path(get_cache_dir()) / "qbheat_zoo" / entry.sha256[:12]
+
+
+def fetch(entry: ZooEntry) -> Path:
+    """Returns the file of an entry on this machine, its hash checked; fetches it if need be.
+
+    Raises:
+        UserError: a place holds another file under this name, or no place gives it: the sentence
+            says which file to put where.
+    """
+    found = find_here(entry)
+    if found is not None:
+        check_hash(found, entry.sha256, _ANEW)
+        return found
+    remotes = list(_remotes(entry))
+    if not remotes:
+        raise UserError(
+            f"the weights of '{entry.name}' are not on this machine, and neither $QBHEAT_ZOO_URL "
+            f"nor $QBHEAT_ZOO_HUB says where to fetch them: {_what_to_put_where(entry)}"
+        )
+    target = cache_folder(entry) / entry.file
+    check_writable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target):
+        if target.is_file():  # by a process that was faster
+            check_hash(target, entry.sha256, _ANEW)
+            return target
+        reasons = []
+        for bring in remotes:
+            try:
+                bring(target)
+            except NotFetched as reason:
+                reasons.append(str(reason))
+            else:
+                logger.info("Fetched '%s' to '%s'", entry.name, target)
+                return target
+    raise UserError(
+        f"the weights of '{entry.name}' cannot be fetched ({'; '.join(reasons)}): where there is "
+        f"no network, {_what_to_put_where(entry)}"
+    )
+
+
+def find_here(entry: ZooEntry) -> Path | None:
+    """Returns the first file of that name on this machine, whatever is in it; None if none is.
+
+    Raises:
+        UserError: ``$QBHEAT_ZOO`` names what is no folder.
+    """
+    folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
+    return next(
+        (folder / entry.file for folder in folders if (folder / entry.file).is_file()), None
+    )
+
+
+def describe_place(entry: ZooEntry) -> str:
+    """Returns in words where ``fetch`` would take the file from; nothing is fetched or read.
+
+    Raises:
+        UserError: a variable of the environment is not sound.
+    """
+    found = find_here(entry)
+    if found is not None and found.parent == SHIPPED:
+        return "shipped"
+    if found is not None and found.parent == cache_folder(entry):
+        return "fetched before"
+    if found is not None:
+        return str(found.parent)
+    return _base_url() or next((f"hub: {repo}" for repo in _hub_repositories()), "nowhere")
+
+
+def _what_to_put_where(entry: ZooEntry) -> str:
+    return (
+        f"put the file '{entry.file}' ({entry.size / 2**20:.1f} MiB, its SHA-256 begins with "
+        f"{entry.sha256[:12]}) into the folder '{cache_folder(entry)}', or into one that "
+        "$QBHEAT_ZOO names"
+    )
+
+
+class _locked:
+    """Holds a file's lock, so that one process at a time fetches it."""
+
+    def __init__(self, target: Path) -> None:
+        self._lock = FileLock(target.with_name(f".{target.name}.lock"))
+        self._name = target.name
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.acquire(timeout=0.1)
+        except Timeout:
+            logger.info("Waiting for another process that is fetching '%s'", self._name)
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _remotes(entry: ZooEntry) -> Iterator[Callable[[Path], None]]:
+    base = _base_url()
+    if base:
+        url = f"{base}/{entry.file}"
+        yield lambda target: download(url, target, sha256=entry.sha256, size=entry.size)
+    for repository in _hub_repositories():
+        yield lambda target, repository=repository: _from_hub(  # type: ignore[misc]
+            repository, entry, target
+        )
+
+
+def _base_url() -> str:
+    base = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
+    if base and not base.startswith(("http://", "https://")):
+        raise UserError(
+            f"$QBHEAT_ZOO_URL is '{base}', but must begin with http:// or https://; folders are "
+            "named by $QBHEAT_ZOO"
+        )
+    return base
+
+
+def _hub_repositories() -> list[str]:
+    names = os.environ.get("QBHEAT_ZOO_HUB", "").split(",")
+    return [name.strip() for name in names if name.strip()]
+
+
+def _from_hub(repository: str, entry: ZooEntry, target: Path) -> None:
+    """Fetches an entry from the Hugging Face hub.
+
+    Raises:
+        NotFetched: the hub cannot be reached, or lacks the repository or the file.
+        UserError: it has another file of that name, of which nothing is kept.
+    """
+    import huggingface_hub  # takes a second, and most weights come from elsewhere
+
+    name, _, revision = repository.partition("@")
+    folder = target.with_name(".hub")
+    try:
+        path = huggingface_hub.hf_hub_download(
+            name,
+            entry.file,
+            revision=revision or None,
+            local_dir=folder,
+            # Its own default was settled when it was imported, by timm.
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
+        )
+    except Exception as error:  # of the hub, of the network below it, of the names
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise NotFetched(f"hub {repository}: {reason or type(error).__name__}") from error
+    try:
+        check_hash(Path(path), entry.sha256, f"nothing of it was kept; tell who runs {repository}")
+        os.replace(path, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
