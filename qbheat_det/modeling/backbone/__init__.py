@@ -12,7 +12,7 @@ from .mobile_former_archs import (
     named_arch,
     shapes_of,
 )
-from .timm_backbone import TimmBackbone
+from .timm_backbone import TimmBackbone, register_timm_backbone
 
 __all__ = [
     "MOBILE_FORMER_ARCHS",
@@ -25,5 +25,6 @@ __all__ = [
     "build_fpn_backbone",
     "build_mobile_former_fpn_backbone",
     "named_arch",
+    "register_timm_backbone",
     "shapes_of",
 ]

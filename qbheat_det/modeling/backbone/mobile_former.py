@@ -8,7 +8,7 @@ arXiv:2211.13228, Table 8: twelve blocks, six global tokens, last stage at strid
 Deviations: see the table of widths in ``mobile_former_archs.py``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -129,20 +129,41 @@ class MobileFormer(Backbone):
         Returns:
             The outputs by name: (N, C, ceil(H / s), ceil(W / s)) and "tokens" (N, M, D).
         """
+        stages = list(self.run_stages(x, image_sizes))
+        outputs = {name: out for name, out, _ in stages}
+        _, last, outputs["tokens"] = stages[-1]
+        if self._expanded_name in self._out_features:
+            outputs[self._expanded_name] = F.relu6(self.expand(last))
+        return {name: outputs[name] for name in self._out_features}
+
+    def run_stages(
+        self, x: Tensor, image_sizes: Tensor | None = None
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Runs stage after stage, each when it is asked for.
+
+        Args:
+            x: as in ``forward``.
+            image_sizes: as in ``forward``.
+
+        Yields:
+            Name, map and tokens after each stage.
+        """
         padding = None if image_sizes is None else padding_mask(image_sizes, x.shape[-2:])
-        tokens = self.tokens.expand(len(x), -1, -1)
+        tokens = self.tokens.expand(x.shape[0], -1, -1)
         x = F.relu6(self.stem(zero_padding(x, padding)))
         padding = halve(padding)
-        outputs: dict[str, Tensor] = {}
         for name, stage in zip(self._stage_names, self.stages, strict=False):
             for block in cast(Iterable[MobileFormerBlock], stage):
-                x, tokens = block(x, tokens, padding)
+                x, tokens = self.run_block(block, x, tokens, padding)
                 padding = halve(padding) if block.stride == 2 else padding
-            outputs[name] = x
-        if self._expanded_name in self._out_features:
-            outputs[self._expanded_name] = F.relu6(self.expand(x))
-        outputs["tokens"] = tokens
-        return {name: outputs[name] for name in self._out_features}
+            yield name, x, tokens
+
+    def run_block(
+        self, block: nn.Module, x: Tensor, tokens: Tensor, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs one block, as ``MobileFormerBlock.forward``; for subclasses that wrap it."""
+        found: tuple[Tensor, Tensor] = block(x, tokens, padding)
+        return found
 
     def reset_parameters(self) -> None:
         """Initialises as the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""

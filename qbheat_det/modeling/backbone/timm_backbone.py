@@ -187,5 +187,10 @@ def _builder_of(name: str) -> Callable[[CfgNode, ShapeSpec], TimmBackbone]:
     return build
 
 
+def register_timm_backbone(name: str) -> None:
+    """Registers ``timm:<name>`` with Detectron2, for a model that timm came to list later."""
+    BACKBONE_REGISTRY.register(_builder_of(name))
+
+
 for _name in timm.list_models():
-    BACKBONE_REGISTRY.register(_builder_of(_name))
+    register_timm_backbone(_name)

@@ -3,6 +3,13 @@
 
 from .batch_mixing import BatchMixing
 from .linear_decoder import LinearDecoder
+from .timm_mobile_former import TIMM_NAMES, TimmMobileFormer
 from .transformer_decoder import TransformerDecoder
 
-__all__ = ["BatchMixing", "LinearDecoder", "TransformerDecoder"]
+__all__ = [
+    "TIMM_NAMES",
+    "BatchMixing",
+    "LinearDecoder",
+    "TimmMobileFormer",
+    "TransformerDecoder",
+]
