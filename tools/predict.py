@@ -23,6 +23,9 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
       --json output/classes.json
 
+  # a file of tools/export.py: ONNX (which onnxruntime runs), TorchScript or torch.export
+  python tools/predict.py --weights output/model.onnx --input photos/ --output output/pictures
+
 exit code: 0; 1 if a file could not be read and was skipped; 2 if nothing could be done.
 """
 
@@ -41,6 +44,13 @@ from detectron2.structures import Instances  # noqa: E402
 
 from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
 from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
+from qbheat_det.engine.exporting.exported_model import ExportedModel  # noqa: E402
+from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
+    ExportedPredictor,
+    classify_exported,
+    config_of,
+    is_exported,
+)
 from qbheat_det.engine.image_classes import classify_files, is_classifier  # noqa: E402
 from qbheat_det.engine.media import Image, MediaFile, find_media  # noqa: E402
 from qbheat_det.engine.prediction import (  # noqa: E402
@@ -62,7 +72,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--weights", required=True, help="trained weights (.safetensors, .pth)")
+    add("--weights", required=True, help="trained weights (.safetensors, .pth) or exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
     add("--input", nargs="+", required=True, metavar="PATH", help="images, folders, videos")
     add("--output", type=Path, metavar="DIR", help="folder for the drawn pictures and videos")
@@ -84,20 +94,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 @exit_with_sentence
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    cfg = load_run_config(args.weights, args.config_file, device=args.device, opts=args.opts)
+    exported = open_exported(args) if is_exported(args.weights) else None
+    cfg = (
+        config_of(exported)
+        if exported
+        else load_run_config(args.weights, args.config_file, device=args.device, opts=args.opts)
+    )
     media = find_media(args.input, exclude=args.output)
     image_ids = read_image_ids(args.image_ids_from, media) if args.image_ids_from else None
     if args.json and args.json.is_dir():
         raise UserError(f"--json '{args.json}' is a folder: name a file")
     if is_classifier(cfg):
-        return classify(cfg, args, media)
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        return classify(exported, cfg, args, media)
+    if not exported and cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         raise UserError(
             f"'{args.weights}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), which "
             "predict neither boxes nor classes: train a detector or a classifier on them "
             "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
         )
-    predictor = build_predictor(cfg)
+    predictor = ExportedPredictor(exported) if exported else build_predictor(cfg)
     if args.json and not cfg.MODEL.CATEGORY_IDS:
         print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
 
@@ -121,13 +136,27 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if run.report.skipped else 0
 
 
-def classify(cfg: CfgNode, args: argparse.Namespace, media: list[MediaFile]) -> int:
+def open_exported(args: argparse.Namespace) -> ExportedModel:
+    if args.config_file or args.opts:
+        raise UserError(
+            f"'{args.weights}' was exported with its config inside, which is fixed: leave out "
+            "--config-file and config overrides, or export the weights again with them"
+        )
+    return ExportedModel.open(args.weights, device=args.device)
+
+
+def classify(
+    exported: ExportedModel | None, cfg: CfgNode, args: argparse.Namespace, media: list[MediaFile]
+) -> int:
     if args.output or args.image_ids_from:
         raise UserError(
             f"'{args.weights}' is a classifier, which finds no boxes: leave out --output and "
             "--image-ids-from, and name --json FILE for the classes"
         )
-    found = classify_files(build_predictor(cfg).model, cfg, media)
+    if exported:
+        found = classify_exported(exported, media)
+    else:
+        found = classify_files(build_predictor(cfg).model, cfg, media)
     write_json(args.json, found.results)
     print(f"classes of {len(found.results)} images: {args.json}")
     print_skipped(found.skipped)

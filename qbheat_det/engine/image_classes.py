@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from detectron2.config import CfgNode
 from torch import nn
@@ -14,7 +16,8 @@ from qbheat_det.data import MAPPERS_OF_CLASSES, ImageBatches, build_mapper
 
 from .media import MediaFile
 
-_TOP = 5
+TOP_CLASSES = 5
+"""How many classes of an image are named."""
 _BATCH_SIZE = 16  # small, so that the bar moves
 _DELAY = 2.0  # seconds without a bar
 
@@ -40,7 +43,7 @@ def is_classifier(cfg: CfgNode) -> bool:
 
 @torch.no_grad()
 def classify_files(
-    model: nn.Module, cfg: CfgNode, media: Sequence[MediaFile], *, top: int = _TOP
+    model: nn.Module, cfg: CfgNode, media: Sequence[MediaFile], *, top: int = TOP_CLASSES
 ) -> ClassifiedFiles:
     """Classifies images, cropped as in evaluation; videos are skipped.
 
@@ -68,13 +71,9 @@ def classify_files(
     with tqdm(total=len(images), unit="image", desc="classifying", delay=_DELAY) as bar:
         for batch in batches:
             scores = torch.stack([output["scores"] for output in model(batch)]).float()
-            values, classes = scores.topk(min(top, scores.shape[1]), dim=1)
-            for entry, *best in zip(batch, values.tolist(), classes.tolist(), strict=True):
-                likeliest = [
-                    {"name": names[index] if names else str(index), "score": score}
-                    for score, index in zip(*best, strict=True)
-                ]
+            for entry, row in zip(batch, scores.cpu(), strict=True):
                 file_name = images[entry["image_id"]].name
+                likeliest = name_likeliest(row.numpy(), names, top)
                 found.results.append({"file_name": file_name, "classes": likeliest})
             bar.update(len(batch))
     for file in images:
@@ -82,3 +81,20 @@ def classify_files(
         if fault is not None:
             found.skipped.append((str(file.path), fault.reason))
     return found
+
+
+def name_likeliest(
+    scores: npt.NDArray[np.floating[Any]], names: Sequence[str], top: int = TOP_CLASSES
+) -> list[dict[str, Any]]:
+    """Returns "name" and "score" of the likeliest classes of an image, the likeliest first.
+
+    Args:
+        scores: (K,).
+        names: of the K classes; where there are none, their numbers stand for them.
+        top: how many are named.
+    """
+    order = np.argsort(-scores, kind="stable")[:top].tolist()
+    return [
+        {"name": names[index] if names else str(index), "score": float(scores[index])}
+        for index in order
+    ]

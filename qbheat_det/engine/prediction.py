@@ -122,7 +122,7 @@ class MediaPredictor:
 
     def __init__(
         self,
-        predictor: DefaultPredictor,
+        predictor: Callable[[Image], Mapping[str, Instances]],
         *,
         cfg: CfgNode,
         score_threshold: float,
@@ -131,7 +131,8 @@ class MediaPredictor:
     ) -> None:
         """
         Args:
-            predictor: takes a (H, W, 3) BGR image, whatever ``cfg.INPUT.FORMAT`` is.
+            predictor: a ``DefaultPredictor``, or what else takes a (H, W, 3) BGR image, whatever
+                ``cfg.INPUT.FORMAT`` is, and gives its {"instances"}.
             cfg: ``MODEL.CATEGORY_IDS`` is read.
             score_threshold: boxes below it are neither drawn nor collected.
             output_dir: folder for the pictures; nothing is drawn if None.

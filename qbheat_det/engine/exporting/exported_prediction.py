@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 from detectron2.config import CfgNode
 from detectron2.structures import Instances
 
@@ -94,8 +93,5 @@ _KINDS = {"detection": "detector", "classification": "classifier", "features": "
 
 
 def _as_batch(image: Image, model: ExportedModel) -> Image:
-    return np.ascontiguousarray(image[None, :, :, ::-1] if _takes_rgb(model) else image[None])
-
-
-def _takes_rgb(model: ExportedModel) -> bool:
-    return model.info.pixel_format == "RGB"
+    pixels = image[:, :, ::-1] if model.info.pixel_format == "RGB" else image
+    return pixels[None].copy()  # what Pillow gave may be read-only, which PyTorch warns of
