@@ -31,7 +31,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["qbheat_det", "qbheat_det.*"]),
-    package_data={"qbheat_det": ["py.typed"]},
+    package_data={
+        "qbheat_det": ["py.typed"],
+        "qbheat_det.model_zoo": ["*.json", "weights/*.safetensors"],
+    },
     cmdclass={"build_py": BuildWithConfigs},
     python_requires=">=3.10",
     # The lowest versions here, on Python 3.10, are those that the tests were last run with, beside
@@ -41,7 +44,9 @@ setup(
     install_requires=[
         "torch>=2.6",
         "torchvision>=0.21",
+        "filelock>=3.13",
         "fvcore>=0.1.5.post20221221",
+        "huggingface_hub>=0.34",
         "matplotlib>=3.8",
         "numpy>=1.24",
         "Pillow>=9.4",
