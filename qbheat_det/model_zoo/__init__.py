@@ -15,6 +15,7 @@ from .addresses import ZooWeights
 from .index import Figure, Fingerprint, OutputPrint, ZooEntry, find_entry, list_entries, load_index
 from .models import get, get_address, get_checkpoint, get_config, get_config_file
 from .models import list_names as list
+from .timm_tags import timm_name
 
 __all__ = [
     "Figure",
@@ -31,4 +32,5 @@ __all__ = [
     "list",
     "list_entries",
     "load_index",
+    "timm_name",
 ]

@@ -3,7 +3,8 @@
 
 from .batch_mixing import BatchMixing
 from .linear_decoder import LinearDecoder
-from .timm_mobile_former import TIMM_NAMES, TimmMobileFormer
+from .timm_mobile_former import TimmMobileFormer
+from .timm_models import TIMM_NAMES, add_timm_weights
 from .transformer_decoder import TransformerDecoder
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "LinearDecoder",
     "TimmMobileFormer",
     "TransformerDecoder",
+    "add_timm_weights",
 ]

@@ -1,49 +1,24 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Mobile-Former with timm's face: ``timm.create_model("mobile_former_285m")``.
+"""Mobile-Former with the methods that timm's models have.
 
-Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
-with timm, and under ``timm:<name>`` with Detectron2. The network is ``MobileFormer`` itself, with
-its names of tensors; what timm's models have besides stands around it. Conventions: timm 1.0.31,
-as its own tests ask for them of every model.
+The network is ``MobileFormer`` itself, with its names of tensors; what timm asks for besides stands
+around it. Conventions: timm 1.0.31, as its own tests have them of every model.
 """
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from timm.layers import create_classifier
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint,
-    generate_default_cfgs,
-    register_model,
-)
+from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.modeling.backbone import (
-    MOBILE_FORMER_ARCHS,
-    MobileFormer,
-    MobileFormerArch,
-    register_timm_backbone,
-)
+from qbheat_det.modeling.backbone import MobileFormer, MobileFormerArch
 
-from .timm_loading import load_into, names_for_timm
-
-TIMM_NAMES = {
-    "285M": "mobile_former_285m",
-    "1.0G": "mobile_former_1g",
-    "3.7G": "mobile_former_3_7g",
-}
-"""timm's names of the three sizes, by those of ``MODEL.MOBILE_FORMER.VARIANT``."""
-
-_SOURCES = {
-    "license": "apache-2.0",
-    "paper_name": "Self-Supervised Learning based on Heat Equation",
-    "paper_ids": "arXiv:2211.13228",
-}
+from .timm_loading import load_into
 
 
 class TimmMobileFormer(MobileFormer):
@@ -241,59 +216,3 @@ class TimmMobileFormer(MobileFormer):
 
 def _count_downs(arch: MobileFormerArch) -> int:
     return sum(block.kind == "down" for block in arch.blocks)
-
-
-def describe_weights(**changes: Any) -> dict[str, Any]:
-    """Returns the ``pretrained_cfg`` of a Mobile-Former in timm's terms, with ``changes``."""
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": (14, 14),
-        "crop_pct": 0.875,
-        "interpolation": "bilinear",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "stem",
-        "classifier": "classifier",
-        **_SOURCES,
-        **changes,
-    }
-
-
-default_cfgs = generate_default_cfgs({name: describe_weights() for name in TIMM_NAMES.values()})
-
-
-def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    return cast(
-        nn.Module,
-        build_model_with_cfg(
-            TimmMobileFormer,
-            TIMM_NAMES[size],
-            pretrained,
-            pretrained_filter_fn=names_for_timm,
-            feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
-            arch=MOBILE_FORMER_ARCHS[size],
-            **kwargs,
-        ),
-    )
-
-
-def mobile_former_285m(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 285M multiply-adds at 224 x 224."""
-    return _create("285M", pretrained, **kwargs)
-
-
-def mobile_former_1g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 1.0G multiply-adds at 224 x 224."""
-    return _create("1.0G", pretrained, **kwargs)
-
-
-def mobile_former_3_7g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 3.7G multiply-adds at 224 x 224."""
-    return _create("3.7G", pretrained, **kwargs)
-
-
-for _entry in (mobile_former_285m, mobile_former_1g, mobile_former_3_7g):
-    register_model(_entry)
-    register_timm_backbone(_entry.__name__)
