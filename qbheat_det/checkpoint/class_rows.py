@@ -58,7 +58,7 @@ _LAYOUTS = (
     _Layout(re.compile(r"^decoder\.classifier\.(weight|bias)$")),
     # MF-DETR: no-object comes last.
     _Layout(re.compile(r"(^|\.)class_embed\.(weight|bias)$"), trailing=1),
-    # RetinaNet: for each anchor of a place, all classes.
+    # RetinaNet, and FCOS with one anchor: for each anchor of a place, all classes.
     _Layout(re.compile(r"(^|\.)head\.cls_score\.(weight|bias)$"), has_anchors=True),
     # Faster R-CNN, and the stages of Cascade R-CNN: background comes last; four deltas a class.
     _Layout(re.compile(r"(^|\.)box_predictor(\.\d+)?\.cls_score\.(weight|bias)$"), trailing=1),

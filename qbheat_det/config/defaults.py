@@ -8,6 +8,7 @@ from .cache_keys import add_cache_keys
 from .classifier_keys import add_classifier_keys
 from .classify_data_keys import add_classify_data_keys
 from .detr_help_keys import add_detr_help_keys
+from .fcos_keys import add_fcos_keys
 from .knn_keys import add_knn_keys
 from .looking_keys import add_looking_keys
 from .moco_keys import add_moco_keys
@@ -45,6 +46,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.MODEL.TIMM.OUT_FEATURES = ["s8", "s16"]  # maps by stride, of those that the model has
     _add_mf_detr(cfg)
     add_detr_help_keys(cfg)
+    add_fcos_keys(cfg)
     add_pretraining_keys(cfg)
     add_scattered_keys(cfg)
     add_wasserstein_keys(cfg)

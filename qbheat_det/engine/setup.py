@@ -166,7 +166,8 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
     cfg.MODEL.CATEGORY_IDS = sorted(contiguous, key=contiguous.__getitem__) or list(
         range(len(names))
     )
-    for node in (cfg.MODEL.MF_DETR, cfg.MODEL.RETINANET, cfg.MODEL.ROI_HEADS):
+    model = cfg.MODEL
+    for node in (model.MF_DETR, model.RETINANET, model.FCOS, model.ROI_HEADS):
         node.NUM_CLASSES = len(names)
 
 

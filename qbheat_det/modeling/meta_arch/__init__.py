@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Meta-architectures; importing this package registers them."""
 
+from .fcos import SyncFCOS
 from .image_classifier import ImageClassifier
 from .mf_detr import MFDETR
 from .moco import MoCo
@@ -16,6 +17,7 @@ __all__ = [
     "MaskTokenMasking",
     "MoCo",
     "QBHeat",
+    "SyncFCOS",
     "SyncRetinaNet",
     "WassersteinDependency",
 ]
