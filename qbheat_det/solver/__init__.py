@@ -2,10 +2,11 @@
 """Optimizers, and schedules in epochs on Detectron2's learning-rate schedulers."""
 
 from .layers import layers_above
-from .optimizer import build_optimizer, parameter_groups
+from .optimizer import adamw, build_optimizer, parameter_groups
 from .schedule import build_lr_scheduler, describe_schedule, resolve_schedule
 
 __all__ = [
+    "adamw",
     "build_lr_scheduler",
     "build_optimizer",
     "describe_schedule",

@@ -119,6 +119,36 @@ def parameter_groups(
     return list(detectron2_build.reduce_param_groups(single))
 
 
+def adamw(
+    *,
+    params: Sequence[dict[str, Any]],
+    lr: float,
+    weight_decay: float,
+    betas: Sequence[float] = (0.9, 0.999),
+    max_norm: float = 0.0,
+) -> Optimizer:
+    """AdamW for LazyConfigs: its state is plain numbers, and it can clip as DETR does.
+
+    omegaconf makes a list of its own of ``betas``, and a checkpoint with that in it is not read
+    without unpickling.
+
+    Args:
+        params: what ``parameter_groups`` gives.
+        lr: learning rate.
+        weight_decay: of groups that name none.
+        betas: of the two moments.
+        max_norm: what the norm of all gradients together is clipped to before each step; 0 for no
+            clipping.
+    """
+    first, second = betas
+    built = torch.optim.AdamW(
+        params, lr=lr, betas=(float(first), float(second)), weight_decay=weight_decay
+    )
+    if max_norm:
+        clip_before_step(built, max_norm=max_norm, norm_type=2.0)
+    return built
+
+
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
     """Makes each step of ``optimizer`` first clip the norm of all its gradients together.
 
