@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -19,6 +20,7 @@ from qbheat_det.errors import UserError
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 4
 _TIMEOUT = 30.0  # seconds without one byte
+_PAUSE = 0.5  # seconds, more with each attempt
 _CHUNK = 1 << 20
 _NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
 
@@ -77,16 +79,14 @@ def download(url: str, target: Path, *, sha256: str, size: int) -> None:
     for attempt in range(_ATTEMPTS):
         try:
             found, is_resumed = _transfer(partial, size)
-        except urllib.error.HTTPError as error:
-            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and partial.start:
-                partial.remove()
-                continue
-            if error.code < 500 or attempt == _ATTEMPTS - 1:
-                raise NotFetched(f"{url}: {error.code} {error.reason}") from error
         except _NETWORK_ERRORS as error:
-            if attempt == _ATTEMPTS - 1:
-                raise NotFetched(f"{url}: {getattr(error, 'reason', None) or error}") from error
-            logger.info("%s: %s; trying again", url, error)
+            code = error.code if isinstance(error, urllib.error.HTTPError) else 500
+            if code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+                partial.remove()
+            elif code < 500 or attempt == _ATTEMPTS - 1:
+                raise NotFetched(f"{url}: {_describe(error)}") from error
+            logger.info("%s: %s; trying again", url, _describe(error))
+            time.sleep(_PAUSE * (attempt + 1))
         else:
             if found == sha256:
                 os.replace(partial.path, target)
@@ -97,7 +97,13 @@ def download(url: str, target: Path, *, sha256: str, size: int) -> None:
                 raise UserError(
                     refuse_hash(url, found, sha256, "nothing of it was kept; tell who runs it")
                 )
-    raise NotFetched(f"{url}: cut off {_ATTEMPTS} times; what has arrived is kept")
+    raise NotFetched(f"{url}: {_ATTEMPTS} attempts did not bring the whole file")
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"{error.code} {error.reason}"
+    return str(getattr(error, "reason", None) or error or type(error).__name__)
 
 
 class _Partial:
@@ -106,7 +112,7 @@ class _Partial:
     def __init__(self, target: Path, url: str) -> None:
         self.path = target.with_name(f".{target.name}.partial")
         self._note = target.with_name(f".{target.name}.partial.json")
-        self._url = url
+        self.url = url
 
     @property
     def start(self) -> int:
@@ -118,7 +124,7 @@ class _Partial:
         """What the server calls the version that the bytes are of; empty if unknown."""
         try:
             note = json.loads(self._note.read_text(encoding="utf-8"))
-            return str(note["validator"]) if note["url"] == self._url else ""
+            return str(note["validator"]) if note["url"] == self.url else ""
         except (OSError, ValueError, LookupError, TypeError):
             return ""
 
@@ -126,7 +132,7 @@ class _Partial:
         """Forgets what has arrived; bytes of this version follow."""
         self.remove()
         self._note.write_text(
-            json.dumps({"url": self._url, "validator": validator}), encoding="utf-8"
+            json.dumps({"url": self.url, "validator": validator}), encoding="utf-8"
         )
 
     def remove(self) -> None:
@@ -142,7 +148,7 @@ def _transfer(partial: _Partial, size: int) -> tuple[str, bool]:
     headers = {"User-Agent": "qbheat_det", "Accept-Encoding": "identity"}
     if start:
         headers |= {"Range": f"bytes={start}-", "If-Range": partial.validator}
-    request = urllib.request.Request(partial._url, headers=headers)
+    request = urllib.request.Request(partial.url, headers=headers)
     with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
         is_resumed = _goes_on(response, start)
         if not is_resumed:
@@ -151,8 +157,15 @@ def _transfer(partial: _Partial, size: int) -> tuple[str, bool]:
         length = response.headers.get("Content-Length", "")
         end = start + int(length) if length.isdecimal() else size
         _append(response, partial.path, start=start, limit=size)
-    if partial.path.stat().st_size < end:
-        raise ConnectionError(f"cut off after {partial.path.stat().st_size} of {end} bytes")
+    arrived = partial.path.stat().st_size
+    if arrived > size:
+        partial.remove()
+        raise UserError(
+            f"'{partial.url}' is refused, it is not the file that the index means: it is longer "
+            f"than the {size} bytes of that; nothing of it was kept, tell who runs it"
+        )
+    if arrived < end:
+        raise ConnectionError(f"cut off after {arrived} of {end} bytes")
     return hash_file(partial.path), is_resumed
 
 
