@@ -18,14 +18,32 @@ examples:
   python tools/zoo.py fetch '*' --output zoo_weights
   QBHEAT_ZOO=zoo_weights python tools/zoo.py list
 
+  # prove that weights, pre-processing and code still agree on this machine
+  python tools/zoo.py verify
+
+  # add an entry: the file in half precision, its fingerprint, costs and hash
+  python tools/zoo.py add --weights output/model_final.safetensors --name retinanet/285M_shapes \\
+      --config custom/retinanet_285M_probe.yaml --summary 'Frozen RetinaNet on drawn shapes' \\
+      --data 'drawn shapes' --data-licence CC0-1.0 --command 'python tools/train_net.py …' \\
+      --figure 'AP=41.2±0.6%:shapes val:3 seeds'
+
+  # an entry of a folder of your own, its figures measured from the file as written
+  python tools/zoo.py add --output my_zoo --evaluate 'my val' --val-json val.json \\
+      --val-images images/ --weights … --name … --config … --summary … --data … \\
+      --data-licence … --command …
+
+  # write MODEL_ZOO.md from the index
+  python tools/zoo.py table
+
 where weights come from, in this order: the folders that $QBHEAT_ZOO names, what is shipped with
 the package, what was fetched before, $QBHEAT_ZOO_URL, the repositories of $QBHEAT_ZOO_HUB; see
 docs/zoo.md.
 
-exit code: 0; 2 if something could not be found, fetched or written.
+exit code: 0; 1 if an entry does not verify; 2 if something could not be found, fetched or written.
 """
 
 import argparse
+import functools
 import json
 import logging
 import shutil
@@ -36,6 +54,8 @@ from pathlib import Path
 
 # What the imports of Detectron2 say is of no use to people who look for weights.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]  # noqa: E402
 
 from qbheat_det.atomic import write_atomically  # noqa: E402
 from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
@@ -126,10 +146,94 @@ def _copy(path: Path, target: Path) -> Path:
     return target
 
 
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names", nargs="*", default=["*"], metavar="NAME", help="name, or pattern; all by default"
+    )
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from qbheat_det.engine.zoo.verify import describe, verify_entry
+
+    entries = tqdm(choose_entries(args.names), unit="entry", disable=not sys.stderr.isatty())
+    verdicts = [verify_entry(entry) for entry in entries]
+    plain = [verdict.to_dict() for verdict in verdicts]
+    print(json.dumps(plain, indent=1, ensure_ascii=False) if args.json else describe(verdicts))
+    return 0 if all(verdict.is_sound for verdict in verdicts) else 1
+
+
+def add_add(parser: argparse.ArgumentParser) -> None:
+    from qbheat_det.engine.data_flags import add_data_flags, add_image_flags
+
+    need = functools.partial(parser.add_argument, required=True)
+    need("--weights", metavar="FILE", help="of a trained model or a bare backbone")
+    need("--name", help="of the entry: task/variant_data, such as retinanet/285M_aquarium")
+    need("--config", metavar="PATH", help="the recipe it was trained by, below configs/")
+    need("--summary", metavar="TEXT", help="one line")
+    need("--data", metavar="TEXT", help="what it was trained on")
+    need("--data-licence", metavar="TEXT", help="of that data")
+    need("--command", dest="trained_by", metavar="TEXT", help="what trained it")
+    add = parser.add_argument
+    add("--licence", default="Apache-2.0", metavar="TEXT", help="of the weights (Apache-2.0)")
+    add("--commit", default="", help="that trained it; by default what the file says")
+    add("--date", default="", metavar="YYYY-MM-DD", help="today by default")
+    add(
+        *("--figure", "--figures"), dest="figures", action="append", default=[],
+        metavar="METRIC=VALUE[±SPREAD][UNIT]:DATA[:NOTE]", help="measured by hand; repeatable",
+    )  # fmt: skip
+    add("--figures-json", type=Path, metavar="FILE", help="more of them, as the index has them")
+    add(
+        *("--evaluate",), metavar="DATA", help="measure figures from the file as written, on the "
+        "test set of its config or of the flags below; DATA is what the figures call it",
+    )  # fmt: skip
+    add("--output", type=Path, metavar="DIR", help="a folder with an index of its own")
+    add("--replace", action="store_true", help="the entry of this name, if there is one")
+    add_data_flags(parser)
+    add_image_flags(parser)
+
+
+def run_add(args: argparse.Namespace) -> int:
+    from qbheat_det.engine.zoo.add import Origin, add_entry
+    from qbheat_det.engine.zoo.figures import measure_figures, parse_figure, read_figures
+
+    names = ("summary", "config", "data", "data_licence", "licence", "commit", "date")
+    given = {name: getattr(args, name) for name in names}
+    figures = [parse_figure(text) for text in args.figures]
+    figures += read_figures(args.figures_json) if args.figures_json else []
+    measure = functools.partial(measure_figures, data=args.evaluate, args=args)
+    entry = add_entry(
+        args.weights,
+        args.name,
+        Origin(command=args.trained_by, **given),
+        figures=figures,
+        measure=measure if args.evaluate else None,
+        output=args.output,
+        replace=args.replace,
+    )
+    plain = {key: value for key, value in to_plain(entry).items() if key != "fingerprint"}
+    print(json.dumps(plain, indent=1, ensure_ascii=False))
+    return 0
+
+
+def add_table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="instead of MODEL_ZOO.md")
+
+
+def run_table(args: argparse.Namespace) -> int:
+    from qbheat_det.engine.zoo.table import write_zoo
+
+    print(write_zoo(args.output))
+    return 0
+
+
 # By name: its help, what adds its arguments, what runs it and returns the exit code.
 COMMANDS = {
     "list": ("show what there is", add_list, run_list),
     "fetch": ("bring weights to this machine", add_fetch, run_fetch),
+    "verify": ("prove that weights and code agree on this machine", add_verify, run_verify),
+    "add": ("make an entry of trained weights", add_add, run_add),
+    "table": ("write MODEL_ZOO.md from the index", add_table, run_table),
 }
 
 

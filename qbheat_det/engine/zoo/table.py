@@ -1,0 +1,160 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``MODEL_ZOO.md``: what there is with its figures, and the paper's figures as targets."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qbheat_det.atomic import write_atomically
+from qbheat_det.config import get_config_path
+from qbheat_det.errors import UserError
+from qbheat_det.model_zoo import index, places
+from qbheat_det.model_zoo.index import Figure, ZooEntry
+
+from .paper_targets import TARGETS, TargetTable
+
+_NONE = "—"
+_CHECKOUT = Path(__file__).resolve().parents[3]
+_MADE_BY = "<!-- Made by `python tools/zoo.py table` from the index; edit that instead. -->"
+_NOTHING = (
+    "No weights are published yet: nothing has been pre-trained on ImageNet or trained on COCO in "
+    "full with this package."
+)
+_INTRO = """\
+Nothing here has been pre-trained on ImageNet or trained on COCO in full: what follows was trained
+on small data, and is small. Use a name wherever weights are taken, as `qbheat://NAME`; list, fetch
+and verify with `tools/zoo.py` ([docs/zoo.md](docs/zoo.md))."""
+_COSTS = """\
+Parameters are those of the whole file. Multiply-adds are of convolutions, linear layers and
+attention on one image of the stated size; of pre-trained models, those of the backbone on it.
+Figures are of the files as they are, in half precision."""
+_TARGETS = """\
+The tables below have the paper's figures as targets, each beside the config that is meant to reach
+it. "—" under "ours" says that no weights here were measured on that line's data."""
+_RESULTS = "What else has been trained here is in [docs/results.md](docs/results.md)."
+
+
+def render_zoo(entries: Sequence[ZooEntry]) -> str:
+    """Returns the whole of ``MODEL_ZOO.md``.
+
+    Args:
+        entries: of the package's index.
+
+    Raises:
+        UserError: an entry or a target names a config that is not there.
+    """
+    entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
+    for entry in entries:
+        get_config_path(entry.config)
+    parts = ["# Model zoo", _MADE_BY]
+    if entries:
+        parts += [_INTRO, "## What there is", _overview(entries), _COSTS]
+        parts += [_describe(entry) for entry in entries]
+        parts += ["## What the paper has", f"{_TARGETS} {_RESULTS}"]
+    else:
+        parts += [_NOTHING, _RESULTS, _TARGETS]
+    level = "###" if entries else "##"
+    for target in TARGETS:
+        parts += [f"{level} {target.title}", *filter(None, [target.note]), _table(target, entries)]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_zoo(path: Path | None = None) -> Path:
+    """Writes the file from the package's index; returns its path.
+
+    Raises:
+        UserError: the index is not sound, or this is no checkout and no path is given.
+    """
+    if path is None and not (_CHECKOUT / "setup.py").is_file():
+        raise UserError("MODEL_ZOO.md is a file of a checkout: name another one with --output")
+    path = path or _CHECKOUT / "MODEL_ZOO.md"
+    text = render_zoo(index.load_index())
+    write_atomically(path, lambda stream: stream.write(text.encode()))
+    return path
+
+
+def format_figure(figure: Figure) -> str:
+    """Returns a figure as people read it: "21.3 ±0.4 % AP on Aquarium val (3 seeds)"."""
+    note = f" ({figure.note})" if figure.note else ""
+    return f"{format_value(figure)} {figure.metric} on {figure.data}{note}"
+
+
+def format_value(figure: Figure) -> str:
+    """Returns the number of a figure with spread and unit."""
+    return " ".join(filter(None, [f"{figure.value:g}", figure.spread, figure.unit]))
+
+
+def _overview(entries: Sequence[ZooEntry]) -> str:
+    headers = ("name", "task", "figures", "params", "multiply-adds", "file")
+    rows = [
+        (
+            f"[`{entry.name}`](#{_anchor(entry.name)})",
+            entry.task,
+            "; ".join(map(format_figure, entry.figures)) or _NONE,
+            f"{entry.num_params / 1e6:.1f} M",
+            f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
+            f"{entry.size / 1e6:.1f} MB{_where(entry)}",
+        )
+        for entry in entries
+    ]
+    return _markdown(headers, rows)
+
+
+def _where(entry: ZooEntry) -> str:
+    return ", shipped" if (places.SHIPPED / entry.file).is_file() else ""
+
+
+def _anchor(name: str) -> str:
+    # As GitHub makes them of headings: dots and slashes go.
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter in "-_ ")
+
+
+def _describe(entry: ZooEntry) -> str:
+    config = entry.config
+    lines = [
+        f"### {entry.name}",
+        "",
+        entry.summary,
+        "",
+        f"- Recipe: [{config}](configs/{config})",
+        f"- Data: {entry.data} (licence: {entry.data_licence})",
+        f"- Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
+        f"`{entry.sha256}`",
+        f"- Made: {entry.date}, at commit `{entry.commit[:12]}`",
+        *[f"- {format_figure(figure)}" for figure in entry.figures],
+        "",
+        "```sh",
+        entry.command,
+        "```",
+    ]
+    return "\n".join(lines)
+
+
+def _table(target: TargetTable, entries: Sequence[ZooEntry]) -> str:
+    headers = ("config", *target.columns, "ours")
+    rows = []
+    for before, config, numbers in target.rows:
+        get_config_path(f"{config}.yaml")
+        link = f"{before}[{config.rpartition('/')[2]}](configs/{config}.yaml)"
+        cells = [number or _NONE for number in numbers]
+        rows.append((link, *cells, _ours(target, f"{config}.yaml", entries)))
+    return _markdown(headers, rows)
+
+
+def _ours(target: TargetTable, config: str, entries: Sequence[ZooEntry]) -> str:
+    """Only what was trained by that config and measured on that data."""
+    found = [
+        f"{format_value(figure)} ([{entry.name}](#{_anchor(entry.name)}))"
+        for entry in entries
+        for figure in entry.figures
+        if entry.config == config
+        and figure.metric == target.metric
+        and figure.data.startswith(target.data)
+    ]
+    return "; ".join(found) or _NONE
+
+
+def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    text = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
+    text[1] = "|" + "---|" * len(headers)
+    return "\n".join(text)
