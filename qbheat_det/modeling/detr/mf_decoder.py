@@ -204,7 +204,7 @@ class MFDecoder(nn.Module):
         """As ``forward``, to the queries after every block: (L, N, Q + E, C)."""
         fine, coarse = features
         masks = [halve(halve(padding)), halve(padding), padding]  # at strides 32, 16, 8
-        position = self.query_position.weight.expand(len(fine), -1, -1)
+        position = self.query_position.weight.expand(fine.shape[0], -1, -1)
         queries = torch.zeros_like(position)
         hidden = None
         if extra is not None:
@@ -217,7 +217,7 @@ class MFDecoder(nn.Module):
         for scale, blocks in enumerate(self.levels):
             if scale:
                 x = self._go_up(scale, x, (coarse, fine)[scale - 1], masks)
-            if len(x) == 1 and x.requires_grad:
+            if x.requires_grad and len(x) == 1:
                 # The gradient arrives in channels-last order. Of one image, PyTorch's BatchNorm
                 # on the CPU reads it as if it were contiguous (2.15): wrong, without an error.
                 x.register_hook(lambda gradient: gradient.contiguous())
