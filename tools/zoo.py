@@ -32,6 +32,11 @@ examples:
       --val-images images/ --weights … --name … --config … --summary … --data … \\
       --data-licence … --command …
 
+  # to a repository of the Hugging Face hub (log in with 'hf auth login'), and from one
+  python tools/zoo.py push 'retinanet/*' --repo me/detectors
+  python tools/zoo.py pull --repo me/detectors --output their_zoo
+  QBHEAT_ZOO=their_zoo python tools/zoo.py verify
+
   # write MODEL_ZOO.md from the index
   python tools/zoo.py table
 
@@ -227,12 +232,45 @@ def run_table(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_push(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="+", metavar="NAME", help="name, or pattern of names")
+    parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="made if missing")
+    parser.add_argument("--private", action="store_true", help="if it is made, for its owner alone")
+    parser.add_argument("--message", default="", metavar="TEXT", help="of the commit")
+
+
+def run_push(args: argparse.Namespace) -> int:
+    from qbheat_det.engine.zoo.hub import push_entries
+
+    entries = choose_entries(args.names)
+    print(push_entries(entries, args.repo, private=args.private, message=args.message))
+    return 0
+
+
+def add_pull(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pattern", nargs="?", default="*", help="of names; all by default")
+    parser.add_argument("--repo", required=True, metavar="OWNER/NAME[@REVISION]", help="which")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="which $QBHEAT_ZOO can name then"
+    )
+
+
+def run_pull(args: argparse.Namespace) -> int:
+    from qbheat_det.engine.zoo.hub import pull_entries
+
+    for path in pull_entries(args.repo, args.output, args.pattern):
+        print(path)
+    return 0
+
+
 # By name: its help, what adds its arguments, what runs it and returns the exit code.
 COMMANDS = {
     "list": ("show what there is", add_list, run_list),
     "fetch": ("bring weights to this machine", add_fetch, run_fetch),
     "verify": ("prove that weights and code agree on this machine", add_verify, run_verify),
     "add": ("make an entry of trained weights", add_add, run_add),
+    "push": ("upload weights to the Hugging Face hub, with a model card", add_push, run_push),
+    "pull": ("bring a repository of the hub with its index", add_pull, run_pull),
     "table": ("write MODEL_ZOO.md from the index", add_table, run_table),
 }
 

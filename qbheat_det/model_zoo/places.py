@@ -139,7 +139,7 @@ def _remotes(entry: ZooEntry) -> Iterator[Callable[[Path], None]]:
         url = f"{base}/{entry.file}"
         yield lambda target: download(url, target, sha256=entry.sha256, size=entry.size)
     for repository in _hub_repositories():
-        yield lambda target, repository=repository: _from_hub(  # type: ignore[misc]
+        yield lambda target, repository=repository: from_hub(  # type: ignore[misc]
             repository, entry, target
         )
 
@@ -159,8 +159,13 @@ def _hub_repositories() -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
-def _from_hub(repository: str, entry: ZooEntry, target: Path) -> None:
+def from_hub(repository: str, entry: ZooEntry, target: Path) -> None:
     """Fetches an entry from the Hugging Face hub.
+
+    Args:
+        repository: OWNER/NAME, or OWNER/NAME@REVISION.
+        entry: of the index.
+        target: the file; its folder exists, and no other process fetches it now.
 
     Raises:
         NotFetched: the hub cannot be reached, or lacks the repository or the file.

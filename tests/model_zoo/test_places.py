@@ -87,7 +87,7 @@ def test_a_wrong_file_of_a_server_is_refused_though_the_hub_may_have_it(
     served.files[ENTRY.file] = b"other"
     monkeypatch.setenv("QBHEAT_ZOO_URL", served.url)
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    monkeypatch.setattr(places, "_from_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(places, "from_hub", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(UserError, match="is refused"):
         fetch(ENTRY)
 
