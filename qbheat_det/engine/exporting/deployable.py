@@ -4,10 +4,10 @@
 from collections.abc import Mapping
 from typing import cast
 
-import qbheat_det
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
+import qbheat_det
 from qbheat_det.config import dump_config
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel

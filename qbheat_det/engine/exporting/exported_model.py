@@ -166,7 +166,8 @@ class _TorchModel(ExportedModel):
 
     @torch.no_grad()
     def _run(self, images: npt.NDArray[np.uint8]) -> Outputs:
-        outputs = self._program(torch.from_numpy(images).to(self._device))
+        writable = images if images.flags.writeable else images.copy()  # PyTorch warns else
+        outputs = self._program(torch.from_numpy(writable).to(self._device))
         return {
             name: output.cpu().numpy()
             for name, output in zip(self.info.outputs, outputs, strict=True)

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """From bytes to what a network reads, inside the graph: resize or crop, normalise, pad.
 
-Detectron2 resizes with Pillow, whose bilinear filter is antialiased, and computes in fixed point. No
+Detectron2 resizes with Pillow, whose bilinear filter is antialiased and computes in fixed point. No
 format has an operator that gives its bytes; products with matrices of its weights do.
 """
 

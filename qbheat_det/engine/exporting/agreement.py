@@ -1,0 +1,226 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Whether an exported file gives what the model in PyTorch gives, measured on images.
+
+The model in PyTorch sees each image alone, as everywhere in the package: detectors through
+Detectron2's ``DefaultPredictor``, with Pillow's resize, classifiers through their mapper's crop.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from detectron2.config import CfgNode
+from detectron2.data.transforms import ResizeShortestEdge
+from detectron2.engine import DefaultPredictor
+from detectron2.structures import ImageList
+from scipy.optimize import linear_sum_assignment
+
+from qbheat_det.data.upright_image import resize
+from qbheat_det.engine.media import Image
+from qbheat_det.errors import UserError
+
+from .exported_model import ExportedModel, Outputs, to_instances
+
+BATCH_SIZES = (1, 2, 8)
+Array = npt.NDArray[Any]
+Reference = Callable[[Image], Outputs]
+"""From one image (H, W, 3), in the file's pixel format, to the outputs of ``ExportInfo``, N 1."""
+
+
+@dataclass
+class Agreement:
+    """How far a file is from PyTorch, over all images of one batch size.
+
+    Attributes:
+        batch_size: N.
+        num_images: that were compared.
+        num_values: detections, classes or values of maps that were compared.
+        score: largest difference of a score; of feature maps, of a value, relative to the largest
+            value of its map.
+        box: largest difference of a box's side, in pixels of the image; 0 where there are none.
+        unmatched: detections on either side that the other has not, above the threshold.
+        relative_box: ``box`` over the longer side of its image.
+    """
+
+    batch_size: int
+    num_images: int = 0
+    num_values: int = 0
+    score: float = 0.0
+    box: float = 0.0
+    unmatched: int = 0
+    relative_box: float = 0.0
+
+    def holds(self, tolerance: float) -> bool:
+        """Whether scores agree to ``tolerance``, and boxes to that part of the image's side."""
+        return not self.unmatched and max(self.score, self.relative_box) <= tolerance
+
+
+def measure_agreement(
+    model: ExportedModel,
+    reference: Reference,
+    images: Sequence[Image],
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    tolerance: float,
+) -> list[Agreement]:
+    """Compares a file with PyTorch at each batch size.
+
+    Args:
+        model: the file.
+        reference: the model in PyTorch.
+        images: (H, W, 3) in the file's pixel format, of any sizes; a batch of several is cut to
+            their smallest height and width.
+        batch_sizes: N; of the first, every image is its own batch.
+        tolerance: within which of the threshold a detection may be on one side alone.
+    """
+    rows = []
+    for size in batch_sizes:
+        row = Agreement(size)
+        for batch in _batches(images, size):
+            outputs = model.run(batch)
+            for index, image in enumerate(batch):
+                one = {name: value[index : index + 1] for name, value in outputs.items()}
+                _compare(row, one, reference(image), model, image.shape[:2], tolerance)
+        rows.append(row)
+    return rows
+
+
+def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: str) -> Reference:
+    """Returns the model in PyTorch as a function of one image.
+
+    Args:
+        predictor: with the weights.
+        cfg: of the model.
+        task: of ``ExportInfo``.
+    """
+    model = predictor.model
+    in_rgb = cfg.INPUT.FORMAT == "RGB"
+
+    def detect(image: Image) -> Outputs:
+        found = predictor(image[:, :, ::-1] if in_rgb else image)["instances"].to("cpu")
+        found = found[found.scores.argsort(descending=True)]
+        return {
+            "boxes": found.pred_boxes.tensor[None].numpy(),
+            "scores": found.scores[None].numpy(),
+            "labels": found.pred_classes[None].numpy(),
+            "counts": np.array([len(found)]),
+        }
+
+    def classify(image: Image) -> Outputs:
+        # The square of ClassificationMapper, which reads from files.
+        height, width = image.shape[:2]
+        side = max(1, round(cfg.INPUT.CLASSIFY.TEST_CROP * min(height, width)))
+        top, left = (height - side) // 2, (width - side) // 2
+        square = torch.from_numpy(image[top : top + side, left : left + side].copy())
+        pixels = resize(square, model.image_size, model.image_size)
+        return {"scores": model([{"image": pixels}])[0]["scores"][None].cpu().numpy()}
+
+    def encode(image: Image) -> Outputs:
+        lengths = [cfg.INPUT.MIN_SIZE_TEST] * 2
+        resized = ResizeShortestEdge(lengths, cfg.INPUT.MAX_SIZE_TEST).get_transform(image)
+        pixels = torch.from_numpy(resized.apply_image(image).copy()).permute(2, 0, 1)
+        normalised = (pixels.to(model.device) - model.pixel_mean) / model.pixel_std
+        padded = ImageList.from_tensors([normalised], model.backbone.size_divisibility)
+        return {k: v.cpu().numpy() for k, v in model.backbone(padded.tensor).items()}
+
+    ways: dict[str, Reference] = {
+        "detection": detect,
+        "classification": classify,
+        "features": encode,
+    }
+    chosen = ways[task]
+
+    def without_gradients(image: Image) -> Outputs:
+        with torch.no_grad():
+            return chosen(np.ascontiguousarray(image))
+
+    return without_gradients
+
+
+def table_of(rows: Sequence[Agreement], task: str, tolerance: float) -> str:
+    """Returns the agreement as text, one line a batch size."""
+    what = {"detection": "detections", "classification": "scores", "features": "values"}[task]
+    lines = [
+        f"batch  images  {what:>10}  {'score':>9}" + "  box (px)  unmatched" * _has_boxes(task)
+    ]
+    if task == "features":
+        lines[0] = lines[0].replace("score", "value")
+    for row in rows:
+        line = f"{row.batch_size:>5}  {row.num_images:>6}  {row.num_values:>10}  {row.score:>9.1e}"
+        line += f"  {row.box:>8.1e}  {row.unmatched:>9}" * _has_boxes(task)
+        lines.append(line + ("" if row.holds(tolerance) else "  differs"))
+    return "\n".join(lines)
+
+
+def _has_boxes(task: str) -> bool:
+    return task == "detection"
+
+
+def _batches(images: Sequence[Image], size: int) -> list[Image]:
+    """Returns batches (N, H, W, 3); there are fewer images in it than N only where one repeats."""
+    if size == 1:
+        return [image[None] for image in images]
+    chosen = [images[index % len(images)] for index in range(size)]
+    height, width = (min(image.shape[axis] for image in chosen) for axis in (0, 1))
+    return [np.stack([image[:height, :width] for image in chosen])]
+
+
+def _compare(
+    row: Agreement,
+    got: Outputs,
+    wanted: Outputs,
+    model: ExportedModel,
+    size: Sequence[int],
+    tolerance: float,
+) -> None:
+    row.num_images += 1
+    if model.info.task == "detection":
+        _compare_boxes(row, got, wanted, model.info.score_threshold, size, tolerance)
+        return
+    if got.keys() != wanted.keys():
+        raise UserError(f"'{model.path}' gives {[*got]}, and the model {[*wanted]}")
+    for name, value in wanted.items():
+        scale = 1.0 if model.info.task == "classification" else float(np.abs(value).max()) or 1.0
+        difference = _largest(got[name] - value) if got[name].shape == value.shape else np.inf
+        row.score = max(row.score, difference / scale)
+        row.num_values += value.size
+
+
+def _compare_boxes(
+    row: Agreement,
+    got: Outputs,
+    wanted: Outputs,
+    threshold: float,
+    size: Sequence[int],
+    tolerance: float,
+) -> None:
+    """Pairs the detections of an image one to one, where label, score and box agree best."""
+    mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, wanted))
+    boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]
+    scores = [found.scores.double().numpy() for found in (mine, theirs)]
+    box_gap = np.abs(boxes[0][:, None] - boxes[1][None]).max(axis=2, initial=0.0)  # (A, B)
+    score_gap = np.abs(scores[0][:, None] - scores[1][None])
+    other = mine.pred_classes.numpy()[:, None] != theirs.pred_classes.numpy()[None]
+    side = max(size)
+    apart = other | (np.maximum(score_gap, box_gap / side) > max(10 * tolerance, 0.01))
+    first, second = linear_sum_assignment(score_gap + box_gap / side + 10 * apart)
+    paired = ~apart[first, second]
+    first, second = first[paired], second[paired]
+    row.num_values += len(theirs)
+    row.score = max(row.score, _largest(score_gap[first, second]))
+    row.box = max(row.box, _largest(box_gap[first, second]))
+    row.relative_box = max(row.relative_box, _largest(box_gap[first, second]) / side)
+    # Which of two detections at the threshold, or at the end of a full table, is in is a matter of
+    # rounding: only those that stand above both ends are missed.
+    rows = got["boxes"].shape[1]
+    edge = max([threshold, *(found.min() for found in scores if len(found) >= rows)])
+    for found, used in zip(scores, (first, second), strict=True):
+        alone = np.delete(found, used)
+        row.unmatched += int((alone > edge + tolerance).sum())
+
+
+def _largest(values: Array) -> float:
+    return float(np.abs(values).max(initial=0.0))
