@@ -2,7 +2,7 @@
 """Writing a module as ONNX, TorchScript or a torch.export program, batch and size left open."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,35 @@ def write_onnx(
     Raises:
         UserError: a package of the extra ``export`` is missing.
     """
+    inputs = ["images"]
+    described = {METADATA_KEY: metadata}
+    write_onnx_program(
+        capture(module, images), path, described, inputs, outputs, translations=translations
+    )
+
+
+def write_onnx_program(
+    program: torch.export.ExportedProgram,
+    path: Path,
+    metadata: Mapping[str, str],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    translations: Translations,
+) -> None:
+    """Writes a program of torch.export as ONNX.
+
+    Args:
+        program: see ``capture``.
+        path: of the file.
+        metadata: entries of ``metadata_props``.
+        inputs: names of the inputs, in their order.
+        outputs: names of the outputs, in their order.
+        translations: how operators are spelt that the exporter does not know.
+
+    Raises:
+        UserError: a package of the extra ``export`` is missing.
+    """
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
@@ -89,14 +118,14 @@ def write_onnx(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         written = torch.onnx.export(
-            capture(module, images),
-            input_names=["images"],
+            program,
+            input_names=list(inputs),
             output_names=list(outputs),
             opset_version=_OPSET,
             custom_translation_table=translations,
             verbose=False,
         )
     assert written is not None
-    written.model.metadata_props[METADATA_KEY] = metadata
+    written.model.metadata_props.update(metadata)
     content = written.model_proto.SerializeToString()
     write_atomically(path, lambda stream: stream.write(content))
