@@ -1,0 +1,228 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""LazyConfigs: each is what its YAML twin is, and Detectron2's own loop trains them."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode, LazyConfig, instantiate
+from detectron2.engine import SimpleTrainer, hooks
+from detectron2.evaluation import inference_on_dataset
+from detectron2.modeling import build_model
+from detectron2.structures import Instances
+from omegaconf import DictConfig
+from PIL import Image
+from torch import Tensor, nn
+
+from qbheat_det.config import get_config_path
+from qbheat_det.data import build_mapper, register_coco_images, register_coco_json
+from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule
+
+from .engine.conftest import forget_runs
+from .engine.tiny_training import make_data
+from .lazy_cases import CONFIGS, LAZY, TOYS, load_small_twins, load_twins, name
+from .modeling.tiny_pretraining import make_inputs
+
+TRAIN, VAL, IMAGES = "lazy_train", "lazy_val", "lazy_images"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tiny_sets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = make_data(tmp_path_factory.mktemp("lazy"))
+    files = str(folder / "annotations.json"), str(folder / "images")
+    for registered in (TRAIN, VAL):
+        register_coco_json(registered, *files)
+    register_coco_images(IMAGES, *files)
+    yield
+    forget_runs(TRAIN, VAL, IMAGES)
+
+
+def _on_meta(lazy: DictConfig, twin: CfgNode) -> tuple[nn.Module, nn.Module]:
+    """Builds both without giving them memory: of names and shapes alone."""
+    twin.MODEL.DEVICE = "meta"
+    with torch.device("meta"):
+        return instantiate(lazy.model), build_model(twin)
+
+
+def _resolved(path: Path, twin: CfgNode) -> CfgNode:
+    images = re.search(r"epochs x ([\d,]+) images", " ".join(path.read_text("utf-8").split()))
+    return resolve_schedule(twin, num_images=int(images[1].replace(",", "")) if images else 1)
+
+
+@pytest.mark.parametrize("path", LAZY, ids=name)
+def test_a_lazy_config_names_its_command_and_its_twin(path: Path) -> None:
+    text = " ".join(path.read_text("utf-8").split())
+    relative = path.relative_to(CONFIGS.parent).as_posix()
+    assert f"lazyconfig_train_net.py --config-file {relative}" in text
+    assert f"configs/{name(path)}.yaml" in text
+    assert get_config_path(f"lazy/{name(path)}.py") == str(path)
+
+
+@pytest.mark.parametrize("path", LAZY, ids=name)
+def test_parameters_and_their_optimizer_are_those_of_the_yaml_twin(path: Path) -> None:
+    lazy, twin = (load_small_twins if path in TOYS else load_twins)(path)
+    ours, theirs = _on_meta(lazy, twin)
+    assert [*_shapes(ours).items()] == [*_shapes(theirs).items()]  # in the same order, too
+    trained = [{key for key, p in m.named_parameters() if p.requires_grad} for m in (ours, theirs)]
+    assert trained[0] == trained[1]
+    lazy.optimizer.params.model = ours
+    own, expected = instantiate(lazy.optimizer), build_optimizer(_resolved(path, twin), theirs)
+    assert type(own) is type(expected)
+    assert _settings(ours, own) == pytest.approx(_settings(theirs, expected))
+    for key in ("betas", "momentum", "nesterov"):
+        assert own.defaults.get(key) == expected.defaults.get(key)
+    clipped = twin.SOLVER.CLIP_GRADIENTS.ENABLED and twin.SOLVER.CLIP_GRADIENTS.CLIP_VALUE
+    assert lazy.optimizer.get("max_norm", 0.0) == float(clipped)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in model.state_dict().items()}
+
+
+def _settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    names = {parameter: key for key, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}: {key}": float(group[key])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key in ("lr", "weight_decay")
+    }
+
+
+@pytest.mark.parametrize("path", LAZY, ids=name)
+def test_schedule_and_batch_are_those_of_the_yaml_twin(path: Path) -> None:
+    lazy, twin = load_twins(path)
+    cfg = _resolved(path, twin)
+    train, solver = lazy.train, cfg.SOLVER
+    assert train.max_iter == solver.MAX_ITER
+    assert lazy.dataloader.train.total_batch_size == solver.IMS_PER_BATCH
+    if path not in TOYS:
+        assert train.checkpointer.period == solver.CHECKPOINT_PERIOD
+        assert train.eval_period in (cfg.TEST.EVAL_PERIOD, 0)
+        assert (lazy.dataloader.train.dataset.names,) == cfg.DATASETS.TRAIN
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    expected = build_lr_scheduler(cfg, optimizer)._multiplier
+    ours = instantiate(lazy.lr_multiplier)
+    for step in (0, 1, 9, 10, 500, 1000, *solver.STEPS, solver.MAX_ITER - 1):
+        for near in (step - 1, step, step + 1):
+            where = min(max(near, 0), solver.MAX_ITER - 1) / solver.MAX_ITER
+            assert ours(where) == pytest.approx(expected(where))
+
+
+@pytest.mark.parametrize("path", LAZY, ids=name)
+def test_a_mapper_makes_of_an_image_what_that_of_the_yaml_twin_does(
+    path: Path, tmp_path: Path
+) -> None:
+    lazy, twin = load_twins(path)
+    record = _record(tmp_path / "image.png")
+    splits = ["train", "test"] if "test" in lazy.dataloader else ["train"]
+    for split in splits:
+        ours = instantiate(lazy.dataloader[split].mapper)
+        theirs = build_mapper(twin, is_train=split == "train")
+        for seed in range(3):
+            results = []
+            for mapper in (ours, theirs):
+                np.random.seed(seed)
+                torch.manual_seed(seed)
+                results.append(mapper(record))
+            assert results[0].keys() == results[1].keys()
+            torch.testing.assert_close(results[0]["image"], results[1]["image"], rtol=0, atol=0)
+            if "instances" in results[0]:
+                _assert_same(results[0]["instances"], results[1]["instances"])
+
+
+def _record(path: Path) -> dict[str, Any]:
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    polygon = [10.0, 8.0, 40.0, 8.0, 40.0, 30.0, 10.0, 30.0]
+    box = {"bbox": [10, 8, 40, 30], "bbox_mode": 0, "category_id": 1, "segmentation": [polygon]}
+    record = {"file_name": str(path), "height": 60, "width": 90, "image_id": 1}
+    return {**record, "annotations": [{**box, "iscrowd": 0}]}
+
+
+def _assert_same(ours: Instances, theirs: Instances) -> None:
+    assert ours.image_size == theirs.image_size
+    assert ours.get_fields().keys() == theirs.get_fields().keys()
+    for key, value in ours.get_fields().items():
+        expected = theirs.get(key)
+        if key == "gt_masks":
+            value, expected = (masks.get_bounding_boxes() for masks in (value, expected))
+        if not isinstance(value, Tensor):
+            value, expected = value.tensor, expected.tensor
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("path", TOYS, ids=name)
+def test_weights_of_the_yaml_twin_give_the_same_outputs(path: Path) -> None:
+    lazy, twin = load_small_twins(path)
+    theirs = build_model(twin).eval()
+    ours = instantiate(lazy.model).eval()
+    ours.load_state_dict(theirs.state_dict())
+    batch = make_inputs(2)
+    with torch.no_grad():
+        results = [model(batch) for model in (ours, theirs)]
+    for own, expected in zip(*results, strict=True):
+        if "instances" in own:
+            assert len(own["instances"])
+            _assert_same(own["instances"], expected["instances"])
+        else:
+            assert own.pop("place") == expected.pop("place")
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+def _small_run(path: Path, output: Path) -> DictConfig:
+    """Returns a small toy recipe on twelve images, as overrides on the command line make it."""
+    cfg, _ = load_small_twins(path)
+    data = cfg.dataloader
+    data.train.total_batch_size = 2
+    data.train.dataset.names = TRAIN
+    if "size" in data.train.mapper:
+        data.train.dataset.names, data.train.mapper.size = IMAGES, 64
+    if "test" in data:
+        data.test.dataset.names = VAL
+    cfg.train.output_dir = str(output)
+    cfg.train.max_iter = 2
+    return LazyConfig.apply_overrides(cfg, ["train.checkpointer.period=1"])
+
+
+def _train(cfg: DictConfig, *, resume: bool = False) -> SimpleTrainer:
+    """Trains with the calls of Detectron2's ``lazyconfig_train_net.py``, without its writers."""
+    model = instantiate(cfg.model).to(cfg.train.device)
+    cfg.optimizer.params.model = model
+    trainer = SimpleTrainer(model, instantiate(cfg.dataloader.train), instantiate(cfg.optimizer))
+    checkpointer = DetectionCheckpointer(model, cfg.train.output_dir, trainer=trainer)
+    scheduler = hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier))
+    saving = hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer)
+    trainer.register_hooks([hooks.IterationTimer(), scheduler, saving])
+    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    trainer.train(trainer.iter + 1 if resume else 0, cfg.train.max_iter)
+    return trainer
+
+
+@pytest.mark.parametrize("path", TOYS, ids=name)
+def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) -> None:
+    cfg = _small_run(path, tmp_path)
+    LazyConfig.save(cfg, str(tmp_path / "config.yaml"))  # as default_setup does
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]  # not cloudpickle's
+    assert _train(cfg).iter == 2
+    # A resumed run reads the optimizer's state, too, by tensors and plain values alone.
+    saved = LazyConfig.load(str(tmp_path / "config.yaml"))
+    saved.train.max_iter = 3
+    resumed = _train(saved, resume=True)
+    assert (resumed.start_iter, resumed.iter) == (2, 3)
+    content = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    assert math.isfinite(sum(float(value.sum()) for value in content["model"].values()))
+
+
+def test_its_evaluator_evaluates_it(tmp_path: Path) -> None:
+    (path,) = (path for path in TOYS if path.name.startswith("retinanet"))
+    cfg = _small_run(path, tmp_path)
+    model = instantiate(cfg.model).eval()
+    loaders = instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
+    assert "AP" in inference_on_dataset(model, *loaders)["bbox"]
