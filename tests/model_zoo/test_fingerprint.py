@@ -1,0 +1,196 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Fingerprints: equal where nothing changed, and else they name what did."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from PIL import Image
+from torch import nn
+
+from qbheat_det.data import build_mapper
+from qbheat_det.errors import UserError
+from qbheat_det.model_zoo.fingerprint import (
+    TOLERANCE,
+    Deviation,
+    compare_fingerprints,
+    compute_fingerprint,
+    draw_images,
+)
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from tests.engine.gradient_cases import CLASSIFIER, MF_DETR, Case, make_case_config
+from tests.engine.tiny_detectors import make_retinanet_config
+from tests.modeling.tiny_pretraining import make_tiny_config
+
+
+def _pixel(y: int, x: int, channel: int, number: int) -> int:
+    """A pixel outside of all boxes, in Python's own integers."""
+    wave = abs((3 * x * (channel + 1) + 2 * y * (3 - channel) + 97 * number) % 510 - 255)
+    noise = (x * 73856093) ^ (y * 19349663) ^ ((channel + 3 * number + 1) * 83492791)
+    noise = (((noise ^ (noise >> 13)) * 40503) & 0xFFFFFF) >> 19
+    return wave * 7 // 8 + noise
+
+
+def test_the_images_are_what_integers_give_on_any_machine() -> None:
+    images = draw_images()
+    assert [image.shape for image in images] == [(331, 467, 3), (419, 283, 3)]
+    for number, image in enumerate(images):
+        assert image.dtype == np.uint8
+        height, width = image.shape[:2]
+        corner = image[-9:, -9:]  # no box reaches it
+        expected = [
+            [[_pixel(y, x, c, number) for c in range(3)] for x in range(width - 9, width)]
+            for y in range(height - 9, height)
+        ]
+        np.testing.assert_array_equal(corner, np.array(expected))
+        assert image.min() < 8
+        assert image.max() > 240
+
+
+def _retinanet() -> CfgNode:
+    return make_retinanet_config()
+
+
+def _mf_detr() -> CfgNode:
+    cfg = make_case_config(Case(MF_DETR), "cpu")
+    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST = 64, 96
+    return cfg
+
+
+def _classifier() -> CfgNode:
+    return make_case_config(Case(CLASSIFIER), "cpu")
+
+
+def _qb_heat() -> CfgNode:
+    cfg = make_tiny_config()
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("make_config", "expected"),
+    [
+        (_retinanet, {"backbone.p3", "head.0.0", "head.1.4", "image0.scores", "image1.scores"}),
+        (_mf_detr, {"backbone.s8", "decoder.pred_logits", "decoder.pred_boxes", "image1.scores"}),
+        (_classifier, {"backbone.s16_expanded", "decoder", "image0.scores", "image1.scores"}),
+        (_qb_heat, {"backbone.s16_expanded", "predictor", "decoder", "image0.reconstruction"}),
+    ],
+)
+def test_raw_outputs_of_every_kind_of_model_are_in_it_and_come_again(
+    make_config: Callable[[], CfgNode], expected: set[str]
+) -> None:
+    cfg = make_config()
+    model = build_model(cfg).train()
+    state = torch.random.get_rng_state()
+    first = compute_fingerprint(model, cfg)
+    assert model.training
+    torch.testing.assert_close(torch.random.get_rng_state(), state, rtol=0, atol=0)
+    assert expected <= {output.name for output in first.outputs}
+    torch.rand(7)
+    again = compute_fingerprint(model.eval(), cfg)
+    assert first == again
+    assert all(one.is_same for one in compare_fingerprints(first, again))
+
+
+def test_the_numbers_are_those_of_the_output(tmp_path: Path) -> None:
+    cfg = make_tiny_config()
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    backbone = build_bare_backbone(cfg).eval()
+    (output,) = compute_fingerprint(backbone, cfg).outputs
+    mapper, images = build_mapper(cfg, is_train=False), []
+    for number, pixels in enumerate(draw_images()):
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        entry = mapper({"file_name": f"{tmp_path}/{number}.png", "image_id": number})
+        assert isinstance(entry, dict)
+        images.append(entry["image"].double())
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64).view(3, 1, 1)
+        for v in (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
+    )
+    with torch.no_grad():
+        whole = backbone.double()((torch.stack(images) - mean) / std)["s16_expanded"]
+    assert output.shape == tuple(whole.shape)
+    expected = torch.stack([whole.mean(), whole.std(correction=0)])
+    found = torch.tensor([output.mean, output.std], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    # The sampled places lie a golden section of the output apart.
+    places = [int(math.fmod(k * 0.6180339887498949, 1) * whole.numel()) for k in range(10)]
+    values = torch.tensor(output.values, dtype=torch.float64)
+    torch.testing.assert_close(values, whole.flatten()[places], rtol=1e-5, atol=1e-5)
+    assert output.tolerance == pytest.approx(TOLERANCE * output.std, rel=1e-5)
+
+
+def _turn_channels(model: nn.Module, cfg: CfgNode) -> None:
+    cfg.INPUT.FORMAT = "BGR"
+
+
+def _shift_pixels(model: nn.Module, cfg: CfgNode) -> None:
+    model.pixel_mean += 2.0
+
+
+def _resize_otherwise(model: nn.Module, cfg: CfgNode) -> None:
+    cfg.INPUT.MIN_SIZE_TEST = 96
+
+
+def _change_a_weight(model: nn.Module, cfg: CfgNode) -> None:
+    with torch.no_grad():
+        model.head.bbox_pred.weight *= 1.01
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (_turn_channels, "backbone.p3"),
+        (_shift_pixels, "backbone.p3"),
+        (_resize_otherwise, "backbone.p3"),
+        (_change_a_weight, "head.1.0"),
+    ],
+)
+def test_a_change_is_found_at_the_first_output_that_it_reaches(
+    change: Callable[[nn.Module, CfgNode], None], first: str
+) -> None:
+    cfg = make_retinanet_config()
+    model = build_model(cfg).eval()
+    before = compute_fingerprint(model, cfg)
+    change(model, cfg)
+    deviations = compare_fingerprints(before, compute_fingerprint(model, cfg))
+    assert next(one.output for one in deviations if not one.is_same) == first
+
+
+def test_rounding_in_another_order_is_no_change() -> None:
+    cfg = _mf_detr()
+    model = build_model(cfg).eval()
+    before = compute_fingerprint(model, cfg)
+    model.backbone.to(memory_format=torch.channels_last)
+    after = compute_fingerprint(model, cfg)
+    assert all(one.is_same for one in compare_fingerprints(before, after))
+
+
+def test_missing_outputs_other_shapes_and_other_images_are_said() -> None:
+    cfg = _classifier()
+    whole = compute_fingerprint(build_model(cfg), cfg)
+    other = dataclasses.replace(whole.outputs[0], shape=(1, 2))
+    found = dataclasses.replace(whole, outputs=(other, *whole.outputs[2:]))
+    deviations = compare_fingerprints(whole, found)
+    assert [one.is_same for one in deviations[:3]] == [False, False, True]
+    shape = list(whole.outputs[0].shape)
+    assert deviations[0].note == f"shape [1, 2] instead of {shape}"
+    assert deviations[1].note == "there is no such output"
+    assert Deviation("x", 0.5, 0.5).is_same
+    with pytest.raises(UserError, match="is of version 1, but this package takes those of versi"):
+        compare_fingerprints(whole, dataclasses.replace(whole, version=2))
+
+
+def test_a_model_that_gives_nan_has_no_fingerprint() -> None:
+    cfg = _classifier()
+    model = build_model(cfg)
+    with torch.no_grad():
+        next(model.decoder.parameters()).fill_(math.nan)
+    with pytest.raises(UserError, match="output 'decoder' holds NaN"):
+        compute_fingerprint(model, cfg)
