@@ -2,7 +2,7 @@
 """A trained model with its pre- and post-processing as one module of tensors, ready to export."""
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from detectron2.config import CfgNode
 from torch import Tensor, nn
@@ -124,13 +124,14 @@ def build_deployable(
         UserError: the model's boxes cannot be computed in a graph.
     """
     model.eval()
-    backbone = getattr(model, "backbone", None)
-    if not isinstance(backbone, nn.Module):
+    backbone: Any = getattr(model, "backbone", None)
+    if backbone is None:
         raise UserError(f"{type(model).__name__} has no backbone, and cannot be exported")
     resize: ShortestEdge | CentreSquare = ShortestEdge(
         min_size=cfg.INPUT.MIN_SIZE_TEST, max_size=cfg.INPUT.MAX_SIZE_TEST
     )
     task: Task = "features"
+    outputs: tuple[str, ...]
     head = build_head(model, suppress)
     if head is not None:
         task, outputs = "detection", DETECTION_OUTPUTS

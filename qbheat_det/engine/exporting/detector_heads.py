@@ -88,7 +88,10 @@ class MFDETRHead(nn.Module):
 
 
 class DenseHead(nn.Module):
-    """Anchors, top scores of each level and suppression of overlaps, as Detectron2's RetinaNet."""
+    """Top scores of each level and suppression of overlaps, as Detectron2's RetinaNet and FCOS.
+
+    R is the largest number of detections in an image.
+    """
 
     def __init__(self, model: DenseDetector, *, suppress: Suppress) -> None:
         """
@@ -133,11 +136,12 @@ class DenseHead(nn.Module):
 
     def _predict(self, maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Returns for each level scores (N, HWA, K) and box deltas (N, HWA, 4)."""
-        logits, deltas = self.head(maps)
-        return (
-            [permute_to_N_HWA_K(x, self._num_classes).sigmoid() for x in logits],
-            [permute_to_N_HWA_K(x, 4) for x in deltas],
-        )
+        logits, deltas, *centredness = self.head(maps)
+        scores = [permute_to_N_HWA_K(x, self._num_classes).sigmoid() for x in logits]
+        for own in centredness:  # FCOS says how far a position is from the middle of its object
+            pairs = zip(scores, own, strict=True)
+            scores = [(x * permute_to_N_HWA_K(y, 1).sigmoid()).sqrt() for x, y in pairs]
+        return scores, [permute_to_N_HWA_K(x, 4) for x in deltas]
 
     def _choose(
         self, scores: Tensor, deltas: Tensor, anchors: Tensor

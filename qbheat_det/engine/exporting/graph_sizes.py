@@ -10,11 +10,12 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.jit._trace import is_tracing
 
 
 def size_of(images: Tensor) -> Tensor:
     """Returns (2,), int64: H and W of (N, H, W, C)."""
-    if torch.jit.is_tracing():
+    if is_tracing():
         return torch._shape_as_tensor(images)[1:3]
     return torch.stack([torch.scalar_tensor(n, dtype=torch.int64) for n in images.shape[1:3]])
 
@@ -26,7 +27,7 @@ def as_length(length: Tensor, *, at_least: int = 1) -> int:
         length: int64, on the CPU or not.
         at_least: what it is known not to fall below.
     """
-    if torch.jit.is_tracing():
+    if is_tracing():
         return cast(int, length)  # recorded, where a number would be kept for good
     number = length.item()
     torch._check(number >= at_least)

@@ -47,7 +47,9 @@ def suppress_in_onnx() -> tuple[
 
     ONNX's ``NonMaxSuppression`` knows images and classes itself.
     """
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18  # takes Python's numbers for constants, which its types do not say
 
     @torch.library.custom_op("qbheat_det::suppress", mutates_args=())
     def operator(
