@@ -38,7 +38,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--weights", required=True, metavar="FILE", help="trained weights (.safetensors, .pth)")
+    add(
+        "--weights",
+        required=True,
+        metavar="FILE",
+        help="trained weights (.safetensors, .pth, qbheat://NAME)",
+    )
     add("--output", required=True, type=Path, metavar="FILE", help="the new file (.safetensors)")
     add("--overwrite", action="store_true", help="replace the file if it exists")
     add(

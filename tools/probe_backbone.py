@@ -67,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="extend",
         nargs="+",
         default=[],
-        help="checkpoints, exported backbones, detectors (.safetensors, .pth); repeatable",
+        help="checkpoints, exported backbones, detectors (.safetensors, .pth, qbheat://NAME)",
     )
     add("--random", action="store_true", help="a random initialisation, under SEED (or 0)")
     add("--random-seeds", metavar="SEED", type=int, nargs="+", default=[], help="several of them")

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """tools/zoo.py list and fetch: what is shown, what is brought, and that the help is right."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -9,7 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from qbheat_det.model_zoo import index, places
+from qbheat_det import model_zoo
+from qbheat_det.model_zoo import ZooEntry, index, places
 from qbheat_det.model_zoo.index import save_index
 
 from ..model_zoo.zoo_cases import CONTENT, DETECTOR, make_entry
@@ -108,3 +110,22 @@ def test_every_example_of_the_help_is_understood(zoo: ModuleType) -> None:
     assert len(commands) >= 6
     for command in commands:
         zoo.parse_args(shlex.split(command))
+
+
+def test_every_command_of_the_docs_is_understood(zoo: ModuleType) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text("utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^(?:\w+=\S+ )?python tools/zoo\.py (.*)$", text, flags=re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        zoo.parse_args(shlex.split(command, comments=True))
+
+
+def test_the_docs_name_every_field_of_the_index_and_every_function() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text("utf-8")
+    fields = {field.name for field in dataclasses.fields(ZooEntry)}
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert fields <= named
+    functions = set(re.findall(r"`(\w+)\(", text))
+    assert functions
+    assert functions <= set(model_zoo.__all__)

@@ -22,8 +22,8 @@ def add_subject_flags(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="folder of a run (OUTPUT_DIR), weights (.safetensors, .pth), or figures of probes "
-        "(.json); LABEL=PATH names it",
+        help="folder of a run (OUTPUT_DIR), weights (.safetensors, .pth, qbheat://NAME), or "
+        "figures of probes (.json); LABEL=PATH names it",
     )
     add(
         "--images",
