@@ -25,6 +25,12 @@ examples:
   # the feature maps of a pre-trained backbone
   python tools/export.py --weights output/pretraining/model_final.safetensors \\
       --output backbone.onnx --images photos/
+
+  # several heads on one frozen backbone: encoder.onnx, head_fish.onnx and head_boats.onnx, so that
+  # the encoder runs once an image
+  python tools/export.py --split --output output/shared --images photos/ \\
+      --weights fish=output/fish/model_final.safetensors \\
+      --weights boats=output/boats/model_final.safetensors
 """
 
 import argparse
@@ -41,6 +47,7 @@ warnings.filterwarnings("ignore", message="torch.meshgrid")
 import qbheat_det  # noqa: E402, F401  (registers models and data sets)
 from qbheat_det.engine.exporting.export import export_model  # noqa: E402
 from qbheat_det.engine.exporting.formats import SUFFIXES  # noqa: E402
+from qbheat_det.engine.exporting.split_export import export_split, name_heads  # noqa: E402
 from qbheat_det.engine.prediction import load_run_config  # noqa: E402
 from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
@@ -51,10 +58,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--weights", required=True, help="trained weights (.safetensors, .pth, qbheat://NAME)")
+    add(
+        "--weights",
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="trained weights (.safetensors, .pth, qbheat://NAME); with --split again for each "
+        "head, as NAME=FILE or FILE",
+    )
+    add("--split", action="store_true", help="write encoder and heads as files of their own")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
     add("--format", choices=list(SUFFIXES), help="default: what the ending of --output says")
-    add("--output", required=True, type=Path, metavar="FILE", help=".onnx, .ts or .pt2")
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help=".onnx, .ts or .pt2, or with --split a folder",
+    )
     add("--overwrite", action="store_true", help="replace the file if it exists")
     add(
         "--images",
@@ -74,6 +95,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.tolerance is not None and not args.tolerance > 0:
         parser.error("--tolerance is above 0: files of another runtime never agree to the bit")
+    if len(args.weights) > 1 and not args.split:
+        parser.error("several --weights are for --split, which exports heads that share an encoder")
+    if args.split and args.format not in (None, "onnx"):
+        parser.error("--split writes ONNX")
     return args
 
 
@@ -81,8 +106,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if args.split:
+        export_parts(args)
+        return
     report = export_model(
-        load_run_config(args.weights, args.config_file, device="cpu", opts=args.opts),
+        load_run_config(args.weights[0], args.config_file, device="cpu", opts=args.opts),
         args.output,
         format=args.format or format_of(args.output),
         images=args.images,
@@ -91,6 +119,23 @@ def main(argv: list[str] | None = None) -> None:
     )
     print(report)
     print(f"{args.output}: {args.output.stat().st_size / 2**20:.1f} MiB")
+
+
+def export_parts(args: argparse.Namespace) -> None:
+    reports = export_split(
+        {
+            name: load_run_config(file, args.config_file, device="cpu", opts=args.opts)
+            for name, file in name_heads(args.weights).items()
+        },
+        args.output,
+        images=args.images,
+        tolerance=args.tolerance,
+        overwrite=args.overwrite,
+    )
+    for name, report in reports.items():
+        print(f"{name}:\n{report}\n")
+    for path in sorted(args.output.glob("*.onnx")):
+        print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
 
 
 def format_of(output: Path) -> str:

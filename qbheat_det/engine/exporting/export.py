@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
+from torch import Tensor
 
 from qbheat_det.atomic import check_writable, write_atomically
 from qbheat_det.engine.media import Image, UnreadableMedia, find_media, read_bgr
@@ -79,7 +80,7 @@ def export_model(
             PyTorch; there is then no file.
     """
     _check_output(output, format, overwrite=overwrite)
-    cfg = _on_cpu(cfg)
+    cfg = on_cpu(cfg)
     pictures, source = read_images(cfg, images)
     predictor = build_predictor(cfg)
     is_onnx = format == "onnx"
@@ -127,16 +128,21 @@ def write_model(
         UserError: a package is missing, or the file cannot be written.
     """
     info = dataclasses.replace(deployable.info, tolerance=tolerance)
-    # Of a size that no other number in a network is likely to have.
-    example = torch.arange(2 * 253 * 311 * 3, dtype=torch.int64).view(2, 253, 311, 3) * 37 % 256
-    arguments: Any = (deployable, example.to(torch.uint8), path, info.to_json())
-    with _quiet():
+    arguments: Any = (deployable, example_images(), path, info.to_json())
+    with quiet_exporters():
         if format == "onnx":
             write_onnx(*arguments, outputs=info.outputs, translations=translations)
         elif format == "torchscript":
             write_torchscript(*arguments)
         else:
             write_torch_export(*arguments)
+
+
+def example_images() -> Tensor:
+    """Returns images to follow through a module: (2, 253, 311, 3), uint8."""
+    # Of a size that no other number in a network is likely to have.
+    values = torch.arange(2 * 253 * 311 * 3, dtype=torch.int64).view(2, 253, 311, 3) * 37 % 256
+    return values.to(torch.uint8)
 
 
 def read_images(cfg: CfgNode, named: Sequence[str]) -> tuple[list[Image], str]:
@@ -187,7 +193,7 @@ def _check_output(output: Path, format: str, *, overwrite: bool) -> None:
     check_writable(output)
 
 
-def _on_cpu(cfg: CfgNode) -> CfgNode:
+def on_cpu(cfg: CfgNode) -> CfgNode:
     """Graphs hold the device that they were made on; the CPU's run everywhere."""
     cfg = cfg.clone()
     cfg.defrost()
@@ -196,7 +202,7 @@ def _on_cpu(cfg: CfgNode) -> CfgNode:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_exporters() -> Iterator[None]:
     """Keeps the exporter's notes on its own doings away; its errors are raised as ever."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]

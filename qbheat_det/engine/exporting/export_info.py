@@ -11,6 +11,8 @@ from qbheat_det.errors import UserError
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
 """The one entry of ONNX's ``metadata_props`` that holds all of it, as JSON."""
+SPLIT_KEY = f"{METADATA_KEY}_split"
+"""A second entry, of the parts of a split export: which encoder, and which sizes, as JSON."""
 METADATA_FILE = f"{METADATA_KEY}.json"
 """The same, as an extra file inside TorchScript and torch.export archives."""
 _FORMAT = 1

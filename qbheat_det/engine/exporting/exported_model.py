@@ -17,7 +17,7 @@ from detectron2.structures import Boxes, Instances
 
 from qbheat_det.errors import UserError
 
-from .export_info import METADATA_FILE, METADATA_KEY, ExportInfo
+from .export_info import METADATA_FILE, METADATA_KEY, SPLIT_KEY, ExportInfo
 
 Array = npt.NDArray[Any]
 Outputs = dict[str, Array]
@@ -109,30 +109,51 @@ def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
 
 class _OnnxModel(ExportedModel):
     def __init__(self, path: Path, device: str | None) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
+        self._session, metadata = open_session(path, device)
+        if SPLIT_KEY in metadata:
             raise UserError(
-                f"'{path}' needs onnxruntime, which is not installed: pip install onnxruntime"
-            ) from error
-        wanted = {None: _PROVIDERS, "cpu": _PROVIDERS[1:], "cuda": _PROVIDERS[:1]}[device]
-        providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
-        if not providers:
-            raise UserError(
-                "device 'cuda' was asked for, but this onnxruntime knows no GPU: install "
-                "onnxruntime-gpu, or use --device cpu"
+                f"'{path}' is one part of an encoder and heads in files of their own: open their "
+                "folder with qbheat_det.engine.exporting.split_model.SplitModel"
             )
-        try:
-            self._session = onnxruntime.InferenceSession(str(path), providers=providers)
-        except Exception as error:  # onnxruntime's errors share no base of their own
-            raise _damaged(path, error) from error
-        metadata = self._session.get_modelmeta().custom_metadata_map
         self.path = path
         self.info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
 
     def _run(self, images: npt.NDArray[np.uint8]) -> Outputs:
         names = [output.name for output in self._session.get_outputs()]
         return dict(zip(names, self._session.run(names, {"images": images}), strict=True))
+
+
+def open_session(path: Path, device: str | None) -> tuple[Any, dict[str, str]]:
+    """Opens an ONNX file.
+
+    Args:
+        path: of the file.
+        device: see ``ExportedModel.open``.
+
+    Returns:
+        An ``onnxruntime.InferenceSession``, and the file's ``metadata_props``.
+
+    Raises:
+        UserError: onnxruntime is not installed or has no such device, or the file is damaged.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(
+            f"'{path}' needs onnxruntime, which is not installed: pip install onnxruntime"
+        ) from error
+    wanted = {None: _PROVIDERS, "cpu": _PROVIDERS[1:], "cuda": _PROVIDERS[:1]}[device]
+    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    if not providers:
+        raise UserError(
+            "device 'cuda' was asked for, but this onnxruntime knows no GPU: install "
+            "onnxruntime-gpu, or use --device cpu"
+        )
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=providers)
+    except Exception as error:  # onnxruntime's errors share no base of their own
+        raise _damaged(path, error) from error
+    return session, session.get_modelmeta().custom_metadata_map
 
 
 class _TorchModel(ExportedModel):
