@@ -13,6 +13,7 @@ from qbheat_det.checkpoint.checkpointer import check_promise
 
 logger = logging.getLogger(__name__)
 _DECODER = "decoder."
+_TOKENS = "tokens"  # a parameter that every Mobile-Former has, at its top
 
 
 def names_for_timm(
@@ -32,6 +33,32 @@ def names_for_timm(
     if not names:
         return dict(state)
     return {**{short: state[name] for name, short in names.items()}, **_linear_layer(state)}
+
+
+def names_for_package(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gives the tensors of a Mobile-Former that timm has built the names of an ``ImageClassifier``.
+
+    Args:
+        state: tensors by name, with or without a prefix of all.
+
+    Returns:
+        The backbone's as "backbone.…", which every model on it takes over, and of the classifier
+        "decoder.classifier.…"; nothing where there is no such network.
+    """
+    prefixes = [name.removesuffix(_TOKENS) for name in state if name.endswith(_TOKENS)]
+    if len(prefixes) != 1:
+        return {}
+    inside = {
+        name.removeprefix(prefixes[0]): tensor
+        for name, tensor in state.items()
+        if name.startswith(prefixes[0])
+    }
+    if "stem.weight" not in inside:
+        return {}
+    return {
+        f"{_DECODER if name.startswith('classifier.') else 'backbone.'}{name}": tensor
+        for name, tensor in inside.items()
+    }
 
 
 def _linear_layer(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

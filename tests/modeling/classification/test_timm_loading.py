@@ -1,0 +1,177 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Weights of the package in Mobile-Formers that timm builds, and what timm knows of the zoo."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from torch import Tensor
+
+from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.config import get_cfg
+from qbheat_det.errors import UserError
+from qbheat_det.model_zoo import ZooEntry, list_entries, timm_name
+from qbheat_det.model_zoo.timm_tags import add_entries
+from qbheat_det.modeling.backbone.mobile_former import arch_from_config
+from qbheat_det.modeling.classification import TimmMobileFormer
+from tests.engine.gradient_cases import BLOCKS
+
+MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
+
+
+def _config(values: dict[str, Any] | None = None) -> CfgNode:
+    cfg = get_cfg()
+    defaults = {
+        "MODEL.META_ARCHITECTURE": "ImageClassifier",
+        "MODEL.DEVICE": "cpu",
+        "MODEL.BACKBONE.NAME": "MobileFormer",
+        "MODEL.BACKBONE.FREEZE_AT": 0,
+        "MODEL.MOBILE_FORMER.VARIANT": "custom",
+        "MODEL.MOBILE_FORMER.BLOCKS": BLOCKS[:4],
+        "MODEL.MOBILE_FORMER.STEM_CHANNELS": 8,
+        "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": 32,
+        "MODEL.MOBILE_FORMER.TOKEN_DIM": 16,
+        "MODEL.MOBILE_FORMER.OUT_FEATURES": ["s8_expanded", "tokens"],
+        "MODEL.CLASSIFIER.IN_FEATURE": "s8_expanded",
+        "MODEL.CLASSIFIER.NUM_CLASSES": 5,
+        "INPUT.PRETRAIN.SIZE": 32,
+    }
+    for key, value in {**defaults, **(values or {})}.items():
+        cfg.merge_from_list([key, value])
+    return cfg
+
+
+def _save_classifier(path: Path, cfg: CfgNode, **info: Any) -> Any:
+    model = build_model(cfg).eval()
+    for name, buffer in model.named_buffers():  # as after training
+        if name.endswith(("running_mean", "running_var")):
+            buffer.copy_(torch.rand_like(buffer) + 0.5)
+    settings = {"pixel_format": "RGB", "pixel_mean": MEAN, "pixel_std": STD, **info}
+    save_weights(str(path), model.state_dict(), WeightsInfo(**settings))
+    return model
+
+
+def _timm_model(cfg: CfgNode, **kwargs: Any) -> TimmMobileFormer:
+    model = TimmMobileFormer(arch=arch_from_config(cfg), **kwargs).eval()
+    model.pretrained_cfg = {}
+    return model
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_linear_classifier_gives_its_scores(path: Path, normalize: bool) -> None:
+    cfg = _config({"MODEL.CLASSIFIER.NORMALIZE": normalize})
+    trained = _save_classifier(path, cfg)
+    model = _timm_model(cfg, num_classes=5)
+    model.load_pretrained(str(path))
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), trained.classify(images))
+    assert model.pretrained_cfg == {
+        "mean": tuple(value / 255 for value in MEAN),
+        "std": tuple(value / 255 for value in STD),
+    }
+
+
+def test_a_classifier_of_bgr_images_reads_rgb_after_loading(path: Path) -> None:
+    cfg = _config()
+    trained = _save_classifier(path, cfg, pixel_format="BGR")
+    model = _timm_model(cfg, num_classes=5)
+    model.load_pretrained(str(path))
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), trained.classify(images.flip(1)))
+    assert model.pretrained_cfg["mean"] == tuple(value / 255 for value in reversed(MEAN))
+
+
+@pytest.mark.parametrize("kind", ["other classes", "transformer decoder", "backbone alone"])
+def test_without_a_classifier_that_fits_the_backbone_is_taken_over(path: Path, kind: str) -> None:
+    decoder = "transformer" if kind == "transformer decoder" else "linear"
+    cfg = _config({"MODEL.CLASSIFIER.DECODER": decoder, "MODEL.CLASSIFIER.WIDTH": 64})
+    trained = _save_classifier(path, cfg)
+    if kind == "backbone alone":
+        save_weights(str(path), trained.backbone.state_dict(), WeightsInfo())
+    model = _timm_model(cfg, num_classes=7 if kind == "other classes" else 5)
+    before = {key: value.clone() for key, value in model.get_classifier().state_dict().items()}
+    model.load_pretrained(str(path))
+    torch.testing.assert_close(dict(model.get_classifier().state_dict()), before, rtol=0, atol=0)
+    own = model.state_dict()
+    expected = trained.backbone.state_dict()
+    torch.testing.assert_close({k: own[k] for k in expected}, dict(expected), rtol=0, atol=0)
+
+
+def test_grey_images_are_read_by_the_sum_of_the_first_layers_channels(path: Path) -> None:
+    cfg = _config()
+    trained = _save_classifier(path, cfg)
+    model = _timm_model(cfg, num_classes=0, in_chans=1)
+    model.load_pretrained(str(path))
+    weight: Tensor = trained.backbone.stem.weight.detach()
+    torch.testing.assert_close(model.stem.weight.detach(), weight.sum(dim=1, keepdim=True))
+
+
+def test_a_backbone_of_other_widths_is_refused_and_nothing_is_changed(path: Path) -> None:
+    _save_classifier(path, _config())
+    other = _timm_model(_config({"MODEL.MOBILE_FORMER.TOKEN_DIM": 32}), num_classes=0)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(UserError, match="of another shape"):
+        other.load_pretrained(str(path))
+    torch.testing.assert_close(dict(other.state_dict()), before, rtol=0, atol=0)
+
+
+def _entry(name: str) -> ZooEntry:
+    return ZooEntry(
+        name=name,
+        task="pretraining",
+        summary="A test.",
+        config="a.yaml",
+        file="a.safetensors",
+        sha256="0" * 64,
+        size=1,
+        num_params=1,
+        madds=1,
+        madds_input=(32, 32),
+        data="",
+        data_licence="",
+        licence="cc0-1.0",
+        command="",
+        commit="0" * 40,
+        date="2026-01-01",
+    )
+
+
+def test_entries_of_the_zoo_are_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [_entry(name) for name in ("qb_heat/285M_toy.2", "x/3.7G", "timm/resnet50_toy")]
+    assert [timm_name(entry) for entry in entries] == [
+        "mobile_former_285m.qb_heat_toy_2",
+        "mobile_former_3_7g.x",
+        "",
+    ]
+    asked: list[str] = []
+    monkeypatch.setattr(
+        TimmMobileFormer, "load_pretrained", lambda self, path, prefix="": asked.append(path)
+    )
+    try:
+        add_entries(entries)
+        tags = timm.list_models("mobile_former*", pretrained=True)
+        assert tags == ["mobile_former_3_7g.x", "mobile_former_285m.qb_heat_toy_2"]
+        with torch.device("meta"):
+            model = timm.create_model(tags[1], pretrained=True)
+            plain = timm.create_model("mobile_former_285m")
+    finally:
+        add_entries(list_entries())
+    assert asked == ["qbheat://qb_heat/285M_toy.2"]
+    assert (model.num_classes, plain.num_classes) == (0, 1000)
+    assert model.pretrained_cfg["license"] == "cc0-1.0"
+
+
+def test_weights_without_a_name_are_refused() -> None:
+    with pytest.raises(UserError, match="'mobile_former_1g' alone names no weights"):
+        timm.create_model("mobile_former_1g", pretrained=True)
