@@ -10,9 +10,12 @@ import pytest
 import torch
 from detectron2.config import CfgNode
 
+import qbheat_det.engine.zoo.add as add_module
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.engine.zoo.add import Origin, add_entry
-from qbheat_det.model_zoo import ZooEntry, index, places
+from qbheat_det.engine.zoo.trained_model import Costs, TrainedModel, count_costs, open_trained
+from qbheat_det.model_zoo import Fingerprint, ZooEntry, index, places
+from qbheat_det.model_zoo.fingerprint import compute_fingerprint
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 from tests.modeling.tiny_pretraining import make_tiny_config
 
@@ -64,6 +67,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     info = WeightsInfo.from_config(cfg, iteration=7, commit="c0ffee12-dirty")
     save_weights(str(path), state, info)
     return Trained(path, cfg, state)
+
+
+@pytest.fixture(scope="session")
+def opened(trained: Trained) -> tuple[TrainedModel, Costs, Fingerprint]:
+    """That backbone with what is found of it, for tests that look at something else."""
+    model = open_trained(str(trained.path))
+    return model, count_costs(model), compute_fingerprint(model.model, model.cfg)
+
+
+@pytest.fixture
+def quick(opened: tuple[TrainedModel, Costs, Fingerprint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ``add_entry`` find at once what it would find."""
+    model, costs, fingerprint = opened
+    monkeypatch.setattr(add_module, "open_trained", lambda path: model)
+    monkeypatch.setattr(add_module, "count_costs", lambda trained: costs)
+    monkeypatch.setattr(add_module, "compute_fingerprint", lambda *args: fingerprint)
+    real = add_module.load_run_config
+
+    def load(path: str, **more: Any) -> CfgNode:
+        return model.cfg if Path(path).is_file() else real(path, **more)
+
+    monkeypatch.setattr(add_module, "load_run_config", load)
 
 
 @pytest.fixture
