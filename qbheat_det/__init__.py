@@ -2,10 +2,12 @@
 """Mobile-Former, MF-DETR and QB-Heat on Detectron2.
 
 Importing the package registers its backbones, meta-architectures, the toy data set and the
-addresses of the model zoo's weights; nothing else happens.
+addresses of the model zoo's weights, and imports what ``$QBHEAT_IMPORT`` names; nothing else
+happens.
 """
 
 from ._detectron2 import require_detectron2
+from ._own_modules import import_own_modules
 
 require_detectron2()  # a sentence that says how to get it, before the imports that need it
 
@@ -14,3 +16,5 @@ from .config import add_qbheat_config, get_cfg  # noqa: E402
 
 __all__ = ["add_qbheat_config", "data", "get_cfg", "model_zoo", "modeling"]
 __version__ = "0.1.0"
+
+import_own_modules()  # last: they may import all of the above

@@ -33,6 +33,7 @@ FLOORS = {
     "atomic": 1,
     "errors": 0,
     "_detectron2": 0,
+    "_own_modules": 0,
 }
 # These collect what is below them, for registration, and belong to no floor.
 EXEMPT = ("__init__.py", "modeling/__init__.py")

@@ -1,0 +1,160 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The tutorial's blocks are run as they stand: the model, its recipe, its commands, its count."""
+
+import importlib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from detectron2.data import DatasetCatalog
+from detectron2.modeling import META_ARCH_REGISTRY, build_model
+
+from qbheat_det._own_modules import import_own_modules
+from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
+from qbheat_det.modeling.meta_arch import QBHeat
+
+from .engine.conftest import forget_runs
+from .engine.tiny_pretraining import TINY_ENCODER
+from .engine.tiny_training import make_data
+from .modeling.tiny_pretraining import make_tiny_config
+from .tool_modules import load_tool
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "your_own_model.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.DOTALL)
+MODEL, COUNT = (text for kind, text in BLOCKS if kind == "python")
+(RECIPE,) = (text for kind, text in BLOCKS if kind == "yaml")
+COMMANDS = [
+    shlex.split(line)
+    for kind, text in BLOCKS
+    if kind == "bash"
+    for line in text.replace("\\\n", " ").splitlines()
+]
+FAST = {
+    **TINY_ENCODER,
+    "SOLVER.EPOCHS": "0.0",
+    "SOLVER.MAX_ITER": "2",
+    "SOLVER.IMS_PER_BATCH": "2",
+    "DATALOADER.NUM_WORKERS": "0",
+    "INPUT.MIN_SIZE_TRAIN": "(64,)",
+    "INPUT.MIN_SIZE_TEST": "64",
+    "TEST.EVAL_EPOCHS": "0.0",
+    "MODEL.DEVICE": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the page's reader works: their two files, the configs, and pre-trained weights."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "mine").mkdir()
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "mine" / "centres.py").write_text(MODEL, encoding="utf-8")
+    (folder / "mine" / "centres.yaml").write_text(RECIPE, encoding="utf-8")
+    cfg = make_tiny_config()
+    cfg.merge_from_list([word for pair in TINY_ENCODER.items() for word in pair])
+    state, info = build_model(cfg).state_dict(), WeightsInfo(left_behind=QBHeat.left_behind)
+    (folder / "output" / "pretraining").mkdir(parents=True)
+    save_weights(str(folder / "output/pretraining/model_final.safetensors"), state, info)
+    return folder
+
+
+@pytest.fixture
+def _in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The folder is the current one, and the model registered as every tool does it."""
+    variables = dict(word.split("=") for word in COMMANDS[0][1:])
+    assert COMMANDS[0][0] == "export"
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder / variables["PYTHONPATH"]))
+    monkeypatch.setenv("QBHEAT_IMPORT", variables["QBHEAT_IMPORT"])
+    import_own_modules()
+    yield
+    forget_runs()
+    sys.modules.pop("centres")
+    META_ARCH_REGISTRY._obj_map.pop("CentrePoints")
+
+
+def _run(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    assert command[:2] == ["python", "tools/train_net.py"]
+    forget_runs()
+    tool = load_tool("train_net")
+    results: list[Any] = []
+    monkeypatch.setattr(tool, "run_distributed", lambda main, args: results.append(main(args)))
+    files = str(data / "annotations.json"), str(data / "images")
+    flags = [word for part in ("train", "val") for word in (f"--{part}-json", files[0])]
+    flags += [word for part in ("train", "val") for word in (f"--{part}-images", files[1])]
+    fast = [word for pair in FAST.items() for word in pair]
+    monkeypatch.setattr(sys, "argv", [*command[1:], *fast, *flags])
+    tool.invoke_main()
+    return results[0]
+
+
+@pytest.mark.usefixtures("_in_place")
+def test_the_page_trains_evaluates_tunes_probes_and_counts(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = make_data(tmp_path)
+    train, evaluate, tune, probe = COMMANDS[1:]
+    trained = _run(train, data, monkeypatch)
+    assert json.dumps(_run(evaluate, data, monkeypatch)) == json.dumps(trained)
+    assert "AP" in trained["bbox"]
+    _run(tune, data, monkeypatch)
+    _run(probe, data, monkeypatch)
+    before, _ = read_weights("output/pretraining/model_final.safetensors")
+    after, _ = read_weights("output/probe/model_final.safetensors")
+    backbone = [key for key in after if key.startswith("backbone.")]
+    assert backbone
+    for key in backbone:  # taken whole, and frozen
+        torch.testing.assert_close(after[key], before[key], rtol=0, atol=0)
+    records = json.loads((data / "annotations.json").read_text())["images"]
+    name = str(data / "images" / records[0]["file_name"])
+    monkeypatch.setattr(DatasetCatalog, "get", lambda _: [{"file_name": name}])
+    capsys.readouterr()
+    exec(compile(COUNT, "your_own_model.md", "exec"), {})
+    assert re.search(r"^objects: \d+\n$", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+@pytest.mark.usefixtures("_in_place")
+def test_a_hill_of_heat_is_read_back_as_its_box() -> None:
+    model = importlib.import_module("centres").CentrePoints
+    heat = torch.full((1, 2, 8, 12), 0.1)
+    heat[0, 1, 3, 5], heat[0, 1, 3, 6] = 0.9, 0.8  # the second is no peak
+    size = torch.zeros(1, 2, 8, 12)
+    size[0, :, 3, 5] = torch.tensor([4.0, 2.0]).log()
+    reader = type("Reader", (), {"max_found": 1, "stride": 8})()
+    (found,) = model.inference(reader, heat, size, [(64, 96)])
+    # The middle of cell (5, 3) is (5.5, 3.5) · 8; the box is 4 x 2 cells.
+    expected = torch.tensor([[44 - 16.0, 28 - 8, 44 + 16, 28 + 8]])
+    torch.testing.assert_close(found.pred_boxes.tensor, expected)
+    assert (found.pred_classes.tolist(), found.scores.tolist()) == ([1], [pytest.approx(0.9)])
+
+
+def test_the_recipe_is_short_and_plain() -> None:
+    assert yaml.safe_load(RECIPE)["MODEL"]["META_ARCHITECTURE"] == "CentrePoints"
+    assert len(PAGE.splitlines()) < 220
+
+
+def test_a_module_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QBHEAT_IMPORT", "json, nowhere_to_be_found")
+    with pytest.raises(ImportError, match=r"'nowhere_to_be_found'.*on PYTHONPATH"):
+        import_own_modules()
+
+
+def test_what_a_module_of_ones_own_lacks_is_said_by_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_with_a_gap.py").write_text("import absent_library\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("QBHEAT_IMPORT", "mine_with_a_gap")
+    with pytest.raises(ModuleNotFoundError, match="absent_library"):
+        import_own_modules()
