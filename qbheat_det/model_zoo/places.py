@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -115,22 +116,19 @@ def _what_to_put_where(entry: ZooEntry) -> str:
     )
 
 
-class _locked:
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
     """Holds a file's lock, so that one process at a time fetches it."""
-
-    def __init__(self, target: Path) -> None:
-        self._lock = FileLock(target.with_name(f".{target.name}.lock"))
-        self._name = target.name
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire(timeout=0.1)
-        except Timeout:
-            logger.info("Waiting for another process that is fetching '%s'", self._name)
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    try:
+        lock.acquire(timeout=0.1)
+    except Timeout:
+        logger.info("Waiting for another process that is fetching '%s'", target.name)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _remotes(entry: ZooEntry) -> Iterator[Callable[[Path], None]]:
