@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from detectron2.config import CfgNode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,19 +41,25 @@ def _load_mf_detr(variant: str, num_blocks: list[int]) -> Callable[[], Forward]:
     from detectron2.modeling import build_model
 
     import qbheat_det  # noqa: F401  (registers the model)
-    from qbheat_det.config import get_cfg
 
     def build() -> Forward:
-        cfg = get_cfg()
-        cfg.MODEL.META_ARCHITECTURE = "MFDETR"
-        cfg.MODEL.BACKBONE.NAME = "MobileFormer"
-        cfg.MODEL.BACKBONE.FREEZE_AT = 0
-        cfg.MODEL.MOBILE_FORMER.VARIANT = variant
-        cfg.MODEL.MF_DETR.NUM_BLOCKS = num_blocks
-        cfg.MODEL.DEVICE = "cpu"
-        return _detectron2_forward(build_model(cfg).eval())
+        return _detectron2_forward(build_model(mf_detr_config(variant, num_blocks)).eval())
 
     return build
+
+
+def mf_detr_config(variant: str, num_blocks: list[int]) -> CfgNode:
+    """Returns the config of an MF-DETR, for the CPU."""
+    from qbheat_det.config import get_cfg
+
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE = "MFDETR"
+    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.MOBILE_FORMER.VARIANT = variant
+    cfg.MODEL.MF_DETR.NUM_BLOCKS = num_blocks
+    cfg.MODEL.DEVICE = "cpu"
+    return cfg
 
 
 def _load_retinanet_r50() -> Callable[[], Forward]:

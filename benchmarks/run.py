@@ -18,6 +18,7 @@ from qbheat_det.errors import UserError, exit_with_sentence
 BENCHMARKS = {
     "latency": "seconds a forward of 285M + 211 and 3.7G + 522 beside DETR-R50 and RetinaNet-R50",
     "memory": "peak memory of the same forward passes",
+    "exported": "image in, boxes out: an exported ONNX file in onnxruntime beside PyTorch",
     "trainer_overhead": "a training step of 285M + 211 beyond forward, backward and optimizer",
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training_help": "a training step of MF-Dec-211 with each training-only help beside none",
@@ -59,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             rows = benchmark.run(quick=args.quick, threads=args.threads)
         except ModuleNotFoundError as error:
+            extra = "export" if str(error.name).startswith("onnx") else "bench"
             raise UserError(
-                f"the benchmark '{name}' needs {error.name}; install the extra 'bench'"
+                f"the benchmark '{name}' needs {error.name}; install the extra '{extra}'"
             ) from error
         write_results(rows, folder / f"{name}.json")
         results += rows
