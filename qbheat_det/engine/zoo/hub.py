@@ -150,6 +150,4 @@ def _ask(repository: str, request: Callable[[], T]) -> T:
             if isinstance(error, HfHubHTTPError) and status in (401, 403)
             else ""
         )
-        raise UserError(
-            f"the hub does not take or give '{repository}': {reason}{advice}"
-        ) from error
+        raise UserError(f"the hub refuses '{repository}': {reason}{advice}") from error
