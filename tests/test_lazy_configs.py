@@ -29,6 +29,7 @@ from .engine.tiny_training import make_data
 from .lazy_cases import CONFIGS, LAZY, TOYS, load_small_twins, load_twins, name
 from .modeling.tiny_pretraining import make_inputs
 
+DETECTORS = [path for path in TOYS if not path.name.startswith("qb_heat")]
 TRAIN, VAL, IMAGES = "lazy_train", "lazy_val", "lazy_images"
 
 
@@ -218,6 +219,23 @@ def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) 
     assert (resumed.start_iter, resumed.iter) == (2, 3)
     content = torch.load(tmp_path / "model_final.pth", weights_only=True)
     assert math.isfinite(sum(float(value.sum()) for value in content["model"].values()))
+
+
+@pytest.mark.parametrize("path", DETECTORS, ids=name)
+def test_detectron2s_checkpointer_loads_the_whole_pre_trained_backbone(
+    path: Path, tmp_path: Path
+) -> None:
+    (qb_heat,) = set(TOYS) - set(DETECTORS)
+    pretrained = instantiate(load_small_twins(qb_heat)[0].model)
+    file = str(tmp_path / "model_final.pth")
+    torch.save({"model": pretrained.state_dict()}, file)
+    model = instantiate(load_small_twins(path)[0].model)
+    DetectionCheckpointer(model).load(file)
+    backbone = getattr(model.backbone, "bottom_up", model.backbone)
+    expected = pretrained.backbone.state_dict()
+    assert len(backbone.state_dict()) > 100
+    for key, value in backbone.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
 
 
 def test_its_evaluator_evaluates_it(tmp_path: Path) -> None:

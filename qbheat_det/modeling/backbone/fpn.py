@@ -8,6 +8,8 @@ MF-285M (Table 14); its P6 is not the same for all three sizes and cannot be rec
 detectors hand over no image sizes, so on this pyramid padding counts as image, as it does there.
 """
 
+from typing import Any
+
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
@@ -55,6 +57,32 @@ class StridedLevels(nn.Module):
         return levels
 
 
+def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
+    """Returns Detectron2's FPN that takes weights of the bare backbone for those of ``bottom_up``.
+
+    Weights of a pre-training have no pyramid in their names. The package's own checkpointer knows
+    that; Detectron2's, in its own tools, would load nothing and warn.
+
+    Args:
+        bottom_up: the backbone.
+        kwargs: as for ``FPN``.
+    """
+    fpn = FPN(bottom_up=bottom_up, **kwargs)
+    fpn.register_load_state_dict_pre_hook(_put_bare_backbone_below)
+    return fpn
+
+
+def _put_bare_backbone_below(
+    fpn: FPN, state_dict: dict[str, Tensor], prefix: str, *_: Any, **__: Any
+) -> None:
+    below = f"{prefix}bottom_up."
+    if any(name.startswith(below) for name in state_dict):
+        return
+    for name in fpn.bottom_up.state_dict():
+        if f"{prefix}{name}" in state_dict:
+            state_dict[f"{below}{name}"] = state_dict.pop(f"{prefix}{name}")
+
+
 @BACKBONE_REGISTRY.register()
 def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of ``MODEL.FPN.BOTTOM_UP``.
@@ -75,7 +103,7 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     node = cfg.MODEL.FPN
     bottom_up = _build_bottom_up(cfg, input_shape, name)
     stride = bottom_up.output_shape()[node.IN_FEATURES[-1]].stride
-    return FPN(
+    return pyramid_on(
         bottom_up=bottom_up,
         in_features=node.IN_FEATURES,
         out_channels=node.OUT_CHANNELS,
