@@ -50,6 +50,7 @@ from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
     classify_exported,
     config_of,
     is_exported,
+    open_exported,
 )
 from qbheat_det.engine.image_classes import classify_files, is_classifier  # noqa: E402
 from qbheat_det.engine.media import Image, MediaFile, find_media  # noqa: E402
@@ -94,7 +95,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 @exit_with_sentence
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    exported = open_exported(args) if is_exported(args.weights) else None
+    exported = open_file(args) if is_exported(args.weights) else None
     cfg = (
         config_of(exported)
         if exported
@@ -136,13 +137,13 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if run.report.skipped else 0
 
 
-def open_exported(args: argparse.Namespace) -> ExportedModel:
+def open_file(args: argparse.Namespace) -> ExportedModel:
     if args.config_file or args.opts:
         raise UserError(
             f"'{args.weights}' was exported with its config inside, which is fixed: leave out "
             "--config-file and config overrides, or export the weights again with them"
         )
-    return ExportedModel.open(args.weights, device=args.device)
+    return open_exported(args.weights, device=args.device)
 
 
 def classify(

@@ -2,6 +2,7 @@
 """Predicting on files with an exported model, in the place of one that was built from weights."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.structures import Instances
@@ -12,11 +13,27 @@ from qbheat_det.engine.run_config import load_embedded_config
 from qbheat_det.errors import UserError
 
 from .exported_model import EXPORTED_SUFFIXES, ExportedModel
+from .split_model import ENCODER, HEAD_PREFIX, SplitModel
 
 
 def is_exported(weights: str) -> bool:
     """Whether a path is called as exported files are, rather than as weights."""
     return weights.lower().endswith(EXPORTED_SUFFIXES)
+
+
+def open_exported(path: str, *, device: str | None = None) -> ExportedModel:
+    """Opens an exported file; a head of a split export together with the encoder beside it.
+
+    Raises:
+        UserError: see ``ExportedModel.open`` and ``SplitModel.open``.
+    """
+    file = Path(path)
+    if file.name.startswith(HEAD_PREFIX) and (file.parent / ENCODER).is_file():
+        parts = SplitModel.open(file.parent, device=device)
+        name = file.stem[len(HEAD_PREFIX) :]
+        if name in parts.infos:
+            return parts.head(name)
+    return ExportedModel.open(file, device=device)
 
 
 class ExportedPredictor:

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +163,8 @@ def _take_head(model: DeployableModel) -> SplitHead:
         return SplitHead(names=read, pyramid=None, head=model.head).eval()
     # A pyramid calls what stands below it; here that has been called before.
     pyramid = copy.deepcopy(backbone, {id(bottom_up): nn.Identity()})
-    return SplitHead(names=backbone.in_features, pyramid=pyramid, head=model.head).eval()
+    names: Any = backbone.in_features
+    return SplitHead(names=names, pyramid=pyramid, head=model.head).eval()
 
 
 def _read_by(model: DeployableModel) -> list[str]:

@@ -116,8 +116,7 @@ def export_split(
         for path in old:
             path.unlink()
         for path in sorted(written.iterdir()):
-            content = path.read_bytes()
-            write_atomically(folder / path.name, lambda stream, c=content: stream.write(c))
+            _copy(path, folder / path.name)
     return reports
 
 
@@ -200,6 +199,11 @@ def _compare(
             f"PyTorch gives to {allowed:g} (--tolerance)\n{table_of(rows, task, allowed)}"
         )
     return ExportReport(folder / f"{HEAD_PREFIX}{name}.onnx", rows, task, allowed, source)
+
+
+def _copy(source: Path, target: Path) -> None:
+    content = source.read_bytes()
+    write_atomically(target, lambda stream: stream.write(content))
 
 
 def _without_padding(pictures: Sequence[Image], cfg: CfgNode, multiple_of: int) -> list[Image]:

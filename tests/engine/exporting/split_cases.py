@@ -58,7 +58,23 @@ _TWO_CLASSES: dict[str, Any] = {
     "MODEL.CLASS_NAMES": ["cat", "dog"],
     "MODEL.CATEGORY_IDS": [17, 18],
 }
+_CLASSIFIER: dict[str, Any] = {
+    "MODEL.META_ARCHITECTURE": "ImageClassifier",
+    "MODEL.BACKBONE.NAME": "TwoMaps",
+    "MODEL.CLASSIFIER.IN_FEATURE": "s16",
+    "MODEL.CLASSIFIER.NUM_CLASSES": 3,
+    "MODEL.CLASS_NAMES": ["red", "green", "blue"],
+    "INPUT.DATASET_MAPPER_NAME": "classify",
+    "INPUT.PRETRAIN.SIZE": 32,
+}
+_TWO_LABELS: dict[str, Any] = {
+    **_CLASSIFIER,
+    "MODEL.CLASSIFIER.NUM_CLASSES": 2,
+    "MODEL.CLASS_NAMES": ["day", "night"],
+}
 KINDS = {
+    "classifier": _CLASSIFIER,
+    "two_labels": _TWO_LABELS,
     "retinanet": _RETINANET,
     "mf_detr": _MF_DETR,
     "two_maps": _TWO_MAPS,
