@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from qbheat_det.config import get_config_path
 from qbheat_det.data import build_mapper, register_coco_images, register_coco_json
+from qbheat_det.errors import UserError
 from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule
 
 from .engine.conftest import forget_runs
@@ -244,3 +245,21 @@ def test_its_evaluator_evaluates_it(tmp_path: Path) -> None:
     model = instantiate(cfg.model).eval()
     loaders = instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
     assert "AP" in inference_on_dataset(model, *loaders)["bbox"]
+
+
+def test_the_page_on_lazy_configs_lists_them_and_its_example_runs() -> None:
+    page = (CONFIGS.parent / "docs" / "lazy_configs.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:coco|quick_schedules|ImageNet-\w+)/\w+\.py)`", page))
+    assert named == {f"{name(path)}.py" for path in LAZY}
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(example, "lazy_configs.md", "exec"), scope)
+    with torch.device("meta"):
+        model = instantiate(scope["cfg"].model)
+    assert model.head.cls_score.out_channels == 9 * 20
+    assert model.backbone.bottom_up.output_shape()["s16"].channels == 480
+
+
+def test_a_lazy_config_that_is_not_there_is_told_its_nearest() -> None:
+    with pytest.raises(UserError, match=r"did you mean lazy/coco/fcos_285M\.py"):
+        get_config_path("lazy/coco/fcos_285.py")

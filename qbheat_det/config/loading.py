@@ -21,10 +21,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def get_config_path(name: str) -> str:
-    """Returns the path of a YAML that travels with the package.
+    """Returns the path of a config that travels with the package.
 
     Args:
-        name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``.
+        name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``, or of a
+            LazyConfig ``"lazy/coco/mf_detr_211_285M_probe.py"``.
 
     Raises:
         UserError: there is no such file; the sentence names the nearest ones.
@@ -34,7 +35,8 @@ def get_config_path(name: str) -> str:
     for root in roots:
         if (root / name).is_file():
             return str(root / name)
-    known = sorted({str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")})
+    pattern = "lazy/**/*.py" if name.endswith(".py") else "**/*.yaml"
+    known = sorted({str(path.relative_to(root)) for root in roots for path in root.glob(pattern)})
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
     raise UserError(f"no config named '{name}'; did you mean {', '.join(near)}?")
 
