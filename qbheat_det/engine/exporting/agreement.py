@@ -178,7 +178,7 @@ def _compare(
 ) -> None:
     row.num_images += 1
     if model.info.task == "detection":
-        _compare_boxes(row, got, wanted, model.info.score_threshold, size, tolerance)
+        compare_boxes(row, got, wanted, model.info.score_threshold, size, tolerance)
         return
     if got.keys() != wanted.keys():
         raise UserError(f"'{model.path}' gives {[*got]}, and the model {[*wanted]}")
@@ -189,7 +189,7 @@ def _compare(
         row.num_values += value.size
 
 
-def _compare_boxes(
+def compare_boxes(
     row: Agreement,
     got: Outputs,
     wanted: Outputs,

@@ -1,0 +1,165 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Files of each format agree with PyTorch at sizes they were not written at, or are refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from PIL import Image
+
+from qbheat_det.engine.exporting import ExportedModel
+from qbheat_det.engine.exporting import export as export_module
+from qbheat_det.engine.exporting.agreement import Agreement, compare_boxes, table_of
+from qbheat_det.engine.exporting.deployable import DeployableModel
+from qbheat_det.engine.exporting.export import ExportReport, export_model
+from qbheat_det.engine.prediction import load_run_config
+from qbheat_det.errors import UserError
+from tests.engine.exporting.split_cases import save
+from tests.tool_modules import load_tool
+
+SUFFIXES = {"onnx": ".onnx", "torchscript": ".ts", "torch-export": ".pt2"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs and, in ``photos``, noise of three sizes."""
+    root = tmp_path_factory.mktemp("formats")
+    (root / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for index, (width, height) in enumerate([(90, 75), (61, 100), (130, 40)]):
+        noise = rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((width, height)).save(root / "photos" / f"{index}.png")
+    for kind in ("two_maps", "mf_detr"):
+        save(root / kind, kind)
+    return root
+
+
+def _config(root: Path, kind: str) -> CfgNode:
+    return load_run_config(str(root / kind / "model_final.safetensors"), device="cpu")
+
+
+def _export(root: Path, kind: str, format: str) -> tuple[ExportReport, ExportedModel]:
+    if format == "onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    output = root / f"{kind}{SUFFIXES[format]}"
+    cfg = _config(root, kind)
+    report = export_model(cfg, output, format=format, images=[str(root / "photos")])
+    return report, ExportedModel.open(output, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [
+        ("two_maps", "onnx"),
+        ("two_maps", "torchscript"),
+        ("two_maps", "torch-export"),
+        ("mf_detr", "torchscript"),
+        pytest.param("mf_detr", "onnx", marks=pytest.mark.slow),
+    ],
+)
+def test_a_file_of_each_format_gives_what_pytorch_gives(root: Path, kind: str, format: str) -> None:
+    report, model = _export(root, kind, format)
+    assert [row.batch_size for row in report.agreement] == [1, 2, 8]
+    assert [row.num_images for row in report.agreement] == [3, 2, 8]
+    assert all(row.num_values > 5 * row.num_images for row in report.agreement)
+    assert all(row.holds(1e-4) for row in report.agreement)
+    cfg = _config(root, kind)
+    assert model.info.class_names == tuple(cfg.MODEL.CLASS_NAMES)
+    assert model.info.category_ids == tuple(cfg.MODEL.CATEGORY_IDS)
+    assert (model.info.pixel_format, model.info.tolerance) == ("RGB", 1e-4)
+    assert model.info.model == cfg.MODEL.META_ARCHITECTURE
+    # Of another size again; one image gives what it gives among others.
+    images = np.random.default_rng(1).integers(0, 256, (3, 41, 57, 3), dtype=np.uint8)
+    together, (alone,) = model(images), model(images[2:])
+    assert len(alone) == len(together[2]) > 0
+    torch.testing.assert_close(alone.scores, together[2].scores, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_that_does_not_agree_is_refused_and_not_left_behind(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = export_module.build_deployable
+
+    def build_another(*args: object, **kwargs: object) -> DeployableModel:
+        deployable = build(*args, **kwargs)  # type: ignore[arg-type]
+        deployable.encoder.normalise.mean.add_(1)
+        return deployable
+
+    monkeypatch.setattr(export_module, "build_deployable", build_another)
+    output = root / "other" / "detector.ts"
+    with pytest.raises(UserError, match=r"'.*detector.ts' is not written.*\(--tolerance\)\nbatch"):
+        export_model(
+            _config(root, "two_maps"), output, format="torchscript", images=[str(root / "photos")]
+        )
+    assert not output.parent.exists()
+
+
+def test_the_tool_exports_by_the_ending_and_says_how_far_it_is(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = str(root / "two_maps" / "model_final.safetensors")
+    output = str(root / "tool.ts")
+    arguments = ["--weights", weights, "--images", str(root / "photos"), "--output", output]
+    tool = load_tool("export")
+    tool.main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        "batch",
+        "images",
+        "detections",
+        "score",
+        "box",
+        "(px)",
+        "unmatched",
+    ]
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "8"]
+    assert "scores to 0.0001" in lines[4]
+    for changed, sentence in (
+        (arguments, r"tool.ts' exists: choose another name, or say --overwrite"),
+        ([*arguments[:-1], str(root / "x.pb")], r"ends in none of .onnx, .ts and .pt2"),
+        ([*arguments[:-1], str(root / "x.ts"), "--format", "onnx"], r"must end in .onnx"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(changed)
+        assert sentence in capsys.readouterr().err
+
+
+def test_what_is_no_exported_file_is_refused_in_a_sentence(root: Path, tmp_path: Path) -> None:
+    weights = root / "two_maps" / "model_final.safetensors"
+    with pytest.raises(UserError, match=r"is no exported file: they end in \.onnx"):
+        ExportedModel.open(weights)
+    with pytest.raises(UserError, match=r"'.*none.onnx' does not exist"):
+        ExportedModel.open(tmp_path / "none.onnx")
+    for suffix in SUFFIXES.values():
+        damaged = tmp_path / f"damaged{suffix}"
+        damaged.write_bytes(b"not a model")
+        with pytest.raises(UserError, match=r"cannot be opened; it may be truncated"):
+            ExportedModel.open(damaged, device="cpu")
+
+
+def test_detections_that_one_side_lacks_are_counted_but_at_the_threshold() -> None:
+    row = Agreement(1)
+    boxes = np.array([[[0, 0, 10, 10], [20, 0, 30, 10], [0, 20, 10, 30.0]]])
+    mine = {
+        "boxes": boxes[:, [1, 0, 2]],
+        "scores": np.array([[0.9, 0.8, 0.0]]),
+        "labels": np.array([[1, 0, 0]]),
+        "counts": np.array([2]),
+    }
+    theirs = {
+        "boxes": boxes[:, :2] + 0.5,
+        "scores": np.array([[0.7, 0.6]]),
+        "labels": np.array([[0, 0]]),
+        "counts": np.array([2]),
+    }
+    compare_boxes(row, mine, theirs, 0.05, (100, 50), 0.2)
+    # The first box has a partner, 0.1 and half a pixel off; the second is of two labels.
+    assert (row.num_values, row.unmatched) == (2, 2)
+    assert (row.score, row.box, row.relative_box) == pytest.approx((0.1, 0.5, 0.005))
+    assert "differs" in table_of([row], "detection", 0.2)
+    above = Agreement(1)
+    compare_boxes(above, mine, theirs, 0.75, (100, 50), 0.2)
+    assert above.unmatched == 0
