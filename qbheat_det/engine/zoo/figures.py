@@ -17,8 +17,8 @@ from qbheat_det.model_zoo.strict_json import from_plain, parse_json
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 _FIGURE = re.compile(
-    rf"(?P<metric>[^=:]+)=(?P<value>{_NUMBER})\s*(?:(?:±|\+-)\s*(?P<spread>{_NUMBER}))?"
-    r"\s*(?P<unit>[^:]*):(?P<data>[^:]+)(?::(?P<note>.*))?",
+    rf"(?P<metric>[^=:]+)=\s*(?P<value>{_NUMBER})\s*(?:(?:±|\+-)\s*(?P<spread>{_NUMBER}))?"
+    r"\s*(?P<unit>(?:[^:\d.][^:]*)?):(?P<data>[^:]+)(?::(?P<note>.*))?",
     re.DOTALL,
 )
 # What of the package's results by task stands in an entry, and how a reader knows it.
