@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A trained model with its pre- and post-processing as one module of tensors, ready to export."""
 
+import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
-import qbheat_det
 from qbheat_det.config import dump_config
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
@@ -169,6 +169,6 @@ def _describe(
         score_threshold=float(getattr(model, "test_score_thresh", 0.0)),
         model=str(cfg.MODEL.META_ARCHITECTURE),
         config=dump_config(cfg),
-        version=qbheat_det.__version__,
+        version=importlib.import_module("qbheat_det").__version__,
         tolerance=tolerance,
     )
