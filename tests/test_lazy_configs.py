@@ -127,7 +127,7 @@ def test_a_mapper_makes_of_an_image_what_that_of_the_yaml_twin_does(
     for split in splits:
         ours = instantiate(lazy.dataloader[split].mapper)
         theirs = build_mapper(twin, is_train=split == "train")
-        for seed in range(3):
+        for seed in range(2):
             results = []
             for mapper in (ours, theirs):
                 np.random.seed(seed)
@@ -213,6 +213,11 @@ def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) 
     LazyConfig.save(cfg, str(tmp_path / "config.yaml"))  # as default_setup does
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]  # not cloudpickle's
     assert _train(cfg).iter == 2
+    if path.name not in (
+        "retinanet_285M_toy.py",
+        "mf_detr_211_285M_toy.py",
+    ):  # one of SGD and AdamW
+        return
     # A resumed run reads the optimizer's state, too, by tensors and plain values alone.
     saved = LazyConfig.load(str(tmp_path / "config.yaml"))
     saved.train.max_iter = 3
