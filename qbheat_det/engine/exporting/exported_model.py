@@ -40,8 +40,8 @@ class ExportedModel(ABC):
 
         Args:
             path: file.
-            device: "cpu" or "cuda"; None takes the GPU where the file's runtime has one. A
-                torch.export file runs where it was exported, on the CPU.
+            device: "cpu" or "cuda"; None takes the GPU where onnxruntime has one. Files of
+                PyTorch run where they were exported, on the CPU.
 
         Raises:
             UserError: there is no such file, its ending is of no format, its runtime is not
@@ -160,23 +160,21 @@ class _TorchModel(ExportedModel):
     """TorchScript, or a torch.export program."""
 
     def __init__(self, path: Path, device: str | None) -> None:
-        is_script = path.suffix.lower() != ".pt2"
         extra = {METADATA_FILE: ""}
-        self._device = _torch_device(device) if is_script else torch.device("cpu")
-        if not is_script and device == "cuda":
+        if device == "cuda":  # the devices of what a graph makes itself stand in it
             raise UserError(
-                f"'{path}' runs where it was exported, on the CPU: use --device cpu, or export "
-                "to TorchScript or ONNX"
+                f"'{path}' runs where it was exported, on the CPU: use --device cpu, or export to "
+                "ONNX"
             )
         # Registers torchvision's operators, which the program may call by name.
         import torchvision  # noqa: F401
 
         self._program: Callable[..., Any]
         try:
-            if is_script:
-                self._program = torch.jit.load(str(path), self._device, _extra_files=extra)
-            else:
+            if path.suffix.lower() == ".pt2":
                 self._program = torch.export.load(str(path), extra_files=extra).module()
+            else:
+                self._program = torch.jit.load(str(path), "cpu", _extra_files=extra)
         except Exception as error:  # a broken file can raise anything
             raise _damaged(path, error) from error
         text: str | bytes = extra[METADATA_FILE]
@@ -188,17 +186,10 @@ class _TorchModel(ExportedModel):
     @torch.no_grad()
     def _run(self, images: npt.NDArray[np.uint8]) -> Outputs:
         writable = images if images.flags.writeable else images.copy()  # PyTorch warns else
-        outputs = self._program(torch.from_numpy(writable).to(self._device))
+        outputs = self._program(torch.from_numpy(writable))
         return {
-            name: output.cpu().numpy()
-            for name, output in zip(self.info.outputs, outputs, strict=True)
+            name: output.numpy() for name, output in zip(self.info.outputs, outputs, strict=True)
         }
-
-
-def _torch_device(device: str | None) -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device 'cuda' was asked for, but PyTorch sees no GPU: use --device cpu")
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

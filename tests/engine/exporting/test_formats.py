@@ -127,6 +127,13 @@ def test_the_tool_exports_by_the_ending_and_says_how_far_it_is(
         assert sentence in capsys.readouterr().err
 
 
+def test_a_graph_of_pytorch_stays_on_the_cpu(tmp_path: Path) -> None:
+    for name in ("x.ts", "x.pt2"):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=r"runs where it was exported, on the CPU"):
+            ExportedModel.open(tmp_path / name, device="cuda")
+
+
 def test_what_is_no_exported_file_is_refused_in_a_sentence(root: Path, tmp_path: Path) -> None:
     weights = root / "two_maps" / "model_final.safetensors"
     with pytest.raises(UserError, match=r"is no exported file: they end in \.onnx"):
