@@ -9,6 +9,7 @@ import torch
 from detectron2.config import CfgNode
 from PIL import Image
 
+from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.engine.exporting import ExportedModel
 from qbheat_det.engine.exporting import export as export_module
 from qbheat_det.engine.exporting.agreement import Agreement, compare_boxes, table_of
@@ -16,7 +17,7 @@ from qbheat_det.engine.exporting.deployable import DeployableModel
 from qbheat_det.engine.exporting.export import ExportReport, export_model
 from qbheat_det.engine.prediction import load_run_config
 from qbheat_det.errors import UserError
-from tests.engine.exporting.split_cases import save
+from tests.engine.exporting.split_cases import build, make_config, save
 from tests.tool_modules import load_tool
 
 SUFFIXES = {"onnx": ".onnx", "torchscript": ".ts", "torch-export": ".pt2"}
@@ -55,7 +56,7 @@ def _export(root: Path, kind: str, format: str) -> tuple[ExportReport, ExportedM
     [
         ("two_maps", "onnx"),
         ("two_maps", "torchscript"),
-        ("two_maps", "torch-export"),
+        pytest.param("two_maps", "torch-export", marks=pytest.mark.slow),
         ("mf_detr", "torchscript"),
         pytest.param("mf_detr", "onnx", marks=pytest.mark.slow),
     ],
@@ -76,6 +77,35 @@ def test_a_file_of_each_format_gives_what_pytorch_gives(root: Path, kind: str, f
     together, (alone,) = model(images), model(images[2:])
     assert len(alone) == len(together[2]) > 0
     torch.testing.assert_close(alone.scores, together[2].scores, rtol=1e-4, atol=1e-5)
+
+
+def test_a_classifier_is_a_program_of_torch_export(root: Path) -> None:
+    cfg = make_config(
+        "two_maps",
+        MODEL__META_ARCHITECTURE="ImageClassifier",
+        MODEL__BACKBONE__NAME="TwoMaps",
+        MODEL__CLASSIFIER__IN_FEATURE="s16",
+        MODEL__CLASSIFIER__NUM_CLASSES=3,
+        INPUT__DATASET_MAPPER_NAME="classify",
+        INPUT__PRETRAIN__SIZE=32,
+        INPUT__CLASSIFY__TEST_CROP=1.0,
+    )
+    weights = root / "classifier.safetensors"
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="")
+    model = build(cfg)
+    save_weights(str(weights), model.state_dict(), info)
+    cfg = load_run_config(str(weights), device="cpu")
+    output = root / "classifier.pt2"
+    report = export_model(cfg, output, format="torch-export", images=[str(root / "photos")])
+    assert [row.num_values for row in report.agreement] == [9, 6, 24]
+    exported = ExportedModel.open(output)
+    assert (exported.info.task, exported.info.outputs) == ("classification", ("scores",))
+    # Of the model's own size, so that nothing is resized.
+    images = np.random.default_rng(1).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    with torch.no_grad():
+        wanted = model([{"image": torch.from_numpy(x).permute(2, 0, 1)} for x in images])
+    scores = torch.from_numpy(exported(images))
+    torch.testing.assert_close(scores, torch.stack([found["scores"] for found in wanted]))
 
 
 def test_a_file_that_does_not_agree_is_refused_and_not_left_behind(
