@@ -14,6 +14,13 @@ from qbheat_det.errors import UserError
 
 from .weights_file import info_of, local_weights
 
+# Detectron2 fetches and unpickles what the last two name where the first is true.
+_UNPICKLED = (
+    "MODEL.LOAD_PROPOSALS",
+    "DATASETS.PROPOSAL_FILES_TRAIN",
+    "DATASETS.PROPOSAL_FILES_TEST",
+)
+
 
 def load_run_config(
     weights: str,
@@ -53,7 +60,9 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
                 f"no config inside '{weights}' and no config.yaml beside it: name one with "
                 "--config-file"
             )
-        return load_config(beside, opts)
+        cfg = load_config(beside, opts)
+        _refuse_pickles(cfg, f"'{beside}'", opts)
+        return cfg
     cfg = load_embedded_config(info.config, f"the config inside '{weights}'", opts)
     if "OUTPUT_DIR" not in opts[::2]:  # a folder of whoever trained the weights
         cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
@@ -69,7 +78,8 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
         opts: alternating keys and values that override it.
 
     Raises:
-        UserError: it is no config, or refers to other files or to itself.
+        UserError: it is no config, refers to other files or to itself, or names files that
+            Detectron2 would unpickle.
     """
     try:
         events = list(yaml.parse(text, Loader=yaml.SafeLoader))
@@ -81,7 +91,20 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
         unpacked = Path(folder) / "config.yaml"
         unpacked.write_text(text, encoding="utf-8", errors="replace")
         try:
-            return load_config(unpacked, opts)
+            cfg = load_config(unpacked, opts)
         except (UserError, RecursionError) as error:
             sentence = str(error).replace(str(unpacked), where)
             raise UserError(sentence if where in sentence else f"{where}: {sentence}") from error
+    _refuse_pickles(cfg, where, opts)
+    return cfg
+
+
+def _refuse_pickles(cfg: CfgNode, where: str, opts: Sequence[str]) -> None:
+    for key in _UNPICKLED:
+        group, name = key.split(".")
+        if cfg[group][name] and key not in opts[::2]:
+            raise UserError(
+                f"{where} is refused: it sets {key}, and precomputed proposals are pickles, which "
+                "may run any code; name a config of your own with --config-file, or override the "
+                "key"
+            )
