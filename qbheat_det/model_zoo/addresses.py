@@ -5,10 +5,13 @@ Importing this module, which importing the package does, makes Detectron2's path
 such addresses, so that they work wherever Detectron2 takes weights: in every config, in its own
 ``DefaultPredictor`` and ``DefaultTrainer``, in LazyConfigs. Detectron2's checkpointer cannot read
 ``.safetensors`` in its releases so far, therefore the address leads to the same tensors in
-PyTorch's format, made once beside the cache: floating numbers in float32, as models are trained
-in, since half precision is how the files travel.
+PyTorch's format, made once in the cache: floating numbers in float32, as models are trained in,
+since half precision is how the files travel. What stands there is not believed: once in every
+process it is compared with what the file of the index gives, and made anew where it differs.
 """
 
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from qbheat_det.checkpoint import read_weights
 from qbheat_det.errors import UserError
 
 from .index import ZooEntry, find_entry
-from .places import cache_folder, fetch
+from .places import cache_folder, check_own_cache, fetch
 
 PREFIX = "qbheat://"
 
@@ -61,19 +64,43 @@ def get_pytorch_file(entry: ZooEntry, *, anew: bool = False) -> Path:
     Raises:
         UserError: the weights cannot be fetched, or the file cannot be written.
     """
+    source = fetch(entry)  # its hash is that of the index, each time
     target = cache_folder(entry) / Path(entry.file).with_suffix(".pth")
-    if anew or not target.is_file():
-        state, info = read_weights(str(fetch(entry)))
-        content: dict[str, Any] = {
-            "model": {
-                name: tensor.float() if tensor.is_floating_point() else tensor
-                for name, tensor in state.items()
-            }
-        }
-        if info is not None:
-            content["info"] = info.to_dict()
-        write_atomically(target, lambda stream: torch.save(content, stream))
+    if anew or _stamp(target) is None or _proved.get(target) != _stamp(target):
+        check_own_cache(target)
+        content = _to_pytorch(source)
+        if anew or not target.is_file() or target.read_bytes() != content:
+            write_atomically(target, lambda stream: stream.write(content))
+        _proved[target] = _stamp(target)
     return target
+
+
+# Of the files that this process has compared.
+_proved: dict[Path, tuple[int, ...] | None] = {}
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file does; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _to_pytorch(source: Path) -> bytes:
+    state, info = read_weights(str(source))
+    content: dict[str, Any] = {
+        "model": {
+            name: tensor.float() if tensor.is_floating_point() else tensor
+            for name, tensor in state.items()
+        }
+    }
+    if info is not None:
+        content["info"] = info.to_dict()
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
 
 
 PathManager.register_handler(ZooWeights())

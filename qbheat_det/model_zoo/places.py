@@ -3,7 +3,9 @@
 
 1. The folders that ``$QBHEAT_ZOO`` names (several as in ``$PATH``);
 2. what is shipped with the package, ``qbheat_det/model_zoo/weights``;
-3. what was fetched before, below Detectron2's cache (``$FVCORE_CACHE``);
+3. what was fetched before, below Detectron2's cache (``$FVCORE_CACHE``); where that cannot be
+   written it is read all the same, and what is fetched goes to a folder of one's own below that of
+   temporary files;
 4. the address ``$QBHEAT_ZOO_URL``, to which the file name is appended;
 5. the repositories of the Hugging Face hub that ``$QBHEAT_ZOO_HUB`` names, ``OWNER/NAME`` or
    ``OWNER/NAME@REVISION``, separated by commas (``$HF_ENDPOINT`` for another hub).
@@ -17,12 +19,15 @@ import errno
 import logging
 import os
 import shutil
+import stat
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
-from iopath.common.file_io import get_cache_dir
 
 from qbheat_det.atomic import check_writable
 from qbheat_det.errors import UserError
@@ -37,8 +42,51 @@ _ANEW = "copy or fetch it anew, or take it away"
 
 def cache_folder(entry: ZooEntry) -> Path:
     """Returns the folder of the cache that is for this content; it need not exist."""
+    said = _said_cache(entry)
+    if _is_writable(said.parents[1]):
+        return said
+    # In its stead iopath takes a folder of all users; this one is of one of them.
+    return _stand_in() / said.parent.name / said.name
+
+
+def check_own_cache(target: Path) -> None:
+    """Makes the folder of a file in the cache.
+
+    Raises:
+        UserError: it cannot be made, or below the folder of temporary files, where all users may
+            write, another user has made it.
+    """
+    check_writable(target)
+    root = target.parents[2]
+    if root == _stand_in():
+        root.mkdir(mode=0o700, exist_ok=True)
+        found = root.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != _user():
+            raise UserError(
+                f"'{root}' was not made by you: let $FVCORE_CACHE name a folder of your own"
+            )
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _stand_in() -> Path:
+    return Path(tempfile.gettempdir()) / f"iopath_cache_{_user()}"
+
+
+def _user() -> int:
+    return os.getuid() if sys.platform != "win32" else 0  # where each has temporary files apart
+
+
+def _is_writable(folder: Path) -> bool:
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.access(folder, os.W_OK)
+    return False
+
+
+def _said_cache(entry: ZooEntry) -> Path:
+    root = Path(os.environ.get("FVCORE_CACHE") or "~/.torch/iopath_cache").expanduser()
     # By content: two versions of the package may mean two files by one name.
-    return Path(get_cache_dir()) / "qbheat_zoo" / entry.sha256[:12]
+    return root / "qbheat_zoo" / entry.sha256[:12]
 
 
 def fetch(entry: ZooEntry) -> Path:
@@ -59,9 +107,8 @@ def fetch(entry: ZooEntry) -> Path:
             f"nor $QBHEAT_ZOO_HUB says where to fetch them: {_what_to_put_where(entry)}"
         )
     target = cache_folder(entry) / entry.file
-    check_writable(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target):
+    check_own_cache(target)
+    with locked(target):
         if target.is_file():  # by a process that was faster
             check_hash(target, entry.sha256, _ANEW)
             return target
@@ -86,7 +133,7 @@ def find_here(entry: ZooEntry) -> Path | None:
     Raises:
         UserError: ``$QBHEAT_ZOO`` names what is no folder.
     """
-    folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
+    folders = (*zoo_folders(), SHIPPED, *_caches(entry))
     return next(
         (folder / entry.file for folder in folders if (folder / entry.file).is_file()), None
     )
@@ -101,11 +148,16 @@ def describe_place(entry: ZooEntry) -> str:
     found = find_here(entry)
     if found is not None and found.parent == SHIPPED:
         return "shipped"
-    if found is not None and found.parent == cache_folder(entry):
+    if found is not None and found.parent in _caches(entry):
         return "fetched before"
     if found is not None:
         return str(found.parent)
     return _base_url() or next((f"hub: {repo}" for repo in _hub_repositories()), "nowhere")
+
+
+def _caches(entry: ZooEntry) -> tuple[Path, ...]:
+    """The cache, which may be filled and read-only, and what stands in its stead then."""
+    return tuple(dict.fromkeys([_said_cache(entry), cache_folder(entry)]))
 
 
 def _what_to_put_where(entry: ZooEntry) -> str:
@@ -117,7 +169,7 @@ def _what_to_put_where(entry: ZooEntry) -> str:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def locked(target: Path) -> Iterator[None]:
     """Holds a file's lock, so that one process at a time fetches it."""
     lock = FileLock(target.with_name(f".{target.name}.lock"))
     try:
@@ -144,10 +196,11 @@ def _remotes(entry: ZooEntry) -> Iterator[Callable[[Path], None]]:
 
 def _base_url() -> str:
     base = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
-    if base and not base.startswith(("http://", "https://")):
+    is_address = base.startswith(("http://", "https://")) and base.isprintable()
+    if base and (not is_address or " " in base):
         raise UserError(
-            f"$QBHEAT_ZOO_URL is '{base}', but must begin with http:// or https://; folders are "
-            "named by $QBHEAT_ZOO"
+            f"$QBHEAT_ZOO_URL is '{base}', but must begin with http:// or https:// and hold no "
+            "blank; folders are named by $QBHEAT_ZOO"
         )
     return base
 
@@ -155,6 +208,24 @@ def _base_url() -> str:
 def _hub_repositories() -> list[str]:
     names = os.environ.get("QBHEAT_ZOO_HUB", "").split(",")
     return [name.strip() for name in names if name.strip()]
+
+
+def _check_size(repository: str, revision: str, entry: ZooEntry) -> None:
+    """
+    Raises:
+        UserError: the hub has a file of another size, which might fill the disk.
+    """
+    import huggingface_hub
+
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    where: dict[str, Any] = {"revision": revision or None, "endpoint": endpoint}
+    url = huggingface_hub.hf_hub_url(repository, entry.file, **where)
+    size = huggingface_hub.get_hf_file_metadata(url).size
+    if size is not None and size != entry.size:
+        raise UserError(
+            f"'{entry.file}' of the hub's {repository} is refused, it is not the file that the "
+            f"index means: it has {size} bytes, and not {entry.size}; nothing of it was fetched"
+        )
 
 
 def from_hub(repository: str, entry: ZooEntry, target: Path) -> None:
@@ -172,8 +243,9 @@ def from_hub(repository: str, entry: ZooEntry, target: Path) -> None:
     import huggingface_hub  # takes a second, and most weights come from elsewhere
 
     name, _, revision = repository.partition("@")
-    folder = target.with_name(".hub")
+    folder = target.with_name(f".{target.name}.hub")
     try:
+        _check_size(name, revision, entry)
         path = huggingface_hub.hf_hub_download(
             name,
             entry.file,
@@ -182,6 +254,8 @@ def from_hub(repository: str, entry: ZooEntry, target: Path) -> None:
             # Its own default was settled when it was imported, by timm.
             endpoint=os.environ.get("HF_ENDPOINT") or None,
         )
+    except UserError:
+        raise
     except Exception as error:  # of the hub, of the network below it, of the names
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise

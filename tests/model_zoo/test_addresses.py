@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """qbheat:// wherever weights are named: in Detectron2's own code and in the package's."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.engine.backbone_export import export_backbone
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
 from qbheat_det.errors import UserError
+from qbheat_det.model_zoo import addresses
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 
 from .conftest import TinyZoo
@@ -105,14 +107,24 @@ def test_a_bare_backbone_fills_that_of_a_model(tiny: TinyZoo) -> None:
     torch.testing.assert_close(model.backbone.state_dict(), expected, rtol=0, atol=0)
 
 
-def test_the_file_is_made_once_and_serves_where_the_place_is_gone(
-    tiny: TinyZoo, monkeypatch: pytest.MonkeyPatch
+def test_the_file_is_made_once_and_never_believed(
+    tiny: TinyZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(PathManager.get_local_path(ADDRESS))
-    made = path.stat().st_mtime_ns
-    monkeypatch.delenv("QBHEAT_ZOO")
+    made, content = path.stat().st_mtime_ns, path.read_bytes()
+    addresses._proved.clear()  # as of another process
     assert PathManager.get_local_path(ADDRESS) == str(path)
     assert path.stat().st_mtime_ns == made
+    for wrong in (content[:-7], content.replace(b"disc", b"dish")):
+        path.write_bytes(wrong)
+        assert PathManager.get_local_path(ADDRESS) == str(path)
+        assert path.read_bytes() == content
+    # The file that it is made of is looked at each time.
+    source = shutil.copy(tiny.folder / tiny.entries[0].file, tmp_path)
+    monkeypatch.setenv("QBHEAT_ZOO", str(tmp_path))
+    Path(source).write_bytes(Path(source).read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match="is refused, it is not the file that the index means"):
+        read_weights(ADDRESS)
 
 
 def test_the_path_manager_opens_it_and_knows_whether_it_is_there(tiny: TinyZoo) -> None:

@@ -3,6 +3,7 @@
 
 import os
 import re
+import tempfile
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_the_hub_gives_what_the_server_lacks(
     gets = served.num_gets
     assert fetch(ENTRY) == path
     assert served.num_gets == gets
-    assert not (path.parent / ".hub").exists()
+    assert not any(one.is_dir() for one in path.parent.iterdir())
 
 
 def test_revisions_and_several_repositories_of_the_hub_are_asked_in_turn(
@@ -122,11 +123,16 @@ def test_revisions_and_several_repositories_of_the_hub_are_asked_in_turn(
 def test_a_wrong_file_of_the_hub_is_refused_and_not_kept(
     monkeypatch: pytest.MonkeyPatch, served: Served
 ) -> None:
-    served.files[f"someone/zoo/resolve/main/{ENTRY.file}"] = b"other"
+    place = f"someone/zoo/resolve/main/{ENTRY.file}"
+    served.files[place] = b"?" * len(CONTENT)
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
     monkeypatch.setenv("HF_ENDPOINT", served.url)
     with pytest.raises(UserError, match=r"nothing of it was kept; tell who runs someone/zoo"):
         fetch(ENTRY)
+    served.files[place], served.bytes_sent = CONTENT * 2, 0
+    with pytest.raises(UserError, match=f"has {2 * len(CONTENT)} bytes, and not {len(CONTENT)}"):
+        fetch(ENTRY)
+    assert served.bytes_sent == 0  # what is too long is not even begun
     assert not any(path.suffix == ".safetensors" for path in cache_folder(ENTRY).rglob("*"))
 
 
@@ -160,7 +166,33 @@ def test_a_folder_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         fetch(ENTRY)
 
 
-def test_an_address_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QBHEAT_ZOO_URL", "file:///etc")
+def test_a_cache_that_cannot_be_written_is_read_and_another_ones_stand_in_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served
+) -> None:
+    served.files[ENTRY.file] = CONTENT
+    monkeypatch.setenv("QBHEAT_ZOO_URL", served.url)
+    filled = _put(cache_folder(ENTRY))
+    monkeypatch.setattr(places, "_is_writable", lambda folder: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert fetch(ENTRY) == filled
+    assert describe_place(ENTRY) == "fetched before"
+    filled.unlink()
+    fetched = fetch(ENTRY)
+    assert fetched == cache_folder(ENTRY) / ENTRY.file
+    root = fetched.parents[2]
+    assert root.parent == tmp_path
+    assert root.stat().st_mode & 0o777 == 0o700
+    fetched.unlink()
+    root.rename(tmp_path / "elsewhere")
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"was not made by you: let \$FVCORE_CACHE name"):
+        fetch(ENTRY)
+
+
+@pytest.mark.parametrize("address", ["file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"])
+def test_an_address_of_another_kind_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("QBHEAT_ZOO_URL", address)
     with pytest.raises(UserError, match=r"must begin with http:// or https://"):
         fetch(ENTRY)

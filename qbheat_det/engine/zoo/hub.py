@@ -16,7 +16,7 @@ from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import index
 from qbheat_det.model_zoo.download import NotFetched, hash_file
 from qbheat_det.model_zoo.index import ZooEntry, load_index, save_index
-from qbheat_det.model_zoo.places import fetch, from_hub
+from qbheat_det.model_zoo.places import fetch, from_hub, locked
 
 from .model_card import render_card
 
@@ -110,7 +110,8 @@ def _bring(repository: str, entry: ZooEntry, target: Path) -> None:
     if target.is_file() and hash_file(target) == entry.sha256:
         return
     try:
-        from_hub(repository, entry, target)
+        with locked(target):
+            from_hub(repository, entry, target)
     except NotFetched as reason:
         raise UserError(f"'{entry.name}' cannot be fetched: {reason}") from reason
 

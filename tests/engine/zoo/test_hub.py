@@ -101,6 +101,7 @@ def test_pulling_chooses_refuses_and_keeps(hub: Hub, shelf: Path, tmp_path: Path
     entries = [_ship(shelf, f"retinanet/{name}", name.encode() * 9) for name in "ab"]
     push_entries(entries, REPOSITORY)
     folder = tmp_path / "mine"
+    (folder / ".hub").mkdir(parents=True)
     index.save_index([make_entry("retinanet/own", b"own")], folder / "index.json")
     assert pull_entries(REPOSITORY, folder, "*/b") == [folder / entries[1].file]
     own = index.load_index(folder / "index.json")
@@ -109,11 +110,12 @@ def test_pulling_chooses_refuses_and_keeps(hub: Hub, shelf: Path, tmp_path: Path
         pull_entries(REPOSITORY, folder, "fcos/*")
     with pytest.raises(UserError, match=r"'me/none' has nothing that matches.*no index\.json"):
         pull_entries("me/none", folder)
-    hub.repositories[REPOSITORY][entries[0].file] = b"something else"
+    hub.repositories[REPOSITORY][entries[0].file] = b"!" * 9
     with pytest.raises(UserError, match=f"is refused.*{entries[0].sha256[:12]}"):
         pull_entries(REPOSITORY, folder)
     assert not (folder / entries[0].file).exists()
     assert index.load_index(folder / "index.json") == own
+    assert (folder / ".hub").is_dir()  # it was there before
 
 
 def test_who_may_not_write_is_told_what_to_do(
