@@ -10,10 +10,11 @@ import datetime
 import difflib
 import fnmatch
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from qbheat_det.atomic import write_atomically
 from qbheat_det.errors import UserError
@@ -27,6 +28,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NUMBERS = re.compile(r"\[\n([-+.0-9eE,\s]+)\n\s*\]")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
+_CONFIG = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*\.yaml", re.ASCII)
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +185,16 @@ def save_index(entries: Iterable[ZooEntry], path: str | os.PathLike[str] | None 
         UserError: an entry is not sound, two have one name, or the file cannot be written.
     """
     path = INDEX_FILE if path is None else Path(path)
+    content = render_index(entries, path)
+    write_atomically(path, lambda stream: stream.write(content))
+
+
+def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
+    """Returns what ``save_index`` writes; the path is for the sentence of an error.
+
+    Raises:
+        UserError: an entry is not sound, or two have one name.
+    """
     entries = sorted(entries, key=lambda entry: entry.name)
     for entry in entries:
         check_entry(entry, f"entry {entry.name}")
@@ -189,8 +202,7 @@ def save_index(entries: Iterable[ZooEntry], path: str | os.PathLike[str] | None 
     plain = [to_plain(entry) for entry in entries]
     text = json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     # Hundreds of numbers of a fingerprint: a list of them is one line.
-    text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
-    write_atomically(path, lambda stream: stream.write(text.encode()))
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode()
 
 
 def check_entry(entry: ZooEntry, where: str) -> None:
@@ -204,26 +216,64 @@ def check_entry(entry: ZooEntry, where: str) -> None:
         datetime.date.fromisoformat(entry.date)
     except (UserError, ValueError) as error:
         raise UserError(f"{where}: {error}") from error
-    config = PurePosixPath(entry.config)
     tests = {
         "task": (entry.task in TASKS, f"one of {', '.join(TASKS)}"),
-        "summary": (entry.summary.strip() and "\n" not in entry.summary, "one line"),
-        "config": (
-            entry.config and not config.is_absolute() and ".." not in config.parts,
-            "a path below configs/",
-        ),
+        "summary": (_is_line(entry.summary), "one line"),
+        "config": (_CONFIG.fullmatch(entry.config), "the path of a YAML below configs/"),
         "file": (entry.file == file, f"'{file}', as the name says"),
         "sha256": (_SHA256.fullmatch(entry.sha256), "64 small hexadecimal digits"),
         "size": (entry.size > 0, "a number of bytes"),
         "num_params": (entry.num_params > 0, "a number of parameters"),
         "madds": (entry.madds >= 0, "a number of multiply-adds"),
         "madds_input": (min(entry.madds_input) > 0, "height and width in pixels"),
+        "data": (_is_line(entry.data), "one line"),
+        "data_licence": (_is_line(entry.data_licence), "one line"),
+        "licence": (_is_line(entry.licence), "one line"),
+        "command": (all(map(_is_line, entry.command.split("\n"))), "lines of a shell"),
         "commit": (_COMMIT.fullmatch(entry.commit), "7 to 64 small hexadecimal digits"),
+        "date": (_DATE.fullmatch(entry.date), "YYYY-MM-DD"),
     }
     for field, (is_sound, expected) in tests.items():
         if not is_sound:
             value = getattr(entry, field)
             raise UserError(f"{where}: '{field}' is {value!r}, where {expected} is expected")
+    for number, figure in enumerate(entry.figures):
+        _check_figure(figure, f"{where}: 'figures'[{number}]")
+    if entry.fingerprint is not None:
+        _check_fingerprint(entry.fingerprint, f"{where}: 'fingerprint'")
+
+
+def _is_line(text: str) -> bool:
+    """Whether a text says something, and nothing that moves a terminal's cursor."""
+    return bool(text.strip()) and text.isprintable()
+
+
+def _check_figure(figure: Figure, where: str) -> None:
+    if not math.isfinite(figure.value):
+        raise UserError(f"{where}: 'value' is {figure.value}, where a number is expected")
+    for field in ("metric", "data", "unit", "spread", "note"):
+        text = getattr(figure, field)
+        is_sound = _is_line(text) if field in ("metric", "data") else text.isprintable()
+        if not is_sound:
+            raise UserError(f"{where}: '{field}' is {text!r}, where one line is expected")
+
+
+def _check_fingerprint(found: Fingerprint, where: str) -> None:
+    names = [output.name for output in found.outputs]
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"{where} needs outputs, each of another name")
+    for output in found.outputs:
+        tests = {
+            "name": _is_line(output.name),
+            "shape": min(output.shape, default=1) > 0,
+            "std": output.std >= 0,
+            "values": bool(output.values),
+            "tolerance": output.tolerance > 0,
+        }
+        for field, is_sound in tests.items():
+            if not is_sound:
+                value = getattr(output, field)
+                raise UserError(f"{where}, output {output.name!r}: '{field}' cannot be {value!r}")
 
 
 def zoo_folders() -> tuple[Path, ...]:

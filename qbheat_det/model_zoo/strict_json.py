@@ -83,15 +83,22 @@ def _fit(kind: Any, value: Any, where: str) -> Any:
     if typing.get_origin(kind) is tuple:
         return _fit_tuple(typing.get_args(kind), value, where)
     if kind is float and type(value) is int:
-        value = float(value)
+        value = _to_float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise UserError(f"{where} is {value!r}, where {_WORDS[kind]} is expected")
+        raise UserError(f"{where} is {value!r:.60}, where {_WORDS[kind]} is expected")
     return value
+
+
+def _to_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # JSON's whole numbers have no end
+        return math.inf
 
 
 def _fit_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise UserError(f"{where} is {value!r}, where a list is expected")
+        raise UserError(f"{where} is {value!r:.60}, where a list is expected")
     if kinds[-1] is Ellipsis:
         kinds = (kinds[0],) * len(value)
     if len(value) != len(kinds):

@@ -23,6 +23,17 @@ def _write(path: Path, *entries: dict[str, Any]) -> Path:
     return path
 
 
+def _figure(**changes: Any) -> dict[str, Any]:
+    return {"metric": "AP", "value": 1, "unit": "%", "data": "toy"} | changes
+
+
+def _print(**changes: Any) -> dict[str, Any]:
+    """A fingerprint whose one output has something changed; without outputs if nothing is."""
+    plain: dict[str, Any] = to_plain(make_entry())["fingerprint"]
+    outputs = [output | changes for output in plain["outputs"]]
+    return plain | {"outputs": outputs if changes else []}
+
+
 def test_the_packages_own_index_is_sound_and_its_recipes_exist() -> None:
     for entry in load_index():
         assert Path(get_config_path(entry.config)).is_file()
@@ -53,13 +64,28 @@ def test_numbers_of_a_fingerprint_stand_in_one_line(tmp_path: Path) -> None:
         ({"file": "other.safetensors"}, "'file' is 'other.safetensors', where 'retinanet-tiny"),
         ({"config": "../../secret.yaml"}, "'config' is '../../secret.yaml'"),
         ({"config": "/etc/passwd"}, "'config' is '/etc/passwd'"),
+        ({"config": "coco"}, "'config' is 'coco', where the path of a YAML"),
+        ({"config": "C:\\x.yaml"}, "'config' is 'C:"),
+        ({"config": "a\0.yaml"}, "'config' is 'a"),
         ({"summary": "two\nlines"}, "where one line is expected"),
+        ({"summary": "\ud800"}, "'summary' is"),
+        ({"data": "\x1b]0;title"}, "'data' is"),
+        ({"licence": ""}, "'licence' is '', where one line"),
+        ({"command": "a\n\rb"}, "'command' is 'a"),
         ({"madds_input": [64]}, "'madds_input' has 1 values, where 2 are"),
         ({"madds_input": [64, 0]}, "'madds_input' is (64, 0)"),
         ({"commit": "HEAD"}, "'commit' is 'HEAD'"),
         ({"date": "yesterday"}, "Invalid isoformat"),
+        ({"date": "20261121"}, "20261121"),
         ({"figures": {}}, "'figures' is {}, where a list"),
         ({"figures": [{"metric": "AP"}]}, "'figures'[0]: the field 'value' is missing"),
+        ({"figures": [_figure(value=10**400)]}, "'figures'[0]: 'value' is inf, where a number"),
+        ({"figures": [_figure(data="a\nb")]}, "'figures'[0]: 'data' is 'a"),
+        ({"fingerprint": _print()}, "'fingerprint' needs outputs"),
+        ({"fingerprint": _print(std=-1)}, "output 's8': 'std' cannot be -1.0"),
+        ({"fingerprint": _print(shape=[-1])}, "'shape' cannot be (-1,)"),
+        ({"fingerprint": _print(tolerance=0)}, "'tolerance' cannot be 0.0"),
+        ({"fingerprint": _print(values=[])}, "'values' cannot be ()"),
         ({"fingerprint": 3}, "'fingerprint' is no object"),
         ({"name": "../up/b"}, "'../up/b' can be no name"),
         ({"name": "a/../b"}, "'a/../b' can be no name"),
