@@ -15,12 +15,13 @@ OBJECTIVES = (TESTS.parent / "docs" / "objectives.md").read_text(encoding="utf-8
 FAST = (TESTS.parent / "docs" / "fast_mf_detr.md").read_text(encoding="utf-8")
 PROBING = (TESTS.parent / "docs" / "probing.md").read_text(encoding="utf-8")
 CACHING = (TESTS.parent / "docs" / "caching.md").read_text(encoding="utf-8")
-NAMED_TESTS = sorted(
-    set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXT + FAST + PROBING + CACHING))
+EXPORTING = "".join(
+    (TESTS.parent / "docs" / name).read_text(encoding="utf-8")
+    for name in ("export.md", "deploying.md")
 )
-NAMED_KEYS = sorted(
-    set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXT + OBJECTIVES + FAST + PROBING + CACHING))
-)
+TEXTS = TEXT + OBJECTIVES + FAST + PROBING + CACHING + EXPORTING
+NAMED_TESTS = sorted(set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXTS)))
+NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXTS)))
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED_TESTS)

@@ -11,6 +11,8 @@ examples:
 
   # a folder of tools/export.py --split: the encoder runs once, and every head on what it gives
   python tools/run_onnx.py output/split photo.jpg --score-threshold 0.5
+
+exit code: 0; 1 if an image was skipped, which stderr says why; 2 if the model cannot be run.
 """
 
 import argparse
@@ -23,12 +25,26 @@ import numpy as np
 import onnxruntime
 from PIL import Image, ImageOps
 
+OUTPUTS = {
+    "detection": {"boxes", "scores", "labels", "counts"},
+    "classification": {"scores"},
+    "features": set(),
+}
+"""What a file of each task gives; a backbone's outputs have names of its own."""
+
+
+class InputError(Exception):
+    """A file or an image that cannot be used; the message says why and what to do."""
+
 
 class OnnxModel:
     """An exported file, or a folder of an encoder and heads that share its pass.
 
     Attributes:
-        heads: what each says of itself, by name; a whole file is one head, called "".
+        description: what the file says of itself, or the encoder: "task", "pixel_format" and more.
+        heads: what each head says of itself, by name; a whole file is one head, called "".
+        multiple_of: where not 0, the heads share a pass only on images whose resized height and
+            width are multiples of this.
     """
 
     def __init__(self, path: Path, providers: tuple[str, ...] = ("CPUExecutionProvider",)) -> None:
@@ -36,19 +52,38 @@ class OnnxModel:
         Args:
             path: ``.onnx``, or a folder with ``encoder.onnx`` and ``head_NAME.onnx``.
             providers: of onnxruntime, the first one preferred.
+
+        Raises:
+            InputError: a file is missing, damaged, of other origin or of another encoder.
         """
-        files = {"": path}
-        if path.is_dir():
-            files = {file.stem[len("head_") :]: file for file in sorted(path.glob("head_*.onnx"))}
-        load = {"providers": list(providers)}
-        self._heads = {n: onnxruntime.InferenceSession(str(f), **load) for n, f in files.items()}
-        self.heads = {name: read_description(head) for name, head in self._heads.items()}
-        self._encoder = None
-        if path.is_dir():
-            self._encoder = onnxruntime.InferenceSession(str(path / "encoder.onnx"), **load)
-            self.description = read_description(self._encoder)
-        else:
-            self.description = self.heads[""]
+        self._encoder: onnxruntime.InferenceSession | None = None
+        self._heads: dict[str, onnxruntime.InferenceSession] = {}
+        self.heads: dict[str, dict[str, Any]] = {}
+        self.multiple_of = 0
+        if not path.is_dir():
+            self._heads[""] = open_session(path, providers)
+            if read_split(self._heads[""], path):
+                raise InputError(f"'{path}' is one part of a split export: name its folder")
+            self.heads[""] = self.description = read_description(self._heads[""], path)
+            return
+        file = path / "encoder.onnx"
+        self._encoder = open_session(file, providers)
+        self.description = read_description(self._encoder, file)
+        split = read_split(self._encoder, file)
+        if split is None:
+            raise InputError(f"'{file}' is no part of a split export: name another folder")
+        self.multiple_of = split[1]
+        for file in sorted(path.glob("head_*.onnx")):
+            head = open_session(file, providers)
+            if read_split(head, file) != split:
+                raise InputError(
+                    f"'{file}' was not exported with the encoder beside it: export both again in "
+                    "one call of tools/export.py --split"
+                )
+            name = file.stem[len("head_") :]
+            self._heads[name], self.heads[name] = head, read_description(head, file)
+        if not self.heads:
+            raise InputError(f"'{path}' has no head_NAME.onnx beside its encoder.onnx")
 
     def __call__(self, images: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
         """
@@ -59,12 +94,30 @@ class OnnxModel:
             Of each head the file's outputs by name: of a detector "boxes" (N, R, 4), XYXY in
             pixels of the image, "scores" (N, R), "labels" (N, R) and "counts" (N,), of which the
             first ``counts[n]`` rows hold; of a classifier "scores" (N, K).
+
+        Raises:
+            InputError: the heads share a pass only on images of some sizes, and these are others.
         """
         given = {"images": images}
         if self._encoder is not None:
             given = run(self._encoder, given)
-            check_padding(given["sizes"], self.description)
+            check_sizes(given["sizes"], self.multiple_of)
         return {name: run(head, given) for name, head in self._heads.items()}
+
+
+def open_session(path: Path, providers: tuple[str, ...]) -> onnxruntime.InferenceSession:
+    """Opens an ONNX file.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    if not path.is_file():
+        raise InputError(f"'{path}' does not exist: name a file or a folder of tools/export.py")
+    try:
+        return onnxruntime.InferenceSession(str(path), providers=list(providers))
+    except Exception as error:  # onnxruntime's errors share no base of their own
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"'{path}' cannot be opened; it may be truncated: {reason}") from error
 
 
 def run(session: onnxruntime.InferenceSession, given: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -74,24 +127,75 @@ def run(session: onnxruntime.InferenceSession, given: dict[str, np.ndarray]) -> 
     return dict(zip(names, session.run(names, taken), strict=True))
 
 
-def read_description(session: onnxruntime.InferenceSession) -> dict[str, Any]:
-    """Returns what a file says of itself: "task", "class_names", "pixel_format" and more."""
-    return json.loads(session.get_modelmeta().custom_metadata_map["qbheat_det"])
+def read_description(session: onnxruntime.InferenceSession, path: Path) -> dict[str, Any]:
+    """Returns what a file says of itself: "task", "class_names", "pixel_format" and more.
+
+    Raises:
+        InputError: it says nothing, or gives something else.
+    """
+    given = {one.name for one in session.get_outputs()}
+    try:
+        description = json.loads(session.get_modelmeta().custom_metadata_map["qbheat_det"])
+        is_sound = (
+            OUTPUTS[description["task"]] <= given
+            and description["pixel_format"] in ("RGB", "BGR")
+            and isinstance(description["class_names"], list)
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"'{path}' is no file of tools/export.py") from error
+    if not is_sound:
+        raise InputError(f"'{path}' does not give what it says of itself: export it again")
+    return description
 
 
-def check_padding(sizes: np.ndarray, description: dict[str, Any]) -> None:
-    """Refuses an image on which heads that share a pass would not give what they give alone."""
-    if description.get("exact_sizes_only") and (sizes[1] != sizes[2]).any():
-        raise ValueError(
-            f"these heads share a pass only where the resized image, here {sizes[1].tolist()}, "
-            f"needs no padding, here to {sizes[2].tolist()}"
+def read_split(session: onnxruntime.InferenceSession, path: Path) -> tuple[str, int] | None:
+    """Returns the hash of the encoder that a part of a split export goes with, and the number of
+    which the heads take multiples as sizes; None of a whole file.
+
+    Raises:
+        InputError: the file says something else.
+    """
+    text = session.get_modelmeta().custom_metadata_map.get("qbheat_det_split")
+    try:
+        split = {} if text is None else json.loads(text)
+        return None if text is None else (str(split["encoder"]), int(split["multiple_of"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"'{path}' is no file of tools/export.py") from error
+
+
+def check_sizes(sizes: np.ndarray, multiple_of: int) -> None:
+    """Refuses images on which heads that share a pass would not give what they give alone.
+
+    Args:
+        sizes: (4,), the encoder's: height and width before and after the resize.
+        multiple_of: see ``OnnxModel``.
+
+    Raises:
+        InputError: height or width after the resize is no multiple.
+    """
+    height, width = sizes[2:].tolist()
+    if multiple_of and (height % multiple_of or width % multiple_of):
+        raise InputError(
+            "these heads pad images differently, and share a pass only where height and width "
+            f"after the resize, here {height} and {width}, are multiples of {multiple_of}: cut "
+            "the image so, or export each head on its own"
         )
 
 
 def read_image(path: Path, pixel_format: str) -> np.ndarray:
-    """Reads an image upright, as its EXIF orientation says: (1, H, W, 3)."""
-    with Image.open(path) as image:
-        pixels = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    """Reads an image upright, as its EXIF orientation says: (1, H, W, 3).
+
+    Raises:
+        InputError: the file cannot be decoded.
+    """
+    try:
+        with Image.open(path) as image:
+            mode = image.mode
+            pixels = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    except Exception as error:  # what a broken file raises depends on its format's decoder
+        raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
+    if mode.startswith("I"):  # Pillow turns all above 255 into white
+        raise InputError("16 bits of grey: convert it to 8 first")
     return np.ascontiguousarray(pixels[None] if pixel_format == "RGB" else pixels[None, :, :, ::-1])
 
 
@@ -119,7 +223,7 @@ def summarize(
     ]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     summary, examples = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
         description=summary,
@@ -129,16 +233,26 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="exported .onnx, or folder of --split")
     parser.add_argument("images", type=Path, nargs="+")
     parser.add_argument("--score-threshold", type=float, default=0.3, help="default 0.3")
-    args = parser.parse_args()
-    model = OnnxModel(args.model)
+    args = parser.parse_args(argv)
+    try:
+        model = OnnxModel(args.model)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    num_skipped = 0
     for path in args.images:
-        outputs = model(read_image(path, model.description["pixel_format"]))
+        try:
+            outputs = model(read_image(path, model.description["pixel_format"]))
+        except InputError as error:
+            print(f"skipped {path}: {error}", file=sys.stderr)
+            num_skipped += 1
+            continue
         found = {
             name: summarize(outputs[name], description, args.score_threshold)
             for name, description in model.heads.items()
         }
         print(json.dumps({"image": str(path), "found": found.get("", found)}))
-    return 0
+    return 1 if num_skipped else 0
 
 
 if __name__ == "__main__":
