@@ -48,6 +48,7 @@ BOX_TOLERANCE = 0.02
 _SIZES = ((331, 467), (419, 283))
 _NUM_VALUES = 10
 _NUM_DETECTIONS = 5
+_SUREST = ".surest_box"
 # The children whose outputs are raw, in the order in which they are computed. Of two stages, it is
 # the first: what the second one reads are boxes that a sort chose.
 _WATCHED = ("backbone", "proposal_generator.rpn_head", "head", "predictor", "decoder")
@@ -116,7 +117,9 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
 
 
 def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Deviation]:
-    """Returns how far each output of ``expected`` is from what was found.
+    """Returns how far each output of ``expected`` is from what was found, and what it lacks.
+
+    What is tolerated is computed anew from what was found: an index cannot ask for more.
 
     Raises:
         UserError: they were taken of other synthetic images.
@@ -127,7 +130,14 @@ def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Devi
             f"version {found.version}: verify with the package that the entry came with"
         )
     outputs = {output.name: output for output in found.outputs}
-    return [_compare(output, outputs.get(output.name)) for output in expected.outputs]
+    deviations = [_compare(output, outputs.get(output.name)) for output in expected.outputs]
+    names = {output.name for output in expected.outputs}
+    for name, output in outputs.items():
+        # A surest box is there or not by a margin of scores, which is compared loosely itself.
+        if name not in names and not name.endswith(_SUREST):
+            note = "the index does not know this output"
+            deviations.append(Deviation(name, math.inf, output.tolerance, note))
+    return deviations
 
 
 def _compare(expected: OutputPrint, found: OutputPrint | None) -> Deviation:
@@ -141,7 +151,7 @@ def _compare(expected: OutputPrint, found: OutputPrint | None) -> Deviation:
     largest = max(abs(a - b) for a, b in zip(before, now, strict=True))
     # The numbers are rounded to six digits, which is no difference.
     rounding = 1e-5 * max(abs(value) for value in before)
-    return Deviation(expected.name, largest, expected.tolerance + rounding)
+    return Deviation(expected.name, largest, min(expected.tolerance, found.tolerance) + rounding)
 
 
 def _draw(height: int, width: int, number: int) -> npt.NDArray[np.uint8]:
@@ -261,7 +271,7 @@ def _print_detections(image: str, instances: Instances) -> Iterator[OutputPrint]
     if surest[0] - surest[1] > 2 * SCORE_TOLERANCE:
         corners = instances.pred_boxes.tensor[order[0].item()].double().tolist()
         tolerance = BOX_TOLERANCE * max(instances.image_size)
-        yield _print_loosely(f"{image}.surest_box", corners, tolerance)
+        yield _print_loosely(f"{image}{_SUREST}", corners, tolerance)
 
 
 def _print_loosely(name: str, values: Sequence[float], tolerance: float) -> OutputPrint:

@@ -183,6 +183,13 @@ def test_missing_outputs_other_shapes_and_other_images_are_said() -> None:
     assert deviations[0].note == f"shape [1, 2] instead of {shape}"
     assert deviations[1].note == "there is no such output"
     assert Deviation("x", 0.5, 0.5).is_same
+    short = dataclasses.replace(whole, outputs=whole.outputs[1:])
+    assert compare_fingerprints(short, whole)[-1].note == "the index does not know this output"
+    assert not compare_fingerprints(short, whole)[-1].is_same
+    # An index that tolerates all is not believed.
+    lax = dataclasses.replace(whole.outputs[0], mean=99.0, tolerance=1e9)
+    lax_index = dataclasses.replace(whole, outputs=(lax, *whole.outputs[1:]))
+    assert not compare_fingerprints(lax_index, whole)[0].is_same
     with pytest.raises(UserError, match="is of version 1, but this package takes those of versi"):
         compare_fingerprints(whole, dataclasses.replace(whole, version=2))
 

@@ -16,7 +16,7 @@ from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import index, places
 from qbheat_det.model_zoo.download import hash_file
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
-from qbheat_det.model_zoo.index import Figure, ZooEntry, check_entry, file_of
+from qbheat_det.model_zoo.index import Figure, ZooEntry, file_of
 
 from .light_weights import forget_machine, halve_precision
 from .trained_model import TrainedModel, count_costs, open_trained
@@ -111,7 +111,8 @@ def add_entry(
         commit = _write_light(weights, light)
         trained = open_trained(str(light))
         entry = _describe(name, light, trained, origin, commit=commit)
-        check_entry(entry, f"entry {name}")  # before what takes long
+        entry = dataclasses.replace(entry, figures=tuple(figures))
+        index.render_index([*others, entry], shelf.index)  # refused before what takes long
         if shelf.is_shipped:
             _check_shipped([*others, entry])
         entry = dataclasses.replace(
@@ -119,10 +120,25 @@ def add_entry(
             fingerprint=compute_fingerprint(trained.model, trained.cfg),
             figures=(*figures, *(measure(light) if measure else ())),
         )
+        index.render_index([*others, entry], shelf.index)  # nothing is written that it refuses
         content = light.read_bytes()
-    write_atomically(shelf.folder / file, lambda stream: stream.write(content))
-    index.save_index([*others, entry], shelf.index)
+    _write(shelf, file, content, [*others, entry])
     return entry
+
+
+def _write(shelf: Shelf, file: str, content: bytes, entries: Sequence[ZooEntry]) -> None:
+    """Writes weights, then the index; where the second fails, the first is as it was."""
+    target = shelf.folder / file
+    before = target.read_bytes() if target.is_file() else None
+    write_atomically(target, lambda stream: stream.write(content))
+    try:
+        index.save_index(entries, shelf.index)
+    except BaseException:
+        if before is None:
+            target.unlink(missing_ok=True)
+        else:
+            write_atomically(target, lambda stream: stream.write(before))
+        raise
 
 
 def _others(shelf: Shelf, name: str, *, replace: bool) -> list[ZooEntry]:
@@ -130,7 +146,8 @@ def _others(shelf: Shelf, name: str, *, replace: bool) -> list[ZooEntry]:
     names = {entry.name for entry in entries}
     if name in names and not replace:
         raise UserError(f"'{name}' is in '{shelf.index}' already: ask for it with --replace")
-    if not shelf.is_shipped and name in {entry.name for entry in index.load_index()}:
+    shipped = set() if shelf.is_shipped else {one.file.lower() for one in index.load_index()}
+    if file_of(name).lower() in shipped:
         raise UserError(f"'{name}' is an entry of the package itself: choose another name")
     return [entry for entry in entries if entry.name != name]
 

@@ -4,6 +4,7 @@
 import dataclasses
 import datetime
 import hashlib
+import math
 import pickle
 from pathlib import Path
 
@@ -115,6 +116,8 @@ def test_a_folder_has_an_index_of_its_own_and_is_a_place(
     add("qb_heat/own")
     with pytest.raises(UserError, match="'qb_heat/own' is an entry of the package itself"):
         add("qb_heat/own", output=tmp_path / "mine")
+    with pytest.raises(UserError, match="'qb_heat/OWN' is an entry of the package itself"):
+        add("qb_heat/OWN", output=tmp_path / "mine")
 
 
 def _bare_pickle(folder: Path) -> Path:
@@ -134,6 +137,8 @@ def _bare_pickle(folder: Path) -> Path:
         ({"weights": "none.pth"}, "'none.pth' does not exist"),
         ({"weights": "pickle"}, "cannot be read as PyTorch weights|is refused"),
         ({"too_large": True}, r"would be 0\.\d MB, but may be 0 MB: write it elsewhere with --out"),
+        ({"figures": [Figure("AP", math.inf, "", "toy")]}, r"'figures'\[0\]: 'value' is inf"),
+        ({"measure": lambda path: [Figure("AP", math.nan, "", "toy")]}, "'value' is nan"),
         ({"measure": lambda path: (_ for _ in ()).throw(UserError("no data"))}, "no data"),
     ],
 )
@@ -154,6 +159,29 @@ def test_a_refusal_leaves_nothing_behind(
         add(**change)
     assert index.load_index() == ()
     assert not shelf.exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_late_refusal_leaves_the_file_and_the_index_as_they_were(
+    add: AddEntry, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = add()
+    file = shelf / first.file
+    with pytest.raises(UserError, match="have one file name"):
+        add(NAME.replace("tiny", "TINY"))
+    assert [path.name for path in shelf.iterdir()] == [first.file]
+
+    def full(*args: object) -> None:
+        raise UserError("the disk is full")
+
+    file.write_bytes(b"before")
+    monkeypatch.setattr(index, "save_index", full)
+    for name in (NAME, "qb_heat/second"):
+        with pytest.raises(UserError, match="disk is full"):
+            add(name, replace=True)
+    assert [path.name for path in shelf.iterdir()] == [first.file]
+    assert file.read_bytes() == b"before"
+    assert index.load_index() == (first,)
 
 
 @pytest.mark.usefixtures("quick")
