@@ -8,17 +8,15 @@ from typing import Any, cast
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
-from qbheat_det.config import dump_config
+from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 from qbheat_det.modeling.meta_arch import ImageClassifier
 
 from .detector_heads import Suppress, build_head
-from .export_info import ExportInfo, Task
+from .export_info import DETECTION_OUTPUTS, ExportInfo, Task
 from .pixels import CentreSquare, Normalisation, ShortestEdge
 from .suppression import suppress
-
-DETECTION_OUTPUTS = ("boxes", "scores", "labels", "counts")
 
 
 class Encoder(nn.Module):
@@ -160,6 +158,10 @@ def build_deployable(
 def _describe(
     cfg: CfgNode, task: Task, outputs: tuple[str, ...], model: nn.Module, tolerance: float
 ) -> ExportInfo:
+    # Where the exporter's files lie is of no meaning elsewhere, and tells of the exporter.
+    own, fresh = cfg.clone(), get_cfg()
+    own.defrost()
+    own.MODEL.WEIGHTS, own.OUTPUT_DIR = fresh.MODEL.WEIGHTS, fresh.OUTPUT_DIR
     return ExportInfo(
         task=task,
         outputs=outputs,
@@ -168,7 +170,7 @@ def _describe(
         category_ids=tuple(int(number) for number in cfg.MODEL.CATEGORY_IDS),
         score_threshold=float(getattr(model, "test_score_thresh", 0.0)),
         model=str(cfg.MODEL.META_ARCHITECTURE),
-        config=dump_config(cfg),
+        config=dump_config(own),
         version=importlib.import_module("qbheat_det").__version__,
         tolerance=tolerance,
     )

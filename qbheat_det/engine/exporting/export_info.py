@@ -15,6 +15,7 @@ SPLIT_KEY = f"{METADATA_KEY}_split"
 """A second entry, of the parts of a split export: which encoder, and which sizes, as JSON."""
 METADATA_FILE = f"{METADATA_KEY}.json"
 """The same, as an extra file inside TorchScript and torch.export archives."""
+DETECTION_OUTPUTS = ("boxes", "scores", "labels", "counts")
 _FORMAT = 1
 
 
@@ -81,17 +82,29 @@ class ExportInfo:
             known = {field.name for field in dataclasses.fields(cls)}
             read = {key: _freeze(value) for key, value in content.items() if key in known}
             info = cls(**cast(Any, read))
-            is_sound = (
-                info.task in get_args(Task)
-                and info.pixel_format in ("RGB", "BGR")
-                and all(isinstance(name, str) for name in (*info.outputs, *info.class_names))
-                and all(isinstance(number, int) for number in info.category_ids)
-            )
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise _refuse(where) from error
-        if not is_sound:
+        if type(kind) is not int or not _is_sound(info):
             raise _refuse(where)
         return info
+
+
+def _is_sound(info: ExportInfo) -> bool:
+    """Whether every entry is of its type, which JSON leaves open."""
+    lists = (info.outputs, info.class_names, info.category_ids)
+    numbers = (info.score_threshold, info.tolerance)
+    if not all(isinstance(one, tuple) for one in lists):
+        return False
+    outputs = {"detection": DETECTION_OUTPUTS, "classification": ("scores",)}
+    return (
+        info.task in get_args(Task)
+        and info.outputs == outputs.get(info.task, info.outputs)
+        and info.pixel_format in ("RGB", "BGR")
+        and all(isinstance(name, str) for name in (*info.outputs, *info.class_names))
+        and all(type(number) is int for number in info.category_ids)
+        and all(isinstance(text, str) for text in (info.model, info.config, info.version))
+        and all(type(number) in (int, float) for number in numbers)
+    )
 
 
 def _freeze(value: Any) -> Any:

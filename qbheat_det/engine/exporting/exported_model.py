@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Running an exported file, whatever its format, as one would the model that it came from.
 
-A TorchScript or torch.export file is a program: open those of people you trust. ONNX files hold
-no code but ONNX's own operators.
+Opening a TorchScript or torch.export file is like starting a script: open those of people you
+trust. ONNX files hold no code but ONNX's own operators.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,8 @@ from detectron2.structures import Boxes, Instances
 
 from qbheat_det.errors import UserError
 
-from .export_info import METADATA_FILE, METADATA_KEY, SPLIT_KEY, ExportInfo
+from .export_info import METADATA_KEY, SPLIT_KEY, ExportInfo
+from .torch_programs import open_program
 
 Array = npt.NDArray[Any]
 Outputs = dict[str, Array]
@@ -53,6 +54,8 @@ class ExportedModel(ABC):
             raise UserError(f"'{path}' is no exported file: they end in {', '.join(_OPENERS)}")
         if not file.is_file():
             raise UserError(f"exported file '{path}' does not exist")
+        if device not in (None, "cpu", "cuda"):
+            raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
         return opener(file, device)
 
     def __call__(self, images: npt.NDArray[np.uint8]) -> Any:
@@ -66,7 +69,8 @@ class ExportedModel(ABC):
             scores (N, K); of a backbone its maps and tokens by name.
 
         Raises:
-            ValueError: the images have another shape or type.
+            ValueError: the images have another shape or type, or no pixel.
+            UserError: the program inside does not run on them, or gives other outputs than it says.
         """
         outputs = self.run(images)
         if self.info.task == "detection":
@@ -77,17 +81,27 @@ class ExportedModel(ABC):
         """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``.
 
         Raises:
-            ValueError: the images have another shape or type.
+            ValueError, UserError: as in ``__call__``.
         """
-        if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8:
-            raise ValueError(
-                f"images are (N, H, W, 3) and uint8, not {images.shape} and {images.dtype}"
-            )
+        check_images(images)
         return self._run(np.ascontiguousarray(images))
 
     @abstractmethod
     def _run(self, images: npt.NDArray[np.uint8]) -> Outputs:
         """As ``run``, of images that are sound."""
+
+
+def check_images(images: npt.NDArray[np.uint8]) -> None:
+    """
+    Raises:
+        ValueError: they are not (N, H, W, 3) and uint8, or there is no pixel.
+    """
+    is_batch = images.ndim == 4 and images.shape[3] == 3 and images.size > 0
+    if not is_batch or images.dtype != np.uint8:
+        raise ValueError(
+            "images are (N, H, W, 3) and uint8, with N, H and W of 1 or more, not "
+            f"{images.shape} and {images.dtype}"
+        )
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
@@ -112,15 +126,26 @@ class _OnnxModel(ExportedModel):
         self._session, metadata = open_session(path, device)
         if SPLIT_KEY in metadata:
             raise UserError(
-                f"'{path}' is one part of an encoder and heads in files of their own: open their "
+                f"'{path}' is one part of an encoder and heads in files of their own: name "
+                f"'{path.parent / 'head_NAME.onnx'}' with encoder.onnx beside it, or open the "
                 "folder with qbheat_det.engine.exporting.split_model.SplitModel"
             )
         self.path = path
         self.info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
+        taken = [one.name for one in self._session.get_inputs()]
+        given = [one.name for one in self._session.get_outputs()]
+        if taken != ["images"] or given != list(self.info.outputs):
+            raise UserError(
+                f"'{path}' takes {taken} and gives {given}, where it says that it takes ['images'] "
+                f"and gives {list(self.info.outputs)}: export the weights again"
+            )
 
     def _run(self, images: npt.NDArray[np.uint8]) -> Outputs:
-        names = [output.name for output in self._session.get_outputs()]
-        return dict(zip(names, self._session.run(names, {"images": images}), strict=True))
+        names = list(self.info.outputs)
+        try:
+            return dict(zip(names, self._session.run(names, {"images": images}), strict=True))
+        except Exception as error:  # onnxruntime's errors share no base of their own
+            raise _unfit(self.path, images, error) from error
 
 
 def open_session(path: Path, device: str | None) -> tuple[Any, dict[str, str]]:
@@ -160,41 +185,43 @@ class _TorchModel(ExportedModel):
     """TorchScript, or a torch.export program."""
 
     def __init__(self, path: Path, device: str | None) -> None:
-        extra = {METADATA_FILE: ""}
         if device == "cuda":  # the devices of what a graph makes itself stand in it
             raise UserError(
                 f"'{path}' runs where it was exported, on the CPU: use --device cpu, or export to "
                 "ONNX"
             )
-        # Registers torchvision's operators, which the program may call by name.
-        import torchvision  # noqa: F401
-
-        self._program: Callable[..., Any]
         try:
-            if path.suffix.lower() == ".pt2":
-                self._program = torch.export.load(str(path), extra_files=extra).module()
-            else:
-                self._program = torch.jit.load(str(path), "cpu", _extra_files=extra)
+            self._program, description = open_program(path)
         except Exception as error:  # a broken file can raise anything
             raise _damaged(path, error) from error
-        text: str | bytes = extra[METADATA_FILE]
         self.path = path
-        self.info = ExportInfo.from_json(
-            text.decode("utf-8", "replace") if isinstance(text, bytes) else text, str(path)
-        )
+        self.info = ExportInfo.from_json(description, str(path))
 
     @torch.no_grad()
     def _run(self, images: npt.NDArray[np.uint8]) -> Outputs:
         writable = images if images.flags.writeable else images.copy()  # PyTorch warns else
-        outputs = self._program(torch.from_numpy(writable))
-        return {
-            name: output.numpy() for name, output in zip(self.info.outputs, outputs, strict=True)
-        }
+        try:
+            outputs = self._program(torch.from_numpy(writable))
+            arrays = [output.numpy() for output in outputs]
+            return dict(zip(self.info.outputs, arrays, strict=True))
+        except Exception as error:  # a program may raise anything
+            raise _unfit(self.path, images, error) from error
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return UserError(f"'{path}' cannot be opened; it may be truncated or of another kind: {reason}")
+    return UserError(
+        f"'{path}' cannot be opened; it may be truncated or of another kind: {_shorten(error)}"
+    )
+
+
+def _unfit(path: Path, images: npt.NDArray[np.uint8], error: Exception) -> UserError:
+    return UserError(
+        f"'{path}' does not give what it says of images {images.shape}: {_shorten(error)}"
+    )
+
+
+def _shorten(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 _PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
