@@ -7,7 +7,7 @@ import yaml
 
 from qbheat_det.model_zoo.index import ZooEntry
 
-from .table import format_figure
+from .table import fence, format_figure
 
 # Names of tasks and licences as the hub has them.
 _PIPELINES = {
@@ -89,8 +89,6 @@ def _describe(entry: ZooEntry) -> str:
         *[f"- {format_figure(figure)}" for figure in entry.figures],
         *([] if entry.figures else ["- no figures were measured"]),
         "",
-        "```sh",
-        entry.command,
-        "```",
+        *fence(entry.command),
     ]
     return "\n".join(lines)

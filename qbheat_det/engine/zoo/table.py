@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``MODEL_ZOO.md``: what there is with its figures, and the paper's figures as targets."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from qbheat_det.model_zoo.index import Figure, ZooEntry
 from .paper_targets import TARGETS, TargetTable
 
 _NONE = "—"
+_SPREAD = re.compile(r"±\s*(\d+(?:\.\d+)?)(?:[,;]?\s+(.*))?")
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _MADE_BY = "<!-- Made by `python tools/zoo.py table` from the index; edit that instead. -->"
 _NOTHING = (
@@ -26,7 +28,7 @@ and verify with `tools/zoo.py` ([docs/zoo.md](docs/zoo.md))."""
 _COSTS = """\
 Parameters are those of the whole file. Multiply-adds are of convolutions, linear layers and
 attention on one image of the stated size; of pre-trained models, those of the backbone on it.
-Figures are of the files as they are, in half precision."""
+Figures are of the files as they are, in half precision, unless a note below says otherwise."""
 _TARGETS = """\
 The tables below have the paper's figures as targets, each beside the config that is meant to reach
 it. "—" under "ours" says that no weights here were measured on that line's data."""
@@ -73,14 +75,36 @@ def write_zoo(path: Path | None = None) -> Path:
 
 
 def format_figure(figure: Figure) -> str:
-    """Returns a figure as people read it: "21.3 ±0.4 % AP on Aquarium val (3 seeds)"."""
-    note = f" ({figure.note})" if figure.note else ""
-    return f"{format_value(figure)} {figure.metric} on {figure.data}{note}"
+    """Returns all of a figure: "AP 21.3 ± 0.4 % on Aquarium val (±: over 3 seeds; at 512)"."""
+    _, rest = _split_spread(figure)
+    notes = "; ".join(filter(None, [rest, figure.note]))
+    end = f" ({notes})" if notes else ""
+    return f"{figure.metric} {format_value(figure)} on {figure.data}{end}"
 
 
-def format_value(figure: Figure) -> str:
-    """Returns the number of a figure with spread and unit."""
-    return " ".join(filter(None, [f"{figure.value:g}", figure.spread, figure.unit]))
+def format_briefly(figure: Figure) -> str:
+    """Returns what stands in an overview: "AP 21.3 ± 0.4 %", per cent to one decimal."""
+    return f"{figure.metric} {format_value(figure, '.1f' if figure.unit == '%' else 'g')}"
+
+
+def format_value(figure: Figure, form: str = "g") -> str:
+    """Returns the number of a figure with its spread and unit."""
+    spread, _ = _split_spread(figure)
+    return " ".join(filter(None, [format(figure.value, form), spread, figure.unit]))
+
+
+def fence(command: str) -> list[str]:
+    """Returns the lines of a block of shell in Markdown, which no line of it can end."""
+    ticks = max(map(len, re.findall("`{3,}", command)), default=2) + 1
+    return ["`" * ticks + "sh", command, "`" * ticks]
+
+
+def _split_spread(figure: Figure) -> tuple[str, str]:
+    """ "±0.4, over 3 seeds" as "± 0.4" beside the number and "±: over 3 seeds" below."""
+    match = _SPREAD.fullmatch(figure.spread)
+    if match is None:
+        return "", f"spread: {figure.spread}" if figure.spread else ""
+    return f"± {match[1]}", f"±: {match[2]}" if match[2] else ""
 
 
 def _overview(entries: Sequence[ZooEntry]) -> str:
@@ -89,7 +113,7 @@ def _overview(entries: Sequence[ZooEntry]) -> str:
         (
             f"[`{entry.name}`](#{_anchor(entry.name)})",
             entry.task,
-            "; ".join(map(format_figure, entry.figures)) or _NONE,
+            "; ".join(map(format_briefly, entry.figures)) or _NONE,
             f"{entry.num_params / 1e6:.1f} M",
             f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
             f"{entry.size / 1e6:.1f} MB{_where(entry)}",
@@ -122,9 +146,7 @@ def _describe(entry: ZooEntry) -> str:
         f"- Made: {entry.date}, at commit `{entry.commit[:12]}`",
         *[f"- {format_figure(figure)}" for figure in entry.figures],
         "",
-        "```sh",
-        entry.command,
-        "```",
+        *fence(entry.command),
     ]
     return "\n".join(lines)
 

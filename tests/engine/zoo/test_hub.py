@@ -144,7 +144,7 @@ def test_the_card_has_figures_data_licences_and_use() -> None:
     }
     for word in (
         *("# detectors", "## retinanet/tiny", entry.summary, entry.sha256, entry.command),
-        "21.25 ±0.4 % AP on Aquarium val (3 seeds)",
+        "AP 21.25 ± 0.4 % on Aquarium val (3 seeds)",
         *("trained on: toy shapes (licence: CC0)", "licence of the weights: Apache-2.0"),
         *('zoo.get("retinanet/tiny")', f"export QBHEAT_ZOO_HUB={REPOSITORY}"),
     ):

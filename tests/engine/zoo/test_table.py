@@ -9,7 +9,7 @@ import pytest
 import qbheat_det.model_zoo.index as index_module
 from qbheat_det.config import get_config_path
 from qbheat_det.engine.zoo.paper_targets import TARGETS
-from qbheat_det.engine.zoo.table import format_figure, render_zoo, write_zoo
+from qbheat_det.engine.zoo.table import format_briefly, format_figure, render_zoo, write_zoo
 from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Figure, index
 from tests.model_zoo.zoo_cases import make_entry
@@ -75,7 +75,8 @@ def test_an_entry_tells_all_that_the_index_knows_of_it() -> None:
     for word in (
         *(entry.summary, entry.file, entry.sha256, entry.data, entry.data_licence, entry.licence),
         *(entry.command, entry.commit, entry.date, f"(configs/{entry.config})"),
-        "12.5 % AP on toy val (by chance)",
+        "| AP 12.5 % |",
+        "- AP 12.5 % on toy val (by chance)",
         "qbheat://NAME",
     ):
         assert word in text
@@ -83,10 +84,22 @@ def test_an_entry_tells_all_that_the_index_knows_of_it() -> None:
     assert "No weights are published yet" in render_zoo([])
 
 
-def test_figures_are_written_with_spread_and_unit() -> None:
-    figure = Figure("kNN top-1", 61.25, "%", "Caltech-101 val", "±0.4", "3 seeds")
-    assert format_figure(figure) == "61.25 ±0.4 % kNN top-1 on Caltech-101 val (3 seeds)"
-    assert format_figure(Figure("AP", 2.0, "", "toy")) == "2 AP on toy"
+def test_figures_are_written_briefly_and_with_all_that_is_known() -> None:
+    spread = "±0.4, the standard error"
+    figure = Figure("kNN top-1", 61.25, "%", "Caltech-101 val", spread, "3 seeds")
+    assert format_briefly(figure) == "kNN top-1 61.2 ± 0.4 %"
+    assert format_figure(figure) == (
+        "kNN top-1 61.25 ± 0.4 % on Caltech-101 val (±: the standard error; 3 seeds)"
+    )
+    by_hand = Figure("loss", 0.8094, "", "toy", "0.1 to 0.9")
+    assert format_briefly(by_hand) == "loss 0.8094"
+    assert format_figure(by_hand) == "loss 0.8094 on toy (spread: 0.1 to 0.9)"
+    assert format_figure(Figure("AP", 2.0, "", "toy", "±1")) == "AP 2 ± 1 on toy"
+
+
+def test_no_command_ends_its_block() -> None:
+    text = render_zoo([make_entry(command="echo '```'\n````\nrm x")])
+    assert "\n`````sh\necho '```'\n````\nrm x\n`````\n" in text
 
 
 def test_the_tool_writes_it_where_it_is_told(
