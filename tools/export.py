@@ -13,10 +13,10 @@ examples:
   python tools/predict.py --weights detector.onnx --input photos/ --output output/pictures
 
   # as TorchScript, or as a program of torch.export, compared on images of one's own
-  python tools/export.py --weights output/run/model_final.safetensors --output detector.ts \\
-      --images photos/
-  python tools/export.py --weights output/run/model_final.safetensors --output detector.pt2 \\
-      --images photos/
+  python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
+      --output detector.ts
+  python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
+      --output detector.pt2
 
   # smaller images inside: less accurate, faster
   python tools/export.py --weights output/run/model_final.safetensors --output small.onnx \\
@@ -24,7 +24,7 @@ examples:
 
   # the feature maps of a pre-trained backbone
   python tools/export.py --weights output/pretraining/model_final.safetensors \\
-      --output backbone.onnx --images photos/
+      --images photos/ --output backbone.onnx
 
   # several heads on one frozen backbone: encoder.onnx, head_fish.onnx and head_boats.onnx, so that
   # the encoder runs once an image
@@ -89,7 +89,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         metavar="T",
         help="how far scores may be from PyTorch's, and boxes in parts of the image's longer side "
-        "(default: 1e-4; classifiers 5e-3, whose images PyTorch resizes in another way)",
+        "(default: 1e-4)",
     )
     add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
