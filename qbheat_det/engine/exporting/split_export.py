@@ -2,6 +2,7 @@
 """Weights of several heads on one backbone as an encoder and heads in files of their own."""
 
 import json
+import os
 import re
 import tempfile
 from collections import Counter
@@ -79,19 +80,17 @@ def export_split(
         folder: of the files.
         images: see ``export_model``; the test set of the first head's config if none.
         tolerance: see ``export_model``.
-        overwrite: whether the folder may hold exported files; they go.
+        overwrite: whether the folder may hold a split export; its files go, and no others.
 
     Returns:
         What came of each head, by its name.
 
     Raises:
-        UserError: the backbones or the pre-processing differ, a model cannot be exported, or a head
-            does not agree with PyTorch; nothing is written then.
+        UserError: the folder holds other files of these names, the backbones or the pre-processing
+            differ, a model cannot be exported, or a head does not agree with PyTorch. Nothing is
+            written or removed then.
     """
-    old = sorted(folder.glob("*.onnx"))
-    if folder.is_file() or (old and not overwrite):
-        what = "is a file" if folder.is_file() else f"holds {old[0].name}"
-        raise UserError(f"--output '{folder}' {what}: name another folder, or say --overwrite")
+    _check_folder(folder, overwrite)
     given = {name: _Given(cfg := on_cpu(c), build_predictor(cfg)) for name, c in configs.items()}
     operator, translations = suppress_in_onnx()
     parts = split_models(
@@ -113,10 +112,7 @@ def export_split(
             name: _compare(model, name, one, pictures, source, tolerance, folder)
             for name, one in given.items()
         }
-        for path in old:
-            path.unlink()
-        for path in sorted(written.iterdir()):
-            _copy(path, folder / path.name)
+        install_split(written, folder)
     return reports
 
 
@@ -199,6 +195,63 @@ def _compare(
             f"PyTorch gives to {allowed:g} (--tolerance)\n{table_of(rows, task, allowed)}"
         )
     return ExportReport(folder / f"{HEAD_PREFIX}{name}.onnx", rows, task, allowed, source)
+
+
+def _find_parts(folder: Path) -> list[Path]:
+    """Returns files that are called as those of a split export, the encoder first."""
+    encoder = folder / ENCODER
+    return [encoder] * encoder.exists() + sorted(folder.glob(f"{HEAD_PREFIX}*.onnx"))
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    old = _find_parts(folder)
+    if folder.is_file() or (old and not overwrite):
+        what = "is a file" if folder.is_file() else f"holds {old[0].name}"
+        raise UserError(f"--output '{folder}' {what}: name another folder, or say --overwrite")
+    for path in old:
+        if not _is_part(path):
+            raise UserError(
+                f"--output '{folder}' holds {path.name}, which is no whole part of a split export "
+                "and stays: move it away, or name another folder"
+            )
+
+
+def _is_part(path: Path) -> bool:
+    import onnx
+
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception:  # a broken file can raise anything
+        return False
+    return any(entry.key == SPLIT_KEY for entry in model.metadata_props)
+
+
+def install_split(written: Path, folder: Path) -> None:
+    """Puts a split in the place of another: all of it is on the folder's disk before any file goes.
+
+    Args:
+        written: folder with all files of the split, and no others.
+        folder: where they are to be; heads of an earlier split that are no more go.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    new: dict[Path, Path] = {}
+    try:
+        for path in sorted(written.iterdir()):
+            target = folder / path.name
+            new[target] = folder / f".{path.name}.new"
+            _copy(path, new[target])
+        stale = [path for path in _find_parts(folder) if path not in new]
+        for target, path in new.items():
+            os.replace(path, target)
+        for path in stale:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write '{folder}': {error.strerror or error}") from error
+    finally:
+        for path in new.values():
+            path.unlink(missing_ok=True)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qbheat_det.engine.exporting import ExportedModel
+from qbheat_det.atomic import write_atomically
+from qbheat_det.engine.exporting import ExportedModel, split_export
 from qbheat_det.engine.exporting.agreement import build_reference
+from qbheat_det.engine.exporting.export_info import SPLIT_KEY
 from qbheat_det.engine.exporting.split_model import SplitModel
 from qbheat_det.engine.image_classes import is_classifier
 from qbheat_det.engine.prediction import build_predictor, load_run_config
@@ -21,8 +23,18 @@ from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import save
 from tests.tool_modules import TOOLS, load_tool
 
+onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
+
+
+def _write_parts(folder: Path, names: list[str], identity: str) -> None:
+    """Writes files that say that they are parts of a split export, and hold nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        model = onnx.ModelProto()
+        onnx.helper.set_model_props(model, {SPLIT_KEY: json.dumps({"encoder": identity})})
+        onnx.save(model, folder / f"{name}.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +54,15 @@ def export() -> ModuleType:
 def exported(
     request: pytest.FixtureRequest, export: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder: the runs ``one`` and ``two``, ``photos``, and ``split``, which the tool wrote."""
+    """A folder: the runs ``one`` and ``two``, ``photos``, and ``split``, which the tool wrote.
+
+    An older split stood there before, beside somebody's own file.
+    """
     root = tmp_path_factory.mktemp("exported")
+    _write_parts(root / "split", ["encoder", "head_older", "head_one"], "older")
+    (root / "split" / "own.onnx").write_bytes(b"own")
     arguments = ["--split", "--images", str(root / "photos"), "--output", str(root / "split")]
+    arguments += ["--overwrite"]
     for seed, (name, kind) in enumerate(zip(("one", "two"), request.param, strict=True)):
         arguments += ["--weights", save(root / name, kind, head_seed=seed)]
     (root / "photos").mkdir()
@@ -54,6 +72,10 @@ def exported(
         Image.fromarray(noise).resize((width, height)).save(root / "photos" / f"{index}.png")
     export.main(arguments)
     return root
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _pixels(exported: Path, index: int = 0) -> np.ndarray[Any, Any]:
@@ -79,7 +101,8 @@ def test_the_encoder_runs_once_and_every_head_finds_what_its_model_does(
     exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = sorted(path.name for path in (exported / "split").iterdir())
-    assert names == ["encoder.onnx", "head_one.onnx", "head_two.onnx"]
+    assert names == ["encoder.onnx", "head_one.onnx", "head_two.onnx", "own.onnx"]
+    assert (exported / "split" / "own.onnx").read_bytes() == b"own"
     model = SplitModel.open(exported / "split", device="cpu")
     passes = 0
     encode = SplitModel.encode
@@ -132,6 +155,43 @@ def test_files_of_a_split_say_what_they_are_and_stay_together(
     with pytest.raises(SystemExit, match="2"):
         export.main([*arguments, "--output", str(split)])
     assert "holds encoder.onnx: name another folder" in capsys.readouterr().err
+
+
+def test_files_that_are_called_as_parts_and_are_none_stay(
+    exported: Path, export: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_parts(tmp_path, ["encoder", "head_one"], "older")
+    (tmp_path / "head_mine.onnx").write_bytes(b"mine")
+    before = _read(tmp_path)
+    arguments = ["--split", "--weights", str(exported / "one" / "model_final.safetensors")]
+    with pytest.raises(SystemExit, match="2"):
+        export.main([*arguments, "--output", str(tmp_path), "--overwrite"])
+    assert "holds head_mine.onnx, which is no whole part" in capsys.readouterr().err
+    assert _read(tmp_path) == before
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_split_replaces_another_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    _write_parts(tmp_path / "split", ["encoder", "head_one", "head_two"], "older")
+    _write_parts(tmp_path / "new", ["encoder", "head_one", "head_three"], "newer")
+    before, new = _read(tmp_path / "split"), _read(tmp_path / "new")
+    calls = 0
+
+    def interrupted(path: Path, write: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        write_atomically(path, write)
+
+    monkeypatch.setattr(split_export, "write_atomically", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        split_export.install_split(tmp_path / "new", tmp_path / "split")
+    assert _read(tmp_path / "split") == before
+    split_export.install_split(tmp_path / "new", tmp_path / "split")
+    assert _read(tmp_path / "split") == new
 
 
 def test_numpy_and_onnxruntime_are_enough_to_run_it(exported: Path) -> None:
