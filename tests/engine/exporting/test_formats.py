@@ -1,6 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Files of each format agree with PyTorch at sizes they were not written at, or are refused."""
 
+import io
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +13,12 @@ from detectron2.config import CfgNode
 from PIL import Image
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from qbheat_det.engine.exporting import ExportedModel
+from qbheat_det.engine.exporting import ExportedModel, ExportInfo
 from qbheat_det.engine.exporting import export as export_module
-from qbheat_det.engine.exporting.agreement import Agreement, compare_boxes, table_of
 from qbheat_det.engine.exporting.deployable import DeployableModel
 from qbheat_det.engine.exporting.export import ExportReport, export_model
+from qbheat_det.engine.exporting.export_info import METADATA_KEY
+from qbheat_det.engine.exporting.formats import write_torchscript
 from qbheat_det.engine.prediction import load_run_config
 from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config, save
@@ -64,7 +68,7 @@ def _export(root: Path, kind: str, format: str) -> tuple[ExportReport, ExportedM
 def test_a_file_of_each_format_gives_what_pytorch_gives(root: Path, kind: str, format: str) -> None:
     report, model = _export(root, kind, format)
     assert [row.batch_size for row in report.agreement] == [1, 2, 8]
-    assert [row.num_images for row in report.agreement] == [3, 2, 8]
+    assert [row.num_images for row in report.agreement] == [3, 4, 8]
     assert all(row.num_values > 5 * row.num_images for row in report.agreement)
     assert all(row.holds(1e-4) for row in report.agreement)
     cfg = _config(root, kind)
@@ -97,7 +101,7 @@ def test_a_classifier_is_a_program_of_torch_export(root: Path) -> None:
     cfg = load_run_config(str(weights), device="cpu")
     output = root / "classifier.pt2"
     report = export_model(cfg, output, format="torch-export", images=[str(root / "photos")])
-    assert [row.num_values for row in report.agreement] == [9, 6, 24]
+    assert [row.num_values for row in report.agreement] == [9, 12, 24]
     exported = ExportedModel.open(output)
     assert (exported.info.task, exported.info.outputs) == ("classification", ("scores",))
     # Of the model's own size, so that nothing is resized.
@@ -106,6 +110,38 @@ def test_a_classifier_is_a_program_of_torch_export(root: Path) -> None:
         wanted = model([{"image": torch.from_numpy(x).permute(2, 0, 1)} for x in images])
     scores = torch.from_numpy(exported(images))
     torch.testing.assert_close(scores, torch.stack([found["scores"] for found in wanted]))
+    for strange in (images[:0], images[:, :0], images[..., :2]):
+        with pytest.raises(ValueError, match="with N, H and W of 1 or more"):
+            exported(strange)
+    _check_that_nothing_in_it_is_run(output, root)
+
+
+class _Touch:
+    """What a stranger's pickle may hold: unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def _check_that_nothing_in_it_is_run(program: Path, folder: Path) -> None:
+    changed, trace = folder / "changed.pt2", folder / "it_was_run"
+    with zipfile.ZipFile(program) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    pickles = [name for name in members if "/data/" in name and members[name][:2] == b"PK"]
+    assert pickles
+    stream = io.BytesIO()
+    torch.save((_Touch(trace),), stream)
+    library = f"{pickles[0].split('/')[0]}/data/aotinductor/model/a.so"
+    for name, content in [*((name, stream.getvalue()) for name in pickles), (library, b"\x7fELF")]:
+        with zipfile.ZipFile(changed, "w") as archive:
+            for member, old in (members | {name: content}).items():
+                archive.writestr(member, old)
+        with pytest.raises(UserError, match="cannot be opened"):
+            ExportedModel.open(changed)
+        assert not trace.exists()
 
 
 def test_a_file_that_does_not_agree_is_refused_and_not_left_behind(
@@ -164,7 +200,42 @@ def test_a_graph_of_pytorch_stays_on_the_cpu(tmp_path: Path) -> None:
             ExportedModel.open(tmp_path / name, device="cuda")
 
 
-def test_what_is_no_exported_file_is_refused_in_a_sentence(root: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_what_it_says_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    info = ExportInfo("classification", ("scores",), "RGB")
+    for taken, given in (("x", "scores"), ("images", "y")):
+        tensors = [
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, ["n", "h", "w", 3])
+            for name in (taken, given)
+        ]
+        node = onnx.helper.make_node("Identity", [taken], [given])
+        graph = onnx.helper.make_graph([node], "graph", tensors[:1], tensors[1:])
+        model = onnx.helper.make_model(
+            graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8
+        )
+        onnx.helper.set_model_props(model, {METADATA_KEY: info.to_json()})
+        onnx.save(model, tmp_path / "x.onnx")
+        with pytest.raises(UserError, match=rf"takes \['{taken}'\] and gives \['{given}'\], where"):
+            ExportedModel.open(tmp_path / "x.onnx", device="cpu")
+
+    class Twice(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return images, images
+
+    images = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
+    write_torchscript(Twice(), images, tmp_path / "x.ts", info.to_json())
+    with pytest.raises(
+        UserError, match=r"x.ts' does not give what it says of images \(1, 2, 2, 3\)"
+    ):
+        ExportedModel.open(tmp_path / "x.ts")(images.numpy())
+    with pytest.raises(UserError, match=r"on the device cpu or cuda, not 'cuda:0'"):
+        ExportedModel.open(tmp_path / "x.ts", device="cuda:0")
+
+
+def test_what_is_no_exported_file_is_refused_in_a_sentence(
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     weights = root / "two_maps" / "model_final.safetensors"
     with pytest.raises(UserError, match=r"is no exported file: they end in \.onnx"):
         ExportedModel.open(weights)
@@ -175,28 +246,8 @@ def test_what_is_no_exported_file_is_refused_in_a_sentence(root: Path, tmp_path:
         damaged.write_bytes(b"not a model")
         with pytest.raises(UserError, match=r"cannot be opened; it may be truncated"):
             ExportedModel.open(damaged, device="cpu")
-
-
-def test_detections_that_one_side_lacks_are_counted_but_at_the_threshold() -> None:
-    row = Agreement(1)
-    boxes = np.array([[[0, 0, 10, 10], [20, 0, 30, 10], [0, 20, 10, 30.0]]])
-    mine = {
-        "boxes": boxes[:, [1, 0, 2]],
-        "scores": np.array([[0.9, 0.8, 0.0]]),
-        "labels": np.array([[1, 0, 0]]),
-        "counts": np.array([2]),
-    }
-    theirs = {
-        "boxes": boxes[:, :2] + 0.5,
-        "scores": np.array([[0.7, 0.6]]),
-        "labels": np.array([[0, 0]]),
-        "counts": np.array([2]),
-    }
-    compare_boxes(row, mine, theirs, 0.05, (100, 50), 0.2)
-    # The first box has a partner, 0.1 and half a pixel off; the second is of two labels.
-    assert (row.num_values, row.unmatched) == (2, 2)
-    assert (row.score, row.box, row.relative_box) == pytest.approx((0.1, 0.5, 0.005))
-    assert "differs" in table_of([row], "detection", 0.2)
-    above = Agreement(1)
-    compare_boxes(above, mine, theirs, 0.75, (100, 50), 0.2)
-    assert above.unmatched == 0
+    with zipfile.ZipFile(damaged, "w") as archive:  # the last of them, of torch.export
+        archive.writestr("x/version", "1")
+    with pytest.raises(UserError, match=r"cannot be opened; it may be truncated"):
+        ExportedModel.open(damaged)
+    assert "Traceback" not in capfd.readouterr().err
