@@ -217,8 +217,12 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def _is_part(path: Path) -> bool:
-    import onnx
-
+    try:
+        import onnx
+    except ImportError as error:
+        raise UserError(
+            "--split needs onnx, which is not installed: pip install 'qbheat_det[export]'"
+        ) from error
     try:
         model = onnx.load(str(path), load_external_data=False)
     except Exception:  # a broken file can raise anything
