@@ -30,7 +30,20 @@ def timm_name(entry: ZooEntry) -> str:
 
 
 def add_entries(entries: Iterable[ZooEntry]) -> None:
-    """Tells timm of all entries on a Mobile-Former of one of the three sizes."""
+    """Tells timm of all entries on a Mobile-Former of one of the three sizes, or of none.
+
+    Raises:
+        UserError: two entries have one tag, such as those of "x/285M_a.b" and "x/285M_a_b".
+    """
+    tagged: dict[str, ZooEntry] = {}
+    for entry in entries:
+        name = timm_name(entry)
+        other = tagged.setdefault(name, entry)
+        if name and other != entry:
+            raise UserError(
+                f"'{other.name}' and '{entry.name}' both have timm's tag {name}: give one of them "
+                "another name"
+            )
     add_timm_weights(
         {
             name: {
@@ -40,8 +53,8 @@ def add_entries(entries: Iterable[ZooEntry]) -> None:
                 "license": entry.licence,
                 "description": entry.summary,
             }
-            for entry in entries
-            if (name := timm_name(entry))
+            for name, entry in tagged.items()
+            if name
         }
     )
 

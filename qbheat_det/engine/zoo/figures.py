@@ -83,11 +83,12 @@ def measure_figures(weights: Path, data: str, args: argparse.Namespace) -> list[
         opts = ["MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", folder]
         own = {"config_file": "", "opts": opts, "eval_only": True, "resume": False}
         results = evaluate(build_config(argparse.Namespace(**{**vars(args), **own})))
-    figures = list(_name_figures(results, data))
+    figures = [*_name_figures(results, data), *_name_losses(results, data)]
     if not figures:
         raise UserError(
             "the evaluation gave no figures: name what to evaluate on with --val-json and "
-            "--val-images, --val-folder, or --knn-train-folder and --knn-val-folder"
+            "--val-images, --val-folder, --val-image-folder, or --knn-train-folder and "
+            "--knn-val-folder"
         )
     return figures
 
@@ -102,3 +103,19 @@ def _name_figures(results: Mapping[str, Mapping[str, Any]], data: str) -> Iterat
             error = found.get(f"{key}_standard_error")
             spread = "" if error is None else f"±{error:.1f}, the binomial standard error"
             yield Figure(metric, round(float(value), 2), "%", data, spread)
+
+
+def _name_losses(results: Mapping[str, Mapping[str, Any]], data: str) -> Iterator[Figure]:
+    """The held-out loss of pre-training, and that of each view."""
+    found = results.get("reconstruction", {})
+    if "loss" not in found:
+        return
+    views = {
+        key.removeprefix("loss_"): value
+        for key, value in found.items()
+        if key.startswith("loss_") and not key.endswith("_standard_error")
+    }
+    note = ", ".join(f"{view} {value:.4f}" for view, value in views.items())
+    error = found.get("loss_standard_error", math.nan)
+    spread = "" if math.isnan(error) else f"±{error:.4f}, the standard error"
+    yield Figure("held-out loss", round(float(found["loss"]), 4), "", data, spread, note)

@@ -11,10 +11,17 @@ from torch import Tensor
 from qbheat_det.checkpoint import WeightsInfo
 from qbheat_det.config import dump_config, get_cfg
 
-# Absolute, below someone's home, or of Windows.
-_PATH = re.compile(r"([/~]|[A-Za-z]:[\\/]).*")
-# Where a run read and wrote: of no meaning elsewhere, even as relative paths.
-_OF_THE_RUN = ("OUTPUT_DIR", "MODEL.WEIGHTS")
+# Absolute, below someone's home, of Windows, of a server or the file system, or upwards.
+_PATH = re.compile(r"([/~\\]|[A-Za-z]:[\\/]|file:).*|(.*[\\/])?\.\.([\\/].*)?", re.DOTALL)
+# What a run read and wrote, and where it was logged: of no meaning elsewhere.
+_OF_THE_RUN = (
+    "OUTPUT_DIR",
+    "MODEL.WEIGHTS",
+    "MODEL.CACHE_FEATURES.FOLDER",
+    "DATASETS.PROPOSAL_FILES_TRAIN",
+    "DATASETS.PROPOSAL_FILES_TEST",
+    "SOLVER.WANDB_PROJECT",
+)
 
 
 def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -57,10 +64,11 @@ def _reset_paths(node: CfgNode, fresh: CfgNode, prefix: str) -> None:
         name = f"{prefix}{key}"
         if isinstance(value, CfgNode):
             _reset_paths(value, fresh[key], f"{name}.")
-        elif name in _OF_THE_RUN or _names_path(value):
+        elif name in _OF_THE_RUN or (name != "MODEL.CLASS_NAMES" and _names_path(value)):
             node[key] = fresh[key]
 
 
 def _names_path(value: object) -> bool:
-    values = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(one, str) and _PATH.fullmatch(one) for one in values)
+    if isinstance(value, list | tuple):
+        return any(map(_names_path, value))
+    return isinstance(value, str) and _PATH.fullmatch(value) is not None

@@ -14,9 +14,9 @@ import torch
 import qbheat_det.engine.zoo.add as add_module
 import qbheat_det.model_zoo as zoo
 from qbheat_det.analysis import CountingRule, count_madds
-from qbheat_det.checkpoint import read_weights
+from qbheat_det.checkpoint import WeightsInfo, load_embedded_config, read_weights
 from qbheat_det.config import get_cfg
-from qbheat_det.engine.zoo.light_weights import halve_precision
+from qbheat_det.engine.zoo.light_weights import forget_machine, halve_precision
 from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Figure, ZooEntry, index
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
@@ -46,6 +46,26 @@ def test_matrices_are_halved_and_vectors_and_integers_are_not() -> None:
     for name, tensor in light.items():
         expected = state[name].half() if name == "conv.weight" else state[name]
         torch.testing.assert_close(tensor.double(), expected.double(), rtol=0, atol=0)
+
+
+def test_a_config_forgets_paths_of_every_kind_and_keeps_names(trained: Trained) -> None:
+    cfg = trained.cfg.clone()
+    cfg.MODEL.CLASS_NAMES = ["/", "file: a", ".."]
+    cfg.MODEL.CACHE_FEATURES.FOLDER = "private"
+    cfg.DATASETS.TRAIN = ("../../me", "shapes")
+    cfg.TEST.KNN.TRAIN = ("file:///home/me",)
+    cfg.TEST.KNN.VAL = ("\\\\server\\x",)
+    cfg.INPUT.CLASSIFY.RAND_AUGMENT = [["/home/me"]]
+    cfg.DATASETS.TEST = ("a..b", "c/d")
+    info = WeightsInfo.from_config(cfg, iteration=7, commit="")
+    found = load_embedded_config(forget_machine(info, cfg).config, "it")
+    assert found.MODEL.CLASS_NAMES == ["/", "file: a", ".."]
+    assert found.DATASETS.TEST == ("a..b", "c/d")
+    for value in (
+        *(found.MODEL.CACHE_FEATURES.FOLDER, found.DATASETS.TRAIN, found.TEST.KNN.TRAIN),
+        *(found.TEST.KNN.VAL, found.INPUT.CLASSIFY.RAND_AUGMENT),
+    ):
+        assert not value
 
 
 def test_the_file_is_light_and_names_no_path_and_the_index_says_what_it_is(

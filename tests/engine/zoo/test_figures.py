@@ -1,7 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Figures as people write them, as files hold them, and as the tool measures them."""
 
+import argparse
 import json
+import math
 import re
 from pathlib import Path
 
@@ -10,10 +12,11 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import build_model
 
+import qbheat_det.engine.zoo.figures as figures_module
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.data import ImageBatches, build_mapper
 from qbheat_det.engine.class_folders import LABELLED_VAL
-from qbheat_det.engine.zoo.figures import parse_figure, read_figures
+from qbheat_det.engine.zoo.figures import measure_figures, parse_figure, read_figures
 from qbheat_det.engine.zoo.trained_model import open_trained
 from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Figure, index
@@ -56,6 +59,26 @@ def test_figures_come_from_a_file_that_is_read_strictly(tmp_path: Path) -> None:
         read_figures(file)
     with pytest.raises(UserError, match=r"none\.json' cannot be read"):
         read_figures(tmp_path / "none.json")
+
+
+def test_a_pretraining_has_its_held_out_loss_beside_nearest_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses = {"loss_corner": 0.83174, "loss_centre": 0.7872, "loss": 0.80947}
+    results = {
+        "reconstruction": {**losses, "loss_standard_error": 0.00421},
+        "knn": {"top1": 16.04, "top1_standard_error": 1.06},
+    }
+    monkeypatch.setattr(figures_module, "build_config", lambda args: None)
+    monkeypatch.setattr(figures_module, "evaluate", lambda cfg: results)
+    knn, loss = measure_figures(Path("w.safetensors"), "toy val", argparse.Namespace())
+    assert (knn.metric, knn.value, knn.unit) == ("kNN top-1", 16.04, "%")
+    note = "corner 0.8317, centre 0.7872"
+    spread = "±0.0042, the standard error"
+    assert loss == Figure("held-out loss", 0.8095, "", "toy val", spread, note)
+    results["reconstruction"] = {"loss": 0.5, "loss_standard_error": math.nan}
+    _, loss = measure_figures(Path("w.safetensors"), "toy val", argparse.Namespace())
+    assert loss == Figure("held-out loss", 0.5, "", "toy val")
 
 
 def test_the_tool_measures_the_file_that_it_wrote(

@@ -170,6 +170,8 @@ def test_entries_of_the_zoo_are_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["qbheat://qb_heat/285M_toy.2"]
     assert (model.num_classes, plain.num_classes) == (0, 1000)
     assert model.pretrained_cfg["license"] == "cc0-1.0"
+    with pytest.raises(UserError, match=r"both have timm's tag mobile_former_285m\.qb_heat_toy_2"):
+        add_entries([*entries, _entry("qb_heat/285M_toy_2")])
 
 
 def test_weights_without_a_name_are_refused() -> None:
