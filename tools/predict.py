@@ -23,15 +23,17 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
       --json output/classes.json
 
-  # a file of tools/export.py: ONNX (which onnxruntime runs), TorchScript or torch.export
+  # a file of tools/export.py: ONNX (which onnxruntime runs), TorchScript or torch.export, which
+  # are programs: open those of people you trust
   python tools/predict.py --weights output/model.onnx --input photos/ --output output/pictures
 
-exit code: 0; 1 if a file could not be read and was skipped; 2 if nothing could be done.
+exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could be done.
 """
 
 import argparse
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 # What Detectron2's own imports and torch.meshgrid say is of no use to people who predict.
@@ -52,8 +54,14 @@ from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
     is_exported,
     open_exported,
 )
+from qbheat_det.engine.exporting.split_model import ImageSizeError  # noqa: E402
 from qbheat_det.engine.image_classes import classify_files, is_classifier  # noqa: E402
-from qbheat_det.engine.media import Image, MediaFile, find_media  # noqa: E402
+from qbheat_det.engine.media import (  # noqa: E402
+    Image,
+    MediaFile,
+    UnreadableMedia,
+    find_media,
+)
 from qbheat_det.engine.prediction import (  # noqa: E402
     MediaPredictor,
     PredictionReport,
@@ -113,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
             "predict neither boxes nor classes: train a detector or a classifier on them "
             "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
         )
-    predictor = ExportedPredictor(exported) if exported else build_predictor(cfg)
+    predictor = predictor_of(exported) if exported else build_predictor(cfg)
     if args.json and not cfg.MODEL.CATEGORY_IDS:
         print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
 
@@ -144,6 +152,18 @@ def open_file(args: argparse.Namespace) -> ExportedModel:
             "--config-file and config overrides, or export the weights again with them"
         )
     return open_exported(args.weights, device=args.device)
+
+
+def predictor_of(exported: ExportedModel) -> Callable[[Image], dict[str, Instances]]:
+    predictor = ExportedPredictor(exported)
+
+    def predict(image: Image) -> dict[str, Instances]:
+        try:
+            return predictor(image)
+        except ImageSizeError as error:  # others may fit
+            raise UnreadableMedia(str(error)) from error
+
+    return predict
 
 
 def classify(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.engine.exporting.export_info import METADATA_KEY, SPLIT_KEY, ExportInfo
 from qbheat_det.engine.exporting.split_model import SplitModel
 from qbheat_det.errors import UserError
@@ -70,6 +71,7 @@ def _info(task: str = "detection", outputs: str = "boxes scores labels counts") 
         outputs=tuple(outputs.split()),
         pixel_format="RGB",
         class_names=classes if task == "detection" else (),
+        config=dump_config(get_cfg()),
     )
     return {METADATA_KEY: info.to_json()}
 
@@ -144,6 +146,10 @@ def test_heads_that_pad_differently_take_only_images_that_need_no_padding(
     for (width, height), reason in zip(sizes[1:], reasons, strict=True):
         with pytest.raises(UserError, match=reason):
             model(np.zeros((1, height, width, 3), dtype=np.uint8))
+    found = ["--weights", str(folder / "head_one.onnx"), "--json", str(tmp_path / "found.json")]
+    assert load_tool("predict").main([*found, "--device", "cpu", "--input", *images]) == 1
+    (one,) = json.loads((tmp_path / "found.json").read_text())
+    assert (one["file_name"], one["bbox"]) == ("0.png", [0, 0, 64, 96])
     assert run_onnx.main([str(_write_split(tmp_path / "any")), *images]) == 0
 
 

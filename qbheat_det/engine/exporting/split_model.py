@@ -17,6 +17,10 @@ ENCODER = "encoder.onnx"
 HEAD_PREFIX = "head_"
 
 
+class ImageSizeError(UserError):
+    """Heads that pad differently were given images of a size on which they share no pass."""
+
+
 class SplitModel:
     """A folder that ``tools/export.py --split`` wrote, opened for inference.
 
@@ -71,7 +75,7 @@ class SplitModel:
             By the head's name, what ``ExportedModel.__call__`` gives.
 
         Raises:
-            UserError: the heads share a pass only on images of some sizes, and these are others.
+            ImageSizeError: the heads share a pass only on images of some sizes, not of this one.
             ValueError: the images have another shape or type.
         """
         features = self.encode(images)
@@ -88,7 +92,7 @@ class SplitModel:
         """Returns what the heads read: the backbone's maps and tokens by name, and "sizes".
 
         Raises:
-            UserError, ValueError: as in ``__call__``.
+            ImageSizeError, ValueError: as in ``__call__``.
         """
         if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8:
             raise ValueError(
@@ -97,7 +101,7 @@ class SplitModel:
         features = _run(self._encoder, {"images": np.ascontiguousarray(images)})
         resized = features["sizes"][2:]
         if self._multiple_of and (resized % self._multiple_of).any():
-            raise UserError(
+            raise ImageSizeError(
                 f"these heads pad images differently, and share a pass only where height and "
                 f"width after the resize, here {resized[0]} and {resized[1]}, are multiples of "
                 f"{self._multiple_of}: cut the images so, or export each head on its own"
