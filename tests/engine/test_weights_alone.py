@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
@@ -60,6 +61,20 @@ def test_a_strangers_config_inside_weights_is_read_with_care(
     with pytest.raises(UserError, match=reason) as caught:
         load_run_config(weights)
     assert f"the config inside '{weights}'" in str(caught.value)
+
+
+def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    torch.save({"model": {}}, tmp_path / "w.pth")
+    (tmp_path / "config.yaml").write_text("DATASETS: {PROPOSAL_FILES_TRAIN: [p.pkl]}")
+    weights = f"{tmp_path}/w.pth"
+    with pytest.raises(UserError, match=r"config\.yaml' is refused: it sets DATASETS\.PROPOSAL_FI"):
+        load_run_config(weights)
+    own = load_run_config(weights, f"{tmp_path}/config.yaml")
+    assert own.DATASETS.PROPOSAL_FILES_TRAIN == ("p.pkl",)
+    cfg = load_run_config(weights, opts=["DATASETS.PROPOSAL_FILES_TRAIN", "()"])
+    assert cfg.DATASETS.PROPOSAL_FILES_TRAIN == ()
 
 
 def test_weights_of_other_classes_than_the_configs_do_not_predict(tmp_path: Path) -> None:
