@@ -13,6 +13,7 @@ from detectron2.config import CfgNode
 from PIL import Image
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.config import get_config_path, load_config
 from qbheat_det.engine.exporting import ExportedModel, ExportInfo
 from qbheat_det.engine.exporting import export as export_module
 from qbheat_det.engine.exporting.deployable import DeployableModel
@@ -83,6 +84,41 @@ def test_a_file_of_each_format_gives_what_pytorch_gives(root: Path, kind: str, f
     torch.testing.assert_close(alone.scores, together[2].scores, rtol=1e-4, atol=1e-5)
 
 
+def _save_model(path: Path, cfg: CfgNode) -> CfgNode:
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="")
+    save_weights(str(path), build(cfg).state_dict(), info)
+    return load_run_config(str(path), device="cpu")
+
+
+def test_fcos_and_bare_backbones_are_files_too(root: Path) -> None:
+    fcos = make_config(
+        "two_maps",
+        MODEL__META_ARCHITECTURE="SyncFCOS",
+        MODEL__FCOS__NUM_CLASSES=3,
+        MODEL__FCOS__NUM_CONVS=1,
+        MODEL__FCOS__IN_FEATURES=["p3", "p4"],
+        MODEL__FCOS__NORM="",
+        MODEL__FCOS__PRIOR_PROB=0.5,
+    )
+    sizes = make_config("mf_detr").MODEL.MOBILE_FORMER
+    names = ("BLOCKS", "STEM_CHANNELS", "EXPANDED_CHANNELS", "NUM_TOKENS", "TOKEN_DIM")
+    opts = [word for name in names for word in (f"MODEL.MOBILE_FORMER.{name}", str(sizes[name]))]
+    opts += ["MODEL.MOBILE_FORMER.VARIANT", "custom", "MODEL.DEVICE", "cpu"]
+    opts += ["INPUT.MIN_SIZE_TEST", "48"]
+    encoder = load_config(get_config_path("demo/toy_qb_heat.yaml"), opts)
+    for name, cfg in (("fcos", fcos), ("encoder", encoder)):
+        own = _save_model(root / f"{name}.safetensors", cfg)
+        output, photos = root / f"{name}.ts", [str(root / "photos")]
+        report = export_model(own, output, format="torchscript", images=photos)
+        assert all(row.num_values > 5 * row.num_images for row in report.agreement)
+        images = np.random.default_rng(1).integers(0, 256, (2, 41, 57, 3), dtype=np.uint8)
+        exported = ExportedModel.open(output)
+        if name == "fcos":
+            assert min(len(found) for found in exported(images)) > 0
+        else:
+            assert {len(values) for values in exported(images).values()} == {2}
+
+
 def test_a_classifier_is_a_program_of_torch_export(root: Path) -> None:
     cfg = make_config(
         "two_maps",
@@ -94,11 +130,8 @@ def test_a_classifier_is_a_program_of_torch_export(root: Path) -> None:
         INPUT__PRETRAIN__SIZE=32,
         INPUT__CLASSIFY__TEST_CROP=1.0,
     )
-    weights = root / "classifier.safetensors"
-    info = WeightsInfo.from_config(cfg, iteration=1, commit="")
     model = build(cfg)
-    save_weights(str(weights), model.state_dict(), info)
-    cfg = load_run_config(str(weights), device="cpu")
+    cfg = _save_model(root / "classifier.safetensors", cfg)
     output = root / "classifier.pt2"
     report = export_model(cfg, output, format="torch-export", images=[str(root / "photos")])
     assert [row.num_values for row in report.agreement] == [9, 12, 24]
