@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _CARD = "README.md"
+MAX_INDEX = 50_000_000
+"""Bytes of a repository's index; an entry has some 5,000."""
 
 
 def push_entries(
@@ -117,11 +119,20 @@ def _bring(repository: str, entry: ZooEntry, target: Path) -> None:
 
 
 def _entries_there(api: "HfApi", repository: str, folder: Path) -> tuple[ZooEntry, ...]:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
     name, _, revision = repository.partition("@")
     where: dict[str, Any] = {"revision": revision or None}
     known = index.INDEX_FILE.name
     if not _ask(repository, lambda: api.file_exists(name, known, **where)):
         return ()
+    url = hf_hub_url(name, known, endpoint=_endpoint(), **where)
+    size = _ask(repository, lambda: get_hf_file_metadata(url).size)
+    if size is not None and size > MAX_INDEX:
+        raise UserError(
+            f"the {known} of '{repository}' is refused: it has {size / 1e6:.1f} MB, and an index "
+            f"{MAX_INDEX / 1e6:.0f} MB at most"
+        )
     path = _ask(
         repository, lambda: api.hf_hub_download(name, known, local_dir=str(folder), **where)
     )

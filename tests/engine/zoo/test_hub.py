@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import yaml
 
+import qbheat_det.engine.zoo.hub as hub_module
 from qbheat_det.engine.zoo.hub import pull_entries, push_entries
 from qbheat_det.engine.zoo.model_card import render_card
 from qbheat_det.errors import UserError
@@ -97,7 +98,9 @@ def test_a_second_push_keeps_what_was_there(hub: Hub, shelf: Path) -> None:
     assert hashlib.sha256(files[first.file]).hexdigest() == first.sha256
 
 
-def test_pulling_chooses_refuses_and_keeps(hub: Hub, shelf: Path, tmp_path: Path) -> None:
+def test_pulling_chooses_refuses_and_keeps(
+    hub: Hub, shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entries = [_ship(shelf, f"retinanet/{name}", name.encode() * 9) for name in "ab"]
     push_entries(entries, REPOSITORY)
     folder = tmp_path / "mine"
@@ -116,6 +119,9 @@ def test_pulling_chooses_refuses_and_keeps(hub: Hub, shelf: Path, tmp_path: Path
     assert not (folder / entries[0].file).exists()
     assert index.load_index(folder / "index.json") == own
     assert (folder / ".hub").is_dir()  # it was there before
+    monkeypatch.setattr(hub_module, "MAX_INDEX", 100)
+    with pytest.raises(UserError, match=r"the index\.json of 'me/detectors' is refused: it has"):
+        pull_entries(REPOSITORY, folder)
 
 
 def test_who_may_not_write_is_told_what_to_do(
