@@ -76,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help=".onnx, .ts or .pt2, or with --split a folder",
     )
-    add("--overwrite", action="store_true", help="replace the file if it exists")
+    add("--overwrite", action="store_true", help="replace the file, or an earlier split")
     add(
         "--images",
         nargs="+",
@@ -134,7 +134,7 @@ def export_parts(args: argparse.Namespace) -> None:
     )
     for name, report in reports.items():
         print(f"{name}:\n{report}\n")
-    for path in sorted(args.output.glob("*.onnx")):
+    for path in (args.output / "encoder.onnx", *(args.output / f"head_{n}.onnx" for n in reports)):
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
 
 
