@@ -163,7 +163,8 @@ def check_weights_file(weights: str) -> None:
     if path.is_dir():
         raise UserError(f"'{weights}' is a folder: name the weights in it, such as model_final.pth")
     if not path.is_file():
-        raise UserError(f"weights file '{weights}' does not exist")
+        hint = "" if Path(weights).suffix else "; names of the model zoo begin with qbheat://"
+        raise UserError(f"weights file '{weights}' does not exist{hint}")
     if not path.stat().st_size:
         raise UserError(f"weights file '{weights}' is empty: fetch or copy it again")
 

@@ -23,10 +23,8 @@ from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.errors import UserError
 
-from .index import ZooEntry, find_entry
+from .index import PREFIX, ZooEntry, find_entry
 from .places import cache_folder, check_own_cache, fetch
-
-PREFIX = "qbheat://"
 
 
 class ZooWeights(PathHandler):
@@ -36,7 +34,7 @@ class ZooWeights(PathHandler):
         return [PREFIX]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        return str(get_pytorch_file(find_entry(path.removeprefix(PREFIX)), anew=force))
+        return str(get_pytorch_file(find_entry(path), anew=force))
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
         if set(mode) - set("rbt"):
@@ -45,7 +43,7 @@ class ZooWeights(PathHandler):
 
     def _exists(self, path: str, **kwargs: Any) -> bool:
         try:
-            find_entry(path.removeprefix(PREFIX))
+            find_entry(path)
         except UserError:
             return False
         return True

@@ -22,6 +22,7 @@ from qbheat_det.errors import UserError
 from .strict_json import from_plain, parse_json, to_plain
 
 INDEX_FILE = Path(__file__).with_name("index.json")
+PREFIX = "qbheat://"  # of addresses
 TASKS = ("pretraining", "detection", "classification")
 # Letters that mean the same on every file system, in an address, and in a repository of the hub.
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+")
@@ -315,13 +316,17 @@ def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
 def find_entry(name: str) -> ZooEntry:
     """Returns the entry of a name.
 
+    Args:
+        name: of the entry; the address ``qbheat://NAME`` is taken, too.
+
     Raises:
         UserError: there is none; names the nearest.
     """
+    name = name.removeprefix(PREFIX)
     entries = {entry.name: entry for entry in list_entries()}
     if name in entries:
         return entries[name]
-    nearest = difflib.get_close_matches(name, entries, n=3, cutoff=0.4)
+    nearest = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
     hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see tools/zoo.py list"
     raise UserError(f"the model zoo has no '{name}': {hint}")
 

@@ -15,8 +15,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 
-from .addresses import PREFIX
-from .index import find_entry, list_entries
+from .index import PREFIX, find_entry, list_entries
 from .places import fetch
 
 
@@ -34,15 +33,15 @@ def get_config_file(name: str) -> str:
     return get_config_path(find_entry(name).config)
 
 
-def get_config(name: str, *, trained: bool = False) -> CfgNode:
+def get_config(name: str, *, trained: bool = True) -> CfgNode:
     """Returns the config of an entry.
 
     Args:
         name: of the entry.
-        trained: False gives the recipe as it is shipped, to train anew. True gives the config that
-            travels inside the weights, with the classes of its data, ``MODEL.WEIGHTS`` set to the
-            entry's address and ``MODEL.DEVICE`` to what there is here: what
-            ``DefaultPredictor`` takes.
+        trained: True gives the config that travels inside the weights, with the classes of its
+            data, ``MODEL.WEIGHTS`` set to the entry's address and ``MODEL.DEVICE`` to what there
+            is here: what ``DefaultPredictor`` takes. False gives the recipe that it began from, as
+            it is shipped: without what the entry's command overrides, and without its classes.
 
     Raises:
         UserError: there is no such entry, or its weights cannot be fetched.

@@ -42,12 +42,12 @@ def test_the_recipe_is_found_without_the_weights(
     monkeypatch.delenv("QBHEAT_ZOO")
     recipe = "coco/retinanet_285M_finetune.yaml"
     assert zoo.get_config_file(DETECTOR) == get_config_path(recipe)
-    assert zoo.get_config(DETECTOR).MODEL.RETINANET.NUM_CLASSES == 80
+    assert zoo.get_config(DETECTOR, trained=False).MODEL.RETINANET.NUM_CLASSES == 80
     assert zoo.get_address(DETECTOR) == f"qbheat://{DETECTOR}"
 
 
 def test_the_trained_config_is_that_inside_the_weights(tiny: TinyZoo) -> None:
-    cfg = zoo.get_config(DETECTOR, trained=True)
+    cfg = zoo.get_config(f"qbheat://{DETECTOR}")
     assert cfg.MODEL.WEIGHTS == f"qbheat://{DETECTOR}"
     assert cfg.MODEL.CLASS_NAMES == ["square", "disc", "cross"]
     assert cfg.MODEL.DEVICE == ("cuda" if torch.cuda.is_available() else "cpu")

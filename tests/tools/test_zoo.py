@@ -90,7 +90,7 @@ def test_a_folder_of_copies_is_a_place(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["fetch", "retinanet/tiney"], r"no 'retinanet/tiney': did you mean retinanet/tiny "),
+        (["fetch", "retinanet/tiney"], r"no 'retinanet/tiney': did you mean retinanet/tiny\?"),
         (["fetch", "fcos/*"], r"no name that matches 'fcos/\*'"),
         (["fetch", "mf_detr/tiny"], "put the file 'mf_detr-tiny.safetensors' .1.0 MiB"),
     ],
