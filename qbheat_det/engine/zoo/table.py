@@ -28,7 +28,9 @@ and verify with `tools/zoo.py` ([docs/zoo.md](docs/zoo.md))."""
 _COSTS = """\
 Parameters are those of the whole file. Multiply-adds are of convolutions, linear layers and
 attention on one image of the stated size; of pre-trained models, those of the backbone on it.
-Figures are of the files as they are, in half precision, unless a note below says otherwise."""
+Figures are of the files as they are, in half precision, unless a note below says otherwise.
+"Shipped" files, 40 MB at most, are in the repository and in the wheel: a name then works without a
+network, and tests and `tools/zoo.py verify` hold code and weights together."""
 _TARGETS = """\
 The tables below have the paper's figures as targets, each beside the config that is meant to reach
 it. "—" under "ours" says that no weights here were measured on that line's data."""
