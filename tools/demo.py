@@ -42,11 +42,12 @@ from qbheat_det.analysis.detection_pictures import (  # noqa: E402
 )
 from qbheat_det.analysis.html_report import Picture, write_report  # noqa: E402
 from qbheat_det.analysis.story_report import PRETRAINED, RANDOM, Probe, Story  # noqa: E402
+from qbheat_det.checkpoint import load_run_config  # noqa: E402
 from qbheat_det.config import get_config_path  # noqa: E402
 from qbheat_det.engine import Trainer, build_config, setup  # noqa: E402
 from qbheat_det.engine.backbone_export import export_backbone  # noqa: E402
 from qbheat_det.engine.media import read_bgr, write_image  # noqa: E402
-from qbheat_det.engine.prediction import build_predictor, load_run_config  # noqa: E402
+from qbheat_det.engine.prediction import build_predictor  # noqa: E402
 from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 NUM_PICTURES = 12

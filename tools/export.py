@@ -45,10 +45,10 @@ warnings.filterwarnings("ignore", category=DeprecationWarning)
 warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import qbheat_det  # noqa: E402, F401  (registers models and data sets)
+from qbheat_det.checkpoint import load_run_config  # noqa: E402
 from qbheat_det.engine.exporting.export import export_model  # noqa: E402
 from qbheat_det.engine.exporting.formats import SUFFIXES  # noqa: E402
 from qbheat_det.engine.exporting.split_export import export_split, name_heads  # noqa: E402
-from qbheat_det.engine.prediction import load_run_config  # noqa: E402
 from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 

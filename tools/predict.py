@@ -45,6 +45,7 @@ from detectron2.config import CfgNode  # noqa: E402
 from detectron2.structures import Instances  # noqa: E402
 
 from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
+from qbheat_det.checkpoint import load_run_config  # noqa: E402
 from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
 from qbheat_det.engine.exporting.exported_model import ExportedModel  # noqa: E402
 from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
@@ -66,7 +67,6 @@ from qbheat_det.engine.prediction import (  # noqa: E402
     MediaPredictor,
     PredictionReport,
     build_predictor,
-    load_run_config,
     read_image_ids,
     write_json,
 )

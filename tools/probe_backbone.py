@@ -41,11 +41,10 @@ from detectron2.config import CfgNode
 import qbheat_det  # noqa: F401  (registers models and data sets)
 from qbheat_det.analysis.probe_charts import plot_probes
 from qbheat_det.atomic import write_atomically
-from qbheat_det.checkpoint import check_weights_file
+from qbheat_det.checkpoint import check_weights_file, load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.engine.backbone_probe import probe_backbone
 from qbheat_det.engine.probe_figures import ProbeRow
-from qbheat_det.engine.run_config import load_run_config
 from qbheat_det.errors import UserError, exit_with_sentence
 from qbheat_det.probing import PROBES, check_probes, spread_widths
 

@@ -49,10 +49,9 @@ from qbheat_det.analysis.held_out_losses import HeldOutLosses
 from qbheat_det.analysis.reconstruction_baselines import BaselineReport, compute_baselines
 from qbheat_det.analysis.reconstruction_task import ReconstructionTask
 from qbheat_det.atomic import write_atomically
-from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.checkpoint import ExactCheckpointer, load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_places
-from qbheat_det.engine.run_config import load_run_config
 from qbheat_det.errors import UserError, exit_with_sentence
 
 _NAMED = 10  # images that cannot be read, on the terminal

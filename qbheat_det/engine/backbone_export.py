@@ -13,6 +13,7 @@ from qbheat_det.checkpoint import (
     bare_backbone,
     check_exact,
     fit_weights,
+    load_run_config,
     read_weights,
     save_weights,
 )
@@ -21,7 +22,6 @@ from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone.bare import build_bare_backbone as build_bare_backbone
 
 from .recalibrate import read_whole_images, recalibrate_bn, training_records
-from .run_config import load_run_config
 
 
 def export_backbone(

@@ -31,7 +31,6 @@ from .media import (
     read_bgr,
     write_image,
 )
-from .run_config import load_run_config as load_run_config  # tools take both from here
 
 Draw = Callable[[Image, Instances], Image]
 

@@ -13,11 +13,10 @@ from qbheat_det.checkpoint import (
     bare_backbone,
     find_unbuilt,
     fit_weights,
+    load_embedded_config,
     read_weights,
 )
 from qbheat_det.errors import UserError
-
-from .run_config import load_embedded_config
 
 logger = logging.getLogger(__name__)
 

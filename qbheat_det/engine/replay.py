@@ -15,12 +15,12 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.errors import UserError
 
 from .cached_features import swap_encoder
 from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
-from .run_config import load_embedded_config
 from .seeding import seed_step
 from .step import BatchedInputs, choose_precision, compute_losses, loss_weight
 

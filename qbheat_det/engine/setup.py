@@ -18,7 +18,7 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
 from qbheat_det.atomic import write_atomically
-from qbheat_det.checkpoint import check_weights_file, class_names_of
+from qbheat_det.checkpoint import check_weights_file, class_names_of, load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
@@ -35,7 +35,6 @@ from .class_folders import use_classes_of_folders
 from .data_flags import use_data_flags
 from .knn_look import check_neighbours, names_neighbours
 from .resuming import check_verbs, holds_run
-from .run_config import load_run_config
 
 _GIVE_YOUR_OWN = "give your own data with --train-json, --train-images, --val-json and --val-images"
 _GIVE_FOLDERS = "give folders of images with --image-folder and --val-image-folder"

@@ -16,12 +16,12 @@ from detectron2.structures import Instances
 from PIL import Image
 from pycocotools import mask as mask_util
 
+from qbheat_det.checkpoint import load_run_config
 from qbheat_det.engine.media import MediaFile, find_media, name_outputs
 from qbheat_det.engine.prediction import (
     MediaPredictor,
     build_predictor,
     get_category_id,
-    load_run_config,
     read_image_ids,
     write_json,
 )

@@ -10,9 +10,9 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
-from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import get_cfg
-from qbheat_det.engine.prediction import build_predictor, get_category_id, load_run_config
+from qbheat_det.engine.prediction import build_predictor, get_category_id
 from qbheat_det.errors import UserError
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config
 

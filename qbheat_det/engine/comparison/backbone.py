@@ -18,13 +18,12 @@ from fvcore.nn.precise_bn import BN_MODULE_TYPES
 
 from qbheat_det.analysis import count_parameters
 from qbheat_det.atomic import write_atomically
-from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import load_config
 from qbheat_det.data import load_image_folders, preserved_randomness
 from qbheat_det.errors import exit_with_sentence
 
 from ..backbone_export import build_bare_backbone, export_backbone
-from ..run_config import load_run_config
 from ..run_record import find_commit
 from .encoder_cost import count_encoder_madds, count_training_madds
 from .figures import BACKBONE_FIGURES

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qbheat_det.engine.run_config import load_embedded_config
+from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 

@@ -11,10 +11,9 @@ from detectron2.data import DatasetCatalog
 from torch import nn
 
 from qbheat_det.analysis.charts import read_metrics
-from qbheat_det.checkpoint import local_weights
+from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
 from qbheat_det.engine.prediction import build_predictor
-from qbheat_det.engine.run_config import load_run_config
 from qbheat_det.engine.spread_images import read_spread
 from qbheat_det.errors import UserError
 
