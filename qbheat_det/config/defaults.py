@@ -15,6 +15,7 @@ from .moco_keys import add_moco_keys
 from .pretraining_data_keys import add_pretraining_data_keys
 from .pretraining_keys import add_pretraining_keys
 from .scattered_keys import add_scattered_keys
+from .step_keys import add_step_keys
 from .wasserstein_keys import add_wasserstein_keys
 
 
@@ -69,6 +70,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.DATASETS.CHECK_IMAGES = True
 
     _add_solver(cfg)
+    add_step_keys(cfg)
 
     cfg.TEST.EVAL_EPOCHS = 0.0  # where not 0, TEST.EVAL_PERIOD is worked out from it
     # "task/metric" of the evaluation that decides which checkpoint is the best: the highest, or of

@@ -1,0 +1,13 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Keys of how a training step computes, which change neither the model nor what is learned."""
+
+from detectron2.config import CfgNode
+
+
+def add_step_keys(cfg: CfgNode) -> None:
+    """Adds ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING`` to a config, in place."""
+    # Compile the blocks of backbone, decoder and head for training. The first steps take minutes.
+    cfg.SOLVER.COMPILE = False
+    # Keep only what enters each block, and compute its inside again in the backward pass: less
+    # memory, a longer step, the same gradients.
+    cfg.MODEL.ACTIVATION_CHECKPOINTING = False
