@@ -19,6 +19,7 @@ FLOORS = {
     "analysis": 6,
     "probing": 6,
     "modeling.meta_arch": 5,
+    "deployment": 4,
     "modeling.pretrain": 4,
     "modeling.detr": 4,
     "modeling.classification": 4,

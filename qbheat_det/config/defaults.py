@@ -7,6 +7,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 from .cache_keys import add_cache_keys
 from .classifier_keys import add_classifier_keys
 from .classify_data_keys import add_classify_data_keys
+from .deploy_keys import add_deploy_keys
 from .detr_help_keys import add_detr_help_keys
 from .fcos_keys import add_fcos_keys
 from .knn_keys import add_knn_keys
@@ -34,6 +35,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
 
     # Keep maps with their channels innermost: faster convolutions on most CPUs and GPUs.
     cfg.MODEL.CHANNELS_LAST = False
+    add_deploy_keys(cfg)
 
     _add_mobile_former(cfg)
     # What build_fpn_backbone stands on: any registered backbone, also "timm:resnet18" and the like.

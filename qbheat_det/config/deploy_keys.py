@@ -1,0 +1,16 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Keys of the form in which trained weights predict; docs/fast.md has what each step gains."""
+
+from detectron2.config import CfgNode
+
+
+def add_deploy_keys(cfg: CfgNode) -> None:
+    """Adds ``MODEL.DEPLOY`` to a config, in place. Training does not read it."""
+    cfg.MODEL.DEPLOY = CfgNode()
+    # Bring the model, once its weights are loaded, into its fastest equal form on the device.
+    cfg.MODEL.DEPLOY.ENABLED = False
+    # "float32", "bfloat16", or "auto": bfloat16 where processor or GPU multiply it.
+    cfg.MODEL.DEPLOY.PRECISION = "auto"
+    cfg.MODEL.DEPLOY.COMPILE = "auto"  # or "off"; compiled programs are kept on the disk
+    # [height, width] in pixels where all images have one size, after resizing: CUDA graphs.
+    cfg.MODEL.DEPLOY.IMAGE_SIZE = []
