@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog, build_detection_test_loader
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from torch import nn
@@ -14,7 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from qbheat_det.analysis.confusion_matrix import plot_confusion
 from qbheat_det.atomic import write_atomically
-from qbheat_det.data import Fault, ImageBatches
+from qbheat_det.data import (
+    MAPPERS_OF_CLASSES,
+    Fault,
+    ImageBatches,
+    build_class_batches,
+    build_image_batches,
+    build_mapper,
+)
 from qbheat_det.evaluation import ClassificationEvaluator
 
 from .broken_images import name_faults
@@ -115,3 +123,18 @@ def persistent(loader: TestLoader) -> TestLoader:
         collate_fn=loader.collate_fn,
         persistent_workers=True,
     )
+
+
+def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
+    """Returns Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
+
+    Sets of images alone come in batches, see ``qbheat_det.data.build_image_batches``, and those of
+    a classifier with labels, see ``build_class_batches`` there.
+    """
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+        return build_class_batches(cfg, dataset_name)
+    if MetadataCatalog.get(dataset_name).get("evaluator_type") == "reconstruction":
+        return build_image_batches(cfg, dataset_name)
+    mapper = build_mapper(cfg, is_train=False)
+    loader: TestLoader = build_detection_test_loader(cfg, dataset_name, mapper=mapper)
+    return loader

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog, build_detection_test_loader
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
@@ -30,14 +29,7 @@ from qbheat_det.checkpoint import (
     save_weights,
     without_children,
 )
-from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
-    TrainStream,
-    build_class_batches,
-    build_image_batches,
-    build_mapper,
-    build_train_stream,
-)
+from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.pretrain import PretrainingModel
@@ -50,7 +42,7 @@ from qbheat_det.solver import (
 
 from .broken_images import BrokenImages
 from .cached_features import use_cached_features
-from .evaluation import Evaluation, TestLoader
+from .evaluation import Evaluation, TestLoader, build_test_loader
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, Write, build_average
 from .knn_look import build_knn_looks
@@ -65,6 +57,7 @@ from .resuming import (
 )
 from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
+from .step_keys import use_step_keys
 from .writers import build_writers, drop_metrics_from
 
 logger = logging.getLogger(__name__)
@@ -97,6 +90,7 @@ class Trainer(DefaultTrainer):
         if isinstance(self.bare_model, PretrainingModel):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
+        use_step_keys(self.cfg, self.bare_model)
         optimizer = self.build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
@@ -330,18 +324,8 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
-        """Detectron2's loader with the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
-
-        Sets of images alone come in batches, see ``qbheat_det.data.build_image_batches``, and
-        those of a classifier with labels, see ``build_class_batches`` there.
-        """
-        if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
-            return build_class_batches(cfg, dataset_name)
-        if MetadataCatalog.get(dataset_name).get("evaluator_type") == "reconstruction":
-            return build_image_batches(cfg, dataset_name)
-        mapper = build_mapper(cfg, is_train=False)
-        loader: TestLoader = build_detection_test_loader(cfg, dataset_name, mapper=mapper)
-        return loader
+        """See ``build_test_loader`` in ``qbheat_det.engine.evaluation``."""
+        return build_test_loader(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
