@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from qbheat_det.errors import UserError
 
+from .fused import build_fused, clip_before_step, store_gradient_norm
 from .layers import layers_above
 
 _OPTIMIZERS = ("SGD", "ADAMW")
@@ -21,6 +22,8 @@ _CLIP_TYPES = ("value", "norm", "full_model")
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
+
+    Its step is fused where PyTorch has kernels for the device, see ``build_fused``.
 
     ``SOLVER.CLIP_GRADIENTS`` takes one more type than Detectron2's: "full_model" clips the norm
     over all parameters together, as DETR does. The optimizer's attribute ``gradient_norm`` is
@@ -55,8 +58,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     )
     if not groups:
         raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all there is")
-    built = optimizer(groups, lr=cfg.SOLVER.BASE_LR, **arguments)
-    _store_gradient_norm(built, None)
+    built = build_fused(optimizer, groups, lr=cfg.SOLVER.BASE_LR, **arguments)
+    store_gradient_norm(built, None)
     if full_model:
         clip_before_step(built, max_norm=clip.CLIP_VALUE, norm_type=clip.NORM_TYPE)
     return built
@@ -141,31 +144,16 @@ def adamw(
             clipping.
     """
     first, second = betas
-    built = torch.optim.AdamW(
-        params, lr=lr, betas=(float(first), float(second)), weight_decay=weight_decay
+    built = build_fused(
+        torch.optim.AdamW,
+        params,
+        lr=lr,
+        betas=(float(first), float(second)),
+        weight_decay=weight_decay,
     )
     if max_norm:
         clip_before_step(built, max_norm=max_norm, norm_type=2.0)
     return built
-
-
-def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Makes each step of ``optimizer`` first clip the norm of all its gradients together.
-
-    The norm before clipping is then ``optimizer.gradient_norm``. A gradient scaler that skips a
-    step leaves the norm of the step before.
-    """
-
-    def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        parameters = [p for group in stepped.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        _store_gradient_norm(stepped, norm.detach())
-
-    optimizer.register_step_pre_hook(clip)
-
-
-def _store_gradient_norm(optimizer: Optimizer, norm: torch.Tensor | None) -> None:
-    optimizer.gradient_norm = norm  # type: ignore[attr-defined]
 
 
 def _backbone_factors(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.errors import UserError
 from qbheat_det.solver import build_optimizer, parameter_groups
-from qbheat_det.solver.optimizer import clip_before_step
+from qbheat_det.solver.fused import clip_before_step
 
 CONFIGS = Path(get_config_path("Base-MobileFormer.yaml")).parent
 RECIPES = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("[!B]*.yaml"))
