@@ -58,8 +58,8 @@ class Case:
 
     @property
     def has_boxes(self) -> bool:
-        """Whether the images have boxes; else they have classes."""
-        return "linear" not in self.config and "tran1" not in self.config
+        """Whether the images have boxes; else they lie in folders of classes."""
+        return not any(word in self.config for word in ("linear", "tran1", "qb_heat"))
 
 
 CASES = {

@@ -6,21 +6,35 @@ Run as a program it prints the peak memory of one detector:
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import resident_mib, set_threads
 
-Forward = Callable[[torch.Tensor], object]
+Forward = Callable[[Tensor], object]
 
 # Test images of COCO have about this size after resizing the shorter side to 800.
 HEIGHT, WIDTH = 800, 1333
+
+
+def call_detectron2(model: nn.Module, images: Tensor) -> object:
+    """Runs one of Detectron2's models from images to ``Instances``."""
+    height, width = images.shape[-2:]
+    return model([{"image": image, "height": height, "width": width} for image in images])
+
+
+def call_transformers(model: nn.Module, images: Tensor) -> object:
+    """Runs one of transformers' models from pixels to logits and boxes."""
+    return model(pixel_values=images)
 
 
 @dataclass(frozen=True)
@@ -29,26 +43,21 @@ class Detector:
 
     Attributes:
         title: for people.
-        load: imports what is needed and returns the function that builds the model. The model
-            takes one image (3, H, W) with values 0 to 255 and is in evaluation mode.
+        load: imports what is needed and returns the function that builds the model, in evaluation
+            mode.
+        call: what the model makes of images (N, 3, H, W) with values 0 to 255.
     """
 
     title: str
-    load: Callable[[], Callable[[], Forward]]
+    load: Callable[[], Callable[[], nn.Module]]
+    call: Callable[[nn.Module, Tensor], object] = call_detectron2
+
+    def build(self) -> Forward:
+        """Builds the model, with random weights, and returns its call."""
+        return partial(self.call, self.load()())
 
 
-def _load_mf_detr(variant: str, num_blocks: list[int]) -> Callable[[], Forward]:
-    from detectron2.modeling import build_model
-
-    import qbheat_det  # noqa: F401  (registers the model)
-
-    def build() -> Forward:
-        return _detectron2_forward(build_model(mf_detr_config(variant, num_blocks)).eval())
-
-    return build
-
-
-def mf_detr_config(variant: str, num_blocks: list[int]) -> CfgNode:
+def mf_detr_config(variant: str, num_blocks: Sequence[int], num_queries: int = 100) -> CfgNode:
     """Returns the config of an MF-DETR, for the CPU."""
     from qbheat_det.config import get_cfg
 
@@ -57,16 +66,28 @@ def mf_detr_config(variant: str, num_blocks: list[int]) -> CfgNode:
     cfg.MODEL.BACKBONE.NAME = "MobileFormer"
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     cfg.MODEL.MOBILE_FORMER.VARIANT = variant
-    cfg.MODEL.MF_DETR.NUM_BLOCKS = num_blocks
+    cfg.MODEL.MF_DETR.NUM_BLOCKS = list(num_blocks)
+    cfg.MODEL.MF_DETR.NUM_OBJECT_QUERIES = num_queries
     cfg.MODEL.DEVICE = "cpu"
     return cfg
 
 
-def _load_retinanet_r50() -> Callable[[], Forward]:
+def load_mf_detr(
+    variant: str, num_blocks: Sequence[int], num_queries: int = 100
+) -> Callable[[], nn.Module]:
+    """Imports what an MF-DETR needs and returns what builds it."""
+    from detectron2.modeling import build_model
+
+    import qbheat_det  # noqa: F401  (registers the model)
+
+    return lambda: build_model(mf_detr_config(variant, num_blocks, num_queries)).eval()
+
+
+def _load_retinanet_r50() -> Callable[[], nn.Module]:
     from detectron2.config import get_cfg
     from detectron2.modeling import build_model
 
-    def build() -> Forward:
+    def build() -> nn.Module:
         # Detectron2's Base-RetinaNet.yaml computes its anchors with a Python tag; same values.
         cfg = get_cfg()
         cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
@@ -78,53 +99,68 @@ def _load_retinanet_r50() -> Callable[[], Forward]:
             [size, size * 2 ** (1 / 3), size * 2 ** (2 / 3)] for size in (32, 64, 128, 256, 512)
         ]
         cfg.MODEL.DEVICE = "cpu"
-        return _detectron2_forward(build_model(cfg).eval())
+        return build_model(cfg).eval()
 
     return build
 
 
-def _load_detr_r50() -> Callable[[], Forward]:
+def _load_detr_r50() -> Callable[[], nn.Module]:
     from transformers import DetrConfig, DetrForObjectDetection
 
-    def build() -> Forward:
-        # facebook/detr-resnet-50's architecture; nothing is downloaded.
-        config = DetrConfig(
-            num_labels=91,
-            backbone_config={
-                "model_type": "timm_backbone",
-                "backbone": "resnet50",
-                "use_pretrained_backbone": False,
-                "out_indices": [4],
-            },
-        )
-        model = DetrForObjectDetection(config).eval()
-        return lambda image: model(pixel_values=image[None])
-
-    return build
+    # facebook/detr-resnet-50's architecture; nothing is downloaded.
+    config = DetrConfig(
+        num_labels=91,
+        backbone_config={
+            "model_type": "timm_backbone",
+            "backbone": "resnet50",
+            "use_pretrained_backbone": False,
+            "out_indices": [4],
+        },
+    )
+    return lambda: DetrForObjectDetection(config).eval()
 
 
-def _detectron2_forward(model: torch.nn.Module) -> Forward:
-    def forward(image: torch.Tensor) -> object:
-        height, width = image.shape[-2:]
-        return model([{"image": image, "height": height, "width": width}])
+def _load_rt_detr(**differences: Any) -> Callable[[], nn.Module]:
+    from transformers import RTDetrConfig, RTDetrForObjectDetection
 
-    return forward
+    # PekingU/rtdetr_r50vd's architecture is the library's default.
+    config = RTDetrConfig(num_labels=80, **differences)
+    return lambda: RTDetrForObjectDetection(config).eval()
 
+
+# What PekingU/rtdetr_r18vd has that is not the library's default.
+_RT_DETR_R18: dict[str, Any] = {
+    "backbone_config": {
+        "model_type": "rt_detr_resnet",
+        "layer_type": "basic",
+        "depths": [2, 2, 2, 2],
+        "hidden_sizes": [64, 128, 256, 512],
+        "out_features": ["stage2", "stage3", "stage4"],
+    },
+    "encoder_in_channels": [128, 256, 512],
+    "decoder_layers": 3,
+    "hidden_expansion": 0.5,
+}
 
 DETECTORS = {
-    "285m_211": Detector("MF-285M + MF-Dec-211", lambda: _load_mf_detr("285M", [2, 1, 1])),
-    "3.7g_522": Detector("MF-3.7G + MF-Dec-522", lambda: _load_mf_detr("3.7G", [5, 2, 2])),
-    "detr_r50": Detector("DETR-R50 (transformers)", _load_detr_r50),
+    "285m_211": Detector("MF-285M + MF-Dec-211", partial(load_mf_detr, "285M", (2, 1, 1))),
+    "3.7g_522": Detector("MF-3.7G + MF-Dec-522", partial(load_mf_detr, "3.7G", (5, 2, 2))),
+    "detr_r50": Detector("DETR-R50 (transformers)", _load_detr_r50, call_transformers),
     "retinanet_r50": Detector("RetinaNet-R50-FPN (Detectron2)", _load_retinanet_r50),
+    "rt_detr_r18": Detector(
+        "RT-DETR-R18 (transformers)", partial(_load_rt_detr, **_RT_DETR_R18), call_transformers
+    ),
+    "rt_detr_r50": Detector("RT-DETR-R50 (transformers)", _load_rt_detr, call_transformers),
 }
 
 OURS = ("285m_211", "3.7g_522")
 PEERS = ("detr_r50", "retinanet_r50")
 
 
-def random_image(height: int, width: int) -> torch.Tensor:
-    """Returns (3, height, width), uniform in [0, 255)."""
-    return 255 * torch.rand(3, height, width, generator=torch.Generator().manual_seed(0))
+def random_images(height: int, width: int, *, number: int = 1) -> Tensor:
+    """Returns (number, 3, height, width), uniform in [0, 255)."""
+    generator = torch.Generator().manual_seed(0)
+    return 255 * torch.rand(number, 3, height, width, generator=generator)
 
 
 def peak_memory(name: str, height: int, width: int, threads: int) -> float:
@@ -133,14 +169,15 @@ def peak_memory(name: str, height: int, width: int, threads: int) -> float:
     Counts weights and activations. To be called once, in a fresh process.
     """
     set_threads(threads)
-    build = DETECTORS[name].load()
-    image = random_image(height, width)
-    torch.nn.functional.conv2d(image[None], torch.zeros(1, 3, 3, 3))  # starts the thread pool
+    detector = DETECTORS[name]
+    build = detector.load()
+    images = random_images(height, width)
+    torch.nn.functional.conv2d(images, torch.zeros(1, 3, 3, 3))  # starts the thread pool
     before = resident_mib(peak=False)
     with torch.inference_mode():
-        forward = build()
+        model = build()
         for _ in range(2):
-            forward(image)
+            detector.call(model, images)
     return resident_mib(peak=True) - before
 
 

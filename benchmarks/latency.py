@@ -1,42 +1,89 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Latency of plain eager detectors on a CPU, batch 1, beside DETR-R50 and RetinaNet-R50-FPN.
+"""Latency of detectors on a CPU, batch 1: as they are built, and each in its fastest form.
 
-Detectron2's models, ours and the peer, are timed from ``batched_inputs`` to ``Instances``: with
-normalisation, padding and post-processing. DETR's forward runs from a normalised batch to logits
-and boxes, without them.
+Detectron2's models, ours and a peer, are timed from ``batched_inputs`` to ``Instances``: with
+normalisation, padding and post-processing. DETR's and RT-DETR's forward runs from pixels to logits
+and boxes, without them. What the compiled form of a peer is, ``forms.py`` says; ours is what
+``qbheat_det.deploy`` makes. RT-DETR is beside ours at its own size, 640 x 640.
 """
 
 from functools import partial
 
 import torch
 
-from benchmarks.detectors import DETECTORS, HEIGHT, OURS, PEERS, WIDTH, random_image
-from benchmarks.timing import Result, set_threads, time_interleaved
+from benchmarks.detectors import DETECTORS, HEIGHT, OURS, PEERS, WIDTH, random_images
+from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build, first_call
+from benchmarks.timing import Result, Sample, set_threads, time_interleaved
+
+Contender = tuple[str, str]  # a detector, its form
+_ROUNDS = 7
+RT_DETR_SIDE = 640
+# Ours, beside a peer: the rows, of COCO's test size and of RT-DETR's.
+AT_TEST_SIZE: list[tuple[Contender, Contender]] = [
+    *(((ours, EAGER), (peer, EAGER)) for ours in OURS for peer in PEERS),
+    *(((ours, DEPLOYED), ("detr_r50", form)) for ours in OURS for form in (EAGER, COMPILED)),
+    *(((ours, DEPLOYED), (ours, EAGER)) for ours in OURS),
+]
+AT_640: list[tuple[Contender, Contender]] = [
+    (("285m_211", EAGER), ("rt_detr_r18", EAGER)),
+    (("285m_211", DEPLOYED), ("rt_detr_r18", EAGER)),
+    (("285m_211", DEPLOYED), ("rt_detr_r18", COMPILED)),
+]
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
     """Times all detectors in turns in this process.
 
     Args:
-        quick: a small image and two rounds, to see that everything runs.
+        quick: small images, two rounds and nothing compiled, to see that everything runs.
         threads: CPU threads.
     """
     set_threads(threads)
-    height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
-    image = random_image(height, width)
-    forwards = {name: DETECTORS[name].load()() for name in (*OURS, *PEERS)}
+    height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
+    if quick:
+        height, width, side = height // 4, width // 4, side // 4
+    rows = compare(AT_TEST_SIZE, height, width, quick=quick)
+    return rows + compare(AT_640, side, side, quick=quick, where="640_")
+
+
+def compare(
+    pairs: list[tuple[Contender, Contender]],
+    height: int,
+    width: int,
+    *,
+    quick: bool,
+    where: str = "",
+) -> list[Result]:
+    """Times what ``pairs`` name, in turns, on images of one size; a row for each pair.
+
+    Args:
+        pairs: ours and the peer.
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        quick: two rounds and nothing compiled.
+        where: added to the detector in the rows' names.
+    """
+    contenders = list(dict.fromkeys(each for pair in pairs for each in pair))
+    image = random_images(height, width)
+    forwards = {each: build(*each, quick=quick) for each in contenders}
     print(f"seconds a forward at {height}x{width}, batch 1: median (least to greatest)")
     with torch.inference_mode():
-        samples = time_interleaved(
-            {name: partial(forward, image) for name, forward in forwards.items()},
-            rounds=2 if quick else 7,
-        )
-    for name, sample in samples.items():
-        print(f"  {DETECTORS[name].title:<32} {sample}")
-    return [
-        Result.lower_is_better(
-            f"latency/{ours}_eager_vs_{peer}", samples[ours].median, samples[peer].median, "s"
-        )
-        for ours in OURS
-        for peer in PEERS
-    ]
+        for (name, form), forward in forwards.items():
+            first_call(name, form, forward, image)
+        named = {"/".join(each): partial(forwards[each], image) for each in contenders}
+        samples = time_interleaved(named, rounds=2 if quick else _ROUNDS)
+    for each in contenders:
+        title = f"{DETECTORS[each[0]].title}, {each[1]}"
+        print(f"  {title:<42} {samples['/'.join(each)]}")
+    return [row_of(ours, peer, samples, where) for ours, peer in pairs]
+
+
+def row_of(ours: Contender, peer: Contender, samples: dict[str, Sample], where: str = "") -> Result:
+    """Returns the row of a pair; a form is only named where it is not plain eager's."""
+    form = "" if peer[1] == EAGER and peer[0] != ours[0] else f"_{peer[1]}"
+    return Result.lower_is_better(
+        f"latency/{ours[0]}_{where}{ours[1]}_vs_{peer[0]}{form}",
+        samples["/".join(ours)].median,
+        samples["/".join(peer)].median,
+        "s",
+    )

@@ -12,16 +12,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import ROOT, environment, format_results, set_threads, write_results
+from benchmarks.timing import (
+    ENVIRONMENTS,
+    ROOT,
+    environment,
+    format_results,
+    set_threads,
+    write_environment,
+    write_results,
+)
 from qbheat_det.errors import UserError, exit_with_sentence
 
 BENCHMARKS = {
-    "latency": "seconds a forward of 285M + 211 and 3.7G + 522 beside DETR-R50 and RetinaNet-R50",
+    "latency": "seconds a forward of ours, plain and deployed, beside DETR, RT-DETR and RetinaNet",
+    "machine": "multiply-adds a second of each model beside the best that the machine reaches",
+    "growth": "how the cost grows with pixels, batch, queries and processes",
     "memory": "peak memory of the same forward passes",
     "exported": "image in, boxes out: an exported ONNX file in onnxruntime beside PyTorch",
     "trainer_overhead": "a training step of 285M + 211 beyond forward, backward and optimizer",
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training_help": "a training step of MF-Dec-211 with each training-only help beside none",
+    "training_speed": "training steps a second, now and at the start of the work on speed",
+    "cuda": "on a GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
 }
 
@@ -65,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"the benchmark '{name}' needs {error.name}; install the extra '{extra}'"
             ) from error
         write_results(rows, folder / f"{name}.json")
+        write_environment(name, folder / ENVIRONMENTS)
         results += rows
     print(f"\n{format_results(results)}\nwritten to {folder}")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = "environments.json"
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,23 @@ def write_results(results: Sequence[Result], path: Path) -> None:
     partial = path.with_suffix(f".partial-{os.getpid()}")
     rows = [asdict(result) for result in results]
     partial.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def write_environment(name: str, path: Path) -> None:
+    """Notes on what machine a benchmark was measured, beside the lines of others.
+
+    Args:
+        name: of the benchmark.
+        path: of the file, which is read and replaced.
+    """
+    try:
+        lines = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        lines = {}
+    lines[name] = environment()
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    partial.write_text(json.dumps(lines, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

@@ -2,15 +2,15 @@
 """benchmarks/run.py, and that every detector it measures runs."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import latency, memory, run
-from benchmarks.detectors import DETECTORS, OURS, PEERS, Forward, random_image
-from benchmarks.timing import Result, Sample
+from benchmarks.detectors import DETECTORS, OURS, PEERS, random_images
+from benchmarks.timing import ENVIRONMENTS, Result, Sample
 
 PAIRS = {f"{ours}_eager_vs_{peer}" for ours in OURS for peer in PEERS}
 
@@ -24,32 +24,38 @@ def _keep_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", DETECTORS)
 def test_every_detector_runs_on_a_small_image(name: str) -> None:
-    if name == "detr_r50":
+    if "detr_r" in name:
         pytest.importorskip("transformers")
-    forward = DETECTORS[name].load()()
+    forward = DETECTORS[name].build()
     with torch.inference_mode():
-        assert forward(random_image(64, 96)) is not None
+        assert forward(random_images(160, 160)) is not None
 
 
-def test_latency_compares_each_of_ours_with_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = dict(zip((*OURS, *PEERS), (0.5, 2.0, 1.0, 4.0), strict=True))
+def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {"285m_211": 1.0, "3.7g_522": 2.0, "detr_r50": 3.0, "retinanet_r50": 4.0}
     monkeypatch.setattr(
         latency,
         "time_interleaved",
-        lambda calls, rounds: {name: Sample.of([seconds[name]]) for name in calls},
+        lambda calls, rounds: {name: Sample.of([call()]) for name, call in calls.items()},
     )
-    monkeypatch.setattr(latency, "DETECTORS", dict.fromkeys(DETECTORS, _Nothing()))
-    rows = {row.name: row for row in latency.run(quick=True)}
-    assert set(rows) == {f"latency/{pair}" for pair in PAIRS}
-    assert rows["latency/285m_211_eager_vs_detr_r50"].ratio == 2.0
-    assert rows["latency/3.7g_522_eager_vs_retinanet_r50"].ratio == 2.0
+    monkeypatch.setattr(latency, "first_call", lambda *_: None)
 
+    def build(name: str, form: str, *, quick: bool) -> object:
+        faster = {"eager": 1.0, "compiled": 2.0, "deploy": 4.0}[form]
+        return lambda images: seconds.get(name, 6.0) / faster
 
-class _Nothing:
-    title = "nothing"
-
-    def load(self) -> Callable[[], Forward]:
-        return lambda: lambda image: image
+    monkeypatch.setattr(latency, "build", build)
+    ratios = {row.name: row.ratio for row in latency.run(quick=True)}
+    assert {f"latency/{pair}" for pair in PAIRS} <= set(ratios)
+    assert ratios["latency/285m_211_eager_vs_detr_r50"] == 3.0
+    assert ratios["latency/285m_211_deploy_vs_detr_r50"] == 12.0
+    assert ratios["latency/285m_211_deploy_vs_detr_r50_compiled"] == 6.0
+    assert ratios["latency/3.7g_522_deploy_vs_detr_r50_compiled"] == 3.0
+    assert ratios["latency/3.7g_522_deploy_vs_3.7g_522_eager"] == 4.0
+    assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18"] == 24.0
+    assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18_compiled"] == 12.0
 
 
 def test_memory_compares_the_same_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +72,11 @@ def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
 ) -> None:
     row = Result.lower_is_better("memory/a_vs_b", 1.0, 2.0, "MiB")
     monkeypatch.setattr(memory, "run", lambda quick, threads: [row])
-    run.main(["--only", "memory", "--quick", "--output", str(tmp_path)])
-    (written,) = tmp_path.rglob("*.json")
-    assert written == tmp_path / "quick" / "memory.json"
-    assert json.loads(written.read_text())[0]["ratio"] == 2.0
+    run.main(["--only", "memory", "--quick", "--threads", "1", "--output", str(tmp_path)])
+    folder = tmp_path / "quick"
+    assert {*tmp_path.rglob("*.json")} == {folder / "memory.json", folder / ENVIRONMENTS}
+    assert json.loads((folder / "memory.json").read_text())[0]["ratio"] == 2.0
+    assert "1 threads" in json.loads((folder / ENVIRONMENTS).read_text())["memory"]
 
 
 def test_an_unknown_benchmark_ends_with_the_names_that_there_are(
@@ -78,7 +85,7 @@ def test_an_unknown_benchmark_ends_with_the_names_that_there_are(
     with pytest.raises(SystemExit) as exit_info:
         run.main(["--only", "speed"])
     assert exit_info.value.code == 2
-    assert "no benchmark named 'speed'; there are latency, memory" in capsys.readouterr().err
+    assert "no benchmark named 'speed'; there are latency, machine" in capsys.readouterr().err
 
 
 def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

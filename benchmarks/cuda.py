@@ -1,0 +1,209 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""On a CUDA GPU, bfloat16: detectors at batch 1 and 32, pre-training, and images from memory.
+
+Detectors  ours deployed and as built beside DETR-R50 at 800x1333, and beside RT-DETR-R18 and R50
+           at 640x640; peers eager and compiled, weights and images in bfloat16. Images lie on the
+           GPU. Images per second.
+QB-Heat    the share of the rate of a bfloat16 matrix product that a pre-training step reaches
+Images     the same steps fed from pinned memory, copied while the step before computes, beside
+           images that lie on the GPU: what the data path takes of a step
+
+Without a GPU it says so and measures nothing.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.detectors import HEIGHT, WIDTH, Forward, random_images
+from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build, first_call
+from benchmarks.pretraining_contenders import CHANNELS_LAST, CONTENDERS, SETTINGS, make_config
+from benchmarks.pretraining_contenders import build as build_pretraining
+from benchmarks.pretraining_figures import MATMUL, count, matrix_product, synchronised_clock
+from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threads
+
+BATCHES = (1, 32)
+GOAL = 0.4  # of the rate of a matrix product, in pre-training
+_ROUNDS = 10
+_AT_TEST_SIZE = ("detr_r50",)
+_AT_640 = ("rt_detr_r18", "rt_detr_r50")
+_PRETRAINING = ("285m", "3.7g")
+
+
+def run(*, quick: bool, threads: int = 2) -> list[Result]:
+    """Measures all on the GPU; without one it returns nothing.
+
+    Args:
+        quick: small images, small batches, two rounds and nothing compiled.
+        threads: CPU threads.
+    """
+    set_threads(threads)
+    if not torch.cuda.is_available():
+        print("  PyTorch sees no CUDA GPU here: nothing is measured")
+        return []
+    torch.backends.cudnn.benchmark = True
+    print(f"  {torch.cuda.get_device_name()}, bfloat16")
+    return measure(torch.device("cuda"), quick=quick)
+
+
+def measure(device: torch.device, *, quick: bool) -> list[Result]:
+    """Measures detectors of both sizes, then pre-training.
+
+    Args:
+        device: the GPU; a quick run can be made on the CPU.
+        quick: small images, small batches, two rounds and nothing compiled.
+    """
+    rows: list[Result] = []
+    shrink = 8 if quick else 1
+    for peers, height, width in ((_AT_TEST_SIZE, HEIGHT, WIDTH), (_AT_640, 640, 640)):
+        for batch in (1, 2) if quick else BATCHES:
+            images = random_images(height // shrink, width // shrink, number=batch).to(device)
+            rows += compare(images, peers, quick=quick)
+    return rows + measure_pretraining(device, quick=quick)
+
+
+def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Result]:
+    """Times ours and peers on a batch; a row for each form of ours beside each of a peer's.
+
+    Args:
+        images: (N, 3, H, W) on the device.
+        peers: of ``DETECTORS``.
+        quick: two rounds and nothing compiled.
+    """
+    batch, side = len(images), "640_" if "rt_detr_r18" in peers else ""
+    ours = ["285m_211"] if side else ["285m_211", "3.7g_522"]
+    contenders = [(name, form) for name in ours for form in (EAGER, DEPLOYED)]
+    contenders += [(peer, form) for peer in peers for form in (EAGER, COMPILED)]
+    calls: dict[str, Callable[[], object]] = {}
+    with torch.inference_mode():
+        for name, form in contenders:
+            # Weights of ours stay in float32 as built: autocast is Detectron2's way.
+            own = name in ours
+            forward = build(
+                name,
+                form,
+                quick=quick,
+                device=images.device.type,
+                dtype=torch.float32 if own else torch.bfloat16,
+            )
+            if own and form == EAGER:
+                forward = partial(_in_bfloat16, forward)
+            first_call(name, form, forward, images)
+            calls[f"{name}_{form}"] = partial(forward, images)
+        seconds = seconds_in_rounds(
+            calls,
+            rounds=2 if quick else _ROUNDS,
+            warm_up=3,
+            clock=partial(synchronised_clock, images.device),
+        )
+    rates = {name: [batch / s for s in taken] for name, taken in seconds.items()}
+    return [
+        PairedResult.higher_is_better(
+            f"cuda/{name}_{side}{form}_b{batch}_vs_{peer}_{other}",
+            rates[f"{name}_{form}"],
+            rates[f"{peer}_{other}"],
+            "img/s",
+        )
+        for name in ours
+        for form in (EAGER, DEPLOYED)
+        for peer in peers
+        for other in (EAGER, COMPILED)
+    ]
+
+
+def _in_bfloat16(forward: Forward, images: Tensor) -> object:
+    with torch.autocast(images.device.type, torch.bfloat16):
+        return forward(images)
+
+
+def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
+    """Times pre-training steps, fed from the device and from memory, beside a matrix product.
+
+    Args:
+        device: where the models train.
+        quick: two images of 64 pixels and two rounds.
+    """
+    setting = SETTINGS["256"].at(size=64) if quick else SETTINGS["256"]
+    batch = 2 if quick else setting.cuda_batch
+    names = [f"{name}{CHANNELS_LAST}" for name in _PRETRAINING[: 1 if quick else None]]
+    calls: dict[str, Callable[[], object]] = {}
+    for name in names:
+        step = _step_of(name, setting_size=setting.size, device=device)
+        on_device = torch.randint(
+            256, (batch, 3, setting.size, setting.size), dtype=torch.uint8, device=device
+        )
+        calls[name] = partial(step, on_device)
+        calls[f"{name}_from_memory"] = FromMemory(on_device, step)
+    product, flops = matrix_product(device)
+    clock = partial(synchronised_clock, device)
+    seconds = seconds_in_rounds(
+        {**calls, MATMUL: product}, rounds=2 if quick else _ROUNDS, warm_up=3, clock=clock
+    )
+    rows: list[Result] = []
+    rate = [flops / s / 1e12 for s in seconds[MATMUL]]
+    for name in names:
+        work = 3 * 2 * count(name, setting)[1] * batch / 1e12
+        reached = [work / s for s in seconds[name]]
+        row = PairedResult.higher_is_better(
+            f"cuda/qb_heat_{name}_step_vs_matmul", reached, rate, "TFLOP/s"
+        )
+        verdict = "reached" if row.ratio >= GOAL else "not reached"
+        print(f"  {row.name}: {row.ratio:.1%} of the matrix rate; wanted {GOAL:.0%}: {verdict}")
+        fed, lying = ([batch / s for s in seconds[f"{name}{end}"]] for end in ("_from_memory", ""))
+        rows += [
+            row,
+            PairedResult.higher_is_better(
+                f"cuda/qb_heat_{name}_from_memory_vs_on_gpu", fed, lying, "img/s"
+            ),
+        ]
+    return rows
+
+
+class FromMemory:
+    """Steps on batches that lie in pinned memory: the next is copied while one computes."""
+
+    def __init__(self, images: Tensor, step: Callable[[Tensor], object]) -> None:
+        self._on_gpu = images.is_cuda
+        self._source = images.cpu().pin_memory() if self._on_gpu else images.cpu()
+        self._device = images.device
+        self._step = step
+        self._stream = torch.cuda.Stream() if self._on_gpu else None
+        self._next = self._copy()
+
+    def __call__(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        images = self._next
+        if images.is_cuda:
+            images.record_stream(torch.cuda.current_stream())
+        self._next = self._copy()
+        self._step(images)
+
+    def _copy(self) -> Tensor:
+        with torch.cuda.stream(self._stream):  # of None: where it is
+            return self._source.to(self._device, non_blocking=True)
+
+
+def _step_of(name: str, *, setting_size: int, device: torch.device) -> Callable[[Tensor], None]:
+    """Returns what makes a step of pre-training on images (N, 3, H, W) in bytes."""
+    from qbheat_det.solver import build_optimizer
+
+    setting = SETTINGS["256"].at(size=setting_size)
+    contender = CONTENDERS[name]
+    model: nn.Module = build_pretraining(contender, setting).to(device)
+    optimizer = build_optimizer(make_config(contender.variant, setting), model)
+
+    def step(images: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model([{"image": image} for image in images])["loss_reconstruction"]
+        loss.backward()
+        optimizer.step()
+
+    return step

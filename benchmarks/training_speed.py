@@ -1,0 +1,309 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Training steps per second, now and before the work on speed, in the same run.
+
+A copy of the package as it was at commit 3039a0f is taken from git's history into a temporary
+folder. Every contender is a process of its own that makes steps of the package's trainer, a turn at
+a time; the others wait meanwhile, and in every round the order turns round:
+  before                the package as it was, with the recipe's keys
+  before_channels_last  the same with MODEL.CHANNELS_LAST, a key that it had
+  after                 the package as it is, with the recipe's keys
+  after_fast            the same with MODEL.CHANNELS_LAST and SOLVER.COMPILE
+Forward, backward, optimizer and all that the trainer does count; waiting for images does not. The
+images are drawn and the weights random; all begin with the same seed.
+
+python benchmarks/training_speed.py [--jobs NAME ...] [--contenders NAME ...] [--rounds N]
+"""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import (
+    ROOT,
+    PairedResult,
+    Result,
+    Sample,
+    environment,
+    format_results,
+    set_threads,
+    write_results,
+)
+from benchmarks.training_worker import CLOCKS, find_jobs
+
+BEFORE = "3039a0fb1d852814b91589d7e47e3969f3d8f043"
+BAR = 1.5
+_CHANNELS_LAST = ("MODEL.CHANNELS_LAST", "True")
+CONTENDERS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether of the copy, and its keys
+    "before": (True, ()),
+    "before_channels_last": (True, _CHANNELS_LAST),
+    "after": (False, ()),
+    "after_fast": (False, (*_CHANNELS_LAST, "SOLVER.COMPILE", "True")),
+}
+PAIRS = [
+    ("after", "before"),
+    ("after_fast", "before"),
+    ("after_fast", "before_channels_last"),
+]
+_ROUNDS, _WARM_UP = 5, 2
+
+
+class LeftOut(Exception):
+    """A contender cannot be measured; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a contender reached.
+
+    Attributes:
+        rates: steps per second, of each round.
+        first_loss: of its first step.
+        peak: MiB of its process, at the end.
+    """
+
+    rates: list[float]
+    first_loss: float
+    peak: float
+
+
+class Worker:
+    """A process that makes steps; see ``training_worker.py``."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def wait(self) -> dict[str, Any]:
+        """Returns its next answer.
+
+        Raises:
+            LeftOut: it has ended, or says that it cannot go on.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in answer:
+            raise LeftOut(str(answer["error"]).splitlines()[0])
+        return answer
+
+    def __call__(self, steps: int) -> dict[str, Any]:
+        """Makes steps and returns what it says of them."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        return self.wait()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def run(*, quick: bool, threads: int = 2) -> list[Result]:
+    """Measures all jobs; without git or its history it says so and returns nothing.
+
+    Args:
+        quick: two jobs as the recipes have them, two images of 64 pixels, one round.
+        threads: CPU threads of each process; only one computes at a time.
+    """
+    if quick:
+        jobs, contenders = ["qb_heat_285m", "mf_detr_285m_211"], ["before", "after"]
+        return measure(jobs, contenders, rounds=1, threads=threads, quick=True)
+    return measure(list(find_jobs()), list(CONTENDERS), rounds=_ROUNDS, threads=threads)
+
+
+def measure(
+    jobs: Sequence[str],
+    contenders: Sequence[str],
+    *,
+    rounds: int,
+    threads: int,
+    quick: bool = False,
+    clock: str = "wall",
+) -> list[Result]:
+    """Measures, prints as it goes, and returns a row for each of ``PAIRS`` that was measured.
+
+    Args:
+        jobs: names of ``find_jobs``.
+        contenders: names of ``CONTENDERS``.
+        rounds: timed turns of each.
+        threads: CPU threads of each process.
+        quick: two images of 64 pixels.
+        clock: "wall", or "cpu" for a machine that is shared.
+    """
+    rows: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            old = export_tree(BEFORE, Path(folder) / "before")
+        except LeftOut as reason:
+            print(f"  nothing to compare with: {reason}")
+            return []
+        for job in jobs:
+            print(f"  {find_jobs()[job].title}: steps per second, median (least to greatest)")
+            with ExitStack() as stack:
+                workers: dict[str, Callable[[int], dict[str, Any]]] = {}
+                for name in contenders:
+                    is_old, opts = CONTENDERS[name]
+                    place = Path(folder) / job / name
+                    arguments = [job, str(place), str(threads), str(int(quick)), clock, *opts]
+                    place.mkdir(parents=True)
+                    with _said(name):
+                        tree = str(old if is_old else ROOT)
+                        workers[name] = stack.enter_context(started([tree, *arguments]))
+                turns = take_turns(workers, rounds=rounds, warm_up=1 if quick else _WARM_UP)
+            print(format_turns(turns), flush=True)
+            rows += rows_of(job, turns)
+    return rows
+
+
+def export_tree(commit: str, folder: Path) -> Path:
+    """Writes the package and its configs, without weights, as they were at a commit.
+
+    Raises:
+        LeftOut: there is no git, or its history lacks the commit.
+    """
+    command = ["git", "archive", commit, "qbheat_det", "configs"]
+    command.append(":(exclude)qbheat_det/model_zoo/weights")
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    except FileNotFoundError as error:
+        raise LeftOut("there is no git here") from error
+    if found.returncode:
+        said = found.stderr.decode(errors="replace").strip().splitlines()
+        raise LeftOut(
+            f"git has no commit {commit[:7]} ({said[-1] if said else 'no reason given'}): "
+            "a clone with its whole history has it"
+        )
+    with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@contextmanager
+def started(arguments: Sequence[str]) -> Iterator[Worker]:
+    """Yields a worker that is ready, and ends it.
+
+    Raises:
+        LeftOut: it cannot do the job.
+    """
+    worker = Worker([str(ROOT / "benchmarks" / "training_worker.py"), *arguments])
+    try:
+        worker.wait()
+        yield worker
+    finally:
+        worker.close()
+
+
+@contextmanager
+def _said(name: str) -> Iterator[None]:
+    """Says why a contender is left out."""
+    try:
+        yield
+    except LeftOut as reason:
+        print(f"    {name} is left out: {reason}", flush=True)
+
+
+def take_turns(
+    workers: Mapping[str, Callable[[int], dict[str, Any]]],
+    *,
+    rounds: int,
+    warm_up: int = _WARM_UP,
+    steps: int = 2,
+) -> dict[str, Turns]:
+    """Lets workers make steps in turns; in every other round the order is the other way round.
+
+    Args:
+        workers: make so many steps and say ``seconds``, ``loss`` and ``peak``.
+        rounds: timed turns of each.
+        warm_up: untimed turns of each: the first compiles.
+        steps: of a turn.
+    """
+    turns: dict[str, Turns] = {}
+    for name, worker in workers.items():
+        with _said(name):
+            first = worker(1)
+            for _ in range(warm_up):
+                worker(steps)
+            turns[name] = Turns([], first["loss"], 0.0)
+    for number in range(rounds):
+        for name in list(turns)[:: 1 if number % 2 else -1]:
+            told = workers[name](steps)
+            turns[name].rates.append(steps / told["seconds"])
+            turns[name] = Turns(turns[name].rates, turns[name].first_loss, told["peak"])
+    return turns
+
+
+def rows_of(job: str, turns: Mapping[str, Turns]) -> list[Result]:
+    """Returns the rates of each pair that was measured."""
+    return [
+        PairedResult.higher_is_better(
+            f"training_speed/{job}_{ours}_vs_{peer}",
+            turns[ours].rates,
+            turns[peer].rates,
+            "step/s",
+        )
+        for ours, peer in PAIRS
+        if ours in turns and peer in turns
+    ]
+
+
+def format_turns(turns: Mapping[str, Turns]) -> str:
+    """Returns a line for each contender."""
+    return "\n".join(
+        f"    {name:<21} {Sample.of(turn.rates)!s:<26} first loss {turn.first_loss:.5g}, "
+        f"peak {turn.peak:,.0f} MiB"
+        for name, turn in turns.items()
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures with the flags' settings, prints a table and writes it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    jobs = list(find_jobs())
+    parser.add_argument("--jobs", nargs="+", default=jobs, choices=jobs, metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"(default: {_ROUNDS})")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="two images of 64 pixels")
+    parser.add_argument(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="time on the clock, or on the CPU, for a machine that is shared (default: wall)",
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
+    args = parser.parse_args(argv)
+    set_threads(args.threads)
+    print(environment())
+    rows = measure(
+        args.jobs,
+        args.contenders,
+        rounds=args.rounds,
+        threads=args.threads,
+        quick=args.quick,
+        clock=args.clock,
+    )
+    write_results(rows, args.output / ("quick" if args.quick else "") / "training_speed.json")
+    print(format_results(rows))
+
+
+if __name__ == "__main__":
+    main()

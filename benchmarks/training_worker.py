@@ -1,0 +1,148 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A process that makes training steps when it is told to, with the package as it lies in a folder.
+
+python benchmarks/training_worker.py TREE JOB FOLDER THREADS QUICK CLOCK [KEY VALUE ...]
+
+It is run by ``training_speed.py``, which writes a line for every turn, the number of steps, to its
+standard input. Every answer is one line of JSON on its standard output: first ``{"ready": true}``,
+then for every turn its ``seconds`` without the time in which the images were waited for, the
+``loss`` of its last step and the ``peak`` memory in MiB; ``{"error": ...}`` is the last line of a
+process that cannot go on. What else is printed goes to standard error.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+_LEFT_OUT: dict[str, Any] = {  # ImageNet fits no memory, and a CPU computes no faster in bfloat16
+    "INPUT.PRETRAIN.MEMORY_GB": 0.0,
+    "SOLVER.AMP.ENABLED": False,
+}
+_BOXES: dict[str, Any] = {
+    "INPUT.MIN_SIZE_TRAIN": (480,),
+    "INPUT.MAX_SIZE_TRAIN": 640,
+    "INPUT.DETR_CROP_RESIZE": [],
+}
+
+
+def find_jobs() -> dict[str, Any]:
+    """Returns what is trained, by name; imports the package that lies first on the path."""
+    from benchmarks.cached_cases import Case
+
+    size = (480, 640)
+    boxes: dict[str, Any] = {"file_size": size, "opts": _BOXES}
+    pretraining: dict[str, Any] = {"file_size": (256, 320), "opts": _LEFT_OUT}
+    imagenet = "ImageNet-QBHeat/qb_heat"
+    return {
+        "qb_heat_285m": Case(
+            "QB-Heat 285M, 256 px, the paper's decoder",
+            f"{imagenet}_285M_100ep.yaml",
+            (256, 256),
+            batch=4,
+            **pretraining,
+        ),
+        "qb_heat_285m_128px": Case(
+            "QB-Heat 285M, 128 px, the CPU recipe",
+            "custom/qb_heat_285M_cpu.yaml",
+            (128, 128),
+            batch=16,
+            **pretraining,
+        ),
+        "qb_heat_3.7g": Case(
+            "QB-Heat 3.7G, 256 px, the paper's decoder",
+            f"{imagenet}_3.7G_100ep.yaml",
+            (256, 256),
+            batch=4,
+            **pretraining,
+        ),
+        "mf_detr_285m_211": Case(
+            "MF-285M + MF-Dec-211", "coco/mf_detr_211_285M_finetune.yaml", size, batch=2, **boxes
+        ),
+        "mf_detr_285m_211_frozen": Case(
+            "MF-Dec-211 on a frozen MF-285M",
+            "coco/mf_detr_211_285M_probe.yaml",
+            size,
+            batch=2,
+            **boxes,
+        ),
+        "retinanet_285m": Case(
+            "MF-285M + RetinaNet", "coco/retinanet_285M_finetune.yaml", size, batch=2, **boxes
+        ),
+    }
+
+
+def build_steps(
+    job: str, folder: Path, opts: list[str], *, quick: bool, clock: Callable[[], float]
+) -> Callable[[], tuple[float, float]]:
+    """Returns what makes a step of a job and returns its seconds of waiting and its loss.
+
+    Args:
+        job: of ``find_jobs``.
+        folder: for images and for what a run writes.
+        opts: keys and values of the config that differ.
+        quick: two images of 64 pixels.
+        clock: seconds.
+    """
+    from benchmarks.cached_cases import make_config
+    from benchmarks.cached_training import Steps, shrunk
+
+    case = find_jobs()[job]
+    if quick:
+        case = shrunk(case)
+    cfg = make_config(case, folder, num_images=2 * case.batch)
+    cfg.merge_from_list(opts)
+    return Steps(cfg, clock)
+
+
+def serve(
+    step: Callable[[], tuple[float, float]],
+    turns: Iterable[str],
+    answer: Callable[[dict[str, Any]], None],
+    clock: Callable[[], float],
+) -> None:
+    """Makes as many steps as each line says, and answers each."""
+    from benchmarks.timing import resident_mib
+
+    for turn in turns:
+        start = clock()
+        told = [step() for _ in range(int(turn))]
+        seconds = clock() - start - sum(waited for waited, _ in told)
+        answer({"seconds": seconds, "loss": told[-1][1], "peak": resident_mib(peak=True)})
+
+
+def main() -> None:
+    """Prepares the job and serves until standard input ends."""
+    tree, job, folder, threads, quick, clock_name, *opts = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # logs are no answers
+
+    def answer(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=answers, flush=True)
+
+    root = Path(__file__).resolve().parents[1]
+    # The package of the tree, the benchmarks of this file.
+    sys.path[:] = [tree, *(p for p in sys.path[1:] if Path(p or ".").resolve() != root), str(root)]
+    try:
+        import torch
+
+        import qbheat_det
+
+        if Path(qbheat_det.__file__).resolve().parents[1] != Path(tree).resolve():
+            raise ImportError(f"qbheat_det came from {qbheat_det.__file__}, not from {tree}")
+        torch.set_num_threads(int(threads))
+        clock = CLOCKS[clock_name]
+        step = build_steps(job, Path(folder), opts, quick=quick == "1", clock=clock)
+        answer({"ready": True})
+        serve(step, sys.stdin, answer, clock)
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()
