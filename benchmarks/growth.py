@@ -7,7 +7,7 @@ beside them; a training step for the processes. The slope is the power with whic
 proportion (for queries: what the first point costs per query), so that a ratio below 1 is worse
 than linear. Attention among the coarsest map's positions grows with the square of the pixels.
 
-Beside the rows lies ``growth.svg``, a picture of all points.
+The picture of all points is ``growth.svg``, beside the rows.
 """
 
 import sys
@@ -24,7 +24,7 @@ from benchmarks.detectors import call_detectron2, load_mf_detr, random_images
 from benchmarks.forms import DEPLOYED, EAGER, build
 from benchmarks.growth_chart import Curves, plot_growth, slope
 from benchmarks.processes import images_per_second
-from benchmarks.timing import ROOT, Result, set_threads, time_interleaved
+from benchmarks.timing import Result, set_threads, time_interleaved
 
 SIZES = (320, 480, 640, 800, 1120, 1600)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -43,7 +43,7 @@ Forward = Callable[[Tensor], object]
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Measures all and writes the picture.
+    """Measures all.
 
     Args:
         quick: the two first points of small images, one round, nothing compiled.
@@ -51,21 +51,16 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     """
     set_threads(threads)
     rows: list[Result] = []
-    panels: dict[str, Curves] = {}
     for axis, curves in (
         ("pixels", measure_pixels(quick=quick)),
         ("batch", measure_batches(quick=quick)),
         ("queries", measure_queries(quick=quick)),
         ("processes", measure_processes(quick=quick)),
     ):
-        panels[axis] = curves
         rows += rows_of(axis, curves)
         for name, points in curves.items():
             values = ", ".join(f"{x:.4g}: {y:.3g}" for x, y in points.items())
             print(f"  {axis:<10} {TITLES[name]:<22} slope {slope(points):5.2f}   {values}")
-    folder = ROOT / "output" / "bench" / ("quick" if quick else "")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "growth.svg").write_bytes(plot_growth(panels, TITLES))
     return rows
 
 
@@ -85,6 +80,11 @@ def rows_of(axis: str, curves: Curves) -> list[Result]:
             ratio = y / linear if axis == "processes" else linear / y
             rows.append(Result(f"growth/{axis}/{name}/{x:g}", y, linear, unit, ratio))
     return rows
+
+
+def draw(rows: Sequence[Result]) -> bytes:
+    """Returns the picture of all rows, as SVG."""
+    return plot_growth(curves_of(rows), TITLES)
 
 
 def curves_of(rows: Sequence[Result]) -> dict[str, dict[str, dict[float, float]]]:

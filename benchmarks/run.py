@@ -33,7 +33,7 @@ BENCHMARKS = {
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training_help": "a training step of MF-Dec-211 with each training-only help beside none",
     "training_speed": "training steps a second, now and at the start of the work on speed",
-    "cuda": "on a GPU: detectors at batch 1 and 32, pre-training, and images from memory",
+    "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
 }
 
@@ -78,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             ) from error
         write_results(rows, folder / f"{name}.json")
         write_environment(name, folder / ENVIRONMENTS)
+        if hasattr(benchmark, "draw"):
+            (folder / f"{name}.svg").write_bytes(benchmark.draw(rows))
         results += rows
     print(f"\n{format_results(results)}\nwritten to {folder}")
 

@@ -111,10 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.page.write_text(after, encoding="utf-8")
     rows = read_results(args.bench, "growth")
     if rows:
-        from benchmarks.growth import TITLES, curves_of
-        from benchmarks.growth_chart import plot_growth
+        from benchmarks.growth import draw
 
-        picture = plot_growth(curves_of([_result_of(row) for row in rows]), TITLES)
+        picture = draw([_result_of(row) for row in rows])
         args.page.with_name("growth.svg").write_bytes(picture)
     print(f"written to {args.page}")
 

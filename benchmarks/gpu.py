@@ -105,7 +105,7 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
     rates = {name: [batch / s for s in taken] for name, taken in seconds.items()}
     return [
         PairedResult.higher_is_better(
-            f"cuda/{name}_{side}{form}_b{batch}_vs_{peer}_{other}",
+            f"gpu/{name}_{side}{form}_b{batch}_vs_{peer}_{other}",
             rates[f"{name}_{form}"],
             rates[f"{peer}_{other}"],
             "img/s",
@@ -151,7 +151,7 @@ def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
         work = 3 * 2 * count(name, setting)[1] * batch / 1e12
         reached = [work / s for s in seconds[name]]
         row = PairedResult.higher_is_better(
-            f"cuda/qb_heat_{name}_step_vs_matmul", reached, rate, "TFLOP/s"
+            f"gpu/qb_heat_{name}_step_vs_matmul", reached, rate, "TFLOP/s"
         )
         verdict = "reached" if row.ratio >= GOAL else "not reached"
         print(f"  {row.name}: {row.ratio:.1%} of the matrix rate; wanted {GOAL:.0%}: {verdict}")
@@ -159,7 +159,7 @@ def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
         rows += [
             row,
             PairedResult.higher_is_better(
-                f"cuda/qb_heat_{name}_from_memory_vs_on_gpu", fed, lying, "img/s"
+                f"gpu/qb_heat_{name}_from_memory_vs_on_gpu", fed, lying, "img/s"
             ),
         ]
     return rows
