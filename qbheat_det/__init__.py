@@ -13,8 +13,9 @@ require_detectron2()  # a sentence that says how to get it, before the imports t
 
 from . import data, model_zoo, modeling  # noqa: E402
 from .config import add_qbheat_config, get_cfg  # noqa: E402
+from .deployment import deploy  # noqa: E402
 
-__all__ = ["add_qbheat_config", "data", "get_cfg", "model_zoo", "modeling"]
+__all__ = ["add_qbheat_config", "data", "deploy", "get_cfg", "model_zoo", "modeling"]
 __version__ = "0.1.0"
 
 import_own_modules()  # last: they may import all of the above

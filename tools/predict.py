@@ -19,6 +19,10 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
       --output output/pictures INPUT.MIN_SIZE_TEST 1000
 
+  # many images: the model compiled for this machine, which takes minutes the first time
+  python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
+      --json output/boxes.json --fast
+
   # with the weights of a classifier: the five likeliest classes of each image
   python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
       --json output/classes.json
@@ -42,6 +46,7 @@ warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import numpy as np  # noqa: E402
 from detectron2.config import CfgNode  # noqa: E402
+from detectron2.engine import DefaultPredictor  # noqa: E402
 from detectron2.structures import Instances  # noqa: E402
 
 from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
@@ -91,6 +96,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--image-ids-from", metavar="FILE", help="COCO annotations that say each image's id")
     add("--score-threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add(
+        "--fast",
+        action="store_true",
+        help="predict by the model's fastest equal form on this device (MODEL.DEPLOY.ENABLED)",
+    )
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
     if args.output is None and args.json is None:
@@ -104,11 +114,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     exported = open_file(args) if is_exported(args.weights) else None
-    cfg = (
-        config_of(exported)
-        if exported
-        else load_run_config(args.weights, args.config_file, device=args.device, opts=args.opts)
-    )
+    cfg = config_of(exported) if exported else load_config_of_weights(args)
     media = find_media(args.input, exclude=args.output)
     image_ids = read_image_ids(args.image_ids_from, media) if args.image_ids_from else None
     if args.json and args.json.is_dir():
@@ -121,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
             "predict neither boxes nor classes: train a detector or a classifier on them "
             "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
         )
-    predictor = predictor_of(exported) if exported else build_predictor(cfg)
+    predictor = predictor_of(exported) if exported else build_fast_or_plain(cfg)
     if args.json and not cfg.MODEL.CATEGORY_IDS:
         print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
 
@@ -145,7 +151,20 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if run.report.skipped else 0
 
 
+def load_config_of_weights(args: argparse.Namespace) -> CfgNode:
+    opts = [*args.opts, *(["MODEL.DEPLOY.ENABLED", "True"] if args.fast else [])]
+    return load_run_config(args.weights, args.config_file, device=args.device, opts=opts)
+
+
+def build_fast_or_plain(cfg: CfgNode) -> DefaultPredictor:
+    return build_predictor(cfg, fast=cfg.MODEL.DEPLOY.ENABLED)
+
+
 def open_file(args: argparse.Namespace) -> ExportedModel:
+    if args.fast:
+        raise UserError(
+            f"'{args.weights}' is a program already: leave out --fast, which is for weights"
+        )
     if args.config_file or args.opts:
         raise UserError(
             f"'{args.weights}' was exported with its config inside, which is fixed: leave out "
@@ -177,7 +196,7 @@ def classify(
     if exported:
         found = classify_exported(exported, media)
     else:
-        found = classify_files(build_predictor(cfg).model, cfg, media)
+        found = classify_files(build_fast_or_plain(cfg).model, cfg, media)
     write_json(args.json, found.results)
     print(f"classes of {len(found.results)} images: {args.json}")
     print_skipped(found.skipped)

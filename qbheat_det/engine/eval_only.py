@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Evaluation of weights that were trained before."""
 
+import logging
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -8,11 +9,14 @@ from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 
 from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.deployment import deploy_by_config
 from qbheat_det.errors import UserError
 
 from .evaluation import Evaluation
 from .knn_look import NeighbourScorer, names_neighbours
 from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
@@ -32,6 +36,9 @@ def evaluate(cfg: CfgNode, *, resume: bool = False) -> dict[str, Any]:
         raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
     path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
     checkpointer.load(path, checkpointables=[])
+    if cfg.MODEL.DEPLOY.ENABLED:
+        model = deploy_by_config(model.eval(), cfg.MODEL.DEPLOY)
+        logger.info(f"Deployed:\n{model.report}")
     evaluation = Evaluation(
         cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
     )

@@ -6,6 +6,7 @@ names and the ids of the classes. For others' weights ``config.yaml`` beside the
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.deployment import deploy_by_config
 from qbheat_det.errors import UserError
 
 from .media import (
@@ -35,20 +37,27 @@ from .media import (
 Draw = Callable[[Image, Instances], Image]
 
 
-def build_predictor(cfg: CfgNode) -> DefaultPredictor:
+def build_predictor(cfg: CfgNode, *, fast: bool = False) -> DefaultPredictor:
     """Returns Detectron2's predictor, its model holding exactly the tensors of the weights file.
 
     Args:
         cfg: as of ``load_run_config``.
+        fast: whether the model is its deployed form, made as ``MODEL.DEPLOY`` says; what was done
+            is printed.
 
     Raises:
         UserError: the weights cannot be read, or do not fit the model of the config.
     """
     unloaded = cfg.clone()
+    unloaded.defrost()
     unloaded.MODEL.WEIGHTS = ""
+    unloaded.MODEL.DEPLOY.ENABLED = False  # here, where the weights are in it
     predictor = DefaultPredictor(unloaded)
     checkpointer = ExactCheckpointer(predictor.model, class_names=cfg.MODEL.CLASS_NAMES)
     checkpointer.load(cfg.MODEL.WEIGHTS)
+    if fast:
+        predictor.model = deploy_by_config(predictor.model, cfg.MODEL.DEPLOY)
+        print(predictor.model.report, file=sys.stderr)
     return predictor
 
 

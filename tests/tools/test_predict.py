@@ -108,4 +108,4 @@ def test_help_teaches_by_example(predict: ModuleType, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as caught:
         predict.main(["--help"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out.count("python tools/predict.py") == 6
+    assert capsys.readouterr().out.count("python tools/predict.py") == 7

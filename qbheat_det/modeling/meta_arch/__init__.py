@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Meta-architectures; importing this package registers them."""
 
+from qbheat_det.deployment import honours_deploy_key
+
 from .fcos import SyncFCOS
 from .image_classifier import ImageClassifier
 from .mf_detr import MFDETR
@@ -21,3 +23,6 @@ __all__ = [
     "SyncRetinaNet",
     "WassersteinDependency",
 ]
+
+for _predicts in (MFDETR, ImageClassifier, SyncFCOS, SyncRetinaNet):
+    honours_deploy_key(_predicts)

@@ -1,0 +1,148 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Compiled programs on the disk, for the processes to come.
+
+They hold machine code, so their folder is the user's alone: one in which others can write is
+refused. An entry is a package and a description that names it by its digest; the description is
+written last, so that an entry is there whole or not at all.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from iopath.common.file_io import file_lock
+
+from qbheat_det.atomic import write_atomically
+from qbheat_det.data.toy import get_cache_dir
+from qbheat_det.errors import UserError
+
+_MOST_BYTES = 4 * 2**30  # of all packages; the ones that were not used for longest go
+_INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class ProgramCache:
+    """A folder of packages, "programs" in the package's cache folder unless one is given."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """
+        Args:
+            folder: of the programs; made, for the user alone, where it is missing.
+
+        Raises:
+            UserError: it cannot be made, or others than the user can change what is in it.
+        """
+        self.folder = (folder or get_cache_dir() / "programs").absolute()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise UserError(
+                f"the folder of compiled programs '{self.folder}' cannot be made "
+                f"({error.strerror or error}): set QBHEAT_CACHE to one that can be written"
+            ) from error
+        refuse_what_others_can_write(self.folder)
+
+    def get(self, key: str, description: dict[str, Any]) -> Path | None:
+        """Returns the package of a key; None if there is none, or not the whole of it.
+
+        Args:
+            key: hexadecimal.
+            description: what the key is made of; an entry with another one is none.
+        """
+        try:
+            entry = json.loads(self._entry(key).read_text(encoding="utf-8"))
+            path = self.folder / f"{key}-{entry['sha256'][:16]}.pt2"
+            if entry["description"] != description or _digest(path) != entry["sha256"]:
+                return None
+            os.utime(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return path
+
+    def put(self, key: str, description: dict[str, Any], build: Callable[[Path], None]) -> Path:
+        """Builds a package, ``build`` writing the file that it is given, and returns its path."""
+        with self._workplace() as folder:
+            fresh = folder / "program.pt2"
+            build(fresh)
+            digest = _digest(fresh)
+            path = self.folder / f"{key}-{digest[:16]}.pt2"
+            os.replace(fresh, path)
+        content = json.dumps({"sha256": digest, "description": description})
+        write_atomically(self._entry(key), lambda stream: stream.write(content.encode()))
+        self._make_room(keep=path)
+        return path
+
+    def drop(self, key: str) -> None:
+        """Removes an entry."""
+        for path in self.folder.glob(f"{key}*"):
+            if path.suffix in (".json", ".pt2"):
+                path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Keeps other processes from building the same entry: they wait, and find it."""
+        with file_lock(str(self.folder / key)):
+            yield
+
+    @contextlib.contextmanager
+    def _workplace(self) -> Iterator[Path]:
+        """Gives a folder below this one, also for what the compiler leaves, and removes it."""
+        folder = Path(tempfile.mkdtemp(prefix="making-", dir=self.folder))
+        before = os.environ.get(_INDUCTOR_FOLDER)
+        os.environ[_INDUCTOR_FOLDER] = str(folder / "inductor")
+        try:
+            yield folder
+        finally:
+            if before is None:
+                del os.environ[_INDUCTOR_FOLDER]
+            else:
+                os.environ[_INDUCTOR_FOLDER] = before
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_room(self, keep: Path) -> None:
+        packages = sorted(self.folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)
+        total = sum(path.stat().st_size for path in packages)
+        for path in packages:
+            if total > _MOST_BYTES and path != keep:
+                total -= path.stat().st_size
+                self.drop(path.name.partition("-")[0])
+
+    def _entry(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def refuse_what_others_can_write(folder: Path) -> None:
+    """Checks a folder of machine code and the folders above it.
+
+    Raises:
+        UserError: the folder is another user's or not this user's alone to write, or a folder above
+            it lets others put another one in its place.
+    """
+    if not hasattr(os, "geteuid"):  # rights are kept otherwise there
+        return
+    user = os.geteuid()
+    folder = folder.resolve()
+    for path in (folder, *folder.parents):
+        status = path.stat()
+        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        theirs = status.st_uid not in ({user} if path == folder else {user, 0})
+        sticky = path != folder and status.st_mode & stat.S_ISVTX
+        if theirs or (others and not sticky):
+            raise UserError(
+                f"compiled programs are run, and others than you can change '{path}': take that "
+                "right away (chmod go-w), or set QBHEAT_CACHE to a folder that is yours alone"
+            )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
