@@ -24,7 +24,6 @@ from qbheat_det.modeling.pretrain import (
     ReconstructionLoss,
     ReconstructionModel,
     VisibleQuarters,
-    mean_loss,
     visible_positions,
 )
 
@@ -111,10 +110,10 @@ class QBHeat(ReconstructionModel):
         quarters = self.choose_quarters(len(images), places)
         images = images[quarters.order]
         z = self.predictor(self.encode(quarters.crop(images)), quarters.counts)
-        reconstruction = self.reconstruct(z, images, quarters.spread(self.visible))
+        visible = quarters.spread(self.visible)
         if self.training:
-            return mean_loss(reconstruction)
-        return self.inference_at(quarters, reconstruction)
+            return self.training_losses(z, images, visible, visible.shape[1] * 3 // 4)
+        return self.inference_at(quarters, self.reconstruct(z, images, visible))
 
     def choose_quarters(self, num_images: int, places: Sequence[str] | None) -> VisibleQuarters:
         """Returns where each image is visible, see ``places`` in ``forward``.

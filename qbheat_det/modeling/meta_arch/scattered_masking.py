@@ -26,7 +26,6 @@ from qbheat_det.modeling.pretrain import (
     ReconstructionLoss,
     ReconstructionModel,
     ScatteredMask,
-    mean_loss,
 )
 
 
@@ -103,10 +102,13 @@ class ScatteredMasking(ReconstructionModel):
                 nothing of an image.
         """
         images = self.preprocess_image(batched_inputs)
+        num_visible = self.mask.num_visible if visible is None else int(visible[0].sum())
         visible = self.choose_visible(batched_inputs, visible)
         z = self.predictor(self.encode(self.hide(images, visible)), visible)
-        reconstruction = self.reconstruct(z, images, visible.flatten(1))
-        return mean_loss(reconstruction) if self.training else self.inference(reconstruction)
+        visible = visible.flatten(1)
+        if self.training:
+            return self.training_losses(z, images, visible, visible.shape[1] - num_visible)
+        return self.inference(self.reconstruct(z, images, visible))
 
     def choose_visible(
         self, batched_inputs: list[dict[str, Any]], visible: Tensor | None

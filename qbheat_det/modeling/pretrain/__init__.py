@@ -3,6 +3,7 @@
 
 from .area_pairs import AreaPairs
 from .batch_shuffle import draw_order, embed_in_groups, embed_shuffled, gather_over_processes
+from .decoder_block import DecoderBlock, hidden_positions, take
 from .dependency_loss import DependencyLoss, dual_distance
 from .feature_queue import FeatureQueue
 from .heat_predictor import DIRECTIONS, HeatPredictor, LinearModels, extend
@@ -14,7 +15,7 @@ from .pretraining_model import PretrainingModel, check_equal_shares, find_map
 from .projection_head import ProjectionHead, embedding_from_config
 from .reconstruction_decoder import ReconstructionDecoder, patchify, unpatchify
 from .reconstruction_loss import ReconstructionLoss
-from .reconstruction_model import Reconstruction, ReconstructionModel, mean_loss
+from .reconstruction_model import Reconstruction, ReconstructionModel
 from .scattered_mask import ScatteredMask
 from .visible_quarter import CORNERS, PLACES, PLACES_OF, VisibleQuarters, visible_positions
 
@@ -24,6 +25,7 @@ __all__ = [
     "PLACES",
     "PLACES_OF",
     "AreaPairs",
+    "DecoderBlock",
     "DependencyLoss",
     "FeatureQueue",
     "HeatPredictor",
@@ -49,10 +51,11 @@ __all__ = [
     "extend",
     "find_map",
     "gather_over_processes",
+    "hidden_positions",
     "info_nce",
-    "mean_loss",
     "patchify",
     "similarity_logits",
+    "take",
     "unpatchify",
     "visible_positions",
 ]

@@ -9,9 +9,10 @@ from functools import partial
 from math import isqrt
 
 from timm.layers import build_sincos2d_pos_embed
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .decoder_block import DecoderBlock, take
 
 
 class ReconstructionDecoder(nn.Module):
@@ -62,7 +63,7 @@ class ReconstructionDecoder(nn.Module):
         norm = partial(nn.LayerNorm, eps=1e-6)
         self.blocks = nn.Sequential(
             *(
-                Block(dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=True, norm_layer=norm)
+                DecoderBlock(dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=True, norm_layer=norm)
                 for _ in range(depth)
             )
         )
@@ -78,21 +79,39 @@ class ReconstructionDecoder(nn.Module):
         """Side of the image in pixels."""
         return self.grid_size * self.patch_size
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
         """
         Args:
             z: (N, G, G, C).
+            positions: (N, K), indices of the positions to reconstruct, which spares the last block
+                the others; None for all.
 
         Returns:
-            (N, G * G, 3 * patch_size ** 2), pixels in the order of ``patchify``.
+            (N, G * G, 3 * patch_size ** 2), pixels in the order of ``patchify``; or (N, K, …).
         """
         x = self.embed(z.flatten(1, 2)) + self.position
-        return self.head(self.norm(self.blocks(x)))
+        *blocks, last = self.blocks
+        for block in blocks:
+            x = block(x)
+        x = last(x) if positions is None else last(x, positions)
+        return self.head(self.norm(x))
 
 
-def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """Cuts images (N, 3, S, S) into patches (N, G * G, 3 * patch_size ** 2), in row order."""
-    return F.pixel_unshuffle(images, patch_size).flatten(2).transpose(1, 2)
+def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
+    """Cuts images (N, 3, S, S) into patches, in row order.
+
+    Args:
+        images: (N, 3, S, S).
+        patch_size: rows and columns of a patch; S = G * patch_size.
+        positions: (N, K), indices of the patches that are wanted; None for all.
+
+    Returns:
+        (N, G * G, 3 * patch_size ** 2) or (N, K, …).
+    """
+    squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
+    # Copied once, so that what follows reads a patch's values side by side.
+    patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    return patches if positions is None else take(patches, positions)
 
 
 def unpatchify(patches: Tensor, patch_size: int) -> Tensor:

@@ -6,7 +6,9 @@ Not said in the former and chosen here, as MAE has it: masked positions count, p
 normalised.
 """
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 LOSS_POSITIONS = ("masked", "all")
 _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
@@ -46,6 +48,10 @@ class ReconstructionLoss(nn.Module):
         masked = ~visible
         return (error * masked).sum(dim=1) / masked.sum(dim=1)
 
+    def over_batch(self, predicted: Tensor, patches: Tensor) -> Tensor:
+        """From predictions and true patches (N, K, P), all of which count, to their mean, 0-d."""
+        return F.mse_loss(predicted.float(), self.find_target(patches))
+
     def find_target(self, patches: Tensor) -> Tensor:
         """From true patches (N, L, P) to what predictions are compared with, of the same shape."""
         if not self.normalize_patches:
@@ -71,5 +77,5 @@ class ReconstructionLoss(nn.Module):
 
 def _statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
     """Returns mean and standard deviation of each patch, (N, L, 1)."""
-    mean, variance = patches.mean(dim=-1, keepdim=True), patches.var(dim=-1, keepdim=True)
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return mean, (variance + _EPSILON).sqrt()

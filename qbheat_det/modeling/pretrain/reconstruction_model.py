@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone, build_backbone
 from torch import Tensor, nn
 
+from .decoder_block import hidden_positions
 from .pretraining_model import PretrainingModel, find_map
 from .reconstruction_decoder import ReconstructionDecoder, patchify, unpatchify
 from .reconstruction_loss import ReconstructionLoss
@@ -158,6 +158,24 @@ class ReconstructionModel(PretrainingModel):
         patches = patchify(images, self.decoder.patch_size)
         return Reconstruction(predicted, patches, visible, self.loss(predicted, patches, visible))
 
+    def training_losses(
+        self, z: Tensor, images: Tensor, visible: Tensor, num_hidden: int
+    ) -> dict[str, Tensor]:
+        """Returns the mean of what ``reconstruct`` gives, at the cost of what the loss looks at.
+
+        Args:
+            z: as in ``reconstruct``.
+            images: as in ``reconstruct``.
+            visible: as in ``reconstruct``.
+            num_hidden: positions of each image that are not visible.
+        """
+        hidden = None
+        if self.loss.positions == "masked":
+            hidden = hidden_positions(visible, num_hidden)
+        predicted = self.decoder(z, hidden)
+        patches = patchify(images, self.decoder.patch_size, hidden)
+        return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
+
     def inference(self, reconstruction: Reconstruction) -> list[dict[str, Any]]:
         """Brings patches to pixels.
 
@@ -175,8 +193,3 @@ class ReconstructionModel(PretrainingModel):
             {"reconstruction": made, "visible": seen, "loss_reconstruction": loss}
             for made, seen, loss in zip(pixels, visible, reconstruction.losses, strict=True)
         ]
-
-
-def mean_loss(reconstruction: Reconstruction) -> dict[str, Tensor]:
-    """Returns the losses of training."""
-    return {"loss_reconstruction": torch.mean(reconstruction.losses)}

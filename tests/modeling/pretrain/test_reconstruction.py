@@ -7,7 +7,9 @@ import torch
 from qbheat_det.modeling.pretrain import (
     ReconstructionDecoder,
     ReconstructionLoss,
+    hidden_positions,
     patchify,
+    take,
     unpatchify,
 )
 
@@ -91,6 +93,41 @@ def test_a_decoder_gives_a_patch_for_each_position(in_channels: int) -> None:
     decoder = make_decoder(in_channels)
     assert decoder(torch.randn(3, 4, 4, in_channels)).shape == (3, 16, 12)
     assert decoder.image_size == 8
+
+
+def test_some_positions_are_reconstructed_as_among_all_with_the_same_gradients() -> None:
+    decoder = make_decoder(24).double()
+    positions = torch.tensor([[0, 3, 9], [15, 2, 2]])
+    z = torch.randn(2, 4, 4, 24, dtype=torch.float64)
+    weights = torch.randn(2, 3, 12, dtype=torch.float64)
+    gradients = []
+    for found in (decoder(z, positions), take(decoder(z), positions)):
+        decoder.zero_grad()
+        (found * weights).sum().backward()
+        gradients.append([found, *(parameter.grad for parameter in decoder.parameters())])
+    torch.testing.assert_close(*gradients)
+
+
+def test_hidden_positions_come_in_order() -> None:
+    visible = torch.tensor([[True, False, False, True], [False, True, True, False]])
+    torch.testing.assert_close(hidden_positions(visible, 2), torch.tensor([[1, 2], [0, 3]]))
+
+
+def test_chosen_patches_are_those_of_all() -> None:
+    images, positions = torch.randn(2, 3, 12, 12), torch.tensor([[8, 0], [4, 4]])
+    chosen = patchify(images, 4, positions)
+    torch.testing.assert_close(chosen, take(patchify(images, 4), positions), rtol=0, atol=0)
+    assert chosen.is_contiguous()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_loss_over_a_batch_is_the_mean_of_those_of_its_images(normalize: bool) -> None:
+    patches, predicted = torch.randn(2, 3, 4, 48).unbind()
+    visible = torch.eye(4, dtype=torch.bool)[[0, 2, 0]]
+    loss = ReconstructionLoss(normalize_patches=normalize)
+    hidden = hidden_positions(visible, 3)
+    found = loss.over_batch(take(predicted, hidden), take(patches, hidden))
+    torch.testing.assert_close(found, loss(predicted, patches, visible).mean())
 
 
 def test_equal_features_are_told_apart_by_their_position() -> None:
