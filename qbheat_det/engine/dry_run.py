@@ -8,7 +8,6 @@ written to, and leaves nothing behind.
 import contextlib
 import itertools
 import math
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -29,6 +28,7 @@ from qbheat_det.errors import UserError
 
 from .cache_estimate import CacheEstimate
 from .dry_run_report import DryRunReport
+from .memory import resident_with_workers
 from .setup import leave_out_noise
 from .writers import check_wandb
 
@@ -187,7 +187,7 @@ class _Measured(HookBase):
         self._step_ends.append(now)
         self._aside = 0.0
         self._begin = time.perf_counter()
-        self.memory_bytes = max(self.memory_bytes, _resident_bytes())
+        self.memory_bytes = max(self.memory_bytes, resident_with_workers())
 
     def _timed(self, call: Callable[..., Any], is_evaluation: bool) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ class _Measured(HookBase):
                 seconds = time.perf_counter() - begin
                 self._aside += seconds
                 self._evaluation = seconds if is_evaluation else self._evaluation
-                self.memory_bytes = max(self.memory_bytes, _resident_bytes())
+                self.memory_bytes = max(self.memory_bytes, resident_with_workers())
 
         return timed
 
@@ -287,30 +287,6 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _count_evaluations(cfg: CfgNode, iterations: int) -> int:
     period = cfg.TEST.EVAL_PERIOD
     return max(1, math.ceil(iterations / period)) if period > 0 else 1
-
-
-def _resident_bytes() -> int:
-    """Memory of this process at its highest so far, and of its workers now."""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        import resource
-        import sys
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else 1024 * peak
-    total = _read_kib(status, "VmHWM:")
-    for child in multiprocessing.active_children():
-        # Proportional, because workers share the dataset with this process.
-        total += _read_kib(Path(f"/proc/{child.pid}/smaps_rollup"), "Pss:")
-    return 1024 * total
-
-
-def _read_kib(path: Path, field: str) -> int:
-    with contextlib.suppress(OSError):  # a worker may have ended
-        for line in path.read_text(encoding="ascii").splitlines():
-            if line.startswith(field):
-                return int(line.split()[1])
-    return 0
 
 
 def _gpu_total_bytes() -> int:

@@ -74,6 +74,26 @@ def write_run_record(
     write_atomically(path, lambda stream: stream.write(content.encode()))
 
 
+def add_to_run_record(output_dir: str | os.PathLike[str], **known: Any) -> None:
+    """Adds what is known only once a run is under way to its last start; to be called as above.
+
+    Where there is no ``run.json``, as of a trainer that a program runs, nothing is written.
+
+    Args:
+        output_dir: folder of the run.
+        known: values by name.
+
+    Raises:
+        UserError: as ``write_run_record``.
+    """
+    path = Path(output_dir) / RUN_FILE
+    starts = read_run_record(path)
+    if starts:
+        starts[-1].update(known)
+        content = json.dumps(starts, indent=2) + "\n"
+        write_atomically(path, lambda stream: stream.write(content.encode()))
+
+
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the starts in a ``run.json``, oldest first; none where there is no file.
 

@@ -58,6 +58,7 @@ from .resuming import (
 from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
 from .step_keys import use_step_keys
+from .step_watch import Memory, Waiting
 from .writers import build_writers, drop_metrics_from
 
 logger = logging.getLogger(__name__)
@@ -210,6 +211,8 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
+            Memory(period=cfg.SOLVER.LOG_PERIOD),
+            Waiting(period=cfg.SOLVER.LOG_PERIOD, num_workers=cfg.DATALOADER.NUM_WORKERS),
             MovingAverage(self._average, self.bare_model) if self._average else None,
             *build_looks(cfg, self.bare_model),
             *build_knn_looks(cfg, self.bare_model),
