@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,12 @@ def main() -> None:
     # The package of the tree, the benchmarks of this file.
     sys.path[:] = [tree, *(p for p in sys.path[1:] if Path(p or ".").resolve() != root), str(root)]
     try:
+        found = find_spec("qbheat_det")
+        origin = Path(str(found and found.origin)).resolve()
+        if Path(tree).resolve() not in origin.parents:
+            raise ImportError(f"qbheat_det would come from {origin}, not from {tree}")
         import torch
 
-        import qbheat_det
-
-        if Path(qbheat_det.__file__).resolve().parents[1] != Path(tree).resolve():
-            raise ImportError(f"qbheat_det came from {qbheat_det.__file__}, not from {tree}")
         torch.set_num_threads(int(threads))
         clock = CLOCKS[clock_name]
         step = build_steps(job, Path(folder), opts, quick=quick == "1", clock=clock)

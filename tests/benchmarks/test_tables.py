@@ -1,0 +1,108 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The tables of docs/performance.md come from the files of make bench and from nowhere else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.run import BENCHMARKS
+from benchmarks.tables import PAGE, fill, main
+from benchmarks.timing import (
+    ENVIRONMENTS,
+    PairedResult,
+    Result,
+    write_environment,
+    write_results,
+)
+
+TEXT = """\
+Before.
+<!-- bench latency 285m -->
+old
+<!-- end -->
+Between, as `<!--` in a text.
+<!-- bench memory -->
+kept
+<!-- end -->
+After.
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [
+        Result.lower_is_better("latency/285m_vs_peer", 0.5, 2.0, "s"),
+        Result.lower_is_better("latency/3.7g_vs_peer", 1.0, 2.0, "s"),
+    ]
+    write_results(rows, tmp_path / "latency.json")
+    write_environment("latency", tmp_path / ENVIRONMENTS)
+    return tmp_path
+
+
+def test_a_table_has_the_rows_it_names_and_the_machine_and_the_text_stays(folder: Path) -> None:
+    filled = fill(TEXT, folder)
+    assert "| `285m_vs_peer` | 0.5 | 2 | s | 4.00 |" in filled
+    assert "3.7g" not in filled
+    assert "old" not in filled
+    assert "Measured on: " in filled
+    assert "kept" in filled
+    assert filled.startswith("Before.\n")
+    assert filled.endswith("<!-- end -->\nAfter.\n")
+    assert fill(filled, folder) == filled
+
+
+def test_a_row_with_a_spread_shows_it(tmp_path: Path) -> None:
+    row = PairedResult.higher_is_better("memory/a", [2.0, 3.0], [1.0, 1.0], "step/s")
+    write_results([row], tmp_path / "memory.json")
+    assert "| `a` | 2.5 | 1 | step/s | 2.50 (2.00 to 3.00) |" in fill(TEXT, tmp_path)
+
+
+def test_rows_that_a_benchmark_does_not_have_end_with_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = folder / "page.md"
+    page.write_text(TEXT.replace("285m", "DETR"))
+    with pytest.raises(SystemExit):
+        main(["--bench", str(folder), "--page", str(page)])
+    assert "has no row that begins with 'latency/DETR'" in capsys.readouterr().err
+
+
+def test_a_broken_file_ends_with_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = folder / "page.md"
+    page.write_text(TEXT)
+    (folder / "latency.json").write_text(json.dumps([{"name": "latency/285m"}]))
+    with pytest.raises(SystemExit):
+        main(["--bench", str(folder), "--page", str(page)])
+    assert "is no file of make bench" in capsys.readouterr().err
+
+
+def test_check_refuses_a_page_of_other_figures_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = folder / "page.md"
+    page.write_text(TEXT)
+    with pytest.raises(SystemExit):
+        main(["--bench", str(folder), "--page", str(page), "--check"])
+    assert page.read_text() == TEXT
+    assert "python benchmarks/tables.py" in capsys.readouterr().err
+    main(["--bench", str(folder), "--page", str(page)])
+    main(["--bench", str(folder), "--page", str(page), "--check"])
+
+
+def test_lines_of_machines_are_kept_beside_each_other(tmp_path: Path) -> None:
+    path = tmp_path / ENVIRONMENTS
+    path.write_text("{half a file")
+    write_environment("latency", path)
+    write_environment("memory", path)
+    assert set(json.loads(path.read_text())) == {"latency", "memory"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_page_names_benchmarks_that_there_are() -> None:
+    found = [match[1] for match in tables._BLOCK.findall(PAGE.read_text(encoding="utf-8"))]
+    assert found
+    assert set(found) <= set(BENCHMARKS)
