@@ -50,7 +50,7 @@ def test_fused_steps_are_those_of_the_plain_optimizer(kind: str, channels_last: 
     try:
         optimizers = [
             build(kind, models[0]),
-            plain(models[1].parameters(), foreach=False, **arguments),  # type: ignore[operator]
+            plain(models[1].parameters(), foreach=False, **arguments),
         ]
         for model, optimizer in zip(models, optimizers, strict=True):
             train(model, optimizer, start=0, steps=4)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class DecoderBlock(Block):  # type: ignore[misc]
+class DecoderBlock(Block):
     """timm's pre-norm block, with the names of its parameters; without dropout and layer scale."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
