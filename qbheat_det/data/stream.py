@@ -56,6 +56,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         aspect_ratio_grouping: bool = False,
         num_workers: int = 0,
         seed: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         """
         Args:
@@ -68,6 +69,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
                 padding; every dict then needs "width" and "height".
             num_workers: loading processes; 0 loads in this one.
             seed: of order and augmentation.
+            pin_memory: give tensors in memory that a GPU copies from by itself.
 
         Raises:
             UserError: there are no images, or fewer in a batch than processes.
@@ -94,7 +96,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """What the next iterator maps with; another can be set before."""
         size = len(dataset)
         self._build_sampler = build_sampler or (lambda seed: TrainingSampler(size, seed=seed))
-        self._num_workers = num_workers
+        self.num_workers = num_workers
+        """Loading processes; 0 loads in this one."""
+        self._pin_memory = pin_memory
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # A generator, so that neither workers nor reading begin before the first batch is asked
@@ -102,7 +106,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         batches: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self.dataset, self.mapper, self.seed),
             batch_sampler=_Shares(self),
-            num_workers=self._num_workers,
+            num_workers=self.num_workers,
+            pin_memory=self._pin_memory,
             collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one
         )
@@ -203,6 +208,7 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
         num_workers=cfg.DATALOADER.NUM_WORKERS,
         seed=max(cfg.SEED, 0),
+        pin_memory=cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available(),
     )
 
 

@@ -8,7 +8,6 @@ those of one process that takes it whole. What stays local is the statistics of 
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NoReturn
 
@@ -25,10 +24,10 @@ from torch.optim import Optimizer
 from qbheat_det.data import cut
 from qbheat_det.errors import UserError
 
+from .device_batches import BatchedInputs, BatchSource, LossReading
 from .seeding import seed_step
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-BatchedInputs = list[dict[str, Any]]
 OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], None]
 
 
@@ -75,9 +74,9 @@ class StepTrainer(SimpleTrainer):
             precision: of autocast; None computes as the weights are.
             seed: of what is random in the model.
             log_period: iterations between two readings of what would cost a synchronisation.
-            on_failure: called where a loss is not finite on this process, before gradients or
-                weights change: with the micro-batches up to that one, its losses, and what the
-                model was given to divide them by.
+            on_failure: called where a loss is not finite on this process, before weights change,
+                and but on a GPU before gradients do: with the micro-batches up to that one, its
+                losses, and what the model was given to divide them by.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -88,6 +87,7 @@ class StepTrainer(SimpleTrainer):
         self.on_failure = on_failure
         self._bare: Any = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
+        self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
         half = precision == torch.float16
         self.grad_scaler = torch.amp.GradScaler(self._device.type, enabled=half)
 
@@ -98,28 +98,28 @@ class StepTrainer(SimpleTrainer):
             UserError: the share has fewer images than micro-batches, or a loss is not finite on
                 some process; then every process raises.
         """
-        start = time.perf_counter()
-        batches = self._micro_batches(next(self._data_loader_iter))
-        data_time = time.perf_counter() - start
+        share, data_time = self._source.take()
+        batches = self._micro_batches(share)
         seed_step(self.seed, self.iter, comm.get_rank())
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         for index, batch in enumerate(batches):
             with self._gradients_synchronized(last=index == len(batches) - 1):
                 losses = self._weighted_losses(batch, normalizers)
-                here, everywhere = self._values(losses)
-                if not all(map(math.isfinite, everywhere.values())):
-                    self._fail(batches[: index + 1], here, normalizers)
-                for name, value in everywhere.items():
-                    logged[name] = logged.get(name, 0.0) + value
+                reading, seen = LossReading(losses), batches[: index + 1]
+                if not reading.is_late:
+                    self._check(reading, seen, normalizers, logged)
                 if index == 0:  # until here the gradients are those of the step before
                     self.optimizer.zero_grad()
                 total = torch.stack(list(losses.values())).sum()
                 self.grad_scaler.scale(total).backward()
+                if reading.is_late:  # a GPU computes gradients meanwhile
+                    self._check(reading, seen, normalizers, logged)
         self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees gradients proper
         self.grad_scaler.update()
         if hasattr(self._bare, "after_step"):
             self._bare.after_step()
+        self._source.load_ahead()
         self._log(logged, data_time)
 
     def close(self) -> None:
@@ -171,13 +171,19 @@ class StepTrainer(SimpleTrainer):
         )
         return losses if weight == 1 else {name: loss * weight for name, loss in losses.items()}
 
-    def _values(self, losses: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns losses of this process and their means over all; one transfer from the device."""
-        own = torch.stack([loss.detach().float() for loss in losses.values()])
-        mean = own.clone()
-        _all_reduce(mean)
-        here, everywhere = torch.stack([own, mean / comm.get_world_size()]).tolist()
-        return dict(zip(losses, here, strict=True)), dict(zip(losses, everywhere, strict=True))
+    def _check(
+        self,
+        reading: LossReading,
+        batches: list[BatchedInputs],
+        normalizers: tuple[Tensor, ...],
+        logged: dict[str, float],
+    ) -> None:
+        """Adds losses to those logged; ends training where one is not finite on some process."""
+        here, everywhere = reading.values()
+        if not all(map(math.isfinite, everywhere.values())):
+            self._fail(batches, here, normalizers)
+        for name, value in everywhere.items():
+            logged[name] = logged.get(name, 0.0) + value
 
     def _fail(
         self,
