@@ -9,12 +9,16 @@ deployed   ours: what ``qbheat_det.deploy`` makes of it
 
 import functools
 import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.detectors import DETECTORS, Forward
+from benchmarks.timing import ROOT
+from benchmarks.workers import Worker, said, started
 
 EAGER, COMPILED, DEPLOYED = "eager", "compiled", "deploy"
 
@@ -43,9 +47,7 @@ def build(
     if form == DEPLOYED:
         from qbheat_det import deploy
 
-        fast = deploy(model, compile="off" if quick else "auto")
-        print(f"{detector.title}, deployed:\n{fast.report}")
-        return partial(detector.call, fast)
+        return partial(detector.call, deploy(model, compile="off" if quick else "auto"))
     model = model.to(dtype)
     if form == COMPILED:
         model = compile_peer(model, quick=quick)
@@ -68,11 +70,61 @@ def compile_peer(model: nn.Module, *, quick: bool = False) -> nn.Module:
     return compiled
 
 
-def first_call(name: str, form: str, forward: Forward, images: Tensor) -> float:
-    """Makes the call that compiles, says how long it took, and returns these seconds."""
+def report_of(forward: Forward) -> str:
+    """Returns what ``deploy`` says that it did; of other forms nothing."""
+    model = forward.args[0] if isinstance(forward, partial) else None
+    return str(getattr(model, "report", ""))
+
+
+def first_call(name: str, form: str, forward: Forward, images: Tensor) -> None:
+    """Makes the call that compiles, and says how long it took."""
     start = time.perf_counter()
     forward(images)
-    seconds = time.perf_counter() - start
     if form != EAGER:
+        seconds = time.perf_counter() - start
         print(f"  {DETECTORS[name].title}, {form}: first call {seconds:.1f} s", flush=True)
-    return seconds
+
+
+class Forwards:
+    """Forward passes of detectors, each in a process of its own that is ready.
+
+    Args:
+        contenders: detectors and their forms.
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        threads: CPU threads of each.
+        quick: nothing is compiled.
+    """
+
+    def __init__(
+        self,
+        contenders: Iterable[tuple[str, str]],
+        height: int,
+        width: int,
+        *,
+        threads: int,
+        quick: bool,
+    ) -> None:
+        self.calls: dict[tuple[str, str], Callable[[], float]] = {}
+        self._stack = ExitStack()
+        program = str(ROOT / "benchmarks" / "forward_worker.py")
+        numbers = [str(number) for number in (height, width, threads, int(quick))]
+        for name, form in contenders:
+            with said(f"{name}, {form}"):
+                command = [program, name, form, *numbers]
+                worker, ready = self._stack.enter_context(started(command))
+                self.calls[name, form] = partial(_seconds, worker)
+                if form != EAGER:
+                    print(f"  {DETECTORS[name].title}, {form}: first call {ready['first']:.1f} s")
+                    print("".join(f"    {line}\n" for line in ready["report"].splitlines()), end="")
+
+    def __enter__(self) -> dict[tuple[str, str], Callable[[], float]]:
+        """Returns what makes a forward pass and returns its seconds, by detector and form."""
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _seconds(worker: Worker) -> float:
+    return float(worker()["seconds"])

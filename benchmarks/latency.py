@@ -4,16 +4,14 @@
 Detectron2's models, ours and a peer, are timed from ``batched_inputs`` to ``Instances``: with
 normalisation, padding and post-processing. DETR's and RT-DETR's forward runs from pixels to logits
 and boxes, without them. What the compiled form of a peer is, ``forms.py`` says; ours is what
-``qbheat_det.deploy`` makes. RT-DETR is beside ours at its own size, 640 x 640.
+``qbheat_det.deploy`` makes. RT-DETR is beside ours at its own size, 640 x 640. Each has a process
+of its own, and they take turns: deploying sets how a process keeps memory, which a peer would
+share.
 """
 
-from functools import partial
-
-import torch
-
-from benchmarks.detectors import DETECTORS, HEIGHT, OURS, PEERS, WIDTH, random_images
-from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build, first_call
-from benchmarks.timing import Result, Sample, set_threads, time_interleaved
+from benchmarks.detectors import DETECTORS, HEIGHT, OURS, PEERS, WIDTH
+from benchmarks.forms import COMPILED, DEPLOYED, EAGER, Forwards
+from benchmarks.timing import Result, Sample, told_in_rounds
 
 Contender = tuple[str, str]  # a detector, its form
 _ROUNDS = 7
@@ -32,18 +30,17 @@ AT_640: list[tuple[Contender, Contender]] = [
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Times all detectors in turns in this process.
+    """Times all detectors in turns, each in a process of its own.
 
     Args:
         quick: small images, two rounds and nothing compiled, to see that everything runs.
         threads: CPU threads.
     """
-    set_threads(threads)
     height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
     if quick:
         height, width, side = height // 4, width // 4, side // 4
-    rows = compare(AT_TEST_SIZE, height, width, quick=quick)
-    return rows + compare(AT_640, side, side, quick=quick, where="640_")
+    rows = compare(AT_TEST_SIZE, height, width, threads=threads, quick=quick)
+    return rows + compare(AT_640, side, side, threads=threads, quick=quick, where="640_")
 
 
 def compare(
@@ -51,6 +48,7 @@ def compare(
     height: int,
     width: int,
     *,
+    threads: int,
     quick: bool,
     where: str = "",
 ) -> list[Result]:
@@ -60,22 +58,19 @@ def compare(
         pairs: ours and the peer.
         height: of the image, in pixels.
         width: of the image, in pixels.
+        threads: CPU threads of each.
         quick: two rounds and nothing compiled.
         where: added to the detector in the rows' names.
     """
     contenders = list(dict.fromkeys(each for pair in pairs for each in pair))
-    image = random_images(height, width)
-    forwards = {each: build(*each, quick=quick) for each in contenders}
     print(f"seconds a forward at {height}x{width}, batch 1: median (least to greatest)")
-    with torch.inference_mode():
-        for (name, form), forward in forwards.items():
-            first_call(name, form, forward, image)
-        named = {"/".join(each): partial(forwards[each], image) for each in contenders}
-        samples = time_interleaved(named, rounds=2 if quick else _ROUNDS)
-    for each in contenders:
-        title = f"{DETECTORS[each[0]].title}, {each[1]}"
-        print(f"  {title:<42} {samples['/'.join(each)]}")
-    return [row_of(ours, peer, samples, where) for ours, peer in pairs]
+    with Forwards(contenders, height, width, threads=threads, quick=quick) as calls:
+        named = {"/".join(each): call for each, call in calls.items()}
+        samples = told_in_rounds(named, rounds=2 if quick else _ROUNDS)
+    for name, form in calls:
+        title = f"{DETECTORS[name].title}, {form}"
+        print(f"  {title:<42} {samples[f'{name}/{form}']}")
+    return [row_of(*pair, samples, where) for pair in pairs if all(each in calls for each in pair)]
 
 
 def row_of(ours: Contender, peer: Contender, samples: dict[str, Sample], where: str = "") -> Result:

@@ -1,13 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The share of the machine that each model reaches: multiply-adds a second, batch 1.
 
-Beside the forward passes, in the same rounds, stand a product of two large matrices and plain 3 x 3
-convolutions of several widths, of which the best counts. Multiply-adds are those of convolutions,
-linear layers and attention; what a model does besides counts as time alone, so the share is what
-its arithmetic is of what the machine could have done in that time.
+Beside the forward passes, each in a process of its own and in the same rounds, stand a product of
+two large matrices and plain 3 x 3 convolutions of several widths, of which the best counts.
+Multiply-adds are those of convolutions, linear layers and attention; what a model does besides
+counts as time alone, so the share is what its arithmetic is of what the machine could have done in
+that time.
 """
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,8 +20,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import DETECTORS, HEIGHT, WIDTH, call_detectron2, random_images
-from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build, first_call
-from benchmarks.timing import Result, set_threads, time_interleaved
+from benchmarks.forms import COMPILED, DEPLOYED, EAGER, Forwards
+from benchmarks.timing import Result, set_threads, told_in_rounds
 
 CONTENDERS = [
     ("285m_211", EAGER),
@@ -45,26 +47,27 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     """
     set_threads(threads)
     height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
-    image = random_images(height, width)
     contenders = CONTENDERS[:1] if quick else CONTENDERS
     madds = {name: count(name, height, width) for name in dict.fromkeys(n for n, _ in contenders)}
-    calls: dict[str, Callable[[], object]] = {}
-    work = {}
-    with torch.inference_mode():
-        for name, form in contenders:
-            forward = build(name, form, quick=quick)
-            first_call(name, form, forward, image)
-            calls[f"{name}_{form}"] = partial(forward, image)
-            work[f"{name}_{form}"] = madds[name]
+    with Forwards(contenders, height, width, threads=threads, quick=quick) as forwards:
+        calls = {f"{name}_{form}": call for (name, form), call in forwards.items()}
+        work = {f"{name}_{form}": madds[name] for name, form in forwards}
         for kind, (call, count_) in yardsticks(quick=quick).items():
-            calls[kind], work[kind] = call, count_
-        samples = time_interleaved(calls, rounds=2 if quick else _ROUNDS)
+            calls[kind], work[kind] = partial(_time, call), count_
+        with torch.inference_mode():
+            samples = told_in_rounds(calls, rounds=2 if quick else _ROUNDS)
     # The fastest call of each: what the machine can do, and what the model reaches of it.
     rates = {name: work[name] / samples[name].least / 1e9 for name in calls}
     print(f"GMAdds per second at {height}x{width}, batch 1, fastest of the rounds")
     for name, rate in rates.items():
         print(f"  {name:<28} {work[name] / 1e9:8.1f} GMAdds {rate:8.1f} GMAdds/s")
     return rows_of(rates)
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def rows_of(rates: Mapping[str, float]) -> list[Result]:

@@ -106,6 +106,25 @@ def seconds_in_rounds(
     return seconds
 
 
+def told_in_rounds(
+    calls: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1
+) -> dict[str, Sample]:
+    """As ``time_interleaved``, of calls that return their seconds.
+
+    Args:
+        calls: what to time, by name, as of processes that time themselves.
+        rounds: timed calls of each.
+        warm_up: rounds before the first that counts.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(warm_up + rounds):
+        for name, call in calls.items():
+            told = call()
+            if number >= warm_up:
+                seconds[name].append(told)
+    return {name: Sample.of(values) for name, values in seconds.items()}
+
+
 def peak_memory_in_turns(
     commands: Mapping[str, Sequence[str]], *, rounds: int, timeout: float = 600
 ) -> dict[str, Sample]:

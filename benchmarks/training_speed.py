@@ -16,13 +16,12 @@ python benchmarks/training_speed.py [--jobs NAME ...] [--contenders NAME ...] [-
 
 import argparse
 import io
-import json
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from benchmarks.timing import (
     write_results,
 )
 from benchmarks.training_worker import CLOCKS, find_jobs
+from benchmarks.workers import LeftOut, said, started
 
 BEFORE = "3039a0fb1d852814b91589d7e47e3969f3d8f043"
 BAR = 1.5
@@ -56,10 +56,7 @@ PAIRS = [
     ("after_fast", "before_channels_last"),
 ]
 _ROUNDS, _WARM_UP = 5, 2
-
-
-class LeftOut(Exception):
-    """A contender cannot be measured; the sentence says why."""
+_PROGRAM = str(ROOT / "benchmarks" / "training_worker.py")
 
 
 @dataclass(frozen=True)
@@ -75,44 +72,6 @@ class Turns:
     rates: list[float]
     first_loss: float
     peak: float
-
-
-class Worker:
-    """A process that makes steps; see ``training_worker.py``."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def wait(self) -> dict[str, Any]:
-        """Returns its next answer.
-
-        Raises:
-            LeftOut: it has ended, or says that it cannot go on.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
-        if "error" in answer:
-            raise LeftOut(str(answer["error"]).splitlines()[0])
-        return answer
-
-    def __call__(self, steps: int) -> dict[str, Any]:
-        """Makes steps and returns what it says of them."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
-        return self.wait()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.communicate()
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
@@ -163,9 +122,9 @@ def measure(
                     place = Path(folder) / job / name
                     arguments = [job, str(place), str(threads), str(int(quick)), clock, *opts]
                     place.mkdir(parents=True)
-                    with _said(name):
-                        tree = str(old if is_old else ROOT)
-                        workers[name] = stack.enter_context(started([tree, *arguments]))
+                    command = [_PROGRAM, str(old if is_old else ROOT), *arguments]
+                    with said(name):
+                        workers[name], _ = stack.enter_context(started(command))
                 turns = take_turns(workers, rounds=rounds, warm_up=1 if quick else _WARM_UP)
             print(format_turns(turns), flush=True)
             rows += rows_of(job, turns)
@@ -195,36 +154,12 @@ def export_tree(commit: str, folder: Path) -> Path:
     return folder
 
 
-@contextmanager
-def started(arguments: Sequence[str]) -> Iterator[Worker]:
-    """Yields a worker that is ready, and ends it.
-
-    Raises:
-        LeftOut: it cannot do the job.
-    """
-    worker = Worker([str(ROOT / "benchmarks" / "training_worker.py"), *arguments])
-    try:
-        worker.wait()
-        yield worker
-    finally:
-        worker.close()
-
-
-@contextmanager
-def _said(name: str) -> Iterator[None]:
-    """Says why a contender is left out."""
-    try:
-        yield
-    except LeftOut as reason:
-        print(f"    {name} is left out: {reason}", flush=True)
-
-
 def take_turns(
     workers: Mapping[str, Callable[[int], dict[str, Any]]],
     *,
     rounds: int,
     warm_up: int = _WARM_UP,
-    steps: int = 2,
+    steps: int = 1,
 ) -> dict[str, Turns]:
     """Lets workers make steps in turns; in every other round the order is the other way round.
 
@@ -236,7 +171,7 @@ def take_turns(
     """
     turns: dict[str, Turns] = {}
     for name, worker in workers.items():
-        with _said(name):
+        with said(name):
             first = worker(1)
             for _ in range(warm_up):
                 worker(steps)

@@ -3,15 +3,11 @@
 
 python benchmarks/training_worker.py TREE JOB FOLDER THREADS QUICK CLOCK [KEY VALUE ...]
 
-It is run by ``training_speed.py``, which writes a line for every turn, the number of steps, to its
-standard input. Every answer is one line of JSON on its standard output: first ``{"ready": true}``,
-then for every turn its ``seconds`` without the time in which the images were waited for, the
-``loss`` of its last step and the ``peak`` memory in MiB; ``{"error": ...}`` is the last line of a
-process that cannot go on. What else is printed goes to standard error.
+It is run by ``training_speed.py``, as ``workers.py`` says: a line is the number of steps of a turn.
+Its answers have the turn's ``seconds`` without the time in which the images were waited for, the
+``loss`` of the last step and the ``peak`` memory in MiB.
 """
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -119,15 +115,12 @@ def serve(
 def main() -> None:
     """Prepares the job and serves until standard input ends."""
     tree, job, folder, threads, quick, clock_name, *opts = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # logs are no answers
-
-    def answer(content: dict[str, Any]) -> None:
-        print(json.dumps(content), file=answers, flush=True)
-
     root = Path(__file__).resolve().parents[1]
     # The package of the tree, the benchmarks of this file.
     sys.path[:] = [tree, *(p for p in sys.path[1:] if Path(p or ".").resolve() != root), str(root)]
+    from benchmarks.workers import open_answers
+
+    answer = open_answers()
     try:
         found = find_spec("qbheat_det")
         origin = Path(str(found and found.origin)).resolve()

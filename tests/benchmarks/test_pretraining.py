@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from benchmarks import pretraining, pretraining_figures
-from benchmarks.pretraining import format_figures, format_ratios, main, measure, rows_of
+from benchmarks.pretraining import format_figures, format_ratios, main, measure, pairs, rows_of
 from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS, build, encoder_of, prepare
 from benchmarks.pretraining_figures import MATMUL, Figures, count, matrix_product
 from benchmarks.timing import PairedResult, write_results
 from qbheat_det.analysis.complexity import CountingRule, count_madds
 
+COMPILED = "285m_compiled"
 CPU = torch.device("cpu")
 OURS, MASKED, WHOLE, MAE = "285m", "285m_masked_convolution", "285m_whole_image", "mae_vit_s"
 FIGURES = Figures(
@@ -63,6 +64,18 @@ def test_a_step_is_three_forward_passes_of_two_operations_a_multiply_add() -> No
     assert row.ours == (12 + 24) / 2  # 8 images of 6e12 operations in 4 s and in 2 s
     assert row.ratio == 1 / 8
     assert rows_by_name()["mae_vit_s_step_vs_matmul"].ratio == (0.5 + 0.25) / 2
+
+
+def test_compiled_blocks_stand_beside_the_peers_and_beside_themselves_as_they_were() -> None:
+    ends = ("", "_channels_last", "_masked_convolution_channels_last", "_compiled")
+    found = {
+        what: peer for ours, peer, what in pairs([OURS + end for end in ends]) if ours == COMPILED
+    }
+    assert found == {
+        "masked_convolution": "285m_masked_convolution_channels_last",
+        "contiguous": OURS,
+        "eager": "285m_channels_last",
+    }
 
 
 def test_the_table_has_a_line_for_each_model_and_says_whether_the_bar_was_reached() -> None:

@@ -1,8 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """benchmarks/run.py, and that every detector it measures runs."""
 
+import contextlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,18 +37,17 @@ def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = {"285m_211": 1.0, "3.7g_522": 2.0, "detr_r50": 3.0, "retinanet_r50": 4.0}
-    monkeypatch.setattr(
-        latency,
-        "time_interleaved",
-        lambda calls, rounds: {name: Sample.of([call()]) for name, call in calls.items()},
-    )
-    monkeypatch.setattr(latency, "first_call", lambda *_: None)
+    faster = {"eager": 1.0, "compiled": 2.0, "deploy": 4.0}
 
-    def build(name: str, form: str, *, quick: bool) -> object:
-        faster = {"eager": 1.0, "compiled": 2.0, "deploy": 4.0}[form]
-        return lambda images: seconds.get(name, 6.0) / faster
+    def forwards(contenders: list[tuple[str, str]], *_: object, **__: object) -> object:
+        calls = {
+            (name, form): partial(float, seconds.get(name, 6.0) / faster[form])
+            for name, form in contenders
+            if (name, form) != ("rt_detr_r18", "eager")  # one that is left out
+        }
+        return contextlib.nullcontext(calls)
 
-    monkeypatch.setattr(latency, "build", build)
+    monkeypatch.setattr(latency, "Forwards", forwards)
     ratios = {row.name: row.ratio for row in latency.run(quick=True)}
     assert {f"latency/{pair}" for pair in PAIRS} <= set(ratios)
     assert ratios["latency/285m_211_eager_vs_detr_r50"] == 3.0
@@ -54,7 +55,7 @@ def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
     assert ratios["latency/285m_211_deploy_vs_detr_r50_compiled"] == 6.0
     assert ratios["latency/3.7g_522_deploy_vs_detr_r50_compiled"] == 3.0
     assert ratios["latency/3.7g_522_deploy_vs_3.7g_522_eager"] == 4.0
-    assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18"] == 24.0
+    assert "latency/285m_211_640_deploy_vs_rt_detr_r18" not in ratios
     assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18_compiled"] == 12.0
 
 

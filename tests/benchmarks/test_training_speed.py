@@ -14,15 +14,14 @@ from benchmarks.timing import ROOT, PairedResult
 from benchmarks.training_speed import (
     BEFORE,
     CONTENDERS,
-    LeftOut,
     Turns,
-    Worker,
     export_tree,
     measure,
     rows_of,
     take_turns,
 )
 from benchmarks.training_worker import find_jobs, serve
+from benchmarks.workers import LeftOut, Worker
 
 
 def test_contenders_take_turns_and_each_goes_first_as_often() -> None:

@@ -1,0 +1,100 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Processes that are measured in turns: a line tells one to go, and it answers with a line of JSON.
+
+Each contender has what a user of it alone would have: its own copy of the package, its own settings
+of the allocator, its own compiled code. All but one wait at any time.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+class LeftOut(Exception):
+    """A contender cannot be measured; the sentence says why."""
+
+
+class Worker:
+    """A process that answers.
+
+    Args:
+        command: arguments after the Python interpreter.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def wait(self) -> dict[str, Any]:
+        """Returns its next answer.
+
+        Raises:
+            LeftOut: it has ended, or says that it cannot go on.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in answer:
+            raise LeftOut(str(answer["error"]).splitlines()[0])
+        return answer
+
+    def __call__(self, steps: int = 1) -> dict[str, Any]:
+        """Lets it go on for so many steps and returns what it says of them.
+
+        Raises:
+            LeftOut: as ``wait``.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{steps}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise LeftOut("its process ended") from error
+        return self.wait()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def started(command: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Any]]]:
+    """Yields a worker that is ready and its first answer, and ends it.
+
+    Raises:
+        LeftOut: it cannot do the job.
+    """
+    worker = Worker(command)
+    try:
+        yield worker, worker.wait()
+    finally:
+        worker.close()
+
+
+@contextmanager
+def said(name: str) -> Iterator[None]:
+    """Says why a contender is left out, and goes on."""
+    try:
+        yield
+    except LeftOut as reason:
+        print(f"    {name} is left out: {reason}", flush=True)
+
+
+def open_answers() -> Callable[[dict[str, Any]], None]:
+    """Returns what answers, for a process that is a worker; logs then go to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda content: print(json.dumps(content), file=answers, flush=True)
