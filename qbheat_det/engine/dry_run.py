@@ -24,16 +24,20 @@ from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.data import TrainStream
 from qbheat_det.errors import UserError
 
 from .cache_estimate import CacheEstimate
 from .dry_run_report import DryRunReport
+from .loader_speed import measure_loader
 from .memory import resident_with_workers
 from .setup import leave_out_noise
+from .step_watch import MOST_WAITING, describe_waiting
 from .writers import check_wandb
 
 _ENDING = "_dry_run"
 _NUM_TEST_IMAGES = 6
+_LOADER_SECONDS = 3.0
 
 
 def dry_run(
@@ -75,6 +79,7 @@ def dry_run(
         trainer.train()
         setup_seconds = measured.first_step_end - start
         disk = _try_disk(trainer, folder)
+        speeds = _try_loader(trainer, measured, num_workers=cfg.DATALOADER.NUM_WORKERS)
     parameters = list(trainer.model.parameters())
     return DryRunReport(
         iterations=iterations,
@@ -92,6 +97,7 @@ def dry_run(
         gpu_total_bytes=_gpu_total_bytes(),
         **_count_checkpoints(planned, iterations),
         **disk,
+        **speeds,
         **(_describe_cache(cached.estimate) if cached else {}),
     )
 
@@ -101,6 +107,21 @@ def _describe_cache(estimate: CacheEstimate) -> dict[str, Any]:
         "num_views_to_encode": estimate.num_missing,
         "encoding_seconds": estimate.seconds / comm.get_world_size(),
         "cache_bytes": int(estimate.missing_bytes),
+    }
+
+
+def _try_loader(trainer: Any, measured: "_Measured", *, num_workers: int) -> dict[str, Any]:
+    """Lets the loader run alone; returns what the report says of it, of all processes together."""
+    stream = trainer.data_loader
+    if not isinstance(stream, TrainStream):  # of a trainer with a loader of its own
+        return {}
+    loader = measure_loader(stream, seconds=_LOADER_SECONDS)
+    compute = sum(measured.compute_seconds) / len(measured.compute_seconds)
+    step = compute / (1 - loader.share_waited(compute))
+    share = max(comm.all_gather(loader.share_waited(compute)))
+    return {
+        "loader_images_per_second": sum(comm.all_gather(loader.images_per_second)),
+        "waiting": describe_waiting(share, step, num_workers) if share > MOST_WAITING else "",
     }
 
 
@@ -137,6 +158,7 @@ class _Measured(HookBase):
         self._step_ends: list[float] = []
         self._aside = 0.0  # seconds of evaluation and saving since the last step ended
         self._steps: list[float] = []
+        self._waits: list[float] = []  # of them, for images
         self._begin = 0.0
         self._evaluation = 0.0
         self._image_starts: list[float] = []  # of each batch, where they come in batches
@@ -161,6 +183,12 @@ class _Measured(HookBase):
         """Of all steps but the first, where there are others."""
         return self._steps[1:] or self._steps
 
+    @property
+    def compute_seconds(self) -> list[float]:
+        """As ``step_seconds``, without waiting for images."""
+        both = list(zip(self._steps, self._waits, strict=True))
+        return [step - wait for step, wait in both[1:] or both]
+
     def predict_evaluation(self, num_images: int, num_tried: int) -> float:
         """Returns the seconds that ``num_images`` take, of all processes together.
 
@@ -184,6 +212,7 @@ class _Measured(HookBase):
             torch.cuda.synchronize()
         now = time.perf_counter()
         self._steps.append(now - self._begin - self._aside)
+        self._waits.append(self.trainer.storage.latest()["data_time"][0])
         self._step_ends.append(now)
         self._aside = 0.0
         self._begin = time.perf_counter()

@@ -35,6 +35,8 @@ class DryRunReport:
         num_views_to_encode: that the cache of features lacks; 0 without one.
         encoding_seconds: to encode them.
         cache_bytes: that they will take on the disk of the cache.
+        loader_images_per_second: that the loaders of all processes give alone; 0 if not measured.
+        waiting: what to do where steps will wait for images; empty where they will not.
     """
 
     iterations: int
@@ -60,6 +62,8 @@ class DryRunReport:
     num_views_to_encode: int = 0
     encoding_seconds: float = 0.0
     cache_bytes: int = 0
+    loader_images_per_second: float = 0.0
+    waiting: str = ""
 
     @property
     def mean_step_seconds(self) -> float:
@@ -153,6 +157,14 @@ class DryRunReport:
                 f"{'Features:':<12}{_format_bytes(self.cache_bytes)} to be cached besides "
                 "(MODEL.CACHE_FEATURES.FOLDER)"
             )
+        if self.loader_images_per_second:
+            taken = self.images_per_step / self.mean_step_seconds
+            lines.append(
+                f"{'Images:':<12}the loader alone gives {self.loader_images_per_second:.3g} a "
+                f"second, steps take {taken:.3g}"
+            )
+        if self.waiting:
+            lines.append(f"{self.waiting}.")
         if not self.fits_disk:
             lines.append("The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.")
         lines.append("Larger images than those of these steps take more memory and time.")

@@ -185,3 +185,11 @@ def test_a_mistake_that_the_first_step_finds_is_a_sentence_without_a_traceback(
     finally:
         loop.removeHandler(handler)
     assert not any("Exception during training" in line for line in logged)
+
+
+def test_the_report_sets_the_loader_beside_the_steps_and_says_what_to_do() -> None:
+    report = dataclasses.replace(REPORT, loader_images_per_second=123.4, waiting="Steps wait")
+    lines = str(report).splitlines()
+    assert "Images:     the loader alone gives 123 a second, steps take 8" in lines
+    assert "Steps wait." in lines
+    assert "loader" not in str(REPORT)
