@@ -23,7 +23,13 @@ from torch.nn import functional as F
 
 from qbheat_det.layers import MobileFormerBlock
 from qbheat_det.modeling.backbone import MobileFormer
-from qbheat_det.modeling.pretrain import ReconstructionDecoder, ReconstructionLoss, patchify
+from qbheat_det.modeling.pretrain import (
+    ReconstructionDecoder,
+    ReconstructionLoss,
+    hidden_positions,
+    patchify,
+    take,
+)
 
 
 class TokenDroppingEncoder(nn.Module):
@@ -144,9 +150,12 @@ class MaskedReconstruction(nn.Module):
         if visible is None:
             visible = draw_visible(len(images), num_patches, images.device)
         z = self.fill(self.projection(self.encoder(images, visible)), visible)
-        patches = patchify(images, self.decoder.patch_size)
+        # As in QB-Heat, whose loss looks at hidden patches alone.
         shown = ~hidden_patches(visible, num_patches)
-        return {"loss_reconstruction": self.loss(self.decoder(z), patches, shown).mean()}
+        hidden = hidden_positions(shown, num_patches - visible.shape[1])
+        patches = patchify(images, self.decoder.patch_size, hidden)
+        loss = self.loss.over_batch(self.decoder(z, hidden), patches)
+        return {"loss_reconstruction": loss}
 
     def fill(self, z: Tensor, visible: Tensor) -> Tensor:
         """From visible features (N, V, C) to all, (N, G, G, C): mask embeddings elsewhere."""
@@ -166,8 +175,3 @@ def hidden_patches(visible: Tensor, num_patches: int) -> Tensor:
     """From indices (N, V) to (N, num_patches), True where a patch is hidden."""
     hidden = torch.ones(len(visible), num_patches, dtype=torch.bool, device=visible.device)
     return hidden.scatter(1, visible, torch.zeros_like(visible, dtype=torch.bool))
-
-
-def take(x: Tensor, visible: Tensor) -> Tensor:
-    """From (N, L, C) to the visible (N, V, C)."""
-    return x.gather(1, visible[:, :, None].expand(-1, -1, x.shape[-1]))

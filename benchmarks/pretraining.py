@@ -6,6 +6,9 @@ The peers have QB-Heat's decoder, loss, images, optimizer and share of hidden pa
   SparK-style   the same Mobile-Former on the whole image, hidden positions zeroed before every
                 3 x 3 convolution and left out of the attention: sparse convolutions, emulated
 "Nothing masked" is the same encoder on the whole image, so that what masks cost is seen.
+"Compiled" are the blocks of encoder and decoder, as SOLVER.COMPILE has them; they are so by default
+on a GPU, and on the CPU, where that takes minutes, when they are named. Steps of earlier states of
+the package are in benchmarks/training_speed.py.
 
 All are timed in turns in one process, and a ratio is taken in every round. The encoder's part is
 its forward and backward alone; a step is forward, backward and AdamW. MAdds are those of one
@@ -23,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.pretraining_contenders import CHANNELS_LAST, CONTENDERS, SETTINGS
+from benchmarks.pretraining_contenders import CHANNELS_LAST, COMPILED, CONTENDERS, SETTINGS
 from benchmarks.pretraining_figures import MATMUL, Figures, measure_setting
 from benchmarks.timing import (
     ROOT,
@@ -52,6 +55,7 @@ _EXAMPLES = """\
 examples:
   make bench ARGS="--only pretraining"
   python benchmarks/pretraining.py --settings 256 --models 285m 285m_masked_convolution --profile
+  python benchmarks/pretraining.py --settings 128 --models 285m_channels_last 285m_compiled
   python benchmarks/pretraining.py --batch 64          a GPU with less memory
 """
 
@@ -162,12 +166,15 @@ def pairs(measured: Collection[str]) -> list[tuple[str, str, str]]:
     """Returns (ours, peer, what the peer is) for all that were measured."""
     found = []
     for size in _OURS:
-        for layout in ("", CHANNELS_LAST):
+        for form in ("", CHANNELS_LAST, COMPILED):
+            layout = CHANNELS_LAST if form else ""
             peers = {f"{size}{end}{layout}": end.strip("_") for end in (_MASKED, _WHOLE)}
             peers[_MAE] = _MAE
-            if layout:
+            if form:
                 peers[size] = "contiguous"
-            found += [(f"{size}{layout}", peer, what) for peer, what in peers.items()]
+            if form == COMPILED:
+                peers[f"{size}{layout}"] = "eager"
+            found += [(f"{size}{form}", peer, what) for peer, what in peers.items()]
     return [pair for pair in found if pair[0] in measured and pair[1] in measured]
 
 

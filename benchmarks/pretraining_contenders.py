@@ -61,12 +61,14 @@ class Contender:
             both on the whole image, and "tokens" the transformer without the hidden tokens.
         variant: of Mobile-Former.
         channels_last: whether weights and maps have their channels last.
+        compiled: whether its blocks are, as ``SOLVER.COMPILE`` has them.
     """
 
     title: str
     method: str
     variant: str = ""
     channels_last: bool = False
+    compiled: bool = False
 
 
 SETTINGS = {
@@ -89,6 +91,17 @@ CONTENDERS |= {
     )
     for name, contender in CONTENDERS.items()
     if contender.variant
+}
+COMPILED = "_compiled"
+CONTENDERS |= {
+    name + COMPILED: replace(
+        contender,
+        title=f"{contender.title}, channels last, compiled",
+        channels_last=True,
+        compiled=True,
+    )
+    for name, contender in list(CONTENDERS.items())
+    if contender.method == "quarter" and not contender.channels_last
 }
 
 
@@ -164,9 +177,12 @@ def prepare(
         device: where it runs.
         encoder_batch: images of the encoder's part; None for those of a step.
     """
+    from qbheat_det.engine.compiled_training import compile_blocks
     from qbheat_det.solver import build_optimizer
 
     model = build(contender, setting).to(device)
+    if contender.compiled:
+        compile_blocks(model)
     optimizer = build_optimizer(make_config(contender.variant, setting), model)
     inputs = [{"image": image} for image in random_images(batch, setting.size).to(device)]
 
