@@ -126,6 +126,24 @@ def test_the_loss_is_the_masked_error_of_the_normalised_image() -> None:
     torch.testing.assert_close(result["loss_reconstruction"], expected)
 
 
+@pytest.mark.parametrize("loss_on", ["masked", "all"])
+def test_training_has_the_loss_and_the_gradients_that_evaluation_has(loss_on: str) -> None:
+    """The former computes what the loss looks at alone, and the latter whole images."""
+    model = build_model(make_tiny_config(LOSS_ON=loss_on)).eval()
+    inputs = make_inputs(5)
+    found = []
+    for training in (False, True):
+        model.training = training  # but not the BatchNorms
+        model.zero_grad()
+        results = model(inputs, PLACES)
+        if not training:
+            results = {"loss_reconstruction": sum(r["loss_reconstruction"] for r in results) / 5}
+        results["loss_reconstruction"].backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append({**results, **gradients})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 def test_an_image_in_a_batch_is_reconstructed_as_alone() -> None:
     model = build_model(make_config()).eval()
     inputs = make_inputs(6)

@@ -116,6 +116,20 @@ def test_an_image_is_evaluated_with_its_own_mask_in_any_batch(arch: str) -> None
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_training_has_the_loss_that_evaluation_has_for_any_number_of_hidden_patches(
+    arch: str,
+) -> None:
+    model, inputs = build(arch).eval(), make_inputs(2)
+    for count in (4, 11):
+        visible = torch.stack([torch.randperm(16).view(4, 4) < count for _ in inputs])
+        model.training = False
+        expected = torch.stack([r["loss_reconstruction"] for r in model(inputs, visible)]).mean()
+        model.training = True  # but not the BatchNorms
+        found = model(inputs, visible)["loss_reconstruction"]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_gradient_reaches_every_parameter(arch: str) -> None:
     model = build(arch)
     model(make_inputs(4))["loss_reconstruction"].backward()
