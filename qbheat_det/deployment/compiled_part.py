@@ -72,14 +72,14 @@ class CompiledForward:
         self.runs += count
         with torch.no_grad():
             if count == 1:
-                return self.program(*_laid_out(arguments))
+                return self.program(*arguments)
             return self._run_each(leaves, structure, count)
 
     def _run_each(self, leaves: list[Any], structure: TreeSpec, count: int) -> Any:
         rows = []
         for index in range(count):
             row = [x[index : index + 1] if isinstance(x, Tensor) else x for x in leaves]
-            found, form = tree_flatten(self.program(*_laid_out(tree_unflatten(row, structure))))
+            found, form = tree_flatten(self.program(*tree_unflatten(row, structure)))
             rows.append(found)
         joined = [
             torch.cat(parts, dim=axis) if axis is not None else parts[0]
@@ -153,17 +153,3 @@ def _axis_of(one: Any, two: Any) -> int | None:
 
 def _alike(leaf: Tensor, model: Tensor) -> bool:
     return leaf.dtype == model.dtype and leaf.device == model.device and leaf.dim() == model.dim()
-
-
-def _laid_out(arguments: Any) -> Any:
-    """Maps in channels-last order, which the program relies on without a look."""
-    leaves, structure = tree_flatten(arguments)
-    ordered = [
-        x
-        if not isinstance(x, Tensor)
-        else x.contiguous(memory_format=torch.channels_last)
-        if x.dim() == 4
-        else x.contiguous()
-        for x in leaves
-    ]
-    return tree_unflatten(ordered, structure)

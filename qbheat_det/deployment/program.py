@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from qbheat_det.errors import UserError
 
@@ -71,7 +71,21 @@ def make_sample(arguments: Arguments, *, image_side: int, step: int, fixed: bool
             short = min(leaf.shape[-2:])
             least = max(2, -(-LEAST_PIXELS * short // image_side))
             ranges.append((SizeRange(least, MOST_PIXELS),) * 2)
-    return Sample(arguments, tuple(ranges))
+    return Sample(lay_out(arguments), tuple(ranges))
+
+
+def lay_out(arguments: Any) -> Any:
+    """Brings maps into channels-last order, which programs are made for and do not check."""
+    leaves, structure = tree_flatten(arguments)
+    ordered = [
+        x
+        if not isinstance(x, Tensor)
+        else x.contiguous(memory_format=torch.channels_last)
+        if x.dim() == 4
+        else x.contiguous()
+        for x in leaves
+    ]
+    return tree_unflatten(ordered, structure)
 
 
 class InPrecision(nn.Module):
@@ -164,8 +178,8 @@ def _open(cache: ProgramCache, key: str, description: dict[str, Any]) -> Callabl
     if path is None:
         return None
     with _quiet():
-        program: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
-    return program
+        program = torch._inductor.aoti_load_package(str(path))
+    return lambda *arguments: program(*lay_out(arguments))
 
 
 def _build(part: nn.Module, sample: Sample, path: Path) -> None:

@@ -1,0 +1,198 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Deployed models beside the plain ones, in the steps that need no compiler."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.engine import DefaultPredictor
+from torch import nn
+from torch.testing import assert_close
+
+import qbheat_det
+from qbheat_det.deployment import Deployed, precision, program
+from qbheat_det.errors import UserError
+from tests.engine.exporting.split_cases import build, make_config
+
+SIZES = [(64, 96), (67, 101), (96, 64)]
+
+
+def entries(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"image": torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8)}
+        for size in sizes
+    ]
+
+
+def plain_steps(model: nn.Module, **settings: Any) -> Any:
+    return qbheat_det.deploy(model, compile="off", keep_memory=False, **settings)
+
+
+def assert_same_boxes(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        a, b = one["instances"], other["instances"]
+        assert len(b) > 0
+        assert_close(a.pred_boxes.tensor, b.pred_boxes.tensor, rtol=0, atol=0.05)
+        assert_close(a.scores, b.scores, rtol=0, atol=1e-4)
+        assert_close(a.pred_classes, b.pred_classes)
+
+
+@pytest.mark.parametrize("kind", ["mf_detr", "retinanet"])
+@torch.no_grad()
+def test_boxes_are_those_of_the_plain_model_on_odd_sizes_and_in_batches(kind: str) -> None:
+    model = build(make_config(kind))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    deployed = plain_steps(model)
+    assert isinstance(deployed, type(model))
+    assert isinstance(deployed, Deployed)
+    for size in SIZES:
+        assert_same_boxes(deployed(entries(size)), model(entries(size)))
+    assert_same_boxes(deployed(entries((64, 96), (64, 96))), model(entries((64, 96), (64, 96))))
+    assert_same_boxes(deployed(entries(*SIZES)), model(entries(*SIZES)))
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert deployed.report["fold"].applied
+    assert not deployed.report["compile"].applied
+    assert "channels-last yes" in str(deployed.report)
+
+
+@pytest.mark.parametrize("arch", ["SyncFCOS", "FCOS", "RetinaNet"])
+@torch.no_grad()
+def test_other_detectors_of_detectron2_too(arch: str) -> None:
+    name = {"SyncFCOS": "SyncFCOS"}.get(arch, arch)
+    if name == "FCOS":
+        pytest.skip("Detectron2 registers no FCOS; SyncFCOS is built on it")
+    model = build(make_config("retinanet", MODEL__META_ARCHITECTURE=name))
+    assert_same_or_empty(plain_steps(model)(entries((67, 101))), model(entries((67, 101))))
+
+
+def assert_same_or_empty(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    a, b = found[0]["instances"], expected[0]["instances"]
+    assert len(a) == len(b)
+    assert_close(a.scores, b.scores, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_scores_of_a_classifier_and_maps_of_a_backbone() -> None:
+    classifier = build(make_config("classifier"))
+    images = entries((32, 32), (32, 32))
+    found, expected = plain_steps(classifier)(images), classifier(images)
+    assert_close(found, expected)
+    backbone = build(make_config("mf_detr")).backbone
+    x = torch.randn(2, 3, 65, 90)
+    deployed = plain_steps(backbone)
+    assert_close(dict(deployed(x)), dict(backbone(x)), rtol=1e-4, atol=1e-4)
+    assert deployed.output_shape() == backbone.output_shape()
+
+
+def test_it_neither_trains_nor_takes_weights_and_needs_no_no_grad() -> None:
+    model = build(make_config("mf_detr"))
+    deployed = plain_steps(model)
+    with pytest.raises(UserError, match="does not train"):
+        deployed.train()
+    assert deployed.eval() is deployed
+    with pytest.raises(UserError, match="takes no other weights"):
+        deployed.load_state_dict(model.state_dict())
+    found = deployed(entries((64, 64)))[0]["instances"]
+    assert not found.scores.requires_grad
+    again = plain_steps(deployed)
+    assert type(again) is type(deployed)
+
+
+def test_wrong_arguments_are_sentences() -> None:
+    model = build(make_config("classifier"))
+    with pytest.raises(UserError, match="precision is one of auto, float32, bfloat16, not 'half'"):
+        plain_steps(model, precision="half")
+    with pytest.raises(UserError, match="compile is one of auto, off, not 'always'"):
+        qbheat_det.deploy(model, compile="always")
+    with pytest.raises(UserError, match="Linear has no backbone"):
+        plain_steps(nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_bfloat16_is_for_devices_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(make_config("classifier"))
+    monkeypatch.setattr(precision, "processor_flags", lambda: {"avx512f"})
+    report = plain_steps(model).report
+    assert not report["precision"].applied
+    assert "does not multiply bfloat16" in report["precision"].sentence
+    monkeypatch.setattr(precision, "processor_flags", lambda: {"avx512f", "amx_bf16"})
+    deployed = plain_steps(model)
+    assert deployed.report["precision"].applied
+    found, expected = (m(entries((32, 32)))[0]["scores"] for m in (deployed, model))
+    assert found.dtype == torch.float32
+    assert_close(found, expected, rtol=0, atol=0.02)
+    assert not torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_without_a_compiler_there_is_a_sentence_and_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    model = build(make_config("classifier"))
+    deployed: Any = qbheat_det.deploy(model, keep_memory=False, cache_folder=tmp_path / "programs")
+    step = deployed.report["compile"]
+    assert not step.applied
+    assert "backbone is not: there is no C++ compiler (no-such-compiler): install" in step.sentence
+    assert_close(deployed(entries((32, 32))), model(entries((32, 32))))
+
+
+@torch.no_grad()
+def test_a_program_that_does_not_agree_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "_build", lambda part, sample, path: path.write_bytes(b"x"))
+    monkeypatch.setattr(program, "require_compiler", lambda: None)
+    wrong: Any = lambda *_: {"s8": torch.zeros(1, 8, 4, 4), "s16": torch.zeros(1, 8, 2, 2)}  # noqa: E731
+    monkeypatch.setattr(
+        program, "_open", lambda cache, key, what: wrong if cache.get(key, what) else None
+    )
+    model = build(make_config("classifier"))
+    told: list[str] = []
+    deployed: Any = qbheat_det.deploy(
+        model, keep_memory=False, cache_folder=tmp_path / "programs", tell=told.append
+    )
+    assert "backbone is not: its outputs differ from the plain ones" in (
+        deployed.report["compile"].sentence
+    )
+    assert told[0].startswith("compiling the backbone")
+    assert not list((tmp_path / "programs").glob("*.pt2"))
+    assert_close(deployed(entries((32, 32))), model(entries((32, 32))))
+
+
+def test_the_key_deploys_a_default_predictors_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config("mf_detr", MODEL__DEPLOY__COMPILE="off")
+    model = build(cfg)
+    cfg.MODEL.WEIGHTS = str(tmp_path / "weights.pth")
+    torch.save({"model": model.state_dict()}, cfg.MODEL.WEIGHTS)
+    picture = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    expected = DefaultPredictor(cfg)(picture)
+    cfg.MODEL.DEPLOY.ENABLED = True
+    predictor = DefaultPredictor(cfg)
+    for _ in range(2):
+        assert_same_boxes([predictor(picture)], [expected])
+    fast = predictor.model.forward
+    assert isinstance(fast._fast, Deployed)
+    with torch.no_grad():  # new weights: evaluation is of them, not of what was deployed
+        for parameter in predictor.model.parameters():
+            parameter.zero_()
+    assert float(predictor(picture)["instances"].scores.max()) < 0.5
+
+
+def test_the_key_leaves_training_alone() -> None:
+    model: Any = build(make_config("classifier", MODEL__DEPLOY__ENABLED=True))
+    model.train()
+    losses = model([{**entry, "label": 1} for entry in entries((32, 32))])
+    losses["loss_cls"].backward()
+    model.eval()
+    model(entries((32, 32)))
+    assert model.forward._fast is None  # evaluated in between: not the time to compile
+    torch.save(model.state_dict(), io.BytesIO())

@@ -1,0 +1,137 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Programs on the disk: whole or not there, the user's alone, made once."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qbheat_det.deployment import program_cache
+from qbheat_det.deployment.fingerprint import describe, key_of
+from qbheat_det.deployment.program_cache import ProgramCache
+from qbheat_det.errors import UserError
+
+WHAT = {"weights": "1"}
+
+
+def put(cache: ProgramCache, key: str, content: bytes = b"program") -> Path:
+    return cache.put(key, WHAT, lambda path: path.write_bytes(content) and None)
+
+
+def test_what_is_put_is_found_and_what_is_broken_or_foreign_is_not(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path / "programs")
+    assert cache.get("ab", WHAT) is None
+    path = put(cache, "ab")
+    assert cache.get("ab", WHAT) == path
+    assert path.read_bytes() == b"program"
+    assert cache.get("ab", {"weights": "2"}) is None
+    path.write_bytes(b"progra")
+    assert cache.get("ab", WHAT) is None
+    put(cache, "ab")
+    assert cache.get("ab", WHAT) == path
+    (tmp_path / "programs" / "ab.json").write_text("{")
+    assert cache.get("ab", WHAT) is None
+    path.unlink()
+    assert cache.get("ab", WHAT) is None
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path / "programs")
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+
+    def build(path: Path) -> None:
+        path.write_bytes(b"half of it")
+        assert str(path.parent) in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        raise RuntimeError("the compiler was killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        cache.put("ab", WHAT, build)
+    assert list(cache.folder.iterdir()) == []
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
+    folder = ProgramCache(tmp_path / "programs").folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match=r"others than you can change .*programs.*QBHEAT_CACHE"):
+        ProgramCache(folder)
+    folder.chmod(0o700)
+    tmp_path.chmod(0o777)  # another folder could be put in its place
+    with pytest.raises(UserError, match="others than you can change"):
+        ProgramCache(folder)
+    tmp_path.chmod(0o1777)  # as in /tmp, where only owners remove
+    ProgramCache(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be made .*QBHEAT_CACHE"):
+        ProgramCache(tmp_path / "file" / "programs")
+
+
+def test_the_cache_follows_the_packages_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "mine"))
+    assert ProgramCache().folder == tmp_path / "mine" / "programs"
+
+
+def test_what_was_not_used_for_longest_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_cache, "_MOST_BYTES", 25)
+    cache = ProgramCache(tmp_path / "programs")
+    for age, key in ((300, "aa"), (200, "bb")):
+        os.utime(put(cache, key, b"x" * 10), (age, age))
+    assert cache.get("aa", WHAT) is not None  # used: now the newest
+    put(cache, "cc", b"x" * 10)
+    assert cache.get("bb", WHAT) is None
+    assert cache.get("aa", WHAT) is not None
+    assert cache.get("cc", WHAT) is not None
+
+
+def test_two_processes_build_one_after_another(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from qbheat_det.deployment.program_cache import ProgramCache\n"
+        "cache = ProgramCache(Path(sys.argv[1]))\n"
+        "with cache.lock('ab'):\n"
+        "    if cache.get('ab', {}) is None:\n"
+        "        def build(path): time.sleep(1); path.write_bytes(b'p'); print('built')\n"
+        "        cache.put('ab', {}, build)\n"
+    )
+    argv = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "programs")]
+    both = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    assert sorted(said) == ["", "built\n"]
+
+
+class Gate(nn.Module):
+    """Scales its input by an attribute that no weight tells of."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("shift", torch.zeros(2), persistent=False)
+
+
+def test_the_key_knows_weights_buffers_settings_and_attributes() -> None:
+    def key(module: nn.Module, **settings: object) -> str:
+        return key_of(describe(module, **settings))
+
+    first = key(Gate(1.0), name="head")
+    assert first == key(Gate(1.0), name="head")
+    other_weights, other_buffer = Gate(1.0), Gate(1.0)
+    with torch.no_grad():
+        other_weights.weight[1] += 1e-6
+    other_buffer.shift[0] = 1
+    others = [key(Gate(2.0), name="head"), key(Gate(1.0), name="backbone")]
+    others += [key(other_weights, name="head"), key(other_buffer, name="head")]
+    assert len({first, *others}) == 5
