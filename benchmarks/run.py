@@ -30,6 +30,7 @@ BENCHMARKS = {
     "memory": "peak memory of the same forward passes",
     "exported": "image in, boxes out: an exported ONNX file in onnxruntime beside PyTorch",
     "trainer_overhead": "a training step of 285M + 211 beyond forward, backward and optimizer",
+    "data_path": "images a second of each kind of loader alone, beside what its steps would take",
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training_help": "a training step of MF-Dec-211 with each training-only help beside none",
     "training_speed": "training steps a second, now and at the start of the work on speed",

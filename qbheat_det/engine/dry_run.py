@@ -121,6 +121,7 @@ def _try_loader(trainer: Any, measured: "_Measured", *, num_workers: int) -> dic
     share = max(comm.all_gather(loader.share_waited(compute)))
     return {
         "loader_images_per_second": sum(comm.all_gather(loader.images_per_second)),
+        "wanted_images_per_second": trainer.cfg.SOLVER.IMS_PER_BATCH / compute,
         "waiting": describe_waiting(share, step, num_workers) if share > MOST_WAITING else "",
     }
 

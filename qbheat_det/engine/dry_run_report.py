@@ -36,6 +36,7 @@ class DryRunReport:
         encoding_seconds: to encode them.
         cache_bytes: that they will take on the disk of the cache.
         loader_images_per_second: that the loaders of all processes give alone; 0 if not measured.
+        wanted_images_per_second: that steps would take if they never waited.
         waiting: what to do where steps will wait for images; empty where they will not.
     """
 
@@ -63,6 +64,7 @@ class DryRunReport:
     encoding_seconds: float = 0.0
     cache_bytes: int = 0
     loader_images_per_second: float = 0.0
+    wanted_images_per_second: float = 0.0
     waiting: str = ""
 
     @property
@@ -158,10 +160,9 @@ class DryRunReport:
                 "(MODEL.CACHE_FEATURES.FOLDER)"
             )
         if self.loader_images_per_second:
-            taken = self.images_per_step / self.mean_step_seconds
             lines.append(
                 f"{'Images:':<12}the loader alone gives {self.loader_images_per_second:.3g} a "
-                f"second, steps take {taken:.3g}"
+                f"second, steps would take {self.wanted_images_per_second:.3g}"
             )
         if self.waiting:
             lines.append(f"{self.waiting}.")

@@ -65,6 +65,8 @@ def test_it_predicts_the_time_of_a_real_run_and_leaves_nothing(cfg: CfgNode) -> 
     assert report.disk_bytes == pytest.approx(sum(files), rel=0.05)
     assert report.num_test_images == NUM_IMAGES
     assert report.num_tensors_compared > 50
+    assert report.loader_images_per_second > report.wanted_images_per_second > 1
+    assert report.waiting == "" or "NUM_WORKERS" in report.waiting
     assert 100 * 2**20 < report.memory_bytes < report.memory_total_bytes
 
 
@@ -188,8 +190,13 @@ def test_a_mistake_that_the_first_step_finds_is_a_sentence_without_a_traceback(
 
 
 def test_the_report_sets_the_loader_beside_the_steps_and_says_what_to_do() -> None:
-    report = dataclasses.replace(REPORT, loader_images_per_second=123.4, waiting="Steps wait")
+    report = dataclasses.replace(
+        REPORT,
+        loader_images_per_second=123.4,
+        wanted_images_per_second=8.0,
+        waiting="Steps wait",
+    )
     lines = str(report).splitlines()
-    assert "Images:     the loader alone gives 123 a second, steps take 8" in lines
+    assert "Images:     the loader alone gives 123 a second, steps would take 8" in lines
     assert "Steps wait." in lines
     assert "loader" not in str(REPORT)

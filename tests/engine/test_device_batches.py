@@ -1,0 +1,82 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Batches to the device and losses back: plain on the CPU, ahead and late on a GPU."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from detectron2.structures import Boxes, Instances
+
+from qbheat_det.engine.device_batches import BatchSource, LossReading
+from qbheat_det.errors import UserError
+from tests.engine.test_step import MeanOverImages, images, make, step
+
+
+def numbered(count: int) -> Any:
+    """Returns a function that gives batches 0, 1, … and then stops."""
+    batches = iter(
+        [
+            {
+                "image": torch.full((3, 2, 2), float(number)),
+                "instances": Instances((2, 2), gt_boxes=Boxes(torch.full((1, 4), float(number)))),
+                "file_name": str(number),
+                "features": {"s8": torch.full((1,), float(number))},
+            }
+        ]
+        for number in range(count)
+    )
+    return lambda: next(batches)
+
+
+def test_on_the_cpu_a_batch_is_loaded_when_it_is_asked_for() -> None:
+    asked = itertools.count()
+    source = BatchSource(lambda: [{"number": next(asked)}], torch.device("cpu"))
+    for number in range(3):
+        batch, seconds = source.take()
+        source.load_ahead()
+        assert batch == [{"number": number}]
+        assert seconds >= 0
+    assert next(asked) == 3
+
+
+def test_losses_are_read_by_name() -> None:
+    reading = LossReading({"a": torch.tensor(1.5), "b": torch.tensor(math.inf)})
+    assert reading.values() == ({"a": 1.5, "b": math.inf},) * 2
+    assert not reading.is_late
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_next_batch_is_there_before_it_is_asked_for() -> None:
+    device = torch.device("cuda")
+    source = BatchSource(numbered(4), device)
+    for number in range(4):
+        (entry,), _ = source.take()
+        assert source._ahead is None
+        source.load_ahead()
+        assert (source._ahead is None) == (number == 3)
+        expected = float(number)
+        for tensor in (entry["image"], entry["features"]["s8"], entry["instances"].gt_boxes.tensor):
+            assert tensor.device.type == "cuda"
+            torch.testing.assert_close(tensor.cpu(), torch.full_like(tensor.cpu(), expected))
+        assert entry["file_name"] == str(number)
+    with pytest.raises(StopIteration):
+        source.take()
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_is_that_of_the_cpu_and_ends_before_the_weights_where_a_loss_is_bad() -> (
+    None
+):
+    on_cpu, on_gpu = MeanOverImages(), MeanOverImages().cuda()
+    expected = step(make(on_cpu, images(4)))
+    bad = [{"image": torch.tensor([math.nan, 1.0])}] * 4
+    trainer = make(on_gpu, images(4), loader=iter([images(4), bad]))
+    found = step(trainer)
+    torch.testing.assert_close(on_gpu.weight.cpu(), on_cpu.weight)
+    assert found["total_loss"] == pytest.approx(expected["total_loss"])
+    weights = on_gpu.weight.detach().clone()
+    with pytest.raises(UserError, match="not finite at iteration 1"):
+        step(trainer, 1)
+    torch.testing.assert_close(on_gpu.weight.detach(), weights, rtol=0, atol=0)
