@@ -23,7 +23,9 @@ class VisibleQuarters:
     """Where the visible quarter of each image of a batch is.
 
     Images with the same place go side by side, in the order of ``PLACES``. How many there are of
-    each is known to the host, so nothing that depends on the draw waits for the device.
+    each is known to the host, so nothing that depends on the draw waits for the device. In batches
+    of a multiple of 8 (of 4, where no quarter is central) it is the same in every draw: shapes are
+    static, and what is compiled for them stays.
     """
 
     order: Tensor  # (N,), indices of the images
