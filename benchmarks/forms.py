@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The forms in which a detector is measured: as it is built, and the fastest equal one.
 
-eager      as it is built
-compiled   a peer's best: channels last, ``torch.compile`` for the one size, weights frozen into the
-           graph, which folds BatchNorm; on a GPU with CUDA graphs
-deployed   ours: what ``qbheat_det.deploy`` makes of it
+eager     as it is built
+compiled  a peer's best: channels last, ``torch.compile`` for the one size; CUDA graphs on a GPU
+frozen    the same with its weights as constants of the graph, which folds BatchNorm; what of the
+          two is faster depends on model and machine
+deploy    ours: what ``qbheat_det.deploy`` makes of it
 """
 
 import functools
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from benchmarks.detectors import DETECTORS, Forward
 from benchmarks.timing import ROOT
 from benchmarks.workers import Worker, said, started
 
-EAGER, COMPILED, DEPLOYED = "eager", "compiled", "deploy"
+EAGER, COMPILED, FROZEN, DEPLOYED = "eager", "compiled", "frozen", "deploy"
 
 
 @functools.cache
@@ -31,15 +33,17 @@ def build(
     quick: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    image_size: tuple[int, int] | None = None,
 ) -> Forward:
     """Builds a detector in a form; one process builds each once, for compiling takes minutes.
 
     Args:
         name: of ``DETECTORS``.
-        form: "eager", "compiled" or "deploy".
+        form: "eager", "compiled", "frozen" or "deploy".
         quick: nothing is compiled by a C++ compiler.
         device: where it runs.
         dtype: of weights and images; a deployed detector chooses its own.
+        image_size: that all images have, for the CUDA graphs of a deployed detector.
     """
     detector = DETECTORS[name]
     torch.manual_seed(0)
@@ -47,26 +51,31 @@ def build(
     if form == DEPLOYED:
         from qbheat_det import deploy
 
-        return partial(detector.call, deploy(model, compile="off" if quick else "auto"))
+        fast = deploy(model, compile="off" if quick else "auto", image_size=image_size)
+        return partial(detector.call, fast)
     model = model.to(dtype)
-    if form == COMPILED:
-        model = compile_peer(model, quick=quick)
+    if form in (COMPILED, FROZEN):
+        model = compile_peer(model, frozen=form == FROZEN, quick=quick)
     if dtype == torch.float32:
         return partial(detector.call, model)
     return lambda images: detector.call(model, images.to(dtype))
 
 
-def compile_peer(model: nn.Module, *, quick: bool = False) -> nn.Module:
-    """Returns the fastest form that PyTorch has for a model on images of one size."""
+def compile_peer(model: nn.Module, *, frozen: bool = False, quick: bool = False) -> nn.Module:
+    """Returns a model compiled for images of one size.
+
+    Args:
+        model: in evaluation mode, on its device.
+        frozen: whether weights are constants of the graph.
+        quick: no C++ compiler is called.
+    """
     model = model.to(memory_format=torch.channels_last)
     on_gpu = next(model.parameters()).is_cuda
-    options: dict[str, str | int | bool | Tensor] = {"freezing": True}
-    if on_gpu:
-        options["triton.cudagraphs"] = True
     backend = "eager" if quick else "inductor"
-    compiled: nn.Module = torch.compile(
-        model, dynamic=False, backend=backend, options=None if quick else options
-    )
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = None
+    if not quick:
+        options = {"freezing": frozen, "triton.cudagraphs": on_gpu}
+    compiled: nn.Module = torch.compile(model, dynamic=False, backend=backend, options=options)
     return compiled
 
 

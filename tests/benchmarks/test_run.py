@@ -59,6 +59,19 @@ def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
     assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18_compiled"] == 12.0
 
 
+def test_a_peers_compiled_form_is_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"eager": 8.0, "compiled": 6.0, "frozen": 5.0, "deploy": 1.0}
+
+    def forwards(contenders: list[tuple[str, str]], *_: object, **__: object) -> object:
+        calls = {each: partial(float, seconds[each[1]]) for each in contenders}
+        return contextlib.nullcontext(calls)
+
+    monkeypatch.setattr(latency, "Forwards", forwards)
+    pair = (("285m_211", "deploy"), ("detr_r50", "compiled"))
+    (row,) = latency.compare([pair], 8, 8, threads=1, quick=False)
+    assert (row.name, row.peer) == ("latency/285m_211_deploy_vs_detr_r50_compiled", 5.0)
+
+
 def test_memory_compares_the_same_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         memory,

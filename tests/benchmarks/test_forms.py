@@ -1,0 +1,76 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The forms of a detector, and the processes that run them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import forms
+from benchmarks.detectors import DETECTORS, Detector, random_images
+from benchmarks.forms import COMPILED, DEPLOYED, EAGER, Forwards, build, report_of
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_built() -> Iterator[None]:
+    build.cache_clear()
+    yield
+    build.cache_clear()
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> str:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+
+    stub = Detector("a peer", lambda: make, lambda model, images: model(images))
+    monkeypatch.setitem(DETECTORS, "detr_r50", stub)
+    return "detr_r50"
+
+
+def test_a_compiled_peer_has_its_channels_last_and_the_same_outputs(peer: str) -> None:
+    images = random_images(8, 9)
+    with torch.inference_mode():
+        plain = build(peer, EAGER)(images)
+        fast = build(peer, COMPILED, quick=True)(images)
+    assert isinstance(fast, torch.Tensor)
+    assert fast.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(plain, fast)
+
+
+def test_a_form_is_built_once_and_in_the_precision_asked_for(peer: str) -> None:
+    assert build(peer, EAGER) is build(peer, EAGER)
+    outputs = build(peer, EAGER, dtype=torch.bfloat16)(random_images(8, 9))
+    assert isinstance(outputs, torch.Tensor)
+    assert outputs.dtype == torch.bfloat16
+
+
+def test_what_deploy_did_is_told_of_a_deployed_model_alone(
+    peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deploy(model: nn.Module, **_: object) -> nn.Module:
+        model.report = "fold yes"  # type: ignore[assignment]
+        return model
+
+    monkeypatch.setattr("qbheat_det.deploy", deploy)
+    assert report_of(build(peer, DEPLOYED)) == "fold yes"
+    assert report_of(build("detr_r50", EAGER)) == ""
+
+
+def test_processes_run_detectors_and_one_that_cannot_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    contenders = [("285m_211", EAGER), ("no detector", EAGER)]
+    with Forwards(contenders, 64, 64, threads=1, quick=True) as calls:
+        assert list(calls) == contenders[:1]
+        assert 0 < calls[contenders[0]]() < 60
+    assert "no detector, eager is left out: KeyError: 'no detector'" in capsys.readouterr().out
+
+
+def test_the_first_call_of_what_compiles_is_told(
+    peer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for form in (EAGER, DEPLOYED):
+        forms.first_call(peer, form, lambda images: images, random_images(2, 2))
+    assert "a peer, deploy: first call" in capsys.readouterr().out
