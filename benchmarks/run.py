@@ -26,7 +26,6 @@ from qbheat_det.errors import UserError, exit_with_sentence
 BENCHMARKS = {
     "latency": "seconds a forward of ours, plain and deployed, beside DETR, RT-DETR and RetinaNet",
     "machine": "multiply-adds a second of each model beside the best that the machine reaches",
-    "growth": "how the cost grows with pixels, batch, queries and processes",
     "memory": "peak memory of the same forward passes",
     "exported": "image in, boxes out: an exported ONNX file in onnxruntime beside PyTorch",
     "trainer_overhead": "a training step of 285M + 211 beyond forward, backward and optimizer",
@@ -36,6 +35,8 @@ BENCHMARKS = {
     "training_speed": "training steps a second, now and at the start of the work on speed",
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
+    # Last: what it deploys sets for the whole process how memory is kept.
+    "growth": "how the cost grows with pixels, batch, queries and processes",
 }
 
 
