@@ -143,7 +143,7 @@ def _try_disk(trainer: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _count_checkpoints(cfg: CfgNode, iterations: int) -> dict[str, int]:
+def _count_checkpoints(cfg: CfgNode, iterations: int) -> dict[str, Any]:
     written = max(1, math.ceil(iterations / max(1, cfg.SOLVER.CHECKPOINT_PERIOD)))
     periodic, kept = written - 1, cfg.SOLVER.CHECKPOINTS_KEPT
     # The oldest goes when the next is written; the last one is there besides.

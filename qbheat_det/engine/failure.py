@@ -21,8 +21,8 @@ from qbheat_det.atomic import write_atomically
 from qbheat_det.config import dump_config
 from qbheat_det.errors import UserError
 
+from .device_batches import BatchedInputs
 from .plain_data import from_plain, to_plain
-from .step import BatchedInputs
 
 _FORMAT = "qbheat_det failed step, 1"
 

@@ -2,9 +2,7 @@
 """How fast a training stream gives images when nothing else wants them."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
 
 from qbheat_det.data import TrainStream
 
@@ -45,7 +43,7 @@ def measure_loader(stream: TrainStream, *, seconds: float = 3.0) -> LoaderSpeed:
         stream: from which an iterator of its own is taken.
         seconds: to measure for; the batch that is under way then is counted.
     """
-    batches = cast(Iterator[list[dict[str, Any]]], iter(stream))
+    batches = iter(stream)
     ready = 1 + 2 * stream.num_workers  # PyTorch's loaders work two batches ahead
     try:
         for _ in range(ready):

@@ -19,10 +19,11 @@ from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.errors import UserError
 
 from .cached_features import swap_encoder
+from .device_batches import BatchedInputs
 from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
 from .seeding import seed_step
-from .step import BatchedInputs, choose_precision, compute_losses, loss_weight
+from .step import choose_precision, compute_losses, loss_weight
 
 
 def replay_failure(

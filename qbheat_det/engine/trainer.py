@@ -42,6 +42,7 @@ from qbheat_det.solver import (
 
 from .broken_images import BrokenImages
 from .cached_features import use_cached_features
+from .device_batches import BatchedInputs
 from .evaluation import Evaluation, TestLoader, build_test_loader
 from .failure import failed_step
 from .hooks import Evaluate, MovingAverage, Save, Write, build_average
@@ -56,7 +57,7 @@ from .resuming import (
     with_seed,
 )
 from .run_record import find_commit
-from .step import BatchedInputs, StepTrainer, choose_precision
+from .step import StepTrainer, choose_precision
 from .step_keys import use_step_keys
 from .step_watch import Memory, Waiting
 from .writers import build_writers, drop_metrics_from
