@@ -60,7 +60,7 @@ def measure_setting(
         rounds: timed calls of each; None for 4 of the encoders and 3 of the steps.
         threads: CPU threads of the processes whose memory is measured.
         device: where the models run.
-        with_profile: also print what operators take most time in each encoder.
+        with_profile: also print what operators take most time in each encoder and each step.
     """
     with_step = [model for model in models if CONTENDERS[model].method != "whole"]
     madds = {model: count(model, setting) for model in with_step}
@@ -95,6 +95,9 @@ def measure_setting(
         for model in models:
             print(f"\n{CONTENDERS[model].title}: the encoder's part")
             print(profiled(calls[model].encoder, device))
+        for model in with_step:
+            print(f"\n{CONTENDERS[model].title}: a step")
+            print(profiled(calls[model].step, device))
     return Figures(batch, encoder_batch, encoder, step, memory, madds, flops)
 
 
