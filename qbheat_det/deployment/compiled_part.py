@@ -82,7 +82,7 @@ class CompiledForward:
             found, form = tree_flatten(self.program(*tree_unflatten(row, structure)))
             rows.append(found)
         joined = [
-            torch.cat(parts, dim=axis) if axis is not None else parts[0]
+            torch.cat(parts, dim=axis or 0)
             for parts, axis in zip(zip(*rows, strict=True), self._batch_axes, strict=True)
         ]
         return tree_unflatten(joined, form)

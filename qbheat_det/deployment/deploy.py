@@ -19,7 +19,7 @@ from .compiled_part import CompiledForward, find_batch_axes
 from .folding import fold_batch_norms
 from .memory import keep_freed_memory
 from .precision import choose_precision
-from .program import MOST_PIXELS, in_precision, load_program, make_sample
+from .program import MOST_PIXELS, InPrecision, load_program, make_sample
 from .program_cache import ProgramCache
 from .report import DeployReport
 from .samples import (
@@ -205,7 +205,7 @@ def _autocast_all(parts: dict[str, nn.Module], dtype: torch.dtype, device: torch
 def _autocast(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Has a part compute in bfloat16 without being compiled."""
     if dtype != torch.float32:
-        part.forward = in_precision(_Shell(part.forward), dtype, device).forward
+        part.forward = InPrecision(_Shell(part.forward), dtype, device).forward
 
 
 class _Shell(nn.Module):
@@ -266,7 +266,7 @@ def _compile_for_cpu(
             step = 0 if part is not parts["backbone"] else size_step(model)
             sample = make_sample(samples[0][name], image_side=min(sizes[0]), step=step, fixed=fixed)
             program = load_program(
-                in_precision(part, dtype, device),
+                InPrecision(part, dtype, device),
                 sample,
                 name=name,
                 cache=cache,

@@ -89,7 +89,10 @@ def lay_out(arguments: Any) -> Any:
 
 
 class InPrecision(nn.Module):
-    """A part computed in bfloat16 where PyTorch's autocast says so, with outputs in float32."""
+    """A part computed in bfloat16 where PyTorch's autocast says so, with outputs in float32.
+
+    In float32 it is the part, with the same signature for all parts.
+    """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -98,18 +101,15 @@ class InPrecision(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         """As the part's own."""
+        if self.dtype == torch.float32:
+            return self.part(*arguments)
         with torch.autocast(self.device_type, dtype=self.dtype):
             found = self.part(*arguments)
         return tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, found)
 
 
-def in_precision(part: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Returns the part itself for float32."""
-    return part if dtype == torch.float32 else InPrecision(part, dtype, device)
-
-
 def load_program(
-    part: nn.Module,
+    part: InPrecision,
     sample: Sample,
     *,
     name: str,
@@ -182,13 +182,13 @@ def _open(cache: ProgramCache, key: str, description: dict[str, Any]) -> Callabl
     return lambda *arguments: program(*lay_out(arguments))
 
 
-def _build(part: nn.Module, sample: Sample, path: Path) -> None:
+def _build(part: InPrecision, sample: Sample, path: Path) -> None:
     from torch._inductor import aoti_compile_and_package
 
     threads = max(2, os.cpu_count() or 1)
     with _quiet(), torch.no_grad():
         exported = torch.export.export(
-            part, sample.arguments, dynamic_shapes=_dynamic_shapes(sample), strict=False
+            part, sample.arguments, dynamic_shapes=(_dynamic_shapes(sample),), strict=False
         )
         aoti_compile_and_package(
             exported,

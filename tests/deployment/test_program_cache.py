@@ -1,11 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Programs on the disk: whole or not there, the user's alone, made once."""
 
+import multiprocessing
 import os
 import stat
-import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,20 +98,34 @@ def test_what_was_not_used_for_longest_makes_room(
     assert cache.get("cc", WHAT) is not None
 
 
-def test_two_processes_build_one_after_another(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path\n"
-        "from qbheat_det.deployment.program_cache import ProgramCache\n"
-        "cache = ProgramCache(Path(sys.argv[1]))\n"
-        "with cache.lock('ab'):\n"
-        "    if cache.get('ab', {}) is None:\n"
-        "        def build(path): time.sleep(1); path.write_bytes(b'p'); print('built')\n"
-        "        cache.put('ab', {}, build)\n"
-    )
-    argv = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "programs")]
-    both = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[0] for process in both]
-    assert sorted(said) == ["", "built\n"]
+def build_slowly(folder: Path, built: Any) -> None:
+    cache = ProgramCache(folder)
+
+    def build(path: Path) -> None:
+        time.sleep(0.3)
+        path.write_bytes(b"p")
+        built.put(os.getpid())
+
+    with cache.lock("ab"):
+        if cache.get("ab", WHAT) is None:
+            cache.put("ab", WHAT, build)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_of_two_processes_the_second_waits_and_finds_what_the_first_made(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    built = context.Queue()
+    both = [
+        context.Process(target=build_slowly, args=(tmp_path / "programs", built)) for _ in range(2)
+    ]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+        assert process.exitcode == 0
+    assert built.get(timeout=5) in {process.pid for process in both}
+    assert built.empty()
+    assert ProgramCache(tmp_path / "programs").get("ab", WHAT) is not None
 
 
 class Gate(nn.Module):
