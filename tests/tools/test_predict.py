@@ -109,3 +109,34 @@ def test_help_teaches_by_example(predict: ModuleType, capsys: pytest.CaptureFixt
         predict.main(["--help"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.count("python tools/predict.py") == 7
+
+
+def test_the_fast_form_finds_the_same_boxes_and_says_what_it_did(
+    predict: ModuleType, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = save_run(make_retinanet_config(), tmp_path / "run")
+    found = []
+    for flags in ([], ["--fast"]):
+        path = tmp_path / f"{len(flags)}.json"
+        arguments = ["--weights", weights, "--input", str(photos), "--json", str(path)]
+        arguments += ["--score-threshold", "0", "--device", "cpu", *flags]
+        assert predict.main([*arguments, "MODEL.DEPLOY.COMPILE", "off"]) == 0
+        found.append(json.loads(path.read_text()))
+    said = capsys.readouterr().err
+    assert "fold          yes" in said
+    assert "compile       no   not asked for" in said
+    assert len(found[0]) == len(found[1]) > 0
+    for plain, fast in zip(*found, strict=True):
+        assert plain["category_id"] == fast["category_id"]
+        assert plain["score"] == pytest.approx(fast["score"], abs=1e-4)
+        assert plain["bbox"] == pytest.approx(fast["bbox"], abs=0.05)
+
+
+def test_an_exported_file_is_not_made_faster(
+    predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--weights", str(tmp_path / "m.onnx"), "--input", "x", "--json", "y", "--fast"]
+    with pytest.raises(SystemExit) as caught:
+        predict.main(arguments)
+    assert caught.value.code == 2
+    assert "is a program already: leave out --fast" in capsys.readouterr().err
