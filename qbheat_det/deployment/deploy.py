@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -75,6 +76,8 @@ class Deployed:
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         inputs = arguments[0] if len(arguments) == 1 and not keywords else None
         with torch.no_grad():
+            if getattr(self, "_records_graphs", False):  # the last call's results were taken
+                torch.compiler.cudagraph_mark_step_begin()
             # Such a model gives for a padded batch what its images give alone: so they go alone.
             alone = getattr(self, "_masks_padding", False)
             if (
@@ -192,7 +195,7 @@ def _compile(
         report.add("compile", False, "not asked for")
         _autocast_all(parts, dtype, device)
     elif device.type == "cuda":
-        _compile_for_cuda(parts, settings, dtype, report)
+        _compile_for_cuda(model, parts, settings, dtype, report)
     else:
         _compile_for_cpu(model, parts, settings, dtype, report)
 
@@ -220,23 +223,25 @@ class _Shell(nn.Module):
 
 
 def _compile_for_cuda(
-    parts: dict[str, nn.Module], settings: Settings, dtype: torch.dtype, report: DeployReport
+    model: nn.Module,
+    parts: dict[str, nn.Module],
+    settings: Settings,
+    dtype: torch.dtype,
+    report: DeployReport,
 ) -> None:
-    fixed = settings.image_size is not None
+    # What a graph returns is overwritten by its next run: a model reads it before, others may not.
+    graphs = settings.image_size is not None and not isinstance(model, Backbone)
     for part in parts.values():
-        device = next(part.parameters()).device
-        _autocast(part, dtype, device)
+        _autocast(part, dtype, next(part.parameters()).device)
         part.forward = torch.compile(
             part.forward,
-            dynamic=None if fixed else True,
-            mode="reduce-overhead" if fixed else None,
+            dynamic=None if settings.image_size else True,
+            mode="reduce-overhead" if graphs else None,
         )
+    model._records_graphs = graphs  # type: ignore[assignment]
     report.add("compile", True, f"{' and '.join(parts)}, with torch.compile at the first image")
-    report.add(
-        "CUDA graphs",
-        fixed,
-        "one for the image size" if fixed else "image sizes vary: image_size fixes one",
-    )
+    missing = "a backbone's maps would be overwritten" if settings.image_size else "sizes vary"
+    report.add("CUDA graphs", graphs, "one for the image size" if graphs else missing)
 
 
 def _compile_for_cpu(

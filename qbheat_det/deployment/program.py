@@ -174,11 +174,13 @@ def require_compiler() -> None:
 
 
 def _open(cache: ProgramCache, key: str, description: dict[str, Any]) -> Callable[..., Any] | None:
+    from torch._inductor import aoti_load_package
+
     path = cache.get(key, description)
     if path is None:
         return None
     with _quiet():
-        program = torch._inductor.aoti_load_package(str(path))
+        program = aoti_load_package(str(path))
     return lambda *arguments: program(*lay_out(arguments))
 
 
