@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Ground floor: tensors in, tensors out."""
 
+from .attention import MapAttention, attend
 from .attention_readout import AttentionRecord, AttentionWeights, read_attention
 from .cross_attention import FormerToMobile, MobileToFormer
 from .dynamic_relu import DynamicReLU
@@ -25,11 +26,13 @@ __all__ = [
     "Former",
     "FormerToMobile",
     "LiteBottleneck",
+    "MapAttention",
     "Mobile",
     "MobileFormerBlock",
     "MobileToFormer",
     "PooledFeatures",
     "SinePositionEncoding",
+    "attend",
     "depthwise",
     "halve",
     "padding_mask",

@@ -6,12 +6,18 @@ The widths and the gate on Mobile->Former follow the authors' public ImageNet co
 reproduces the parameter counts that the QB-Heat paper prints (Tables 1 and 5).
 
 Where ``read_attention`` has put ``watchers``, both tell them their weights.
+
+A batch of maps in channels-last order cannot be cut into heads without a copy. There, the tokens
+are cut: each head's row is zero in the channels of the others, which makes the same sums.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .attention import is_recorded
 
 Watcher = Callable[[Tensor, tuple[int, int]], None]
 """Takes the weights of one call, (N, heads, M, HW), and the size (H, W) of its map."""
@@ -45,15 +51,24 @@ class MobileToFormer(nn.Module):
         Returns:
             (N, M, D), normalised.
         """
-        pixels = x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, C / heads, HW)
         query = self.query(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        logits = (query * query.shape[-1] ** -0.5) @ pixels  # (N, heads, M, HW)
+        query = query * query.shape[-1] ** -0.5
+        rows = has_rows(x)
+        if rows:
+            pixels = x.flatten(2)  # (N, C, HW)
+            logits = (_spread(query) @ pixels).unflatten(1, (self.num_heads, -1))
+        else:
+            pixels = x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, C / heads, HW)
+            logits = query @ pixels  # (N, heads, M, HW)
         if padding is not None:
             logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
         attention = logits.softmax(dim=-1)
         for watch in self.watchers:
             watch(attention, (x.shape[-2], x.shape[-1]))
-        gathered = attention @ pixels.transpose(-2, -1)
+        if rows:
+            gathered = _collect(attention.flatten(1, 2) @ pixels.transpose(1, 2), self.num_heads)
+        else:
+            gathered = attention @ pixels.transpose(-2, -1)
         gathered = gathered.transpose(1, 2).flatten(2)  # (N, M, C)
         gate = 2 * F.hardsigmoid(self.gate(tokens))
         return self.norm(tokens + self.project(gate * gathered))
@@ -84,11 +99,45 @@ class FormerToMobile(nn.Module):
         Returns:
             (N, C, H, W): the map plus what each pixel gathered.
         """
-        pixels = x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, C / heads, HW)
         key = self.key(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        value = self.value(tokens).unflatten(2, (self.num_heads, -1)).permute(0, 2, 3, 1)
+        key = key * key.shape[-1] ** -0.5
+        value = self.value(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         # Tokens on the rows: the map is read in its own layout and never transposed.
-        attention = ((key * key.shape[-1] ** -0.5) @ pixels).softmax(dim=-2)  # (N, heads, M, HW)
+        rows = has_rows(x)
+        if rows:
+            logits = (_spread(key) @ x.flatten(2)).unflatten(1, (self.num_heads, -1))
+        else:
+            logits = key @ x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, M, HW)
+        attention = logits.softmax(dim=-2)
         for watch in self.watchers:
             watch(attention, (x.shape[-2], x.shape[-1]))
-        return x + (value @ attention).view_as(x)
+        if rows:
+            pixels = x.flatten(2).transpose(1, 2)  # (N, HW, C)
+            weights = attention.flatten(1, 2).transpose(1, 2)  # (N, HW, heads * M)
+            spread = _spread(value)
+            if x.dtype == weights.dtype == spread.dtype:  # added within the product
+                found = torch.baddbmm(pixels, weights, spread)
+            else:  # autocast would round the map
+                found = pixels + weights @ spread
+            return found.transpose(1, 2).unflatten(2, x.shape[-2:])
+        return x + (value.transpose(-2, -1) @ attention).view_as(x)
+
+
+def has_rows(x: Tensor) -> bool:
+    """Whether maps lie as several images in channels-last order, and nobody records the graph."""
+    if is_recorded() or len(x) == 1:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _spread(heads: Tensor) -> Tensor:
+    """(N, heads, M, C / heads) to (N, heads * M, C), zero in the channels of other heads."""
+    num_heads = heads.shape[1]
+    own = torch.eye(num_heads, dtype=heads.dtype, device=heads.device)
+    return (heads[:, :, :, None] * own[:, None, :, None]).flatten(3).flatten(1, 2)
+
+
+def _collect(spread: Tensor, num_heads: int) -> Tensor:
+    """(N, heads * M, C) to (N, heads, M, C / heads), each head's own channels."""
+    by_head = spread.unflatten(2, (num_heads, -1)).unflatten(1, (num_heads, -1))
+    return by_head.diagonal(dim1=1, dim2=3).movedim(-1, 1)

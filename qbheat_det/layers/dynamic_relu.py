@@ -6,9 +6,13 @@ form that "Mobile-Former", arXiv:2108.05895, uses: slopes from the first global 
 a pooled map, no intercepts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .attention import is_recorded
 
 
 class DynamicReLU(nn.Module):
@@ -45,8 +49,31 @@ class DynamicReLU(nn.Module):
         a1, a2 = 2 * positive, 2 * negative - 1
         # max(a1 u, a2 u) = lo u + (hi - lo) relu(u): one branch to keep for the backward, not two.
         low, high = torch.minimum(a1, a2), torch.maximum(a1, a2)
-        positive_part = F.relu(x)
+        if is_recorded() or x.dtype != low.dtype:
+            return low * x + (high - low) * F.relu(x)  # a compiler makes one pass of it
         if torch.is_grad_enabled():
-            return (low * x).addcmul_(high - low, positive_part)
-        # In one buffer: on a CPU fresh memory for a large map costs more than the arithmetic.
-        return positive_part.mul_(high - low).addcmul_(x, low)
+            found: Tensor = _TwoSlopes.apply(x, low, high)
+            return found
+        return _two_slopes(x, low, high)
+
+
+class _TwoSlopes(torch.autograd.Function):
+    """low x + (high - low) relu(x), which keeps x alone and goes over the maps seldom."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        ctx.save_for_backward(x, low, high)
+        return _two_slopes(x, low, high)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, low, high = ctx.saved_tensors
+        above = torch.ops.aten.threshold_backward(gradient, x, 0)  # where x > 0
+        of_all = (gradient * x).sum(dim=(2, 3), keepdim=True)
+        of_high = (above * x).sum(dim=(2, 3), keepdim=True)
+        return above.mul_(high - low).addcmul_(gradient, low), of_all - of_high, of_high
+
+
+def _two_slopes(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    # In one buffer: on a CPU fresh memory for a large map costs more than the arithmetic.
+    return F.relu(x).mul_(high - low).addcmul_(x, low)

@@ -45,7 +45,8 @@ def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
 
     A convolution then sees at an image's border what it would see if the image were alone.
     """
-    return x if padding is None else x.masked_fill(padding, 0)
+    # Not masked_fill, which turns channels-last maps round.
+    return x if padding is None else torch.where(padding, x.new_zeros(()), x)
 
 
 def resize_bilinear(
@@ -67,16 +68,13 @@ def resize_bilinear(
     """
     if padding is None or padding_out is None:
         return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
-    height, width = x.shape[-2:]
     old, new = valid_sizes(padding).to(x.dtype), valid_sizes(padding_out).to(x.dtype)
-    y = _source_positions(size[0], old[:, 0], new[:, 0])  # (N, H')
-    x_ = _source_positions(size[1], old[:, 1], new[:, 1])  # (N, W')
-    # grid_sample wants coordinates in [-1, 1] between the outer edges of the padded map.
-    grid_y = ((2 * y + 1) / height - 1)[:, :, None].expand(-1, -1, size[1])
-    grid_x = ((2 * x_ + 1) / width - 1)[:, None, :].expand(-1, size[0], -1)
-    # A weight of exactly zero falls on the first padded row, which need not be finite.
-    x = zero_padding(x, padding)
-    return F.grid_sample(x, torch.stack([grid_x, grid_y], dim=-1), align_corners=False)
+    rows = _hats(_source_positions(size[0], old[:, 0], new[:, 0]), x.shape[2])  # (N, H', H)
+    columns = _hats(_source_positions(size[1], old[:, 1], new[:, 1]), x.shape[3])  # (N, W', W)
+    # A weight of exactly zero falls on the padding, which need not be finite.
+    pixels = zero_padding(x, padding).permute(0, 2, 3, 1)  # (N, H, W, C)
+    pixels = (rows @ pixels.flatten(2)).unflatten(2, pixels.shape[2:])  # (N, H', W, C)
+    return (columns[:, None] @ pixels).permute(0, 3, 1, 2)
 
 
 def _source_positions(length: int, old: Tensor, new: Tensor) -> Tensor:
@@ -84,3 +82,9 @@ def _source_positions(length: int, old: Tensor, new: Tensor) -> Tensor:
     centres = torch.arange(length, device=old.device, dtype=old.dtype) + 0.5
     position = centres * (old / new)[:, None] - 0.5
     return torch.minimum(position.clamp(min=0), (old - 1)[:, None])
+
+
+def _hats(positions: Tensor, length: int) -> Tensor:
+    """Returns (N, P, length): how much of each input is in the value at each position (N, P)."""
+    inputs = torch.arange(length, device=positions.device, dtype=positions.dtype)
+    return (1 - (positions[..., None] - inputs).abs()).clamp(min=0)

@@ -75,3 +75,21 @@ def test_former_to_mobile_treats_every_pixel_alike(x: torch.Tensor, tokens: torc
     bridge = random(FormerToMobile(token_dim=16, channels=12))
     whole = bridge(x, tokens)
     assert_close(bridge(x[..., 2:4, 1:3], tokens), whole[..., 2:4, 1:3])
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_the_order_of_maps_in_memory_changes_nothing(padded: bool) -> None:
+    torch.manual_seed(0)
+    to_former = MobileToFormer(token_dim=12, channels=8).double()
+    to_mobile = FormerToMobile(token_dim=12, channels=8).double()
+    tokens = torch.randn(3, 4, 12).double()
+    plain = torch.randn(3, 8, 5, 6).double().requires_grad_()
+    turned = plain.detach().to(memory_format=torch.channels_last).requires_grad_()
+    padding = (torch.rand(3, 1, 5, 6) < 0.3) if padded else None
+    results = []
+    for x in (plain, turned):
+        found = to_mobile(x, to_former(tokens, x, padding))
+        results.append((found, *torch.autograd.grad(found.square().sum(), x)))
+    for first, second in zip(*results, strict=True):
+        assert_close(first, second)
+    assert results[1][0].is_contiguous(memory_format=torch.channels_last)

@@ -93,3 +93,14 @@ def test_gradients_of_resizing_stay_inside_the_images() -> None:
     assert_close(x.grad.masked_select(mask_in), torch.zeros(14))
     # The weights of one output sum to one, so all gradients sum to the number of outputs.
     assert_close(x.grad.sum(dim=(1, 2, 3)), torch.tensor([20.0, 72.0]))
+
+
+def test_zeroing_the_padding_keeps_the_order_of_a_map_in_memory() -> None:
+    padding = padding_mask(torch.tensor([[4, 6], [3, 2]]), (4, 6))
+    x = torch.full((2, 5, 4, 6), float("nan")).to(memory_format=torch.channels_last)
+    x = x.masked_scatter(~padding, torch.randn(2, 5, 4, 6)).contiguous(
+        memory_format=torch.channels_last
+    )
+    found = zero_padding(x, padding)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert_close(found, x.nan_to_num())

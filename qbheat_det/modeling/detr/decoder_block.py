@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import DynamicReLU, depthwise, pointwise, zero_padding
+from qbheat_det.layers import DynamicReLU, MapAttention, depthwise, pointwise, zero_padding
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,9 @@ def feed_forward(widths: DecoderWidths) -> nn.Sequential:
     )
 
 
-def attention(widths: DecoderWidths) -> nn.MultiheadAttention:
-    """Full multi-head attention on (N, length, C); PyTorch's fused kernel inside."""
-    return nn.MultiheadAttention(
-        widths.dim, widths.num_heads, dropout=widths.dropout, batch_first=True
-    )
+def attention(widths: DecoderWidths) -> MapAttention:
+    """Full multi-head attention on (N, length, C)."""
+    return MapAttention(dim=widths.dim, num_heads=widths.num_heads, dropout=widths.dropout)
 
 
 class QueryLayer(nn.Module):

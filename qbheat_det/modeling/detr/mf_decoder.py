@@ -202,7 +202,8 @@ class MFDecoder(nn.Module):
         extra: ExtraQueries | None = None,
     ) -> Tensor:
         """As ``forward``, to the queries after every block: (L, N, Q + E, C)."""
-        fine, coarse = features
+        # Rows of C channels, which is what attention reads: no map is turned round between the two.
+        fine, coarse = (x.contiguous(memory_format=torch.channels_last) for x in features)
         masks = [halve(halve(padding)), halve(padding), padding]  # at strides 32, 16, 8
         position = self.query_position.weight.expand(fine.shape[0], -1, -1)
         queries = torch.zeros_like(position)
@@ -217,10 +218,9 @@ class MFDecoder(nn.Module):
         for scale, blocks in enumerate(self.levels):
             if scale:
                 x = self._go_up(scale, x, (coarse, fine)[scale - 1], masks)
-            if x.requires_grad and len(x) == 1:
-                # The gradient arrives in channels-last order. Of one image, PyTorch's BatchNorm
-                # on the CPU reads it as if it were contiguous (2.15): wrong, without an error.
-                x.register_hook(lambda gradient: gradient.contiguous())
+            x = x.contiguous(memory_format=torch.channels_last)
+            if x.requires_grad:
+                x.register_hook(_as_rows)
             level = LevelMap(
                 x=x.flatten(2).transpose(1, 2).contiguous(),
                 position=self.position_encoding(x.shape[-2:], masks[scale]),
@@ -248,6 +248,12 @@ class MFDecoder(nn.Module):
         size, below, here = backbone_map.shape[-2:], masks[scale - 1], masks[scale]
         x = self.up[scale - 1](resize_bilinear(x, size, below, here), here)
         return cast(Tensor, x + self.laterals[scale - 1](backbone_map, here))
+
+
+def _as_rows(gradient: Tensor) -> Tensor:
+    # PyTorch's BatchNorm on the CPU wants its gradient as it had its input: of many images it is
+    # slow otherwise, and of one image (2.15) wrong, without an error.
+    return gradient.contiguous(memory_format=torch.channels_last)
 
 
 def _build_block(widths: DecoderWidths, *, transformer: bool, last: bool) -> DecoderBlock:

@@ -1,0 +1,232 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Multi-head attention between a few queries and a large map, or the other way round.
+
+The numbers are those of ``torch.nn.functional.scaled_dot_product_attention``, and it is that
+function wherever PyTorch has a fused kernel. On a CPU the kernel knows no dropout: what PyTorch
+falls back to writes the weights of all images and heads several times over. There, plain products
+go through a few heads at a time, small enough for the processor's cache, the mask is drawn in
+16-bit numbers, and the backward computes the weights again rather than fetch them from memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.jit._trace import is_tracing
+from torch.nn import functional as F
+
+_PART = 1 << 20  # weights that are computed at a time; as float32, 4 MiB
+_STEPS = 1 << 16  # in which a rate of dropout is rounded
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    hidden: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """
+    Args:
+        query: (N, heads, Q, d).
+        key: (N, heads, L, d).
+        value: (N, heads, L, d).
+        hidden: broadcasts to (N, heads, Q, L), True where a query does not see a key; at least
+            one key is seen.
+        dropout: probability, in [0, 1), to drop a weight. On the CPU it is rounded to 16 bits,
+            and what is kept is scaled by the rounded one.
+
+    Returns:
+        (N, Q, heads * d).
+    """
+    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+        return _attend_fused(query, key, value, hidden, dropout)
+    if is_recorded():
+        return _attend_plainly(query, key, value, hidden, dropout)
+    if not dropout:
+        return _attend_fused(query, key, value, hidden, dropout)
+    kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
+    found: Tensor = _AttendInParts.apply(query, key, value, hidden, kept, 1 - rounded(dropout))
+    return found
+
+
+def is_recorded() -> bool:
+    """Whether a compiler or an exporter reads what is computed, and wants plain formulas."""
+    return torch.compiler.is_compiling() or is_tracing()
+
+
+def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
+    """Returns a Boolean tensor on the CPU, False with the probability ``rounded(rate)``.
+
+    Four 16-bit numbers come out of one 64-bit draw: a sixth of the time of ``bernoulli_``.
+    """
+    count = torch.Size(shape).numel()
+    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None)
+    limit = round(rounded(rate) * _STEPS) - _STEPS // 2
+    return (words.view(torch.int16)[:count] >= limit).view(shape)
+
+
+def rounded(rate: float) -> float:
+    """Returns the rate of dropout in 16 bits, less than 1."""
+    return min(round(rate * _STEPS), _STEPS - 1) / _STEPS
+
+
+class MapAttention(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies.
+
+    Same parameters, same arguments. Asked for weights, it computes as its base class does.
+    """
+
+    def __init__(self, *, dim: int, num_heads: int, dropout: float = 0.0) -> None:
+        """
+        Args:
+            dim: C, divisible by ``num_heads``.
+            num_heads: number of heads.
+            dropout: probability to drop a weight while training.
+        """
+        super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            query: (N, Q, C).
+            key: (N, L, C).
+            value: (N, L, C).
+            key_padding_mask: (N, L) Boolean, True where no query looks.
+            need_weights: whether to return the weights too.
+            attn_mask: (N * heads, Q, L) Boolean, True where a query does not see a key.
+            average_attn_weights: whether weights are averaged over the heads.
+            is_causal: see the base class.
+
+        Returns:
+            (N, Q, C), and weights or None.
+        """
+        if need_weights or is_causal:
+            return super().forward(
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+        hidden = None if key_padding_mask is None else key_padding_mask[:, None, None]
+        if attn_mask is not None:
+            by_head = attn_mask.unflatten(0, (-1, self.num_heads))
+            hidden = by_head if hidden is None else hidden | by_head
+        heads = (
+            each.unflatten(2, (self.num_heads, -1)) for each in self._project(query, key, value)
+        )
+        gathered = attend(
+            *(each.transpose(1, 2) for each in heads),
+            hidden=hidden,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        return self.out_proj(gathered), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        assert weight is not None, "keys and values are as wide as the queries"
+        parts = zip((query, key, value), weight.chunk(3), bias.chunk(3), strict=True)
+        return tuple(F.linear(each, *layer) for each, *layer in parts)
+
+
+def _attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout: float
+) -> Tensor:
+    seen = None if hidden is None else ~hidden
+    gathered = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+    return gathered.transpose(1, 2).flatten(2)
+
+
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout: float
+) -> Tensor:
+    """The formula itself, for compilers and exporters to make of it what they can."""
+    logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, float("-inf"))
+    weights = F.dropout(logits.softmax(dim=-1), dropout)
+    return (weights @ value).transpose(1, 2).flatten(2)
+
+
+class _AttendInParts(torch.autograd.Function):
+    """Plain products, some heads of an image at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor | None,
+        kept: Tensor,
+        share: float,
+    ) -> Tensor:
+        num_images, num_heads, num_queries, width = query.shape
+        out = query.new_empty(num_images, num_queries, num_heads, width)
+        shape = (num_images, num_heads, num_queries, key.shape[2])
+        hidden = None if hidden is None else hidden.expand(shape)
+        for part in _parts(shape):
+            weights = _weights(query[part], key[part], None if hidden is None else hidden[part])
+            found = torch.bmm(weights.mul_(kept[part]), value[part])
+            out.transpose(1, 2)[part] = found.div_(share)
+        ctx.save_for_backward(query, key, value, hidden, kept, out)
+        ctx.share = share
+        return out.flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, hidden, kept, out = ctx.saved_tensors
+        arrived = gradient.view_as(out).transpose(1, 2)
+        # What softmax's backward subtracts is known from the output.
+        mean = (gradient.view_as(out) * out).sum(dim=-1, keepdim=True).transpose(1, 2)
+        grads = [_empty_by_rows(each) for each in (query, key, value)]
+        for part in _parts((*query.shape[:3], key.shape[2])):
+            weights = _weights(query[part], key[part], None if hidden is None else hidden[part])
+            above = arrived[part] / ctx.share
+            inner = torch.bmm(above, value[part].transpose(1, 2)).mul_(kept[part])
+            inner.sub_(mean[part]).mul_(weights)
+            grads[2][part] = torch.bmm(weights.mul_(kept[part]).transpose(1, 2), above)
+            scale = query.shape[-1] ** -0.5
+            grads[0][part] = torch.bmm(inner, key[part]).mul_(scale)
+            grads[1][part] = torch.bmm(inner.transpose(1, 2), query[part]).mul_(scale)
+        return *grads, None, None, None
+
+
+def _weights(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
+    """Returns (heads, Q, L) of some heads of one image."""
+    logits = torch.bmm(query * query.shape[-1] ** -0.5, key.transpose(1, 2))
+    if hidden is not None:
+        logits.masked_fill_(hidden, float("-inf"))
+    return logits.softmax(dim=-1)
+
+
+def _parts(shape: tuple[int, int, int, int]) -> Iterator[tuple[int, slice]]:
+    num_images, num_heads, num_queries, num_keys = shape
+    step = max(1, min(num_heads, _PART // max(1, num_queries * num_keys)))
+    for image in range(num_images):
+        for head in range(0, num_heads, step):
+            yield image, slice(head, head + step)
+
+
+def _empty_by_rows(like: Tensor) -> Tensor:
+    """(N, heads, length, d) whose memory is (N, length, heads, d), as linear layers read it."""
+    num_images, num_heads, length, width = like.shape
+    return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)

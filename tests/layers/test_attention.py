@@ -1,0 +1,85 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Attention in parts, against the formula and against PyTorch's module."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from qbheat_det.layers import MapAttention, attend, attention
+
+
+def draw(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = (num_queries, num_keys, num_keys)
+    shapes = [(2, 4, length, 3) for length in lengths]
+    parts = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    return tuple(parts)  # type: ignore[return-value]
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
+    logits = torch.einsum("nhqd,nhld->nhql", query, key) / query.shape[-1] ** 0.5
+    weights = (logits - 1e30 * hidden).softmax(dim=-1) * factor
+    return torch.einsum("nhql,nhld->nqhd", weights, value).flatten(2)
+
+
+@pytest.mark.parametrize("part", [1, 100, 1 << 20], ids=["by head", "by two heads", "by image"])
+def test_with_dropout_values_and_gradients_are_those_of_the_formula(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention, "_PART", part)
+    tensors = draw(5, 9)
+    hidden = torch.rand(2, 1, 1, 9) < 0.3
+    hidden[..., 0] = False
+    state = torch.get_rng_state()
+    found = attend(*tensors, hidden=hidden, dropout=0.25)
+    torch.set_rng_state(state)
+    kept = attention.draw_kept((2, 4, 5, 9), 0.25)
+    wanted = formula(*tensors, hidden, kept / 0.75)
+    assert_close(found, wanted)
+    above = torch.randn_like(found)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, tensors, above),
+        torch.autograd.grad(wanted, tensors, above),
+        strict=True,
+    ):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_as_many_weights_are_dropped_as_asked_for(rate: float) -> None:
+    torch.manual_seed(0)
+    kept = attention.draw_kept((3, 8, 100, 101), rate).double().mean().item()
+    assert abs(kept - (1 - attention.rounded(rate))) < 0.005
+    assert abs(attention.rounded(rate) - rate) < 1e-5
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_without_dropout_the_module_is_pytorchs(masked: bool, training: bool) -> None:
+    torch.manual_seed(0)
+    ours = MapAttention(dim=16, num_heads=4).train(training)
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True).train(training)
+    theirs.load_state_dict(ours.state_dict())
+    query, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    masks: dict[str, Any] = {}
+    if masked:
+        hidden = torch.rand(8, 5, 7) < 0.5
+        hidden[..., 0] = False
+        padding = torch.arange(7).expand(2, -1) >= torch.tensor([[7], [4]])
+        masks = {"attn_mask": hidden, "key_padding_mask": padding}
+    found, none = ours(query, memory + 1, memory, need_weights=False, **masks)
+    wanted, _ = theirs(query, memory + 1, memory, need_weights=False, **masks)
+    assert none is None
+    assert_close(found, wanted)
+
+
+def test_a_compiler_sees_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = draw(5, 9)
+    hidden = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
+    hidden[1, ..., 6:] = True
+    wanted = attend(*tensors, hidden=hidden)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert_close(attend(*tensors, hidden=hidden), wanted)
