@@ -60,6 +60,7 @@ def _plain_attributes(module: nn.Module) -> Iterable[str]:
             if not key.startswith(("_forward", "_backward", "_state", "_load")) and _is_plain(
                 value
             ):
+                value = sorted(map(repr, value)) if isinstance(value, set | frozenset) else value
                 yield f"{name}.{key}={value!r}"
 
 
@@ -81,7 +82,8 @@ def _code(modules: set[str]) -> str:
             files.add(Path(path)) if path else None
     layers = importlib.import_module("detectron2.layers").__file__
     files |= set(Path(str(layers)).parent.glob("*.py"))
-    return _sha256(_digest_of_file(path, path.stat().st_mtime_ns) for path in sorted(files))
+    # By content alone: the same files elsewhere are the same code.
+    return _sha256(sorted(_digest_of_file(path, path.stat().st_mtime_ns) for path in files))
 
 
 @functools.cache
