@@ -251,9 +251,12 @@ class MFDecoder(nn.Module):
 
 
 def _as_rows(gradient: Tensor) -> Tensor:
-    # PyTorch's BatchNorm on the CPU wants its gradient as it had its input: of many images it is
-    # slow otherwise, and of one image (2.15) wrong, without an error.
-    return gradient.contiguous(memory_format=torch.channels_last)
+    # PyTorch's BatchNorm on the CPU is fast where its gradient lies as its input. Of one image it
+    # is wrong, without an error, where the stride from image to image is not H * W * C (2.15).
+    _, channels, height, width = gradient.shape
+    rows = gradient.contiguous(memory_format=torch.channels_last)
+    steps = (height * width * channels, 1, width * channels, channels)
+    return rows.as_strided(rows.shape, steps)
 
 
 def _build_block(widths: DecoderWidths, *, transformer: bool, last: bool) -> DecoderBlock:
