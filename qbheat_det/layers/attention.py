@@ -6,6 +6,8 @@ function wherever PyTorch has a fused kernel. On a CPU the kernel knows no dropo
 falls back to writes the weights of all images and heads several times over. There, plain products
 go through a few heads at a time, small enough for the processor's cache, the mask is drawn in
 16-bit numbers, and the backward computes the weights again rather than fetch them from memory.
+In inference plain products serve few queries on a large map, for which the kernel's blocks are not
+made.
 """
 
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from torch.nn import functional as F
 
 _PART = 1 << 20  # weights that are computed at a time; as float32, 4 MiB
 _STEPS = 1 << 16  # in which a rate of dropout is rounded
+_FEW = 8  # keys a query, from which on queries are few
+_MOST = 1 << 25  # weights of an image that are written; as float32, 128 MiB
 
 
 def attend(
@@ -28,6 +32,7 @@ def attend(
     *,
     hidden: Tensor | None = None,
     dropout: float = 0.0,
+    fused: bool = False,
 ) -> Tensor:
     """
     Args:
@@ -38,15 +43,23 @@ def attend(
             one key is seen.
         dropout: probability, in [0, 1), to drop a weight. On the CPU it is rounded to 16 bits,
             and what is kept is scaled by the rounded one.
+        fused: take PyTorch's kernel for compilers and exporters too, since the weights are too
+            many to be written, as among all positions of a map.
 
     Returns:
         (N, Q, heads * d).
     """
+    if not dropout and fused:
+        return _attend_fused(query, key, value, hidden, dropout)
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return _attend_fused(query, key, value, hidden, dropout)
     if is_recorded():
         return _attend_plainly(query, key, value, hidden, dropout)
     if not dropout:
+        num_heads, num_queries, num_keys = *query.shape[1:3], key.shape[2]
+        few = num_keys >= _FEW * num_queries and num_heads * num_queries * num_keys <= _MOST
+        if few and not torch.is_grad_enabled():
+            return _attend_by_image(query, key, value, hidden)
         return _attend_fused(query, key, value, hidden, dropout)
     kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
     found: Tensor = _AttendInParts.apply(query, key, value, hidden, kept, 1 - rounded(dropout))
@@ -80,14 +93,18 @@ class MapAttention(nn.MultiheadAttention):
     Same parameters, same arguments. Asked for weights, it computes as its base class does.
     """
 
-    def __init__(self, *, dim: int, num_heads: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, *, dim: int, num_heads: int, dropout: float = 0.0, fused: bool = False
+    ) -> None:
         """
         Args:
             dim: C, divisible by ``num_heads``.
             num_heads: number of heads.
             dropout: probability to drop a weight while training.
+            fused: see ``attend``.
         """
         super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
+        self.fused = fused
 
     def forward(
         self,
@@ -136,14 +153,26 @@ class MapAttention(nn.MultiheadAttention):
             *(each.transpose(1, 2) for each in heads),
             hidden=hidden,
             dropout=self.dropout if self.training else 0.0,
+            fused=self.fused,
         )
+        if self._leaves_out_biases:
+            gathered = gathered + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
         return self.out_proj(gathered), None
+
+    @property
+    def _leaves_out_biases(self) -> bool:
+        # In inference keys and values go without: adding them is a pass over the map. A key's is
+        # the same for all keys of a query, which softmax does not see.
+        return not (torch.is_grad_enabled() or is_recorded())
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         weight, bias = self.in_proj_weight, self.in_proj_bias
         assert weight is not None, "keys and values are as wide as the queries"
-        parts = zip((query, key, value), weight.chunk(3), bias.chunk(3), strict=True)
-        return tuple(F.linear(each, *layer) for each, *layer in parts)
+        biases: list[Tensor | None] = [*bias.chunk(3)]
+        if self._leaves_out_biases:
+            biases[1:] = None, None
+        parts = zip((query, key, value), weight.chunk(3), biases, strict=True)
+        return tuple(F.linear(*layer) for layer in parts)
 
 
 def _attend_fused(
@@ -163,6 +192,21 @@ def _attend_plainly(
         logits = logits.masked_fill(hidden, float("-inf"))
     weights = F.dropout(logits.softmax(dim=-1), dropout)
     return (weights @ value).transpose(1, 2).flatten(2)
+
+
+def _attend_by_image(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:
+    """The formula in batched products over the heads, which read keys and values as they lie."""
+    num_images, num_heads, num_queries, width = query.shape
+    out = query.new_empty(num_images, num_queries, num_heads, width)
+    if hidden is not None:
+        hidden = hidden.expand(*query.shape[:3], key.shape[2])
+    for image in range(num_images):
+        weights = torch.bmm(query[image] * width**-0.5, key[image].transpose(1, 2))
+        if hidden is not None:
+            weights.masked_fill_(hidden[image], float("-inf"))
+        torch.softmax(weights, dim=-1, out=weights)
+        out[image] = torch.bmm(weights, value[image]).transpose(0, 1)
+    return out.flatten(2)
 
 
 class _AttendInParts(torch.autograd.Function):

@@ -83,3 +83,43 @@ def test_a_compiler_sees_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = attend(*tensors, hidden=hidden)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert_close(attend(*tensors, hidden=hidden), wanted)
+
+
+@pytest.mark.parametrize("num_keys", [7, 90], ids=["fused", "plain"])
+def test_without_gradients_the_module_is_pytorch_s_whatever_the_count_of_keys(
+    num_keys: int,
+) -> None:
+    torch.manual_seed(0)
+    ours = MapAttention(dim=12, num_heads=3).double().eval()
+    nn.init.normal_(ours.in_proj_bias)
+    nn.init.normal_(ours.out_proj.bias)
+    theirs = nn.MultiheadAttention(12, 3, batch_first=True).double().eval()
+    theirs.load_state_dict(ours.state_dict())
+    query, keys = (torch.randn(2, length, 12).double() for length in (5, num_keys))
+    ignored = torch.rand(2, num_keys) < 0.3
+    ignored[:, 0] = False
+    with torch.no_grad():
+        for mask in (None, ignored):
+            found, _ = ours(query, keys, keys + 1, key_padding_mask=mask, need_weights=False)
+            wanted, _ = theirs(query, keys, keys + 1, key_padding_mask=mask)
+            assert_close(found, wanted)
+
+
+def test_among_positions_of_a_map_exporters_get_pytorch_s_kernel_and_never_weights() -> None:
+    x = torch.randn(1, 20, 8)
+    for fused in (False, True):
+        layer = MapAttention(dim=8, num_heads=2, fused=fused).eval()
+        program = torch.export.export(Alone(layer), (x,))
+        kernels = [node for node in program.graph.nodes if "dot_product" in str(node.target)]
+        assert len(kernels) == fused
+        assert_close(program.module()(x), Alone(layer)(x))
+
+
+class Alone(nn.Module):
+    def __init__(self, layer: MapAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x, x, x, need_weights=False)[0]
+        return found

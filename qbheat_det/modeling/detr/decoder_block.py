@@ -56,7 +56,8 @@ class LevelMap:
 
     def as_image(self, x: Tensor) -> Tensor:
         """(N, HW, C) to (N, C, H, W) without a copy: the result is in channels-last order."""
-        return x.transpose(1, 2).unflatten(2, tuple(self.size))
+        # Cut before it is turned, so that even one image has the strides of that order.
+        return x.unflatten(1, tuple(self.size)).permute(0, 3, 1, 2)
 
 
 def feed_forward(widths: DecoderWidths) -> nn.Sequential:
@@ -69,9 +70,10 @@ def feed_forward(widths: DecoderWidths) -> nn.Sequential:
     )
 
 
-def attention(widths: DecoderWidths) -> MapAttention:
+def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
     """Full multi-head attention on (N, length, C)."""
-    return MapAttention(dim=widths.dim, num_heads=widths.num_heads, dropout=widths.dropout)
+    sizes = {"dim": widths.dim, "num_heads": widths.num_heads}
+    return MapAttention(**sizes, dropout=widths.dropout, fused=fused)
 
 
 class QueryLayer(nn.Module):
@@ -125,7 +127,7 @@ class TransformerMobile(nn.Module):
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
-        self.attention = attention(widths)
+        self.attention = attention(widths, fused=True)  # among all positions
         self.attention_norm = nn.LayerNorm(widths.dim)
         self.feed_forward = feed_forward(widths)
         self.feed_forward_norm = nn.LayerNorm(widths.dim)
