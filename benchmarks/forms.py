@@ -5,7 +5,7 @@ eager     as it is built
 compiled  a peer's best: channels last, ``torch.compile`` for the one size; CUDA graphs on a GPU
 frozen    the same with its weights as constants of the graph, which folds BatchNorm; what of the
           two is faster depends on model and machine
-deploy    ours: what ``qbheat_det.deploy`` makes of it
+deploy    ours: what ``qbheat_det.deploy`` makes of it, for the one size as the peers are
 """
 
 import functools
@@ -33,7 +33,7 @@ def build(
     quick: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    image_size: tuple[int, int] | None = None,
+    image_sizes: tuple[tuple[int, int], ...] = (),
 ) -> Forward:
     """Builds a detector in a form; one process builds each once, for compiling takes minutes.
 
@@ -43,7 +43,8 @@ def build(
         quick: nothing is compiled by a C++ compiler.
         device: where it runs.
         dtype: of weights and images; a deployed detector chooses its own.
-        image_size: that all images have, for the CUDA graphs of a deployed detector.
+        image_sizes: (height, width) of the images to come, for which a deployed detector is
+            compiled.
     """
     detector = DETECTORS[name]
     torch.manual_seed(0)
@@ -51,7 +52,12 @@ def build(
     if form == DEPLOYED:
         from qbheat_det import deploy
 
-        fast = deploy(model, compile="off" if quick else "auto", image_size=image_size)
+        fast = deploy(
+            model,
+            compile="off" if quick else "auto",
+            image_sizes=() if quick else image_sizes,
+            compile_after=0,  # not in between rounds
+        )
         return partial(detector.call, fast)
     model = model.to(dtype)
     if form in (COMPILED, FROZEN):

@@ -3,8 +3,8 @@
 
 python benchmarks/forward_worker.py NAME FORM HEIGHT WIDTH THREADS QUICK
 
-Its first answer has the seconds of the ``first`` call, which compiles, and the ``report`` of a
-deployed model; every later one the ``seconds`` of a forward pass.
+Its first answer has the seconds until the ``first`` result, from building over compiling, and the
+``report`` of a deployed model; every later one the ``seconds`` of a forward pass.
 """
 
 import sys
@@ -31,8 +31,8 @@ def main() -> None:
         set_threads(threads)
         images = random_images(height, width)
         with torch.inference_mode():
-            forward = build(name, form, quick=bool(quick))
             start = time.perf_counter()
+            forward = build(name, form, quick=bool(quick), image_sizes=((height, width),))
             forward(images)
             answer({"first": time.perf_counter() - start, "report": report_of(forward)})
             for _ in sys.stdin:

@@ -91,7 +91,7 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
                 quick=quick,
                 device=images.device.type,
                 dtype=torch.float32 if own else torch.bfloat16,
-                image_size=(images.shape[-2], images.shape[-1]),
+                image_sizes=((images.shape[-2], images.shape[-1]),),
             )
             if own and form == EAGER:
                 forward = partial(_in_bfloat16, forward)

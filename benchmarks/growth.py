@@ -99,7 +99,7 @@ def curves_of(rows: Sequence[Result]) -> dict[str, dict[str, dict[float, float]]
 def measure_pixels(*, quick: bool) -> Curves:
     """Seconds of a forward pass over million pixels of one square image."""
     sides = (64, 128) if quick else SIZES
-    forwards = contenders(quick=quick)
+    forwards = contenders(sides, quick=quick)
     points = {
         side * side / 1e6: time_of(forwards, random_images(side, side), quick=quick)
         for side in sides
@@ -110,7 +110,7 @@ def measure_pixels(*, quick: bool) -> Curves:
 def measure_batches(*, quick: bool) -> Curves:
     """Seconds of a forward pass over images of a batch."""
     side, batches = (64, BATCHES[:2]) if quick else (_BATCH_SIDE, BATCHES)
-    forwards = contenders(quick=quick)
+    forwards = contenders((side,), quick=quick)
     points = {
         float(number): time_of(forwards, random_images(side, side, number=number), quick=quick)
         for number in batches
@@ -137,13 +137,19 @@ def measure_processes(*, quick: bool) -> Curves:
     return {"285m_211_training": rates}
 
 
-def contenders(*, quick: bool) -> dict[str, Forward]:
-    """Returns what is measured over pixels and batches, by the keys of ``TITLES``."""
+def contenders(sides: Sequence[int], *, quick: bool) -> dict[str, Forward]:
+    """Returns what is measured over pixels and batches, by the keys of ``TITLES``.
+
+    Args:
+        sides: of the square images to come.
+        quick: nothing is compiled.
+    """
+    sizes = tuple((side, side) for side in sides)
     whole = build("285m_211", EAGER)
     model = whole.args[0]  # type: ignore[attr-defined]
     return {
         "285m_211_eager": whole,
-        "285m_211_deploy": build("285m_211", DEPLOYED, quick=quick),
+        "285m_211_deploy": build("285m_211", DEPLOYED, quick=quick, image_sizes=sizes),
         "285m_eager": model.backbone,
         "detr_r50_eager": build("detr_r50", EAGER),
     }

@@ -12,5 +12,7 @@ def add_deploy_keys(cfg: CfgNode) -> None:
     # "float32", "bfloat16", or "auto": bfloat16 where processor or GPU multiply it.
     cfg.MODEL.DEPLOY.PRECISION = "auto"
     cfg.MODEL.DEPLOY.COMPILE = "auto"  # or "off"; compiled programs are kept on the disk
-    # [height, width] in pixels where all images have one size, after resizing: CUDA graphs.
-    cfg.MODEL.DEPLOY.IMAGE_SIZE = []
+    # [[height, width], …] in pixels, after resizing, that are compiled for before the first image.
+    cfg.MODEL.DEPLOY.IMAGE_SIZES = []
+    # Images of one size after which a process compiles for that size; 0: never.
+    cfg.MODEL.DEPLOY.COMPILE_AFTER = 300

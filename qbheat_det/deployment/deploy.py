@@ -3,7 +3,6 @@
 
 import copy
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,31 +10,23 @@ from typing import Any
 
 import torch
 from detectron2.modeling import Backbone
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
 from qbheat_det.errors import UserError
 
-from .compiled_part import CompiledForward, find_batch_axes
+from .compiled_part import CompiledForward
 from .folding import fold_batch_norms
 from .memory import keep_freed_memory
+from .part_programs import MOST_COMPILED, PartPrograms, Plan, first_line
 from .precision import choose_precision
-from .program import MOST_PIXELS, InPrecision, load_program, make_sample
+from .program import InPrecision, require_compiler
 from .program_cache import ProgramCache
 from .report import DeployReport
-from .samples import (
-    OTHER_SIZE,
-    SAMPLE_SIZE,
-    capture,
-    find_parts,
-    image_side,
-    sample_size,
-    size_step,
-)
+from .samples import call, find_parts, input_size
 
 COMPILE = ("auto", "off")
-# Largest distance from the plain form, relative to an output's largest value.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+COMPILE_AFTER = 300
+"""Images after which a size is compiled: a minute or two of compiling, gained by then or soon."""
 
 
 class Deployed:
@@ -95,7 +86,8 @@ class Settings:
 
     precision: str
     compile: str
-    image_size: tuple[int, int] | None
+    image_sizes: tuple[tuple[int, int], ...]
+    compile_after: int
     cache_folder: Path | None
     tell: Callable[[str], None]
 
@@ -110,37 +102,44 @@ def deploy(
     *,
     precision: str = "auto",
     compile: str = "auto",
-    image_size: Sequence[int] | None = None,
+    image_sizes: Sequence[Sequence[int]] = (),
+    compile_after: int = COMPILE_AFTER,
     keep_memory: bool = True,
     cache_folder: str | Path | None = None,
     tell: Callable[[str], None] = tell_on_stderr,
 ) -> nn.Module:
     """Returns a copy of a trained model in its fastest equal form on the model's device.
 
-    It has the model's class and is called as the model is. BatchNorm is folded, maps are
-    channels-last, backbone and head are compiled; ``report`` says of each step whether it applied.
-    The first time on a machine takes minutes, later processes load what was compiled then. In
-    float32 scores differ from the model's by less than 0.001 and boxes by less than 0.1 pixel.
+    It has the model's class and is called as the model is, with images of any size. BatchNorm is
+    folded, maps are channels-last, and for image sizes that are asked for or come often backbone
+    and head are compiled; ``report`` says of each step whether it applied. Compiling takes minutes
+    once, later processes load what was compiled then. In float32 scores differ from the model's by
+    less than 0.001 and boxes by less than 0.1 pixel.
 
     Args:
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.
         precision: "float32", "bfloat16", or "auto": bfloat16 where the device multiplies it.
         compile: "auto", or "off" for the steps that need no compiler.
-        image_size: (height, width) in pixels where all images have one size; for CUDA graphs.
+        image_sizes: (height, width) in pixels of images as the model gets them, for which it is
+            compiled now; on CUDA, all there are, which get graphs.
+        compile_after: images of one size in this process after which it is compiled for that size;
+            0 is never. On CUDA not used.
         keep_memory: keep what is freed after an image for the next one. It holds for the whole
             process, whose memory then does not shrink (glibc).
         cache_folder: of compiled programs; by default "programs" in ``$QBHEAT_CACHE``.
         tell: takes a line for the user, as of what is compiled and how long it takes.
 
     Raises:
-        UserError: an argument is none of those named, or the model has no backbone.
+        UserError: an argument is none of those named, the model has no backbone, or it does not
+            take an image of ``image_sizes``.
     """
     if compile not in COMPILE:
         raise UserError(f"compile is one of {', '.join(COMPILE)}, not '{compile}'")
     settings = Settings(
         precision=precision,
         compile=compile,
-        image_size=None if not image_size else (int(image_size[0]), int(image_size[1])),
+        image_sizes=_checked_sizes(image_sizes),
+        compile_after=compile_after,
         cache_folder=None if cache_folder is None else Path(cache_folder),
         tell=tell,
     )
@@ -230,18 +229,18 @@ def _compile_for_cuda(
     report: DeployReport,
 ) -> None:
     # What a graph returns is overwritten by its next run: a model reads it before, others may not.
-    graphs = settings.image_size is not None and not isinstance(model, Backbone)
+    graphs = bool(settings.image_sizes) and not isinstance(model, Backbone)
     for part in parts.values():
         _autocast(part, dtype, next(part.parameters()).device)
         part.forward = torch.compile(
             part.forward,
-            dynamic=None if settings.image_size else True,
+            dynamic=not settings.image_sizes,
             mode="reduce-overhead" if graphs else None,
         )
     model._records_graphs = graphs  # type: ignore[assignment]
     report.add("compile", True, f"{' and '.join(parts)}, with torch.compile at the first image")
-    missing = "a backbone's maps would be overwritten" if settings.image_size else "sizes vary"
-    report.add("CUDA graphs", graphs, "one for the image size" if graphs else missing)
+    missing = "a backbone's maps would be overwritten" if settings.image_sizes else "sizes vary"
+    report.add("CUDA graphs", graphs, "one for each image size" if graphs else missing)
 
 
 def _compile_for_cpu(
@@ -251,72 +250,46 @@ def _compile_for_cpu(
     dtype: torch.dtype,
     report: DeployReport,
 ) -> None:
-    fixed = image_side(model) is not None
-    device = next(model.parameters()).device
-    sizes = [sample_size(model, size) for size in (SAMPLE_SIZE, OTHER_SIZE)]
+    own = {name: part.forward for name, part in parts.items()}
+    _autocast_all(parts, dtype, next(model.parameters()).device)
     try:
         cache = ProgramCache(settings.cache_folder)
-        samples = [capture(model, parts, size) for size in sizes[: 1 if fixed else 2]]
     except UserError as error:
         report.add("compile", False, str(error))
-        _autocast_all(parts, dtype, device)
         return
-    done: list[str] = []
-    failed: list[str] = []
-    start = time.perf_counter()
+    after, sentence = settings.compile_after, f"programs of one size each, from {cache.folder}"
+    try:
+        require_compiler()
+        if after:
+            sentence += f"; a size that has come {after} times is compiled, {MOST_COMPILED} at most"
+    except UserError as error:
+        after, sentence = 0, f"{sentence}; none can be made: {error}"
+    report.add("compile", True, sentence)
+    plan = Plan(cache, after, settings.tell, report)
     for name, part in parts.items():
+        programs = PartPrograms(part, name, dtype, own[name], part.forward, plan)
+        part.forward = CompiledForward(programs)
+    plan.asks = True
+    for size in settings.image_sizes:
         try:
-            if not all(name in sample for sample in samples):
-                raise UserError("it is not called once an image, with tensors alone")
-            step = 0 if part is not parts["backbone"] else size_step(model)
-            sample = make_sample(samples[0][name], image_side=min(sizes[0]), step=step, fixed=fixed)
-            program = load_program(
-                InPrecision(part, dtype, device),
-                sample,
-                name=name,
-                cache=cache,
-                check=_checker(part, [found[name] for found in samples], dtype),
-                tell=settings.tell,
-            )
-            part.forward = CompiledForward(
-                plain=part.forward,
-                program=program,
-                sample=sample,
-                batch_axes=find_batch_axes(part, samples[-1][name]),
-                tell=settings.tell,
-                name=name,
-            )
-            done.append(name)
-        except Exception as error:  # of PyTorch's many kinds: each leaves the plain form
-            failed.append(f"{name} is not: {_first_line(error)}")
-            _autocast(part, dtype, device)
-    seconds = time.perf_counter() - start
-    sizes_told = "one image size" if fixed else f"images of any size up to {MOST_PIXELS} pixels"
-    sentences = [f"{' and '.join(done)} for {sizes_told}, in {seconds:.1f} s ({cache.folder})"]
-    report.add("compile", bool(done), "; ".join((sentences if done else []) + failed))
+            call(model, input_size(model, size))
+        except Exception as error:
+            height, width = size
+            raise UserError(
+                f"the model does not take an image of {height}x{width} pixels, for which it was to "
+                f"be compiled: {first_line(error)}"
+            ) from error
+    plan.asks = False
 
 
-@torch.no_grad()
-def _checker(
-    part: nn.Module, samples: Sequence[tuple[Any, ...]], dtype: torch.dtype
-) -> Callable[[Callable[..., Any]], None]:
-    def check(program: Callable[..., Any]) -> None:
-        with torch.no_grad():
-            for arguments in samples:
-                wanted, _ = tree_flatten(part(*arguments))
-                found, _ = tree_flatten(program(*arguments))
-                for a, b in zip(found, wanted, strict=True):
-                    if isinstance(b, Tensor):
-                        distance = float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
-                        if not distance <= _TOLERANCE[dtype]:
-                            raise RuntimeError(
-                                f"its outputs differ from the plain ones by {distance:.1g} of the "
-                                "largest"
-                            )
-
-    return check
-
-
-def _first_line(error: Exception) -> str:
-    text = " ".join((str(error) or type(error).__name__).split("\n\n", 1)[0].split())
-    return text if len(text) < 300 else f"{text[:300]} …"
+def _checked_sizes(sizes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    checked = []
+    for size in sizes:
+        if (
+            not isinstance(size, Sequence)
+            or len(size) != 2
+            or not all(isinstance(side, int) and side > 0 for side in size)
+        ):
+            raise UserError(f"image_sizes are pairs of height and width in pixels, not {size!r}")
+        checked.append((size[0], size[1]))
+    return tuple(checked)

@@ -15,7 +15,7 @@ from torch import nn
 
 from .precision import processor_name
 
-_FORMAT = 1  # of the entries, counted up when they change their meaning
+_FORMAT = 2  # of the entries, counted up when they change their meaning
 _OWN = ("layers", "modeling", "deployment")
 
 

@@ -72,5 +72,6 @@ def deploy_by_config(model: nn.Module, node: CfgNode) -> nn.Module:
         model,
         precision=node.PRECISION,
         compile=node.COMPILE,
-        image_size=list(node.IMAGE_SIZE) or None,
+        image_sizes=node.IMAGE_SIZES,
+        compile_after=node.COMPILE_AFTER,
     )

@@ -2,8 +2,8 @@
 """Compiled programs on the disk, for the processes to come.
 
 They hold machine code, so their folder is the user's alone: one in which others can write is
-refused. An entry is a package and a description that names it by its digest; the description is
-written last, so that an entry is there whole or not at all.
+refused. An entry is a description that names a package by its digest, or says why there is none;
+it is written last, so that an entry is there whole or not at all.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ from qbheat_det.errors import UserError
 
 _MOST_BYTES = 4 * 2**30  # of all packages; the ones that were not used for longest go
 _INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a key: its package, None where there had better be none, and notes."""
+
+    package: Path | None
+    notes: dict[str, Any]
 
 
 class ProgramCache:
@@ -48,8 +57,8 @@ class ProgramCache:
             ) from error
         refuse_what_others_can_write(self.folder)
 
-    def get(self, key: str, description: dict[str, Any]) -> Path | None:
-        """Returns the package of a key; None if there is none, or not the whole of it.
+    def get(self, key: str, description: dict[str, Any]) -> Entry | None:
+        """Returns the entry of a key; None if there is none, or not the whole of it.
 
         Args:
             key: hexadecimal.
@@ -57,26 +66,47 @@ class ProgramCache:
         """
         try:
             entry = json.loads(self._entry(key).read_text(encoding="utf-8"))
-            path = self.folder / f"{key}-{entry['sha256'][:16]}.pt2"
-            if entry["description"] != description or _digest(path) != entry["sha256"]:
+            digest, notes = entry["sha256"], dict(entry["notes"])
+            if entry["description"] != description:
+                return None
+            if digest is None:
+                return Entry(None, notes)
+            path = self._package(key, digest)
+            if _digest(path) != digest:
                 return None
             os.utime(path)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return path
+        return Entry(path, notes)
 
-    def put(self, key: str, description: dict[str, Any], build: Callable[[Path], None]) -> Path:
-        """Builds a package, ``build`` writing the file that it is given, and returns its path."""
+    def put(
+        self,
+        key: str,
+        description: dict[str, Any],
+        build: Callable[[Path], dict[str, Any]],
+    ) -> None:
+        """Makes an entry.
+
+        Args:
+            key: hexadecimal.
+            description: what the key is made of.
+            build: writes the package to the path that it is given, or nothing where there had
+                better be none, and returns the entry's notes.
+        """
+        self.drop(key)
+        path = digest = None
         with self._workplace() as folder:
             fresh = folder / "program.pt2"
-            build(fresh)
-            digest = _digest(fresh)
-            path = self.folder / f"{key}-{digest[:16]}.pt2"
-            os.replace(fresh, path)
-        content = json.dumps({"sha256": digest, "description": description})
-        write_atomically(self._entry(key), lambda stream: stream.write(content.encode()))
-        self._make_room(keep=path)
-        return path
+            notes = build(fresh)
+            if fresh.exists():
+                digest = _digest(fresh)
+                path = self._package(key, digest)
+                os.replace(fresh, path)
+        entry = {"sha256": digest, "notes": notes, "description": description}
+        content = json.dumps(entry).encode()
+        write_atomically(self._entry(key), lambda stream: stream.write(content))
+        if path is not None:
+            self._make_room(keep=path)
 
     def drop(self, key: str) -> None:
         """Removes an entry."""
@@ -112,6 +142,9 @@ class ProgramCache:
             if total > _MOST_BYTES and path != keep:
                 total -= path.stat().st_size
                 self.drop(path.name.partition("-")[0])
+
+    def _package(self, key: str, digest: str) -> Path:
+        return self.folder / f"{key}-{digest[:16]}.pt2"
 
     def _entry(self, key: str) -> Path:
         return self.folder / f"{key}.json"

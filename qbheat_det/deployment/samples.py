@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The parts of a detector or classifier that are worth compiling, and what they are called with."""
+"""The parts of a detector or classifier that are worth compiling, and images to call it with."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,7 @@ from torch import nn
 
 from qbheat_det.errors import UserError
 
-from .compiled_part import strip_defaults
-from .program import Arguments
-
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
-SAMPLE_SIZE, OTHER_SIZE = (800, 1088), (352, 480)
-"""Rows and columns of the image that programs are made with, and of one to compare on."""
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
@@ -39,65 +34,17 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def image_side(model: nn.Module) -> int | None:
-    """Returns the side of a classifier's images, which all have one size; else None."""
+def input_size(model: nn.Module, size: Sequence[int]) -> tuple[int, int]:
+    """Returns rows and columns of what a model takes for images of ``size``.
+
+    A classifier has one size; a backbone alone takes what a detector's padding would make.
+    """
     side = getattr(model, "image_size", None)
-    return side if isinstance(side, int) else None
-
-
-def sample_size(model: nn.Module, size: Sequence[int]) -> tuple[int, int]:
-    """Returns rows and columns of an image of about ``size`` that the model takes unpadded."""
-    side = image_side(model)
-    if side is not None:
+    if isinstance(side, int):
         return side, side
-    step = size_step(model)
+    step = int(getattr(model, "size_divisibility", 0)) or 1
     height, width = (-(-length // step) * step for length in size)
     return height, width
-
-
-def size_step(model: nn.Module) -> int:
-    """Returns what the sides of the backbone's images are multiples of."""
-    backbone = find_parts(model)["backbone"]
-    step = getattr(backbone, "size_divisibility", 0)
-    return int(step) or 1
-
-
-@torch.no_grad()
-def capture(
-    model: nn.Module, parts: dict[str, nn.Module], size: Sequence[int]
-) -> dict[str, Arguments]:
-    """Runs a model on one image and returns what each part was called with.
-
-    Args:
-        model: in evaluation mode.
-        parts: by name.
-        size: rows and columns of the image.
-
-    Returns:
-        Positional arguments by name, of the parts that were called exactly once, without keywords.
-    """
-    calls: dict[str, list[tuple[Arguments, dict[str, Any]]]] = {name: [] for name in parts}
-    with contextlib.ExitStack() as stack:
-        for name, part in parts.items():
-            stack.enter_context(_listening(part, calls[name]))
-        call(model, size)
-    return {
-        name: strip_defaults(found[0][0])
-        for name, found in calls.items()
-        if len(found) == 1 and not found[0][1]
-    }
-
-
-@contextlib.contextmanager
-def _listening(part: nn.Module, calls: list[tuple[Arguments, dict[str, Any]]]) -> Iterator[None]:
-    def listen(_: nn.Module, arguments: Arguments, keywords: dict[str, Any]) -> None:
-        calls.append((arguments, keywords))
-
-    handle = part.register_forward_pre_hook(listen, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def call(model: nn.Module, size: Sequence[int]) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import qbheat_det
-from qbheat_det.deployment import Deployed, precision, program
+from qbheat_det.deployment import Deployed, precision
 from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config
 
@@ -138,34 +138,16 @@ def test_without_a_compiler_there_is_a_sentence_and_a_model(
     model = build(make_config("classifier"))
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
         deployed: Any = qbheat_det.deploy(
-            model, keep_memory=False, cache_folder=tmp_path / "programs"
+            model,
+            keep_memory=False,
+            cache_folder=tmp_path / "programs",
+            image_sizes=[(32, 32)],
+            tell=lambda _: None,
         )
-    step = deployed.report["compile"]
-    assert not step.applied
-    assert "backbone is not: there is no C++ compiler (no-such-compiler): install" in step.sentence
-    assert_close(deployed(entries((32, 32))), model(entries((32, 32))))
-
-
-@torch.no_grad()
-def test_a_program_that_does_not_agree_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(program, "_build", lambda part, sample, path: path.write_bytes(b"x"))
-    monkeypatch.setattr(program, "require_compiler", lambda: None)
-    wrong: Any = lambda *_: {"s8": torch.zeros(1, 8, 4, 4), "s16": torch.zeros(1, 8, 2, 2)}  # noqa: E731
-    monkeypatch.setattr(
-        program, "_open", lambda cache, key, what: wrong if cache.get(key, what) else None
-    )
-    model = build(make_config("classifier"))
-    told: list[str] = []
-    deployed: Any = qbheat_det.deploy(
-        model, keep_memory=False, cache_folder=tmp_path / "programs", tell=told.append
-    )
-    assert "backbone is not: its outputs differ from the plain ones" in (
-        deployed.report["compile"].sentence
-    )
-    assert told[0].startswith("compiling the backbone")
-    assert not list((tmp_path / "programs").glob("*.pt2"))
+    sentence = "there is no C++ compiler (no-such-compiler): install"
+    assert f"none can be made: {sentence}" in deployed.report["compile"].sentence
+    assert not deployed.report["program"].applied
+    assert f"backbone for 32x32: {sentence}" in deployed.report["program"].sentence
     assert_close(deployed(entries((32, 32))), model(entries((32, 32))))
 
 

@@ -15,38 +15,48 @@ from torch import nn
 
 from qbheat_det.deployment import program_cache
 from qbheat_det.deployment.fingerprint import describe, key_of
-from qbheat_det.deployment.program_cache import ProgramCache
+from qbheat_det.deployment.program_cache import Entry, ProgramCache
 from qbheat_det.errors import UserError
 
 WHAT = {"weights": "1"}
 
 
 def put(cache: ProgramCache, key: str, content: bytes = b"program") -> Path:
-    return cache.put(key, WHAT, lambda path: path.write_bytes(content) and None)
+    cache.put(key, WHAT, lambda path: {"bytes": path.write_bytes(content)})
+    entry = cache.get(key, WHAT)
+    assert entry is not None
+    assert entry.package is not None
+    assert entry.notes == {"bytes": len(content)}
+    return entry.package
 
 
 def test_what_is_put_is_found_and_what_is_broken_or_foreign_is_not(tmp_path: Path) -> None:
     cache = ProgramCache(tmp_path / "programs")
     assert cache.get("ab", WHAT) is None
     path = put(cache, "ab")
-    assert cache.get("ab", WHAT) == path
     assert path.read_bytes() == b"program"
     assert cache.get("ab", {"weights": "2"}) is None
     path.write_bytes(b"progra")
     assert cache.get("ab", WHAT) is None
-    put(cache, "ab")
-    assert cache.get("ab", WHAT) == path
+    assert put(cache, "ab") == path
     (tmp_path / "programs" / "ab.json").write_text("{")
     assert cache.get("ab", WHAT) is None
     path.unlink()
     assert cache.get("ab", WHAT) is None
 
 
+def test_that_there_had_better_be_none_is_kept_too(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path / "programs")
+    cache.put("ab", WHAT, lambda _: {"refused": "slow"})
+    assert cache.get("ab", WHAT) == Entry(None, {"refused": "slow"})
+    assert put(cache, "ab").exists()
+
+
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     cache = ProgramCache(tmp_path / "programs")
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
-    def build(path: Path) -> None:
+    def build(path: Path) -> dict[str, Any]:
         path.write_bytes(b"half of it")
         assert str(path.parent) in os.environ["TORCHINDUCTOR_CACHE_DIR"]
         raise RuntimeError("the compiler was killed")
@@ -101,10 +111,11 @@ def test_what_was_not_used_for_longest_makes_room(
 def build_slowly(folder: Path, built: Any) -> None:
     cache = ProgramCache(folder)
 
-    def build(path: Path) -> None:
+    def build(path: Path) -> dict[str, Any]:
         time.sleep(0.3)
         path.write_bytes(b"p")
         built.put(os.getpid())
+        return {}
 
     with cache.lock("ab"):
         if cache.get("ab", WHAT) is None:

@@ -1,0 +1,273 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The programs of one part of a model, by the shapes of its inputs: which there are and get made.
+
+A program is of one exact shape: only then does the compiler know enough to gain anything. So a
+size that is rare is left to the plain form, which takes any.
+"""
+
+import contextlib
+import copy
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from qbheat_det.errors import UserError
+
+from .fingerprint import describe, key_of
+from .program import (
+    Arguments,
+    InPrecision,
+    Run,
+    build_program,
+    lay_out,
+    open_program,
+    require_compiler,
+)
+from .program_cache import Entry, ProgramCache
+from .report import DeployReport
+
+MOST_COMPILED = 4
+"""Programs of a part that one process compiles without being asked for that size."""
+_MOST_LOADED = 16  # of a part, each with a copy of its weights
+_ROUNDS = 3
+# Largest distance from the plain form, relative to an output's largest value.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+
+_BUILDING = threading.Lock()
+
+Signature = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs for one image, and for each of its outputs the axis of the images, if any."""
+
+    run: Run
+    batch_axes: Sequence[int | None]
+
+
+@dataclass
+class Plan:
+    """When and where programs are made.
+
+    Attributes:
+        cache: of programs.
+        compile_after: images of a size after which it is compiled; 0 is never.
+        tell: prints a line.
+        report: takes a line for each program.
+        asks: whether what comes now is a size that was asked for.
+    """
+
+    cache: ProgramCache
+    compile_after: int
+    tell: Callable[[str], None]
+    report: DeployReport
+    asks: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Plan":
+        return replace(self, report=copy.deepcopy(self.report, memo))
+
+
+@dataclass
+class PartPrograms:
+    """Finds the program for what a part is called with.
+
+    Attributes:
+        part: in evaluation mode, with its weights.
+        name: of the part, for people.
+        dtype: float32 or bfloat16.
+        own: its forward pass as it is written.
+        plain: the same in ``dtype``, what runs without a program.
+        plan: see ``Plan``; of all parts of a model.
+    """
+
+    part: nn.Module
+    name: str
+    dtype: torch.dtype
+    own: Run
+    plain: Run
+    plan: Plan
+    _description: dict[str, str] = field(init=False)
+    _found: dict[Signature, Program | None] = field(default_factory=dict)
+    _seen: dict[Signature, int] = field(default_factory=dict)
+    _num_compiled: int = 0
+    _has_failed: bool = False
+
+    def __post_init__(self) -> None:
+        self._description = describe(self._module(), name=self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartPrograms":
+        twin = copy.copy(self)  # programs are shared: they change nothing
+        twin.part, twin.own, twin.plain, twin.plan = copy.deepcopy(
+            (self.part, self.own, self.plain, self.plan), memo
+        )
+        twin._found, twin._seen = dict(self._found), dict(self._seen)
+        return twin
+
+    def find(self, signature: Signature, arguments: Arguments, count: int) -> Program | None:
+        """Returns the program for images of a shape, made now if it is time; None if there is none.
+
+        Args:
+            signature: of the arguments, the number of images left out.
+            arguments: of one image or more.
+            count: how many images.
+        """
+        if signature in self._found:
+            return self._found[signature]
+        is_new = signature not in self._seen
+        seen = self._seen[signature] = self._seen.get(signature, 0) + count
+        often = 0 < self.plan.compile_after <= seen and self._num_compiled < MOST_COMPILED
+        wanted = self.plan.asks or often
+        room = self.plan.asks or len(self._found) < _MOST_LOADED
+        if not room or self._has_failed or not (is_new or wanted):
+            return None
+        why = "as asked for" if self.plan.asks else f"which has come {seen} times"
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                entry, seconds = self._look_up(signature, arguments, why if wanted else None)
+                if entry is None:
+                    return None
+                self._found[signature] = self._adopt(entry, arguments, seconds)
+            except Exception as error:  # of PyTorch's many kinds: each leaves the plain form
+                self._has_failed = True
+                self._found[signature] = None
+                self._note(False, arguments, first_line(error))
+        return self._found.get(signature)
+
+    def _look_up(
+        self, signature: Signature, arguments: Arguments, why: str | None
+    ) -> tuple[Entry | None, float | None]:
+        """Returns the cache's entry, and the seconds of compiling where it was made now."""
+        description: dict[str, Any] = {**self._description, "inputs": list(signature)}
+        key, cache = key_of(description), self.plan.cache
+        entry = cache.get(key, description)
+        if entry is not None or why is None:
+            return entry, None
+        with cache.lock(key):
+            entry = cache.get(key, description)  # made while this process waited
+            if entry is not None:
+                return entry, None
+            require_compiler()
+            self._num_compiled += not self.plan.asks
+            where = _sizes(arguments)
+            self.plan.tell(f"compiling the {self.name} for {where}, {why}: a minute or several")
+            start = time.perf_counter()
+            cache.put(key, description, functools.partial(self._build, _first_image(arguments)))
+            return cache.get(key, description), time.perf_counter() - start
+
+    def _build(self, arguments: Arguments, path: Path) -> dict[str, Any]:
+        """Writes a program to ``path`` unless it had better not be used; returns what was seen."""
+        with self._without_programs():
+            build_program(self._module(), arguments, path)
+        run = open_program(path)
+        distance = _distance(run(*arguments), self.own(*arguments))
+        fast, slow = _best_seconds(run, arguments), _best_seconds(self.plain, arguments)
+        refused = None
+        if not distance <= _TOLERANCE[self.dtype]:
+            refused = f"its outputs differ from the plain ones by {distance:.1g} of the largest"
+        elif fast >= slow:
+            refused = f"slower than without: {fast:.2g} s an image, not {slow:.2g}"
+        if refused:
+            path.unlink()
+        axes = find_batch_axes(self.plain, arguments)
+        return {"refused": refused, "batch_axes": axes, "seconds": fast, "plain_seconds": slow}
+
+    def _adopt(self, entry: Entry, arguments: Arguments, compiled: float | None) -> Program | None:
+        notes = entry.notes
+        made = "" if compiled is None else f"compiled in {compiled:.0f} s; "
+        if entry.package is None:
+            self._note(False, arguments, f"{made}{notes['refused']}")
+            return None
+        start = time.perf_counter()
+        run = open_program(entry.package)
+        loaded = time.perf_counter() - start
+        gain = f"{notes['seconds']:.2g} s an image, {notes['plain_seconds']:.2g} without"
+        again = "loaded" if compiled is None else "again"
+        folder = self.plan.cache.folder
+        self._note(True, arguments, f"{made}{gain}; {again} in {loaded:.1f} s from {folder}")
+        return Program(run, notes["batch_axes"])
+
+    def _note(self, applied: bool, arguments: Arguments, sentence: str) -> None:
+        line = f"{self.name} for {_sizes(arguments)}: {sentence}"
+        self.plan.report.add("program", applied, line)
+        self.plan.tell(f"{'program' if applied else 'no program'} of the {line}")
+
+    def _module(self) -> InPrecision:
+        return InPrecision(self.part, self.dtype, torch.device("cpu"))
+
+    @contextlib.contextmanager
+    def _without_programs(self) -> Iterator[None]:
+        """Has the part itself run when it is called, for one thread at a time."""
+        with _BUILDING:
+            before = self.part.forward
+            self.part.forward = self.own
+            try:
+                yield
+            finally:
+                self.part.forward = before
+
+
+def find_batch_axes(run: Run, arguments: Arguments) -> list[int | None]:
+    """Returns for each tensor of the outputs the axis along which images are stacked.
+
+    Args:
+        run: called with one image and with two.
+        arguments: of one image.
+    """
+    two_images = tree_map(lambda x: torch.cat([x, x]) if isinstance(x, Tensor) else x, arguments)
+    one, two = (tree_flatten(run(*x))[0] for x in (arguments, two_images))
+    return [_axis_of(a, b) for a, b in zip(one, two, strict=True)]
+
+
+def _axis_of(one: Any, two: Any) -> int | None:
+    if not isinstance(one, Tensor) or one.dim() != two.dim():
+        return None
+    grown = [i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    return grown[0] if len(grown) == 1 and two.shape[grown[0]] == 2 else None
+
+
+def _first_image(arguments: Arguments) -> Arguments:
+    leaves, structure = tree_flatten(arguments)
+    first = [x[:1].clone() if isinstance(x, Tensor) else x for x in leaves]
+    found: Arguments = lay_out(tree_unflatten(first, structure))
+    return found
+
+
+def _distance(found: Any, wanted: Any) -> float:
+    """Returns the largest distance of two outputs, relative to the largest value."""
+    pairs = zip(tree_flatten(found)[0], tree_flatten(wanted)[0], strict=True)
+    distances = [
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
+        for a, b in pairs
+        if isinstance(b, Tensor)
+    ]
+    return max(distances, key=lambda x: float("inf") if x != x else x)  # a NaN is the largest
+
+
+def _best_seconds(run: Run, arguments: Arguments) -> float:
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        run(*arguments)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _sizes(arguments: Arguments) -> str:
+    """Returns rows and columns of the maps that a part reads, for people."""
+    maps = [x for x in tree_flatten(arguments)[0] if isinstance(x, Tensor) and x.dim() == 4]
+    return " and ".join(f"{x.shape[-2]}x{x.shape[-1]}" for x in maps) or "its one size"
+
+
+def first_line(error: Exception) -> str:
+    """Returns an error's beginning in one line."""
+    text = " ".join((str(error) or type(error).__name__).split("\n\n", 1)[0].split())
+    return text if len(text) < 300 or isinstance(error, UserError) else f"{text[:300]} …"

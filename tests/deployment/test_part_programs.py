@@ -1,0 +1,181 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Which sizes are compiled, when, and what is done with a program that is no use."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from qbheat_det.deployment import part_programs
+from qbheat_det.errors import UserError
+from tests.engine.exporting.split_cases import build, make_config
+
+from .fake_compiler import FakeCompiler, OneMap, deploy
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    return FakeCompiler(monkeypatch)
+
+
+class Case:
+    """A model, where its programs lie, and what was told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = OneMap().eval()
+        self.folder = folder / "programs"
+        self.told: list[str] = []
+
+    def deploy(self, **settings: Any) -> Any:
+        return deploy(self.model, self.folder, self.told, **settings)
+
+    def run(self, deployed: Any, height: int, width: int, count: int = 1) -> None:
+        x = torch.randn(count, 3, height, width)
+        assert_close(deployed(x), self.model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+@torch.no_grad()
+def test_sizes_that_vary_compile_nothing(case: Case, compiler: FakeCompiler) -> None:
+    deployed = case.deploy(compile_after=3)
+    for size in ((64, 96), (67, 101), (33, 70), (128, 128), (20, 71)):
+        for _ in range(2):
+            case.run(deployed, *size)
+    assert (compiler.shapes, case.told) == ([], [])
+    assert deployed.forward.plain_runs == 10
+    assert "a size that has come 3 times is compiled" in deployed.report["compile"].sentence
+
+
+@torch.no_grad()
+def test_a_size_is_compiled_at_its_nth_image_and_is_there_in_the_next_process(
+    case: Case, compiler: FakeCompiler
+) -> None:
+    deployed = case.deploy(compile_after=4)
+    case.run(deployed, 20, 30)
+    case.run(deployed, 20, 30, count=2)
+    assert compiler.shapes == []
+    case.run(deployed, 20, 30, count=3)
+    case.run(deployed, 20, 30)
+    assert compiler.shapes == [(1, 3, 20, 30)]
+    assert (deployed.forward.runs, deployed.forward.plain_runs) == (4, 2)
+    assert case.told[0].startswith("compiling the backbone for 20x30, which has come 6 times")
+    assert "1 s an image, 2 without; again in 0.0 s from" in case.told[1]
+    assert deployed.report["program"].applied
+
+    again = case.deploy(compile_after=4)
+    case.run(again, 20, 30)
+    case.run(again, 20, 31)
+    assert (again.forward.runs, again.forward.plain_runs) == (1, 1)
+    assert "backbone for 20x30: 1 s an image, 2 without; loaded in" in case.told[2]
+    assert len(compiler.shapes) == 1
+
+
+@torch.no_grad()
+def test_sizes_that_are_asked_for_are_compiled_ahead(case: Case, compiler: FakeCompiler) -> None:
+    sizes = [(20, 30), (30, 20), (32, 32), (16, 16), (17, 17)]  # more than would be by themselves
+    deployed = case.deploy(image_sizes=sizes, compile_after=0)
+    assert [shape[2:] for shape in compiler.shapes] == sizes
+    for _ in range(3):
+        case.run(deployed, 18, 18)
+    assert len(compiler.shapes) == 5
+    assert case.told[0].startswith("compiling the backbone for 20x30, as asked for")
+    for wrong in ([(20,)], [20, 30], [(20, -1)]):
+        with pytest.raises(UserError, match="image_sizes are pairs of height and width"):
+            case.deploy(image_sizes=wrong)
+
+
+@torch.no_grad()
+def test_a_process_compiles_few_sizes_by_itself(case: Case, compiler: FakeCompiler) -> None:
+    deployed = case.deploy(compile_after=1)
+    for side in range(16, 24):
+        case.run(deployed, side, side)
+    assert len(compiler.shapes) == part_programs.MOST_COMPILED
+
+
+@torch.no_grad()
+def test_a_slower_program_is_neither_used_nor_made_again(
+    case: Case, compiler: FakeCompiler
+) -> None:
+    compiler.seconds = 2.5
+    for _ in range(2):
+        deployed = case.deploy(image_sizes=[(20, 30)])
+        case.run(deployed, 20, 30)
+        assert deployed.forward.runs == 0
+        step = deployed.report["program"]
+        assert not step.applied
+        assert "slower than without: 2.5 s an image, not 2" in step.sentence
+    assert len(compiler.shapes) == 1
+    assert not list(case.folder.glob("*.pt2"))
+
+
+@torch.no_grad()
+def test_a_program_that_does_not_agree_is_not_used(case: Case, compiler: FakeCompiler) -> None:
+    compiler.factor = 1.01
+    deployed = case.deploy(image_sizes=[(20, 30)])
+    case.run(deployed, 20, 30)
+    assert "its outputs differ from the plain ones by 0.01" in deployed.report["program"].sentence
+    compiler.factor = float("nan")
+    assert not case.deploy(image_sizes=[(20, 31)]).report["program"].applied
+
+
+@torch.no_grad()
+def test_a_broken_entry_is_made_again(case: Case, compiler: FakeCompiler) -> None:
+    case.deploy(image_sizes=[(20, 30)])
+    next(case.folder.glob("*.pt2")).write_bytes(b"prog")
+    deployed = case.deploy(compile_after=2)
+    for _ in range(3):
+        case.run(deployed, 20, 30)
+    assert len(compiler.shapes) == 2
+    assert (deployed.forward.runs, deployed.forward.plain_runs) == (2, 1)
+
+
+@torch.no_grad()
+def test_a_failing_compiler_is_told_and_not_tried_again(
+    case: Case, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        compiler.shapes.append(())
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(part_programs, "build_program", fail)
+    deployed = case.deploy(compile_after=1)
+    for side in (16, 17, 16):
+        case.run(deployed, side, side)
+    assert len(compiler.shapes) == 1
+    assert case.told[1] == "no program of the backbone for 16x16: no such operator"
+
+
+@torch.no_grad()
+def test_images_that_are_padded_to_one_size_share_a_program(
+    case: Case, compiler: FakeCompiler
+) -> None:
+    model = build(make_config("two_maps"))
+    step = model.backbone.size_divisibility
+    deployed = deploy(model, case.folder, case.told, compile_after=3)
+    for width in (3 * step - 1, 3 * step, 3 * step - 2):
+        deployed([{"image": torch.zeros(3, 2 * step, width)}])
+    assert (1, 3, 2 * step, 3 * step) in compiler.shapes
+
+
+@torch.no_grad()
+def test_a_copy_has_weights_of_its_own_and_shares_programs(
+    case: Case, compiler: FakeCompiler
+) -> None:
+    deployed = case.deploy(image_sizes=[(20, 30)])
+    twin = copy.deepcopy(deployed)
+    programs = twin.forward.programs
+    assert programs.part is twin
+    assert programs.plain.__self__ is twin
+    assert programs.plan.report is twin.report
+    nn.init.zeros_(twin.convolution.weight)
+    assert float(deployed.convolution.weight.abs().sum()) > 0
+    twin(torch.zeros(1, 3, 20, 30))
+    assert (twin.forward.runs, len(compiler.shapes)) == (deployed.forward.runs + 1, 1)
