@@ -44,17 +44,21 @@ class DynamicReLU(nn.Module):
         Returns:
             (N, C, H, W).
         """
-        theta = F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))[:, :, None, None]
-        positive, negative = theta.chunk(2, dim=1)
-        a1, a2 = 2 * positive, 2 * negative - 1
         # max(a1 u, a2 u) = lo u + (hi - lo) relu(u): one branch to keep for the backward, not two.
-        low, high = torch.minimum(a1, a2), torch.maximum(a1, a2)
+        low, high = self.bounds(token)
         if is_recorded() or x.dtype != low.dtype:
             return low * x + (high - low) * F.relu(x)  # a compiler makes one pass of it
         if torch.is_grad_enabled():
             found: Tensor = _TwoSlopes.apply(x, low, high)
             return found
         return _two_slopes(x, low, high)
+
+    def bounds(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D)."""
+        theta = F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))[:, :, None, None]
+        positive, negative = theta.chunk(2, dim=1)
+        a1, a2 = 2 * positive, 2 * negative - 1
+        return torch.minimum(a1, a2), torch.maximum(a1, a2)
 
 
 class _TwoSlopes(torch.autograd.Function):
