@@ -100,6 +100,24 @@ def test_a_process_compiles_few_sizes_by_itself(case: Case, compiler: FakeCompil
     assert len(compiler.shapes) == part_programs.MOST_COMPILED
 
 
+def test_seconds_are_the_least_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    seconds = iter([4, 9, 3, 8, 2, 7, 5, 5, 6, 6])
+    turns: list[str] = []
+
+    def run(name: str) -> Any:
+        def wait(x: str) -> None:
+            nonlocal now
+            now += next(seconds)
+            turns.append(x + name)
+
+        return wait
+
+    monkeypatch.setattr(part_programs.time, "perf_counter", lambda: now)
+    assert part_programs.race(run("a"), run("b"), ("run ",)) == (2, 5)
+    assert turns == ["run a", "run b"] * 5
+
+
 @torch.no_grad()
 def test_a_slower_program_is_neither_used_nor_made_again(
     case: Case, compiler: FakeCompiler
