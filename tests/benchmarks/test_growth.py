@@ -46,7 +46,7 @@ def test_the_picture_is_drawn_from_the_rows_alone_and_names_the_slopes() -> None
 
 
 def test_a_quick_run_measures_all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "build", lambda name, form, quick=False: _Forward())
+    monkeypatch.setattr(growth, "build", lambda name, form, **_: _Forward())
     monkeypatch.setattr(growth, "load_mf_detr", lambda *_: lambda: None)
     monkeypatch.setattr(growth, "call_detectron2", lambda model, images: images)
     monkeypatch.setattr(growth, "images_per_second", lambda n, **_: float(n))
