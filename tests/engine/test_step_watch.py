@@ -3,6 +3,7 @@
 
 import json
 import logging
+import mmap
 import os
 import time
 from pathlib import Path
@@ -21,11 +22,17 @@ from qbheat_det.engine.step_watch import Memory, Waiting, describe_memory, descr
 GIB = 2**30
 
 
+def take_and_give_back(size: int) -> None:
+    """Touches as many bytes of fresh memory; malloc's may be what an earlier test has left."""
+    with mmap.mmap(-1, size) as memory:
+        memory.write(b"1" * size)
+
+
 def test_the_peak_of_a_span_is_what_it_took_and_gave_back() -> None:
     memory = PeakMemory(torch.device("cpu"))
     if memory.before == 0:
         pytest.skip("this system does not tell")
-    torch.ones(64 * 2**20 // 4).sum()  # 64 MiB, given back at once
+    take_and_give_back(64 * 2**20)
     assert 60 * 2**20 < memory.peak - memory.before < 200 * 2**20
     later = PeakMemory(torch.device("cpu"))
     assert later.peak - later.before < 40 * 2**20  # the peak before is forgotten
@@ -53,7 +60,7 @@ def test_memory_is_told_after_the_first_step_and_kept_with_the_run(
         storage = run(
             Memory(period=2),
             4,
-            step=lambda _: torch.ones(2**24).sum(),
+            step=lambda _: take_and_give_back(2**26),
             bare_model=nn.Linear(1, 1),
             cfg=SimpleNamespace(OUTPUT_DIR=str(tmp_path)),
         )
