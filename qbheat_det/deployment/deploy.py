@@ -152,14 +152,7 @@ def deploy(
     _fold(deployed, report)
     deployed.to(memory_format=torch.channels_last)
     report.add("channels-last", True, "weights and maps have their channels innermost")
-    kept = keep_memory and device.type == "cpu" and keep_freed_memory()
-    report.add(
-        "memory",
-        kept,
-        "freed memory stays with this process for the next image"
-        if kept
-        else ("not asked for" if not keep_memory else "only with glibc, on the CPU"),
-    )
+    _keep_memory(keep_memory, device, report)
     report.add("precision", dtype != torch.float32, f"{str(dtype).split('.')[1]}: {reason}")
     _compile(deployed, settings, dtype, report)
     setattr(deployed, "report", report)  # noqa: B010  which nn.Module's types refuse
@@ -187,6 +180,13 @@ def _fold(model: nn.Module, report: DeployReport) -> None:
     quick = quicken_blocks(model) if next(model.parameters()).device.type == "cpu" else 0
     told = f"{quick} pass over an image's wide maps less often" if quick else "none is known"
     report.add("blocks", quick > 0, told)
+
+
+def _keep_memory(asked: bool, device: torch.device, report: DeployReport) -> None:
+    kept = asked and device.type == "cpu" and keep_freed_memory()
+    why_not = "only with glibc, on the CPU" if asked else "not asked for"
+    told = "freed memory stays with this process for the next image" if kept else why_not
+    report.add("memory", kept, told)
 
 
 def _compile(
