@@ -6,6 +6,9 @@ compiled  a peer's best: channels last, ``torch.compile`` for the one size; CUDA
 frozen    the same with its weights as constants of the graph, which folds BatchNorm; what of the
           two is faster depends on model and machine
 deploy    ours: what ``qbheat_det.deploy`` makes of it, for the one size as the peers are
+
+All are float32's; where the processor multiplies bfloat16, ``compiled_bf16`` and ``deploy_bf16``
+are the same in it: a peer's weights and images, ours by autocast.
 """
 
 import functools
@@ -23,6 +26,7 @@ from benchmarks.timing import ROOT
 from benchmarks.workers import Worker, said, started
 
 EAGER, COMPILED, FROZEN, DEPLOYED = "eager", "compiled", "frozen", "deploy"
+COMPILED_BF16, DEPLOYED_BF16 = f"{COMPILED}_bf16", f"{DEPLOYED}_bf16"
 
 
 @functools.cache
@@ -39,13 +43,15 @@ def build(
 
     Args:
         name: of ``DETECTORS``.
-        form: "eager", "compiled", "frozen" or "deploy".
+        form: one of those above.
         quick: nothing is compiled by a C++ compiler.
         device: where it runs.
-        dtype: of weights and images; a deployed detector chooses its own.
+        dtype: of weights and images, unless the form names it.
         image_sizes: (height, width) of the images to come, for which a deployed detector is
             compiled.
     """
+    if form in (COMPILED_BF16, DEPLOYED_BF16):
+        form, dtype = form.removesuffix("_bf16"), torch.bfloat16
     detector = DETECTORS[name]
     torch.manual_seed(0)
     model = detector.load()().to(device)
@@ -54,6 +60,7 @@ def build(
 
         fast = deploy(
             model,
+            precision=str(dtype).removeprefix("torch."),
             compile="off" if quick else "auto",
             image_sizes=() if quick else image_sizes,
             compile_after=0,  # not in between rounds

@@ -84,16 +84,16 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
     with torch.inference_mode():
         for name, form in contenders:
             # Weights of ours stay in float32 as built: autocast is Detectron2's way.
-            own = name in ours
+            as_built = name in ours and form == EAGER
             forward = build(
                 name,
                 form,
                 quick=quick,
                 device=images.device.type,
-                dtype=torch.float32 if own else torch.bfloat16,
+                dtype=torch.float32 if as_built else torch.bfloat16,
                 image_sizes=((images.shape[-2], images.shape[-1]),),
             )
-            if own and form == EAGER:
+            if as_built:
                 forward = partial(_in_bfloat16, forward)
             first_call(name, form, forward, images)
             calls[f"{name}_{form}"] = partial(forward, images)

@@ -4,13 +4,24 @@
 Detectron2's models, ours and a peer, are timed from ``batched_inputs`` to ``Instances``: with
 normalisation, padding and post-processing. DETR's and RT-DETR's forward runs from pixels to logits
 and boxes, without them. What the compiled form of a peer is, ``forms.py`` says; ours is what
-``qbheat_det.deploy`` makes. RT-DETR is beside ours at its own size, 640 x 640. Each has a process
+``qbheat_det.deploy`` makes, in float32 as the peers; where the processor multiplies bfloat16, both
+are measured in that too. RT-DETR is beside ours at its own size, 640 x 640. Each has a process
 of its own, and they take turns: deploying sets how a process keeps memory, which a peer would
 share.
 """
 
+import torch
+
 from benchmarks.detectors import DETECTORS, HEIGHT, OURS, PEERS, WIDTH
-from benchmarks.forms import COMPILED, DEPLOYED, EAGER, FROZEN, Forwards
+from benchmarks.forms import (
+    COMPILED,
+    COMPILED_BF16,
+    DEPLOYED,
+    DEPLOYED_BF16,
+    EAGER,
+    FROZEN,
+    Forwards,
+)
 from benchmarks.timing import Result, Sample, told_in_rounds
 
 Contender = tuple[str, str]  # a detector, its form
@@ -21,6 +32,10 @@ AT_TEST_SIZE: list[tuple[Contender, Contender]] = [
     *(((ours, EAGER), (peer, EAGER)) for ours in OURS for peer in PEERS),
     *(((ours, DEPLOYED), ("detr_r50", form)) for ours in OURS for form in (EAGER, COMPILED)),
     *(((ours, DEPLOYED), (ours, EAGER)) for ours in OURS),
+]
+# Where the processor multiplies bfloat16.
+IN_BF16: list[tuple[Contender, Contender]] = [
+    ((ours, DEPLOYED_BF16), ("detr_r50", COMPILED_BF16)) for ours in OURS
 ]
 AT_640: list[tuple[Contender, Contender]] = [
     (("285m_211", EAGER), ("rt_detr_r18", EAGER)),
@@ -39,8 +54,16 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
     if quick:
         height, width, side = height // 4, width // 4, side // 4
-    rows = compare(AT_TEST_SIZE, height, width, threads=threads, quick=quick)
+    pairs = AT_TEST_SIZE + (IN_BF16 if multiplies_bfloat16() or quick else [])
+    rows = compare(pairs, height, width, threads=threads, quick=quick)
     return rows + compare(AT_640, side, side, threads=threads, quick=quick, where="640_")
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether bfloat16 is arithmetic of this processor."""
+    from qbheat_det.deployment.precision import choose_precision
+
+    return choose_precision("auto", torch.device("cpu"))[0] == torch.bfloat16
 
 
 def compare(

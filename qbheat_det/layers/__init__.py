@@ -17,6 +17,7 @@ from .mobile_former_block import (
 from .padding import halve, padding_mask, resize_bilinear, valid_sizes, zero_padding
 from .pooled_features import PooledFeatures
 from .position_encoding import SinePositionEncoding
+from .products import Linear, linear, multiply_by_rows
 
 __all__ = [
     "AttentionRecord",
@@ -25,6 +26,7 @@ __all__ = [
     "DynamicReLU",
     "Former",
     "FormerToMobile",
+    "Linear",
     "LiteBottleneck",
     "MapAttention",
     "Mobile",
@@ -35,6 +37,8 @@ __all__ = [
     "attend",
     "depthwise",
     "halve",
+    "linear",
+    "multiply_by_rows",
     "padding_mask",
     "pointwise",
     "read_attention",

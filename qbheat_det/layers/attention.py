@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
+from .products import linear
+
 _PART = 1 << 20  # weights that are computed at a time; as float32, 4 MiB
 _STEPS = 1 << 16  # in which a rate of dropout is rounded
 _FEW = 8  # keys a query, from which on queries are few
@@ -157,7 +159,7 @@ class MapAttention(nn.MultiheadAttention):
         )
         if self._leaves_out_biases:
             gathered = gathered + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
-        return self.out_proj(gathered), None
+        return linear(gathered, self.out_proj.weight, self.out_proj.bias), None
 
     @property
     def _leaves_out_biases(self) -> bool:
@@ -172,7 +174,7 @@ class MapAttention(nn.MultiheadAttention):
         if self._leaves_out_biases:
             biases[1:] = None, None
         parts = zip((query, key, value), weight.chunk(3), biases, strict=True)
-        return tuple(F.linear(*layer) for layer in parts)
+        return tuple(linear(*layer) for layer in parts)
 
 
 def _attend_fused(

@@ -38,6 +38,7 @@ def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
 ) -> None:
     seconds = {"285m_211": 1.0, "3.7g_522": 2.0, "detr_r50": 3.0, "retinanet_r50": 4.0}
     faster = {"eager": 1.0, "compiled": 2.0, "deploy": 4.0}
+    faster |= {"compiled_bf16": 4.0, "deploy_bf16": 6.0}
 
     def forwards(contenders: list[tuple[str, str]], *_: object, **__: object) -> object:
         calls = {
@@ -55,6 +56,7 @@ def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
     assert ratios["latency/285m_211_deploy_vs_detr_r50_compiled"] == 6.0
     assert ratios["latency/3.7g_522_deploy_vs_detr_r50_compiled"] == 3.0
     assert ratios["latency/3.7g_522_deploy_vs_3.7g_522_eager"] == 4.0
+    assert ratios["latency/285m_211_deploy_bf16_vs_detr_r50_compiled_bf16"] == 4.5
     assert "latency/285m_211_640_deploy_vs_rt_detr_r18" not in ratios
     assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18_compiled"] == 12.0
 

@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import PooledFeatures
+from qbheat_det.layers import Linear, PooledFeatures, multiply_by_rows
 
 from .linear_decoder import check_map
 
@@ -60,10 +60,11 @@ class TransformerDecoder(nn.Module):
             )
         check_map(input_shape, in_feature)
         self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
-        self.projection = nn.Linear(self.pool.channels, dim)
+        self.projection = Linear(self.pool.channels, dim)
         self.blocks = nn.Sequential(
             *(Block(dim, dim // 64, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
         )
+        multiply_by_rows(self.blocks)
         self.norm = nn.LayerNorm(dim)
         self.classifier = nn.Linear(dim + self.pool.token_dim, num_classes)
         for module in self.modules():

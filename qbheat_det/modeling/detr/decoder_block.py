@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import DynamicReLU, MapAttention, depthwise, pointwise, zero_padding
+from qbheat_det.layers import (
+    DynamicReLU,
+    Linear,
+    MapAttention,
+    depthwise,
+    pointwise,
+    zero_padding,
+)
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,10 @@ class LevelMap:
 def feed_forward(widths: DecoderWidths) -> nn.Sequential:
     """Linear, ReLU, dropout, Linear."""
     return nn.Sequential(
-        nn.Linear(widths.dim, widths.hidden),
+        Linear(widths.dim, widths.hidden),
         nn.ReLU(),
         nn.Dropout(widths.dropout),
-        nn.Linear(widths.hidden, widths.dim),
+        Linear(widths.hidden, widths.dim),
     )
 
 

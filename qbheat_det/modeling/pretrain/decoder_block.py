@@ -11,9 +11,15 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 from torch.nn import functional as F
 
+from qbheat_det.layers import linear, multiply_by_rows
+
 
 class DecoderBlock(Block):
     """timm's pre-norm block, with the names of its parameters; without dropout and layer scale."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        multiply_by_rows(self)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
         """
@@ -39,8 +45,8 @@ class DecoderBlock(Block):
         weight_q, weight_kv = attention.qkv.weight.split(widths)
         bias_q, bias_kv = attention.qkv.bias.split(widths)
         heads = (attention.num_heads, -1)
-        query = F.linear(asking, weight_q, bias_q).unflatten(2, heads).transpose(1, 2)
-        pairs = F.linear(known, weight_kv, bias_kv).unflatten(2, (2, *heads))
+        query = linear(asking, weight_q, bias_q).unflatten(2, heads).transpose(1, 2)
+        pairs = linear(known, weight_kv, bias_kv).unflatten(2, (2, *heads))
         key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value)
         projected: Tensor = attention.proj(attended.transpose(1, 2).flatten(2))

@@ -14,7 +14,8 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from qbheat_det.layers import linear
 
 from .visible_quarter import PLACES_OF
 
@@ -147,7 +148,7 @@ def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
     others = [place for place in product((0, 1), (0, 1)) if place != (row, column)]
     weight = torch.cat([models[_NAMES[right - column, down - row]] for down, right in others])
     # The identity is added apart: in bfloat16, I + M would lose a small M.
-    blocks = [z + change for change in F.linear(z, weight).chunk(3, dim=-1)]
+    blocks = [z + change for change in linear(z, weight).chunk(3, dim=-1)]
     blocks.insert(corner, z)
     return _tile(blocks)
 

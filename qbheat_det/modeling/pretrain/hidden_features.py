@@ -12,7 +12,8 @@ Vision Learners" (MAE), arXiv:2111.06377.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from qbheat_det.layers import linear
 
 
 class InterpolatedFeatures(nn.Module):
@@ -54,8 +55,8 @@ class InterpolatedFeatures(nn.Module):
         along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
         along_y, any_y = along_y.transpose(1, 2), any_y.transpose(1, 2)
         # The identity is added apart: in bfloat16, I + M would lose a small M.
-        mapped_x = along_x + F.linear(along_x, self.x)
-        mapped_y = along_y + F.linear(along_y, self.y)
+        mapped_x = along_x + linear(along_x, self.x)
+        mapped_y = along_y + linear(along_y, self.y)
         weights = torch.stack([any_x, any_y]).float()
         weights = (weights / weights.sum(dim=0).clamp(min=1)).unsqueeze(-1)
         filled = weights[0] * mapped_x + weights[1] * mapped_y

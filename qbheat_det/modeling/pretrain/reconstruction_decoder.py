@@ -12,6 +12,8 @@ from timm.layers import build_sincos2d_pos_embed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.layers import Linear
+
 from .decoder_block import DecoderBlock, take
 
 
@@ -56,7 +58,7 @@ class ReconstructionDecoder(nn.Module):
             )
         self.grid_size = grid_size
         self.patch_size = patch_size
-        self.embed = nn.Identity() if in_channels == dim else nn.Linear(in_channels, dim)
+        self.embed = nn.Identity() if in_channels == dim else Linear(in_channels, dim)
         position = build_sincos2d_pos_embed([grid_size, grid_size], dim)
         self.register_buffer("position", position, persistent=False)
         self.position: Tensor  # (G * G, dim)
@@ -68,7 +70,7 @@ class ReconstructionDecoder(nn.Module):
             )
         )
         self.norm = norm(dim)
-        self.head = nn.Linear(dim, 3 * patch_size**2)
+        self.head = Linear(dim, 3 * patch_size**2)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
