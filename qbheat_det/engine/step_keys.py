@@ -6,18 +6,23 @@ import logging
 from detectron2.config import CfgNode
 from torch import nn
 
+from qbheat_det.deployment.memory import keep_freed_memory
+
 from .training_blocks import checkpoint_blocks
 
 logger = logging.getLogger(__name__)
 
 
 def use_step_keys(cfg: CfgNode, model: nn.Module) -> None:
-    """Prepares a model's blocks for training as the config asks; says what it did.
+    """Prepares process and model for training as the config asks; says what it did.
 
     Args:
-        cfg: ``MODEL.ACTIVATION_CHECKPOINTING`` and ``SOLVER.COMPILE`` are read.
+        cfg: ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING`` are
+            read.
         model: on its device, before it is wrapped for several processes.
     """
+    if cfg.SOLVER.KEEP_MEMORY and next(model.parameters()).device.type == "cpu":
+        keep_freed_memory()
     if cfg.MODEL.ACTIVATION_CHECKPOINTING:
         count = checkpoint_blocks(model)
         logger.info(
