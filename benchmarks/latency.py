@@ -10,8 +10,6 @@ of its own, and they take turns: deploying sets how a process keeps memory, whic
 share.
 """
 
-import torch
-
 from benchmarks.detectors import DETECTORS, HEIGHT, OURS, PEERS, WIDTH
 from benchmarks.forms import (
     COMPILED,
@@ -21,6 +19,7 @@ from benchmarks.forms import (
     EAGER,
     FROZEN,
     Forwards,
+    multiplies_bfloat16,
 )
 from benchmarks.timing import Result, Sample, told_in_rounds
 
@@ -57,13 +56,6 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     pairs = AT_TEST_SIZE + (IN_BF16 if multiplies_bfloat16() or quick else [])
     rows = compare(pairs, height, width, threads=threads, quick=quick)
     return rows + compare(AT_640, side, side, threads=threads, quick=quick, where="640_")
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether bfloat16 is arithmetic of this processor."""
-    from qbheat_det.deployment.precision import choose_precision
-
-    return choose_precision("auto", torch.device("cpu"))[0] == torch.bfloat16
 
 
 def compare(

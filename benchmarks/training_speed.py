@@ -4,10 +4,12 @@
 A copy of the package as it was at commit 3039a0f is taken from git's history into a temporary
 folder. Every contender is a process of its own that makes steps of the package's trainer, a turn at
 a time; the others wait meanwhile, and in every round the order turns round:
-  before                the package as it was, with the recipe's keys
-  before_channels_last  the same with MODEL.CHANNELS_LAST, a key that it had
-  after                 the package as it is, with the recipe's keys
-  after_fast            the same with MODEL.CHANNELS_LAST and SOLVER.COMPILE
+  before, after                              with the recipe's keys, in float32
+  before_channels_last, after_channels_last  with MODEL.CHANNELS_LAST, a key of both
+  before_bf16, after_bf16                    with SOLVER.AMP in bfloat16 as well; measured where the
+                                             processor multiplies bfloat16
+  after_compiled                             with MODEL.CHANNELS_LAST and SOLVER.COMPILE, whose
+                                             minutes of compiling only --contenders asks for
 Forward, backward, optimizer and all that the trainer does count; waiting for images does not. The
 images are drawn and the weights random; all begin with the same seed.
 
@@ -28,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.forms import multiplies_bfloat16
 from benchmarks.timing import (
     ROOT,
     PairedResult,
@@ -44,16 +47,23 @@ from benchmarks.workers import LeftOut, said, started
 BEFORE = "3039a0fb1d852814b91589d7e47e3969f3d8f043"
 BAR = 1.5
 _CHANNELS_LAST = ("MODEL.CHANNELS_LAST", "True")
+_BF16 = (*_CHANNELS_LAST, "SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.PRECISION", "bfloat16")
 CONTENDERS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether of the copy, and its keys
     "before": (True, ()),
     "before_channels_last": (True, _CHANNELS_LAST),
+    "before_bf16": (True, _BF16),
     "after": (False, ()),
-    "after_fast": (False, (*_CHANNELS_LAST, "SOLVER.COMPILE", "True")),
+    "after_channels_last": (False, _CHANNELS_LAST),
+    "after_bf16": (False, _BF16),
+    "after_compiled": (False, (*_CHANNELS_LAST, "SOLVER.COMPILE", "True")),
 }
 PAIRS = [
     ("after", "before"),
-    ("after_fast", "before"),
-    ("after_fast", "before_channels_last"),
+    ("after_channels_last", "before"),
+    ("after_channels_last", "before_channels_last"),
+    ("after_bf16", "before"),
+    ("after_bf16", "before_bf16"),
+    ("after_compiled", "before"),
 ]
 _ROUNDS, _WARM_UP = 5, 2
 _PROGRAM = str(ROOT / "benchmarks" / "training_worker.py")
@@ -84,7 +94,15 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     if quick:
         jobs, contenders = ["qb_heat_285m", "mf_detr_285m_211"], ["before", "after"]
         return measure(jobs, contenders, rounds=1, threads=threads, quick=True)
-    return measure(list(find_jobs()), list(CONTENDERS), rounds=_ROUNDS, threads=threads)
+    return measure(list(find_jobs()), default_contenders(), rounds=_ROUNDS, threads=threads)
+
+
+def default_contenders() -> list[str]:
+    """Returns those that are measured unasked on this machine."""
+    left_out = ["after_compiled"]
+    if not multiplies_bfloat16():
+        left_out += ["before_bf16", "after_bf16"]
+    return [name for name in CONTENDERS if name not in left_out]
 
 
 def measure(
@@ -214,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     jobs = list(find_jobs())
     parser.add_argument("--jobs", nargs="+", default=jobs, choices=jobs, metavar="NAME")
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument(
+        "--contenders", nargs="+", default=default_contenders(), choices=CONTENDERS, metavar="NAME"
+    )
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"(default: {_ROUNDS})")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--quick", action="store_true", help="two images of 64 pixels")
