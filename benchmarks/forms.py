@@ -92,13 +92,6 @@ def compile_peer(model: nn.Module, *, frozen: bool = False, quick: bool = False)
     return compiled
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether bfloat16 is arithmetic of this processor."""
-    from qbheat_det.deployment.precision import choose_precision
-
-    return choose_precision("auto", torch.device("cpu"))[0] == torch.bfloat16
-
-
 def report_of(forward: Forward) -> str:
     """Returns what ``deploy`` says that it did; of other forms nothing."""
     model = forward.args[0] if isinstance(forward, partial) else None

@@ -30,7 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.forms import multiplies_bfloat16
+import torch
+
 from benchmarks.timing import (
     ROOT,
     PairedResult,
@@ -43,6 +44,7 @@ from benchmarks.timing import (
 )
 from benchmarks.training_worker import CLOCKS, find_jobs
 from benchmarks.workers import LeftOut, said, started
+from qbheat_det.deployment.precision import multiplies_bfloat16
 
 BEFORE = "3039a0fb1d852814b91589d7e47e3969f3d8f043"
 BAR = 1.5
@@ -100,7 +102,7 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
 def default_contenders() -> list[str]:
     """Returns those that are measured unasked on this machine."""
     left_out = ["after_compiled"]
-    if not multiplies_bfloat16():
+    if not multiplies_bfloat16(torch.device("cpu")):
         left_out += ["before_bf16", "after_bf16"]
     return [name for name in CONTENDERS if name not in left_out]
 

@@ -34,3 +34,11 @@ def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves malloc alone: what trains sets it for a whole process, and tests share one."""
+    from qbheat_det.engine import step_keys  # after $QBHEAT_CACHE is set
+
+    monkeypatch.setattr(step_keys, "keep_freed_memory", lambda: True)

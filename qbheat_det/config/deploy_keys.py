@@ -9,8 +9,8 @@ def add_deploy_keys(cfg: CfgNode) -> None:
     cfg.MODEL.DEPLOY = CfgNode()
     # Bring the model, once its weights are loaded, into its fastest equal form on the device.
     cfg.MODEL.DEPLOY.ENABLED = False
-    # "float32", "bfloat16", or "auto": bfloat16 where processor or GPU multiply it.
-    cfg.MODEL.DEPLOY.PRECISION = "auto"
+    # "float32", or "bfloat16" for processors and GPUs that multiply it: AP moves by some tenths.
+    cfg.MODEL.DEPLOY.PRECISION = "float32"
     cfg.MODEL.DEPLOY.COMPILE = "auto"  # or "off"; compiled programs are kept on the disk
     # [[height, width], …] in pixels, after resizing, that are compiled for before the first image.
     cfg.MODEL.DEPLOY.IMAGE_SIZES = []

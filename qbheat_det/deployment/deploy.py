@@ -101,7 +101,7 @@ def tell_on_stderr(line: str) -> None:
 def deploy(
     model: nn.Module,
     *,
-    precision: str = "auto",
+    precision: str = "float32",
     compile: str = "auto",
     image_sizes: Sequence[Sequence[int]] = (),
     compile_after: int = COMPILE_AFTER,
@@ -119,7 +119,8 @@ def deploy(
 
     Args:
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.
-        precision: "float32", "bfloat16", or "auto": bfloat16 where the device multiplies it.
+        precision: "float32" or, for devices that multiply it, "bfloat16", which is not equal:
+            AP moves by some tenths (docs/fast.md).
         compile: "auto", or "off" for the steps that need no compiler.
         image_sizes: (height, width) in pixels of images as the model gets them, for which it is
             compiled now; on CUDA, all there are, which get graphs.

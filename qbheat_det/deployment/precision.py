@@ -8,32 +8,35 @@ import torch
 
 from qbheat_det.errors import UserError
 
-PRECISIONS = ("auto", "float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16")
 # As Linux names them: products of bfloat16 in AVX-512 and AMX; Arm's own.
 _NATIVE_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Returns the type to compute in, and the reason in a sentence.
+    """Returns the type to compute in, and a sentence on it.
 
     Args:
-        wanted: "auto", "float32" or "bfloat16".
+        wanted: "float32" or "bfloat16".
         device: where the model lives.
 
     Raises:
-        UserError: ``wanted`` is none of the three.
+        UserError: ``wanted`` is neither.
     """
     if wanted not in PRECISIONS:
         raise UserError(f"precision is one of {', '.join(PRECISIONS)}, not '{wanted}'")
-    if wanted != "auto":
-        return getattr(torch, wanted), "as asked for"
+    has_it = multiplies_bfloat16(device)
+    if wanted == "bfloat16":
+        return torch.bfloat16, "as asked for" if has_it else "slower, for this device emulates it"
+    other = "this device multiplies bfloat16 too, which rounds more: precision='bfloat16' takes it"
+    return torch.float32, other if has_it else "this device does not multiply bfloat16"
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is arithmetic of a device."""
     if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16, "the GPU multiplies bfloat16"
-        return torch.float32, "the GPU does not multiply bfloat16"
-    if device.type == "cpu" and processor_flags() & _NATIVE_FLAGS:
-        return torch.bfloat16, "the processor multiplies bfloat16"
-    return torch.float32, "the processor does not multiply bfloat16, which would be slower"
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(processor_flags() & _NATIVE_FLAGS)
 
 
 def processor_flags() -> set[str]:

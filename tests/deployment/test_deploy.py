@@ -105,7 +105,7 @@ def test_it_neither_trains_nor_takes_weights_and_needs_no_no_grad() -> None:
 
 def test_wrong_arguments_are_sentences() -> None:
     model = build(make_config("classifier"))
-    with pytest.raises(UserError, match="precision is one of auto, float32, bfloat16, not 'half'"):
+    with pytest.raises(UserError, match="precision is one of float32, bfloat16, not 'half'"):
         plain_steps(model, precision="half")
     with pytest.raises(UserError, match="compile is one of auto, off, not 'always'"):
         qbheat_det.deploy(model, compile="always")
@@ -114,15 +114,22 @@ def test_wrong_arguments_are_sentences() -> None:
 
 
 @torch.no_grad()
-def test_bfloat16_is_for_devices_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_for_those_who_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build(make_config("classifier"))
     monkeypatch.setattr(precision, "processor_flags", lambda: {"avx512f"})
     report = plain_steps(model).report
     assert not report["precision"].applied
     assert "does not multiply bfloat16" in report["precision"].sentence
+    report = plain_steps(model, precision="bfloat16").report
+    assert "slower, for this device emulates it" in report["precision"].sentence
     monkeypatch.setattr(precision, "processor_flags", lambda: {"avx512f", "amx_bf16"})
-    deployed = plain_steps(model)
-    assert deployed.report["precision"].applied
+    report = plain_steps(model).report
+    assert not report["precision"].applied  # it is not equal
+    assert "precision='bfloat16' takes it" in report["precision"].sentence
+    deployed = plain_steps(model, precision="bfloat16")
+    assert deployed.report["precision"].sentence == "bfloat16: as asked for"
     found, expected = (m(entries((32, 32)))[0]["scores"] for m in (deployed, model))
     assert found.dtype == torch.float32
     assert_close(found, expected, rtol=0, atol=0.02)
