@@ -33,6 +33,7 @@ BENCHMARKS = {
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training_help": "a training step of MF-Dec-211 with each training-only help beside none",
     "training_speed": "training steps a second, now and at the start of the work on speed",
+    "step_profile": "where a training step's time goes, now and at that start",
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
     # Last: what it deploys sets for the whole process how memory is kept.

@@ -139,16 +139,46 @@ def measure(
                 workers: dict[str, Callable[[int], dict[str, Any]]] = {}
                 for name in contenders:
                     is_old, opts = CONTENDERS[name]
-                    place = Path(folder) / job / name
-                    arguments = [job, str(place), str(threads), str(int(quick)), clock, *opts]
-                    place.mkdir(parents=True)
-                    command = [_PROGRAM, str(old if is_old else ROOT), *arguments]
+                    command = contender_command(
+                        old if is_old else ROOT,
+                        job,
+                        Path(folder) / job / name,
+                        threads=threads,
+                        quick=quick,
+                        clock=clock,
+                        opts=opts,
+                    )
                     with said(name):
                         workers[name], _ = stack.enter_context(started(command))
                 turns = take_turns(workers, rounds=rounds, warm_up=1 if quick else _WARM_UP)
             print(format_turns(turns), flush=True)
             rows += rows_of(job, turns)
     return rows
+
+
+def contender_command(
+    tree: Path,
+    job: str,
+    folder: Path,
+    *,
+    threads: int,
+    quick: bool,
+    clock: str,
+    opts: Sequence[str] = (),
+) -> list[str]:
+    """Returns the arguments of Python for a process of ``training_worker``, and makes its folder.
+
+    Args:
+        tree: folder in which the package lies.
+        job: of ``find_jobs``.
+        folder: for images and for what the run writes; new.
+        threads: CPU threads.
+        quick: two images of 64 pixels.
+        clock: as the worker takes it.
+        opts: keys and values of the config that differ.
+    """
+    folder.mkdir(parents=True)
+    return [_PROGRAM, str(tree), job, str(folder), str(threads), str(int(quick)), clock, *opts]
 
 
 def export_tree(commit: str, folder: Path) -> Path:

@@ -5,7 +5,8 @@ python benchmarks/training_worker.py TREE JOB FOLDER THREADS QUICK CLOCK [KEY VA
 
 It is run by ``training_speed.py``, as ``workers.py`` says: a line is the number of steps of a turn.
 Its answers have the turn's ``seconds`` without the time in which the images were waited for, the
-``loss`` of the last step and the ``peak`` memory in MiB.
+``loss`` of the last step and the ``peak`` memory in MiB. With the clock "operators" an answer has
+instead the seconds of a step in all ``kinds`` of operators.
 """
 
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+OPERATORS = "operators"
 _LEFT_OUT: dict[str, Any] = {  # ImageNet fits no memory; the precision is the contender's
     "INPUT.PRETRAIN.MEMORY_GB": 0.0,
     "SOLVER.AMP.ENABLED": False,
@@ -129,9 +131,14 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(int(threads))
-        clock = CLOCKS[clock_name]
+        clock = CLOCKS.get(clock_name, time.perf_counter)
         step = build_steps(job, Path(folder), opts, quick=quick == "1", clock=clock)
         answer({"ready": True})
+        if clock_name == OPERATORS:
+            from benchmarks.operators import seconds_by_kind
+
+            for turn in sys.stdin:
+                answer({"kinds": seconds_by_kind(step, int(turn))})
         serve(step, sys.stdin, answer, clock)
     except Exception as error:
         answer({"error": f"{type(error).__name__}: {error}"})

@@ -1,0 +1,72 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Where a step's time goes: kinds of operators, medians of turns, rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from benchmarks.operators import KINDS, REST, kind_of, seconds_by_kind
+from benchmarks.step_profile import profile_in_turns, rows_of
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mkldnn_convolution", "convolutions and matrix products"),
+        ("aten::convolution_backward", "convolutions and matrix products"),
+        ("aten::addmm", "convolutions and matrix products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::native_batch_norm_backward", "norms"),
+        ("aten::gelu_backward", "activations"),
+        ("_TwoSlopesBackward", "activations"),
+        ("aten::_fused_adamw_", "optimizer and clipping"),
+        ("aten::bernoulli_", "dropout's numbers"),
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "images"),
+        ("aten::mul", REST),
+        ("aten::mm_unheard_of", REST),
+    ],
+)
+def test_operators_have_the_kind_that_their_name_says(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_a_step_of_products_is_products() -> None:
+    layer, x = nn.Linear(512, 512), torch.randn(512, 512)
+    found = seconds_by_kind(lambda: layer(x).sum().backward(), steps=3)
+    assert set(found) == {*KINDS, REST}
+    assert found["convolutions and matrix products"] == max(found.values())
+    assert found["attention"] == 0
+
+
+def test_of_each_kind_the_median_of_the_turns_counts_without_the_first() -> None:
+    def worker(name: str, seconds: list[float]) -> Any:
+        left = iter(seconds)
+
+        def call(steps: int) -> dict[str, Any]:
+            order.append(name)
+            return {"kinds": dict.fromkeys([*KINDS, REST], next(left))}
+
+        return call
+
+    order: list[str] = []
+    workers = {"before": worker("b", [9, 4, 6, 5]), "after": worker("a", [9, 1, 3, 2])}
+    found = profile_in_turns(workers, rounds=3)
+    assert "".join(order) == "babababa"
+    assert set(found["before"].values()) == {5}
+    assert set(found["after"].values()) == {2}
+
+
+def test_a_job_has_a_row_for_each_kind_it_meets_and_one_for_their_sum() -> None:
+    nothing = dict.fromkeys([*KINDS, REST], 0.0)
+    before = {**nothing, "attention": 0.3, REST: 0.1}
+    rows = {
+        row.name: row
+        for row in rows_of("mf", {"before": before, "after": {**before, "attention": 0.1}})
+    }
+    assert set(rows) == {"step_profile/mf: attention", f"step_profile/mf: {REST}",
+                         "step_profile/mf: sum"}  # fmt: skip
+    assert_close(rows["step_profile/mf: attention"].ratio, 3.0)
+    assert_close(rows["step_profile/mf: sum"].ours, 200.0)
