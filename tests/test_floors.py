@@ -33,6 +33,7 @@ FLOORS = {
     "layers": 1,
     "atomic": 1,
     "errors": 0,
+    "quiet": 0,
     "_detectron2": 0,
     "_own_modules": 0,
 }

@@ -179,7 +179,7 @@ def _fold(model: nn.Module, report: DeployReport) -> None:
         what += f"; {left} follow no convolution directly and stay"
     report.add("fold", folded > 0, what if folded or left else "there is no BatchNorm")
     quick = quicken_blocks(model) if next(model.parameters()).device.type == "cpu" else 0
-    told = f"{quick} pass over an image's wide maps less often" if quick else "none is known"
+    told = f"{quick} pass over an image's maps less often" if quick else "none is known"
     report.add("blocks", quick > 0, told)
 
 

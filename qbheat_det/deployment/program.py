@@ -1,12 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A part of a model as machine code for inputs of one shape: torch.export, then AOTInductor."""
 
-import contextlib
-import logging
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from qbheat_det.errors import UserError
+from qbheat_det.quiet import quiet
 
 Arguments = tuple[Any, ...]
 Run = Callable[..., Any]
@@ -70,7 +68,7 @@ def open_program(path: Path) -> Run:
     """Returns a program as a function of what its part takes, for one image."""
     from torch._inductor import aoti_load_package
 
-    with _quiet():
+    with quiet("torch"):
         program = aoti_load_package(str(path))
     return lambda *arguments: program(*lay_out(arguments))
 
@@ -88,7 +86,7 @@ def build_program(part: InPrecision, arguments: Arguments, path: Path) -> None:
     """
     from torch._inductor import aoti_compile_and_package
 
-    with _quiet(), torch.no_grad():
+    with quiet("torch"), torch.no_grad():
         exported = torch.export.export(part, arguments, strict=False)
         aoti_compile_and_package(
             exported,
@@ -100,19 +98,3 @@ def build_program(part: InPrecision, arguments: Arguments, path: Path) -> None:
                 "cpp.threads": max(2, os.cpu_count() or 1),
             },
         )
-
-
-@contextlib.contextmanager
-def _quiet(names: Sequence[str] = ("torch",)) -> Iterator[None]:
-    """Keeps warnings of the compiler's own away from people who cannot act on them."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

@@ -8,9 +8,12 @@ oneDNN is slow at depthwise convolutions that give several channels for one. Tho
 are not: the first channel of each, then the second of each, and so on, and the convolution behind
 reads them in that order.
 
+Codes of positions are worked out once for each of the last few sizes of maps.
+
 One image without padding goes this way; compilers, exporters and batches see the plain blocks.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +23,10 @@ from torch.nn import functional as F
 from .attention import is_recorded
 from .dynamic_relu import DynamicReLU
 from .mobile_former_block import DownMobile, LiteBottleneck, Mobile
+from .position_encoding import SinePositionEncoding
 
 _LEAST = 1e-12  # what slopes are divided by
+_MOST_CODES = 6  # sizes of maps whose codes are kept: of a decoder's levels, two images' sizes
 
 
 def quicken_blocks(model: nn.Module) -> int:
@@ -72,10 +77,24 @@ class _QuickLiteBottleneck(LiteBottleneck):
         return convolve(self.pointwise, hidden, order=order).add_(x), tokens
 
 
+class _QuickPositionEncoding(SinePositionEncoding):
+    def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
+        if padding is not None or torch.is_grad_enabled() or is_recorded():
+            return super().forward(size, padding)
+        codes: dict[Any, Tensor] = self.__dict__.setdefault("_codes", {})
+        key = tuple(size), self.frequency.device, self.frequency.dtype
+        code = codes.pop(key, None)  # and put back as the newest
+        codes[key] = code = super().forward(size) if code is None else code
+        if len(codes) > _MOST_CODES:
+            codes.pop(next(iter(codes)), None)
+        return code
+
+
 QUICK_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {
     LiteBottleneck: _QuickLiteBottleneck,
     Mobile: _QuickMobile,
     DownMobile: _QuickDownMobile,
+    SinePositionEncoding: _QuickPositionEncoding,
 }
 """The class of a block that computes so, by the block's own; heads add theirs."""
 

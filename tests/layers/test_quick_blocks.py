@@ -66,3 +66,25 @@ def test_slopes_of_zero_are_no_division_by_zero() -> None:
     x, token = torch.randn(1, 4, 7, 9), torch.randn(1, 8)
     with torch.no_grad():
         assert_close(quick(x, token), plain(x, token))
+
+
+def test_codes_of_positions_are_worked_out_once_for_each_of_the_last_sizes() -> None:
+    plain = SinePositionEncoding(channels=8)
+    quick = copy.deepcopy(plain)
+    assert quicken_blocks(quick) == 1
+    padding = torch.zeros(1, 1, 3, 5, dtype=torch.bool)
+    with torch.no_grad():
+        first = quick((3, 5))
+        assert_close(first, plain((3, 5)), rtol=0, atol=0)
+        assert quick((3, 5)) is first
+        assert_close(quick((5, 3)), plain((5, 3)), rtol=0, atol=0)
+        assert_close(quick((3, 5), padding), plain((3, 5), padding), rtol=0, atol=0)
+        for width in range(6, 11):  # five more, between which it was asked for again
+            assert quick((3, 5)) is first
+            quick((3, width))
+        for width in range(11, 17):
+            quick((3, width))
+        assert len(quick._codes) == 6
+        assert quick((3, 5)) is not first
+    assert quick((3, 5)) is not quick((3, 5))  # with gradients, as ever
+    assert quick.to(torch.float64)((3, 5)).dtype == torch.float64

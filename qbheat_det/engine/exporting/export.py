@@ -21,13 +21,13 @@ from qbheat_det.engine.prediction import build_predictor
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.run_sets import find_run_set
 from qbheat_det.errors import UserError
+from qbheat_det.quiet import quiet
 
 from .agreement import Agreement, build_reference, measure_agreement, table_of
 from .deployable import DeployableModel, build_deployable
 from .exported_model import ExportedModel
 from .formats import SUFFIXES, Translations, write_onnx, write_torch_export, write_torchscript
 from .suppression import suppress, suppress_in_onnx
-from .torch_programs import quiet
 
 TOLERANCE = {"detection": 1e-4, "classification": 1e-4, "features": 1e-4}
 """Default largest difference by task."""

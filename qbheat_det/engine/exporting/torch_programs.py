@@ -7,7 +7,6 @@ and names of functions in a ``.pt2`` are still PyTorch's to evaluate.
 """
 
 import contextlib
-import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from qbheat_det.quiet import quiet
 
 from .export_info import METADATA_FILE
 
@@ -46,20 +47,6 @@ def open_program(path: Path) -> tuple[Callable[..., Any], str]:
         program = torch.jit.load(str(path), "cpu", _extra_files=extra)
     text = extra[METADATA_FILE]
     return program, text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-
-
-@contextlib.contextmanager
-def quiet(*names: str) -> Iterator[None]:
-    """Keeps what some loggers say below critical away; errors are raised as ever."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextlib.contextmanager
