@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compilers and exporters talk about their own doings; people who call them through us read ours."""
+"""Compilers and exporters talk about their own doings; who calls them through us reads our words."""
 
 import contextlib
 import logging
