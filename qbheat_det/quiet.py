@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compilers and exporters talk about their own doings; who calls them through us reads our words."""
+"""Compilers and exporters talk about their own doings; who calls them through us reads ours."""
 
 import contextlib
 import logging
