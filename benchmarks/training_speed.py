@@ -47,7 +47,6 @@ from benchmarks.workers import LeftOut, said, started
 from qbheat_det.deployment.precision import multiplies_bfloat16
 
 BEFORE = "3039a0fb1d852814b91589d7e47e3969f3d8f043"
-BAR = 1.5
 _CHANNELS_LAST = ("MODEL.CHANNELS_LAST", "True")
 _BF16 = (*_CHANNELS_LAST, "SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.PRECISION", "bfloat16")
 CONTENDERS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether of the copy, and its keys

@@ -51,9 +51,9 @@ def test_a_contender_that_fails_at_its_first_step_is_left_out_with_its_reason(
         raise LeftOut("no compiler")
 
     good = {"seconds": 1.0, "loss": 2.0, "peak": 3.0}
-    turns = take_turns({"after_fast": fail, "before": lambda steps: good}, rounds=1, warm_up=1)
+    turns = take_turns({"after_compiled": fail, "before": lambda steps: good}, rounds=1, warm_up=1)
     assert list(turns) == ["before"]
-    assert "after_fast is left out: no compiler" in capsys.readouterr().out
+    assert "after_compiled is left out: no compiler" in capsys.readouterr().out
 
 
 def test_rows_are_of_the_pairs_that_were_measured() -> None:
