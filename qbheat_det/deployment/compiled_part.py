@@ -17,7 +17,8 @@ class CompiledForward:
 
     A program takes one image; of a batch of equal sizes it runs one after another, which costs a
     processor nothing. What there is no program for goes the plain way, as does what needs
-    gradients.
+    gradients, and what the caller has run under an autocast of his own: a program would ignore it,
+    and one made then would keep it.
 
     Attributes:
         programs: of the part.
@@ -42,7 +43,8 @@ class CompiledForward:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         fitting = strip_defaults(arguments)
         leaves, structure = tree_flatten(fitting)
-        count = 0 if keywords else count_images(leaves)
+        plainly = bool(keywords) or torch.is_autocast_enabled("cpu")
+        count = 0 if plainly else count_images(leaves)
         program = None
         if count:
             program = self.programs.find(signature_of(leaves, structure), fitting, count)
@@ -57,14 +59,14 @@ class CompiledForward:
 
 
 def _run_each(program: Program, leaves: list[Any], structure: TreeSpec, count: int) -> Any:
-    rows = []
+    rows, axes = [], [axis for axis in program.batch_axes if axis is not None]
     for index in range(count):
         row = [x[index : index + 1] if isinstance(x, Tensor) else x for x in leaves]
         found, form = tree_flatten(program.run(*tree_unflatten(row, structure)))
         rows.append(found)
     joined = [
-        torch.cat(parts, dim=axis or 0)
-        for parts, axis in zip(zip(*rows, strict=True), program.batch_axes, strict=True)
+        torch.cat(parts, dim=axis)
+        for parts, axis in zip(zip(*rows, strict=True), axes, strict=True)
     ]
     return tree_unflatten(joined, form)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from .precision import processor_name
 
-_FORMAT = 2  # of the entries, counted up when they change their meaning
+_FORMAT = 3  # of the entries, counted up when they change their meaning
 _OWN = ("layers", "modeling", "deployment")
 
 
@@ -57,19 +57,28 @@ def _weights(module: nn.Module) -> str:
 def _plain_attributes(module: nn.Module) -> Iterable[str]:
     for name, part in module.named_modules():
         for key, value in sorted(vars(part).items()):
-            if not key.startswith(("_forward", "_backward", "_state", "_load")) and _is_plain(
-                value
-            ):
-                value = sorted(map(repr, value)) if isinstance(value, set | frozenset) else value
-                yield f"{name}.{key}={value!r}"
+            if not key.startswith(("_forward", "_backward", "_state", "_load")):
+                word = _word(value)
+                if word is not None:
+                    yield f"{name}.{key}={word}"
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple | list | set | frozenset):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+def _word(value: object) -> str | None:
+    """Says what a value is, in each process the same; None for what has no such word."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, value.keywords)
+    if isinstance(value, tuple | list | set | frozenset | dict):
+        items = value.items() if isinstance(value, dict) else value
+        words = [word for item in items if (word := _word(item)) is not None]
+        if len(words) < len(value):
+            return None
+        return f"[{', '.join(sorted(words) if isinstance(value, set | frozenset) else words)}]"
+    if callable(value):  # an activation, as Detectron2's convolutions have it, which no repr shows
+        named: Any = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    return None
 
 
 def _code(modules: set[str]) -> str:

@@ -8,7 +8,6 @@ size that is rare is left to the plain form, which takes any.
 import contextlib
 import copy
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,10 +37,9 @@ MOST_COMPILED = 4
 """Programs of a part that one process compiles without being asked for that size."""
 _MOST_LOADED = 16  # of a part, each with a copy of its weights
 _ROUNDS = 5
-# Largest distance from the plain form, relative to an output's largest value.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-
-_BUILDING = threading.Lock()
+# Largest distance from the plain form, relative to an output's largest value. Rounding makes 1e-5;
+# of boxes in parts of an image 5e-5 is under a tenth of a pixel.
+_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.2}
 
 Signature = tuple[str, ...]
 
@@ -79,6 +77,10 @@ class Plan:
 @dataclass
 class PartPrograms:
     """Finds the program for what a part is called with.
+
+    A program that is loaded is compared once with the part, on the first image that it is for: what
+    a part does may hang on more than its key knows. That costs each process a plain forward pass
+    for each size.
 
     Attributes:
         part: in evaluation mode, with its weights.
@@ -125,75 +127,120 @@ class PartPrograms:
         is_new = signature not in self._seen
         seen = self._seen[signature] = self._seen.get(signature, 0) + count
         often = 0 < self.plan.compile_after <= seen and self._num_compiled < MOST_COMPILED
-        wanted = self.plan.asks or often
+        wanted = (self.plan.asks or often) and not self._has_failed
         room = self.plan.asks or len(self._found) < _MOST_LOADED
-        if not room or self._has_failed or not (is_new or wanted):
+        if not room or not (is_new or wanted):
             return None
         why = "as asked for" if self.plan.asks else f"which has come {seen} times"
         with torch.inference_mode(False), torch.no_grad():
             try:
-                entry, seconds = self._look_up(signature, arguments, why if wanted else None)
-                if entry is None:
-                    return None
-                self._found[signature] = self._adopt(entry, arguments, seconds)
+                self._look_up(signature, arguments, why if wanted else None)
             except Exception as error:  # of PyTorch's many kinds: each leaves the plain form
                 self._has_failed = True
                 self._found[signature] = None
                 self._note(False, arguments, first_line(error))
+        if self.plan.asks and signature not in self._found:
+            self._found[signature] = None
+            self._note(False, arguments, "not compiled, since compiling failed before")
         return self._found.get(signature)
 
-    def _look_up(
-        self, signature: Signature, arguments: Arguments, why: str | None
-    ) -> tuple[Entry | None, float | None]:
-        """Returns the cache's entry, and the seconds of compiling where it was made now."""
+    def _look_up(self, signature: Signature, arguments: Arguments, why: str | None) -> None:
+        """Keeps what the cache knows of a signature, made now if there is a reason to and need."""
         description: dict[str, Any] = {**self._description, "inputs": list(signature)}
         key, cache = key_of(description), self.plan.cache
         entry = cache.get(key, description)
-        if entry is not None or why is None:
-            return entry, None
+        if self._adopt(signature, arguments, key, entry) or why is None:
+            return
         with cache.lock(key):
             entry = cache.get(key, description)  # made while this process waited
-            if entry is not None:
-                return entry, None
+            if self._adopt(signature, arguments, key, entry):
+                return
             require_compiler()
             self._num_compiled += not self.plan.asks
             where = _sizes(arguments)
             self.plan.tell(f"compiling the {self.name} for {where}, {why}: a minute or several")
             start = time.perf_counter()
-            cache.put(key, description, functools.partial(self._build, _first_image(arguments)))
-            return cache.get(key, description), time.perf_counter() - start
+            slow_with = entry.notes["slow_with"] if entry is not None else []
+            cache.put(
+                key,
+                description,
+                functools.partial(self._build, _first_image(arguments), slow_with),
+            )
+            seconds = time.perf_counter() - start
+            self._adopt(signature, arguments, key, cache.get(key, description), seconds)
 
-    def _build(self, arguments: Arguments, path: Path) -> dict[str, Any]:
-        """Writes a program to ``path`` unless it had better not be used; returns what was seen."""
+    def _build(self, arguments: Arguments, slow_with: list[int], path: Path) -> dict[str, Any]:
+        """Writes a program to ``path`` unless it had better not be used; returns what was seen.
+
+        Args:
+            arguments: of one image.
+            slow_with: numbers of threads with which it was slower before.
+            path: of the package.
+        """
         with self._without_programs():
             build_program(self._module(), arguments, path)
         run = open_program(path)
         distance = _distance(run(*arguments), self.own(*arguments))
         fast, slow = race(run, self.plain, arguments)
-        refused = None
+        refused, tried = None, []
         if not distance <= _TOLERANCE[self.dtype]:
-            refused = f"its outputs differ from the plain ones by {distance:.1g} of the largest"
+            refused = _differs(distance)
         elif fast >= slow:
             refused = f"slower than without: {fast:.2g} s an image, not {slow:.2g}"
+            tried = [*slow_with, torch.get_num_threads()]
         if refused:
             path.unlink()
-        axes = find_batch_axes(self.plain, arguments)
-        return {"refused": refused, "batch_axes": axes, "seconds": fast, "plain_seconds": slow}
+        return {
+            "refused": refused,
+            "slow_with": tried,
+            "batch_axes": find_batch_axes(self.plain, arguments),
+            "seconds": fast,
+            "plain_seconds": slow,
+        }
 
-    def _adopt(self, entry: Entry, arguments: Arguments, compiled: float | None) -> Program | None:
+    def _adopt(
+        self,
+        signature: Signature,
+        arguments: Arguments,
+        key: str,
+        entry: Entry | None,
+        compiled: float | None = None,
+    ) -> bool:
+        """Takes an entry for what there is for a signature, if there is one and it holds here.
+
+        Args:
+            signature: of the arguments.
+            arguments: of one image or more.
+            key: of the entry.
+            entry: as the cache has it.
+            compiled: seconds of compiling, if it was made now.
+        """
+        if entry is None:
+            return False
         notes = entry.notes
         made = "" if compiled is None else f"compiled in {compiled:.0f} s; "
         if entry.package is None:
+            slow_with = notes["slow_with"]
+            if slow_with and torch.get_num_threads() not in slow_with:
+                return False  # which may be faster with these
+            self._found[signature] = None
             self._note(False, arguments, f"{made}{notes['refused']}")
-            return None
+            return True
         start = time.perf_counter()
         run = open_program(entry.package)
         loaded = time.perf_counter() - start
+        image = _first_image(arguments)
+        distance = _distance(run(*image), self.own(*image))
+        if not distance <= _TOLERANCE[self.dtype]:
+            self.plan.cache.drop(key)
+            self._note(False, arguments, f"the one in the cache is dropped: {_differs(distance)}")
+            return False
         gain = f"{notes['seconds']:.2g} s an image, {notes['plain_seconds']:.2g} without"
         again = "loaded" if compiled is None else "again"
         folder = self.plan.cache.folder
         self._note(True, arguments, f"{made}{gain}; {again} in {loaded:.1f} s from {folder}")
-        return Program(run, notes["batch_axes"])
+        self._found[signature] = Program(run, notes["batch_axes"])
+        return True
 
     def _note(self, applied: bool, arguments: Arguments, sentence: str) -> None:
         line = f"{self.name} for {_sizes(arguments)}: {sentence}"
@@ -205,14 +252,13 @@ class PartPrograms:
 
     @contextlib.contextmanager
     def _without_programs(self) -> Iterator[None]:
-        """Has the part itself run when it is called, for one thread at a time."""
-        with _BUILDING:
-            before = self.part.forward
-            self.part.forward = self.own
-            try:
-                yield
-            finally:
-                self.part.forward = before
+        """Has the part itself run when it is called; ``ProgramCache.put`` lets one thread in."""
+        before = self.part.forward
+        self.part.forward = self.own
+        try:
+            yield
+        finally:
+            self.part.forward = before
 
 
 def find_batch_axes(run: Run, arguments: Arguments) -> list[int | None]:
@@ -245,11 +291,15 @@ def _distance(found: Any, wanted: Any) -> float:
     """Returns the largest distance of two outputs, relative to the largest value."""
     pairs = zip(tree_flatten(found)[0], tree_flatten(wanted)[0], strict=True)
     distances = [
-        float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-6))
         for a, b in pairs
         if isinstance(b, Tensor)
     ]
     return max(distances, key=lambda x: float("inf") if x != x else x)  # a NaN is the largest
+
+
+def _differs(distance: float) -> str:
+    return f"its outputs differ from the plain ones by {distance:.1g} of the largest"
 
 
 def race(one: Run, other: Run, arguments: Arguments) -> tuple[float, float]:

@@ -33,8 +33,9 @@ def lay_out(arguments: Any) -> Any:
 
 
 class InPrecision(nn.Module):
-    """A part computed in bfloat16 where PyTorch's autocast says so, with outputs in float32.
+    """A part computed in bfloat16 where PyTorch's autocast says so.
 
+    What it returns in half precision comes out in float32; integers and masks stay what they are.
     In float32 it is the part, with the same signature for all parts.
     """
 
@@ -43,13 +44,18 @@ class InPrecision(nn.Module):
         self.part = part
         self.dtype, self.device_type = dtype, device.type
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """As the part's own."""
         if self.dtype == torch.float32:
-            return self.part(*arguments)
+            return self.part(*arguments, **keywords)
         with torch.autocast(self.device_type, dtype=self.dtype):
-            found = self.part(*arguments)
-        return tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, found)
+            found = self.part(*arguments, **keywords)
+        return tree_map(_widen, found)
+
+
+def _widen(x: Any) -> Any:
+    is_half = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+    return x.float() if is_half else x
 
 
 def require_compiler() -> None:
@@ -84,17 +90,18 @@ def build_program(part: InPrecision, arguments: Arguments, path: Path) -> None:
     Raises:
         Exception: of any kind, where PyTorch cannot export or compile the part.
     """
-    from torch._inductor import aoti_compile_and_package
+    from torch._inductor import aoti_compile_and_package, config
 
+    settings = {
+        "freezing": True,  # weights in the layout that each product wants
+        # As many threads as the process has when the program runs.
+        "cpp.dynamic_threads": True,
+        "cpp.threads": max(2, os.cpu_count() or 1),
+    }
+    # PyTorch keeps these in the folder of temporary files wherever its cache lies, under a name
+    # that another user can take first: what he puts there would become part of the program.
+    if hasattr(config.aot_inductor, "precompile_headers"):  # not in torch 2.6
+        settings["aot_inductor.precompile_headers"] = False
     with quiet("torch"), torch.no_grad():
         exported = torch.export.export(part, arguments, strict=False)
-        aoti_compile_and_package(
-            exported,
-            package_path=str(path),
-            inductor_configs={
-                "freezing": True,  # weights in the layout that each product wants
-                # As many threads as the process has when the program runs.
-                "cpp.dynamic_threads": True,
-                "cpp.threads": max(2, os.cpu_count() or 1),
-            },
-        )
+        aoti_compile_and_package(exported, package_path=str(path), inductor_configs=settings)

@@ -13,6 +13,8 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +23,15 @@ from typing import Any
 from iopath.common.file_io import file_lock
 
 from qbheat_det.atomic import write_atomically
-from qbheat_det.data.toy import get_cache_dir
+from qbheat_det.data.toy import get_cache_dir, make_cache_folder
 from qbheat_det.errors import UserError
 
 _MOST_BYTES = 4 * 2**30  # of all packages; the ones that were not used for longest go
+_LONGEST_BUILD = 24 * 3600  # seconds; older leftovers are of processes that were killed
 _INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+# Where the compiler puts its files is a setting of the whole process.
+_BUILDING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,10 @@ class ProgramCache:
         Raises:
             UserError: it cannot be made, or others than the user can change what is in it.
         """
-        self.folder = (folder or get_cache_dir() / "programs").absolute()
+        self.folder = (folder or get_cache_dir() / "programs").expanduser().absolute()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_cache_folder(self.folder.parent)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"the folder of compiled programs '{self.folder}' cannot be made "
@@ -85,7 +92,7 @@ class ProgramCache:
         description: dict[str, Any],
         build: Callable[[Path], dict[str, Any]],
     ) -> None:
-        """Makes an entry.
+        """Makes an entry; one thread of the process at a time.
 
         Args:
             key: hexadecimal.
@@ -95,7 +102,7 @@ class ProgramCache:
         """
         self.drop(key)
         path = digest = None
-        with self._workplace() as folder:
+        with _BUILDING, self._workplace() as folder:
             fresh = folder / "program.pt2"
             notes = build(fresh)
             if fresh.exists():
@@ -126,9 +133,11 @@ class ProgramCache:
         folder = Path(tempfile.mkdtemp(prefix="making-", dir=self.folder))
         before = os.environ.get(_INDUCTOR_FOLDER)
         os.environ[_INDUCTOR_FOLDER] = str(folder / "inductor")
+        _forget_header()
         try:
             yield folder
         finally:
+            _forget_header()
             if before is None:
                 del os.environ[_INDUCTOR_FOLDER]
             else:
@@ -136,11 +145,14 @@ class ProgramCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _make_room(self, keep: Path) -> None:
-        packages = sorted(self.folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)
-        total = sum(path.stat().st_size for path in packages)
-        for path in packages:
+        for path, status in _list(self.folder, "making-*"):
+            if status.st_mtime < time.time() - _LONGEST_BUILD:
+                shutil.rmtree(path, ignore_errors=True)
+        packages = sorted(_list(self.folder, "*.pt2"), key=lambda pair: pair[1].st_mtime)
+        total = sum(status.st_size for _, status in packages)
+        for path, status in packages:
             if total > _MOST_BYTES and path != keep:
-                total -= path.stat().st_size
+                total -= status.st_size
                 self.drop(path.name.partition("-")[0])
 
     def _package(self, key: str, digest: str) -> Path:
@@ -163,7 +175,9 @@ def refuse_what_others_can_write(folder: Path) -> None:
     folder = folder.resolve()
     for path in (folder, *folder.parents):
         status = path.stat()
-        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        others = status.st_mode & stat.S_IWOTH or (
+            status.st_mode & stat.S_IWGRP and not _is_of_one(status.st_gid, user)
+        )
         theirs = status.st_uid not in ({user} if path == folder else {user, 0})
         sticky = path != folder and status.st_mode & stat.S_ISVTX
         if theirs or (others and not sticky):
@@ -171,6 +185,40 @@ def refuse_what_others_can_write(folder: Path) -> None:
                 f"compiled programs are run, and others than you can change '{path}': take that "
                 "right away (chmod go-w), or set QBHEAT_CACHE to a folder that is yours alone"
             )
+
+
+def _is_of_one(group: int, user: int) -> bool:
+    """Whether a group is a user's own, by his name, as systems make it that let groups write."""
+    import grp  # not on Windows
+    import pwd
+
+    try:
+        name, found = pwd.getpwuid(user).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group != 0 and found.gr_name == name and not set(found.gr_mem) - {name}
+
+
+def _list(folder: Path, pattern: str) -> list[tuple[Path, os.stat_result]]:
+    """Returns what is there and stays long enough to be looked at: other processes remove, too."""
+    found = []
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path, path.stat()))
+    return found
+
+
+def _forget_header() -> None:
+    """Has the compiler write its header anew.
+
+    torch 2.6 includes one in all of its code by the path where it wrote it first: not below the
+    folder of another build, which is gone.
+    """
+    from torch._inductor import codecache
+
+    path_of_header = getattr(codecache, "cpp_prefix_path", None)  # later ones have it in the wheel
+    if path_of_header is not None:
+        path_of_header.cache_clear()
 
 
 def _digest(path: Path) -> str:

@@ -2,6 +2,7 @@
 """A backbone of one map, and a compiler whose programs are the parts themselves."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from qbheat_det.deployment import part_programs
 class OneMap(Backbone):
     """A convolution whose result depends on where each pixel lies."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
+        self.activation = activation
         torch.manual_seed(0)
         self.convolution = nn.Conv2d(3, 8, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(2, 8)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"s2": self.norm(self.convolution(x)).relu()}
+        return {"s2": self.activation(self.norm(self.convolution(x)))}
 
     def output_shape(self) -> dict[str, ShapeSpec]:
         return {"s2": ShapeSpec(channels=8, stride=2)}

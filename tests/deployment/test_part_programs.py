@@ -37,6 +37,9 @@ class Case:
         x = torch.randn(count, 3, height, width)
         assert_close(deployed(x), self.model(x), rtol=1e-4, atol=1e-5)
 
+    def assert_runs(self, deployed: Any, programs: int, plain: int) -> None:
+        assert (deployed.forward.runs, deployed.forward.plain_runs) == (programs, plain)
+
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
@@ -135,13 +138,77 @@ def test_a_slower_program_is_neither_used_nor_made_again(
 
 
 @torch.no_grad()
-def test_a_program_that_does_not_agree_is_not_used(case: Case, compiler: FakeCompiler) -> None:
-    compiler.factor = 1.01
-    deployed = case.deploy(image_sizes=[(20, 30)])
-    case.run(deployed, 20, 30)
-    assert "its outputs differ from the plain ones by 0.01" in deployed.report["program"].sentence
+def test_what_was_slower_with_other_numbers_of_threads_is_tried_once_with_this_one(
+    case: Case, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.seconds, threads = 2.5, 1
+    monkeypatch.setattr(part_programs.torch, "get_num_threads", lambda: threads)
+    case.deploy(image_sizes=[(20, 30)])
+    threads = 16
+    case.run(case.deploy(compile_after=2), 20, 30)
+    assert len(compiler.shapes) == 1  # one image is no reason to compile
+    for number in (16, 1, 16):
+        threads = number
+        assert not case.deploy(image_sizes=[(20, 30)]).report["program"].applied
+        assert len(compiler.shapes) == 2
+    compiler.seconds, threads = 1, 8
+    assert case.deploy(image_sizes=[(20, 30)]).report["program"].applied
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("factor", "says"), [(1.01, "0.01"), (1.0005, "0.0005")])
+def test_a_program_that_does_not_agree_is_not_used(
+    case: Case, compiler: FakeCompiler, factor: float, says: str
+) -> None:
+    compiler.factor = factor
+    for _ in range(2):  # which is of the part, with any number of threads
+        deployed = case.deploy(image_sizes=[(20, 30)])
+        case.run(deployed, 20, 30)
+        sentence = deployed.report["program"].sentence
+        assert f"its outputs differ from the plain ones by {says} of" in sentence
+    assert len(compiler.shapes) == 1
     compiler.factor = float("nan")
     assert not case.deploy(image_sizes=[(20, 31)]).report["program"].applied
+
+
+@torch.no_grad()
+def test_a_cached_program_of_what_the_part_did_before_is_dropped_and_made_again_when_due(
+    case: Case, compiler: FakeCompiler
+) -> None:
+    case.deploy(image_sizes=[(20, 30)])
+    compiler.factor = 1.01  # what the key does not know of has changed
+    deployed = case.deploy(compile_after=2)
+    case.run(deployed, 20, 30)
+    case.assert_runs(deployed, 0, 1)
+    assert not list(case.folder.glob("*.pt2"))
+    assert "in the cache is dropped: its outputs differ" in deployed.report["program"].sentence
+    compiler.factor = 1.0
+    case.run(deployed, 20, 30)
+    case.assert_runs(deployed, 1, 1)
+    assert len(compiler.shapes) == 2
+
+
+@torch.no_grad()
+def test_another_activation_has_programs_of_its_own(case: Case, compiler: FakeCompiler) -> None:
+    for activation in (torch.relu, nn.functional.silu):
+        case.model = OneMap(activation).eval()
+        case.run(case.deploy(image_sizes=[(20, 30)]), 20, 30)
+    assert len(list(case.folder.glob("*.pt2"))) == len(compiler.shapes) == 2
+
+
+@torch.no_grad()
+def test_under_the_callers_autocast_nothing_is_compiled_or_run_compiled(
+    case: Case, compiler: FakeCompiler
+) -> None:
+    deployed = case.deploy(compile_after=1)
+    x = torch.randn(1, 3, 20, 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(deployed(x), case.model(x), rtol=0, atol=0)
+    assert compiler.shapes == []
+    case.run(deployed, 20, 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        deployed(x)
+    case.assert_runs(deployed, 1, 2)
 
 
 @torch.no_grad()
@@ -169,6 +236,26 @@ def test_a_failing_compiler_is_told_and_not_tried_again(
         case.run(deployed, side, side)
     assert len(compiler.shapes) == 1
     assert case.told[1] == "no program of the backbone for 16x16: no such operator"
+
+
+@torch.no_grad()
+def test_what_is_in_the_cache_runs_after_another_size_has_failed(
+    case: Case, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.deploy(image_sizes=[(30, 20)])
+
+    def refuse() -> None:
+        raise UserError("there is no compiler")
+
+    monkeypatch.setattr(part_programs, "require_compiler", refuse)
+    deployed = case.deploy(image_sizes=[(20, 30), (30, 20), (16, 16)])
+    lines = [step.sentence for step in deployed.report.steps if step.name == "program"]
+    assert lines[0] == "backbone for 20x30: there is no compiler"
+    assert "backbone for 30x20: 1 s an image" in lines[1]
+    assert lines[2] == "backbone for 16x16: not compiled, since compiling failed before"
+    case.assert_runs(deployed, 1, 2)
+    case.run(deployed, 30, 20)
+    case.assert_runs(deployed, 2, 2)
 
 
 @torch.no_grad()

@@ -2,16 +2,18 @@
 """Programs of machine code: equal to the part, in any layout, with the threads of the process."""
 
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import qbheat_det
 from qbheat_det.deployment import part_programs
-from qbheat_det.deployment.program import lay_out
+from qbheat_det.deployment.program import InPrecision, lay_out
 from tests.engine.exporting.split_cases import build, make_config
 
 from .fake_compiler import OneMap, deploy
@@ -34,24 +36,34 @@ def _every_program_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_agrees_in_any_layout_and_the_next_process_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def pick(*_: object, **__: object) -> None:
+        pytest.fail("compiled through a header below the folder of all users' temporary files")
+
+    monkeypatch.setattr("torch._inductor.codecache._precompile_header", pick, raising=False)
     model, told, folder = OneMap().eval(), list[str](), tmp_path / "programs"
     deployed = deploy(model, folder, told, image_sizes=[(65, 90)])
     assert deployed.report["program"].applied, str(deployed.report)
     batch = torch.randn(3, 3, 65, 90)
-    threads = torch.get_num_threads()
-    for number in (1, 2):  # those that the process has when it runs
-        torch.set_num_threads(number)
-        for x in (batch[:1], batch, batch.contiguous(memory_format=torch.channels_last)):
-            assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-5)
-    torch.set_num_threads(threads)
-    assert (deployed.forward.runs, deployed.forward.plain_runs) == (15, 0)
-    assert len(list(folder.glob("*.pt2"))) == 1
+    for x in (batch[:1], batch, batch.contiguous(memory_format=torch.channels_last)):
+        assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-5)
+    assert (deployed.forward.runs, deployed.forward.plain_runs) == (8, 0)
+    (package,) = folder.glob("*.pt2")
+    assert_takes_the_threads_of_the_process(package)
 
     monkeypatch.setattr(part_programs, "build_program", lambda *_: pytest.fail("compiled again"))
     again = deploy(model, folder, told)
     assert_close(again(batch), model(batch), rtol=1e-4, atol=1e-5)
     assert (again.forward.runs, again.forward.plain_runs) == (3, 0)
     assert "loaded in" in told[-1]
+
+
+def assert_takes_the_threads_of_the_process(package: Path) -> None:
+    """Loops that share work out say no number of threads of their own."""
+    with zipfile.ZipFile(package) as archive:
+        sources = [archive.read(name) for name in archive.namelist() if name.endswith(".cpp")]
+    loops = [line for line in b"".join(sources).splitlines() if b"#pragma omp parallel" in line]
+    assert loops
+    assert not [line for line in loops if b"num_threads" in line]
 
 
 @pytest.mark.slow
@@ -84,6 +96,24 @@ def test_on_a_gpu_results_are_the_plain_ones_with_graphs_and_without() -> None:
             found[0]["instances"].scores, expected[0]["instances"].scores, atol=1e-2, rtol=0
         )
         assert deployed.report["CUDA graphs"].applied == bool(sizes)
+
+
+class Choice(nn.Module):
+    """Scores, the index of the largest, and a mask."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
+        scores = x @ (x.t() if weight is None else weight)
+        return scores, scores.argmax(dim=1), scores > 0
+
+
+def test_a_part_in_bfloat16_takes_keywords_and_keeps_integers_and_masks() -> None:
+    x, weight = torch.tensor([[1.0, 2.0], [-3.0, 0.5]]), torch.eye(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        part = InPrecision(Choice(), dtype, torch.device("cpu"))
+        scores, index, mask = part(x=x, weight=weight)
+        assert_close(scores, x)  # all of which bfloat16 can say
+        assert_close(index, torch.tensor([1, 1]))
+        assert_close(mask, x > 0)
 
 
 def test_maps_are_brought_into_one_layout() -> None:

@@ -1,21 +1,28 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Programs on the disk: whole or not there, the user's alone, made once."""
 
+import functools
 import multiprocessing
 import os
 import stat
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from qbheat_det.data.toy import ToySpec, prepare_toy_set
 from qbheat_det.deployment import program_cache
 from qbheat_det.deployment.fingerprint import describe, key_of
-from qbheat_det.deployment.program_cache import Entry, ProgramCache
+from qbheat_det.deployment.program_cache import Entry, ProgramCache, refuse_what_others_can_write
 from qbheat_det.errors import UserError
 
 WHAT = {"weights": "1"}
@@ -70,7 +77,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     folder = ProgramCache(tmp_path / "programs").folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    folder.chmod(0o770)
+    folder.chmod(0o702)
     with pytest.raises(UserError, match=r"others than you can change .*programs.*QBHEAT_CACHE"):
         ProgramCache(folder)
     folder.chmod(0o700)
@@ -79,6 +86,97 @@ def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
         ProgramCache(folder)
     tmp_path.chmod(0o1777)  # as in /tmp, where only owners remove
     ProgramCache(folder)
+
+
+@pytest.fixture
+def _groups_may_write() -> Iterator[None]:
+    """As where each user has a group of his own."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_groups_may_write")
+@pytest.mark.parametrize("is_first", ["the programs", "the toy set"])
+def test_folders_above_are_made_for_the_user_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: str
+) -> None:
+    monkeypatch.setattr(program_cache, "_is_of_one", lambda *_: False)
+    cache = tmp_path / "user" / "cache"
+    monkeypatch.setenv("QBHEAT_CACHE", str(cache))
+    if is_first == "the toy set":
+        prepare_toy_set(ToySpec("train", num_images=1, image_size=64))
+    ProgramCache()
+    for folder in (cache, cache.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_a_group_of_one_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
+    folder = ProgramCache(tmp_path / "programs").folder
+    folder.chmod(0o770)
+    group, user = SimpleNamespace(gr_name="ann", gr_mem=["ann"]), SimpleNamespace(pw_name="ann")
+    monkeypatch.setattr(grp, "getgrgid", lambda _: group)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
+    status = folder.stat()
+    own = SimpleNamespace(st_mode=status.st_mode, st_uid=status.st_uid, st_gid=1000)
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: own)
+    refuse_what_others_can_write(folder)
+    for name, members in (("ann", ["ann", "bob"]), ("users", [])):
+        group.gr_name, group.gr_mem = name, members
+        with pytest.raises(UserError, match="others than you can change"):
+            refuse_what_others_can_write(folder)
+
+
+def test_the_users_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert ProgramCache(Path("~/programs")).folder == tmp_path / "programs"
+
+
+def test_threads_build_one_after_another_and_the_compilers_folder_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    cache, at_work, most = ProgramCache(tmp_path / "programs"), 0, 0
+
+    def build(_: Path) -> dict[str, Any]:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        time.sleep(0.1)
+        at_work -= 1
+        return {}
+
+    threads = [threading.Thread(target=cache.put, args=(key, WHAT, build)) for key in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "before"
+
+
+def test_the_compilers_header_is_written_for_each_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import codecache
+
+    @functools.cache
+    def cpp_prefix_path() -> Path:  # as torch 2.6 has it
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "cpp_prefix.h"
+
+    def build(path: Path) -> dict[str, Any]:
+        assert path.parent in cpp_prefix_path().parents
+        return {}
+
+    monkeypatch.setattr(codecache, "cpp_prefix_path", cpp_prefix_path, raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    cache = ProgramCache(tmp_path / "programs")
+    for key in "ab":
+        assert cpp_prefix_path().parent == tmp_path
+        cache.put(key, WHAT, build)
+    assert cpp_prefix_path().parent == tmp_path
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
@@ -106,6 +204,32 @@ def test_what_was_not_used_for_longest_makes_room(
     assert cache.get("bb", WHAT) is None
     assert cache.get("aa", WHAT) is not None
     assert cache.get("cc", WHAT) is not None
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    cache = ProgramCache(tmp_path / "programs")
+    old, young = cache.folder / "making-old", cache.folder / "making-young"
+    for folder in (old, young):
+        (folder / "inductor").mkdir(parents=True)
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(old, (two_days_ago, two_days_ago))
+    put(cache, "ab")
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_what_another_process_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ProgramCache(tmp_path / "programs")
+    glob = Path.glob
+
+    def glob_and_more(folder: Path, pattern: str) -> list[Path]:
+        gone = folder / f"{pattern.rpartition('*')[0]}gone{pattern.rpartition('*')[2]}"
+        return [*glob(folder, pattern), gone]
+
+    monkeypatch.setattr(Path, "glob", glob_and_more)
+    put(cache, "ab")
 
 
 def build_slowly(folder: Path, built: Any) -> None:
@@ -142,7 +266,7 @@ def test_of_two_processes_the_second_waits_and_finds_what_the_first_made(tmp_pat
 class Gate(nn.Module):
     """Scales its input by an attribute that no weight tells of."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: Any) -> None:
         super().__init__()
         self.scale = scale
         self.weight = nn.Parameter(torch.ones(2))
@@ -162,3 +286,14 @@ def test_the_key_knows_weights_buffers_settings_and_attributes() -> None:
     others = [key(Gate(2.0), name="head"), key(Gate(1.0), name="backbone")]
     others += [key(other_weights, name="head"), key(other_buffer, name="head")]
     assert len({first, *others}) == 5
+
+
+def test_the_key_knows_functions_by_name() -> None:
+    def key(value: object) -> str:
+        return key_of(describe(Gate(value)))
+
+    values: list[Any] = [F.relu, F.silu, torch.relu, partial(F.gelu, approximate="none"), F.gelu]
+    values += [partial(F.gelu, approximate="tanh"), {"act": F.relu}, {"act": F.silu}, nn.ReLU]
+    assert len({key(value) for value in values}) == len(values)
+    assert key(partial(F.gelu, approximate="none")) == key(partial(F.gelu, approximate="none"))
+    assert key({1, 2, "a"}) == key({"a", 2, 1})
