@@ -23,7 +23,7 @@ def restore_forwards(model: nn.Module) -> None:
     """Has the parts of a deployed model, or of a part of one, compute as they are written."""
     for module in model.modules():
         if _OWN in module.__dict__:
-            del module.forward
+            module.__dict__.pop("forward", None)
             module.__dict__.update(module.__dict__.pop(_OWN))
 
 
