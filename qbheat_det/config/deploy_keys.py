@@ -5,7 +5,10 @@ from detectron2.config import CfgNode
 
 
 def add_deploy_keys(cfg: CfgNode) -> None:
-    """Adds ``MODEL.DEPLOY`` to a config, in place. Training does not read it."""
+    """Adds ``MODEL.DEPLOY`` to a config, in place.
+
+    Training does not read it: a trainer's models, and averages of them, evaluate in plain form.
+    """
     cfg.MODEL.DEPLOY = CfgNode()
     # Bring the model, once its weights are loaded, into its fastest equal form on the device.
     cfg.MODEL.DEPLOY.ENABLED = False
@@ -16,3 +19,6 @@ def add_deploy_keys(cfg: CfgNode) -> None:
     cfg.MODEL.DEPLOY.IMAGE_SIZES = []
     # Images of one size after which a process compiles for that size; 0: never.
     cfg.MODEL.DEPLOY.COMPILE_AFTER = 300
+    # On the CPU, keep the memory that an image frees for the next one, where else the kernel fills
+    # it with zeros page by page. It holds for the whole process. Only with glibc.
+    cfg.MODEL.DEPLOY.KEEP_MEMORY = True

@@ -2,7 +2,9 @@
 """A trained model in its fastest equal form: the steps, in their order."""
 
 import copy
+import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +17,14 @@ from torch import nn
 from qbheat_det.errors import UserError
 from qbheat_det.layers.quick_blocks import quicken_blocks
 
+from .compiled_call import CompiledCall, find_fault
 from .compiled_part import CompiledForward
 from .folding import fold_batch_norms
 from .memory import keep_freed_memory
+from .part_forwards import autocast_all, replace_forward, restore_forwards
 from .part_programs import MOST_COMPILED, PartPrograms, Plan, first_line
 from .precision import choose_precision
-from .program import InPrecision, require_compiler
+from .program import require_compiler
 from .program_cache import ProgramCache
 from .report import DeployReport
 from .samples import call, find_parts, input_size
@@ -123,7 +127,7 @@ def deploy(
             AP moves by some tenths (docs/fast.md).
         compile: "auto", or "off" for the steps that need no compiler.
         image_sizes: (height, width) in pixels of images as the model gets them, for which it is
-            compiled now; on CUDA, all there are, which get graphs.
+            compiled now: an image of each is run. On CUDA, all there are, which get graphs.
         compile_after: images of one size in this process after which it is compiled for that size;
             0 is never. On CUDA not used.
         keep_memory: keep what is freed after an image for the next one. It holds for the whole
@@ -142,7 +146,7 @@ def deploy(
         compile=compile,
         image_sizes=_checked_sizes(image_sizes),
         compile_after=compile_after,
-        cache_folder=None if cache_folder is None else Path(cache_folder),
+        cache_folder=None if cache_folder is None else Path(cache_folder).expanduser(),
         tell=tell,
     )
     find_parts(model)  # raises
@@ -163,6 +167,8 @@ def deploy(
 def _copy(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model)
     twin.__dict__.pop("forward", None)  # of the key, see predictor_key.py
+    restore_forwards(twin)  # it may be deployed, or be a part of what is
+    twin.__dict__.pop("_records_graphs", None)
     twin.eval()
     for parameter in twin.parameters():
         parameter.requires_grad_(False)
@@ -197,33 +203,11 @@ def _compile(
     parts = find_parts(model)
     if settings.compile == "off":
         report.add("compile", False, "not asked for")
-        _autocast_all(parts, dtype, device)
+        autocast_all(parts, dtype, device)
     elif device.type == "cuda":
         _compile_for_cuda(model, parts, settings, dtype, report)
     else:
         _compile_for_cpu(model, parts, settings, dtype, report)
-
-
-def _autocast_all(parts: dict[str, nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    for part in parts.values():
-        _autocast(part, dtype, device)
-
-
-def _autocast(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Has a part compute in bfloat16 without being compiled."""
-    if dtype != torch.float32:
-        part.forward = InPrecision(_Shell(part.forward), dtype, device).forward
-
-
-class _Shell(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.function(*arguments)
 
 
 def _compile_for_cuda(
@@ -233,19 +217,44 @@ def _compile_for_cuda(
     dtype: torch.dtype,
     report: DeployReport,
 ) -> None:
+    device = next(model.parameters()).device
+    autocast_all(parts, dtype, device)
+    fault = find_fault(device)
+    if fault:
+        report.add("compile", False, f"PyTorch compiles nothing here: {fault}")
+        if settings.image_sizes:
+            settings.tell(f"nothing is compiled: {fault}")
+        return
     # What a graph returns is overwritten by its next run: a model reads it before, others may not.
     graphs = bool(settings.image_sizes) and not isinstance(model, Backbone)
-    for part in parts.values():
-        _autocast(part, dtype, next(part.parameters()).device)
-        part.forward = torch.compile(
+    calls = {
+        name: CompiledCall(
             part.forward,
+            functools.partial(_give_up, name, report),
             dynamic=not settings.image_sizes,
             mode="reduce-overhead" if graphs else None,
         )
+        for name, part in parts.items()
+    }
+    for name, part in parts.items():
+        replace_forward(part, calls[name])
     model._records_graphs = graphs  # type: ignore[assignment]
-    report.add("compile", True, f"{' and '.join(parts)}, with torch.compile at the first image")
-    missing = "a backbone's maps would be overwritten" if settings.image_sizes else "sizes vary"
-    report.add("CUDA graphs", graphs, "one for each image size" if graphs else missing)
+    when = "for the sizes asked for" if settings.image_sizes else "at the first image"
+    settings.tell(f"compiling {' and '.join(parts)} {when}: a minute or several")
+    start = time.perf_counter()
+    _run_sizes(model, settings)
+    if settings.image_sizes:
+        when += f", in {time.perf_counter() - start:.0f} s"
+        settings.tell(f"compiled {when}")
+    compiled = [name for name, call in calls.items() if not call.has_failed]
+    if compiled:
+        report.add("compile", True, f"{' and '.join(compiled)}, with torch.compile {when}")
+    why_not = "a backbone's maps would be overwritten" if settings.image_sizes else "sizes vary"
+    report.add("CUDA graphs", graphs, "one for each image size" if graphs else why_not)
+
+
+def _give_up(name: str, report: DeployReport, reason: str) -> None:
+    report.add("compile", False, f"{name} runs as it is, PyTorch cannot compile it: {reason}")
 
 
 def _compile_for_cpu(
@@ -256,11 +265,13 @@ def _compile_for_cpu(
     report: DeployReport,
 ) -> None:
     own = {name: part.forward for name, part in parts.items()}
-    _autocast_all(parts, dtype, next(model.parameters()).device)
+    autocast_all(parts, dtype, next(model.parameters()).device)
     try:
         cache = ProgramCache(settings.cache_folder)
     except UserError as error:
         report.add("compile", False, str(error))
+        if settings.image_sizes:
+            settings.tell(f"nothing is compiled: {error}")
         return
     after, sentence = settings.compile_after, f"programs of one size each, from {cache.folder}"
     try:
@@ -273,8 +284,14 @@ def _compile_for_cpu(
     plan = Plan(cache, after, settings.tell, report)
     for name, part in parts.items():
         programs = PartPrograms(part, name, dtype, own[name], part.forward, plan)
-        part.forward = CompiledForward(programs)
+        replace_forward(part, CompiledForward(programs))
     plan.asks = True
+    _run_sizes(model, settings)
+    plan.asks = False
+
+
+def _run_sizes(model: nn.Module, settings: Settings) -> None:
+    """Runs an image of each size that was asked for, which compiles for it."""
     for size in settings.image_sizes:
         try:
             call(model, input_size(model, size))
@@ -284,7 +301,6 @@ def _compile_for_cpu(
                 f"the model does not take an image of {height}x{width} pixels, for which it was to "
                 f"be compiled: {first_line(error)}"
             ) from error
-    plan.asks = False
 
 
 def _checked_sizes(sizes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Memory that is freed after an image is kept for the next one.
+"""Memory that is freed after an image or a training step is kept for the next one.
 
 glibc gives large blocks back to the system and asks for new ones, which the kernel fills with
 zeros page by page: for maps of tens of megabytes that takes as long as the arithmetic on them.

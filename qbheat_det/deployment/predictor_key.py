@@ -5,14 +5,18 @@
 model that was built with the key deploys a copy of itself when it first predicts.
 """
 
+import copy
 import functools
+import logging
 from typing import Any, TypeVar
 
+import torch
 from detectron2.config import CfgNode
-from torch import nn
+from torch import Tensor, nn
 
 from .deploy import deploy
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=type[nn.Module])
 
 
@@ -35,7 +39,8 @@ class FastForward:
     """Takes the place of a model's ``forward``: predicts by a deployed copy, trains as ever.
 
     A model that has been trained since it was built, or whose weights have changed since it first
-    predicted, predicts in its plain form, so that evaluation in between is of the newest weights.
+    predicted, predicts in its plain form from then on, so that evaluation in between is of the
+    newest weights. So does a copy of a model in training, as moving averages are.
     """
 
     def __init__(self, model: nn.Module, node: CfgNode) -> None:
@@ -46,24 +51,51 @@ class FastForward:
         """
         self._model = model
         self._node = node
-        self._has_trained = False
+        self._stays_plain = False
         self._fast: nn.Module | None = None
-        self._versions = 0
+        self._deployed_state: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FastForward":
+        twin = FastForward(copy.deepcopy(self._model, memo), self._node)
+        twin._stays_plain = self._stays_plain or self._model.training
+        return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain = type(self._model).forward
-        if self._model.training or self._has_trained:
-            self._has_trained = True
-            return plain(self._model, *args, **kwargs)
-        if self._fast is None:
-            self._fast = deploy_by_config(self._model, self._node)
-            self._versions = self._count_changes()
-        elif self._versions != self._count_changes():
-            return plain(self._model, *args, **kwargs)
+        if self._model.training:
+            self._stays_plain = True
+        if not self._stays_plain:
+            state = state_of(self._model)
+            if self._fast is None:
+                self._fast = deploy_by_config(self._model, self._node)
+                self._deployed_state = state
+            elif state != self._deployed_state:
+                self._stays_plain = True
+                logger.info("The weights have changed since they were deployed: the model predicts "
+                            "in its plain form from now on")  # fmt: skip
+        if self._stays_plain:
+            self._fast = None
+            return type(self._model).forward(self._model, *args, **kwargs)
+        assert self._fast is not None
         return self._fast(*args, **kwargs)
 
-    def _count_changes(self) -> int:
-        return sum(parameter._version for parameter in self._model.parameters())
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Returns what differs once a parameter or buffer has been replaced, moved or changed.
+
+    PyTorch counts changes of a tensor, but not those through ``.data`` or in inference mode. So the
+    first number of each is read too, which takes a millisecond or two where all would take more.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    marks = [
+        (id(x), x.data_ptr(), x.device, 0 if x.is_inference() else x._version) for x in tensors
+    ]
+    firsts: dict[Any, list[Tensor]] = {}
+    for x in tensors:
+        if x.numel():  # as_strided: the first in memory, whatever the layout
+            first = x.detach().as_strided((), ())
+            firsts.setdefault((x.device, x.dtype), []).append(first)
+    numbers = [torch.stack(group).tolist() for group in firsts.values()]
+    return [marks, numbers]
 
 
 def deploy_by_config(model: nn.Module, node: CfgNode) -> nn.Module:
@@ -74,4 +106,5 @@ def deploy_by_config(model: nn.Module, node: CfgNode) -> nn.Module:
         compile=node.COMPILE,
         image_sizes=node.IMAGE_SIZES,
         compile_after=node.COMPILE_AFTER,
+        keep_memory=node.KEEP_MEMORY,
     )

@@ -28,7 +28,15 @@ class DeployReport:
         self.steps.append(Step(name, applied, sentence))
 
     def __getitem__(self, name: str) -> Step:
-        return next(step for step in self.steps if step.name == name)
+        """Returns the first step of a name; "program" may come several times.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for step in self.steps:
+            if step.name == name:
+                return step
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)

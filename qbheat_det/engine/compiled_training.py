@@ -5,15 +5,13 @@ Compiled by block, since equal blocks then share what is compiled, and since wha
 (matching, masks, losses) is better left as it is.
 """
 
+import functools
 import logging
-from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import TorchDynamoException
 
+from qbheat_det.deployment.compiled_call import CompiledCall, find_fault
 from qbheat_det.modeling.image_model import ImageModel
 
 from .training_blocks import call_of, find_blocks
@@ -46,7 +44,9 @@ def compile_blocks(model: nn.Module) -> int:
     dynamo_config.accumulated_cache_size_limit = max(total, graphs)
     dynamic = not isinstance(model, ImageModel)
     for name, block in blocks.items():
-        call_of(block).compiled = CompiledCall(name, block, dynamic=dynamic)
+        call_of(block).compiled = CompiledCall(
+            block._call_impl, functools.partial(_tell_that_it_runs_as_it_is, name), dynamic=dynamic
+        )
     logger.info(
         "%d blocks are compiled when they are first met, which takes minutes; PyTorch keeps what "
         "it compiled for later starts", len(blocks),
@@ -54,44 +54,5 @@ def compile_blocks(model: nn.Module) -> int:
     return len(blocks)
 
 
-def find_fault(device: torch.device) -> str:
-    """Compiles one line, forward and backward, and returns what hinders it; "" where it works."""
-    x = torch.ones(64, device=device, requires_grad=True)
-    try:
-        torch.compile(_one_line)(x).sum().backward()
-    except Exception as error:  # of the compiler, of PyTorch, of Triton, each with its own
-        return " ".join(str(error).split())[:200] or type(error).__name__
-    return ""
-
-
-class CompiledCall:
-    """A block's call, compiled; where PyTorch cannot compile it, the block's own from then on."""
-
-    def __init__(self, name: str, block: nn.Module, *, dynamic: bool) -> None:
-        """
-        Args:
-            name: of the block in its model.
-            block: what is compiled.
-            dynamic: one code for all sizes of maps.
-        """
-        self._name = name
-        self._plain = block._call_impl
-        self._call: Callable[..., Any] = torch.compile(block._call_impl, dynamic=dynamic)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the block."""
-        try:
-            return self._call(*args, **kwargs)
-        except TorchDynamoException as error:
-            if self._call is self._plain:
-                raise
-            lines = str(error).strip().splitlines()
-            reason = lines[0] if lines else type(error).__name__
-            logger.warning("block '%s' runs as it is, PyTorch cannot compile it: %s",
-                           self._name, reason)  # fmt: skip
-            self._call = self._plain
-        return self._plain(*args, **kwargs)
-
-
-def _one_line(x: Tensor) -> Tensor:
-    return (2 * x).relu()
+def _tell_that_it_runs_as_it_is(name: str, reason: str) -> None:
+    logger.warning("block '%s' runs as it is, PyTorch cannot compile it: %s", name, reason)

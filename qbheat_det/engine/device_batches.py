@@ -93,7 +93,8 @@ class LossReading:
         if self.is_late:
             self._values = torch.empty(both.shape, pin_memory=True).copy_(both, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            # By default it is the current device's, which need not be that of the losses.
+            self._arrived.record(torch.cuda.current_stream(both.device))
 
     def values(self) -> tuple[dict[str, float], dict[str, float]]:
         """Returns losses of this process, and their means over all."""

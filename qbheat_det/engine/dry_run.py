@@ -30,7 +30,7 @@ from qbheat_det.errors import UserError
 from .cache_estimate import CacheEstimate
 from .dry_run_report import DryRunReport
 from .loader_speed import measure_loader
-from .memory import resident_with_workers
+from .memory import resident_with_workers, total_memory
 from .setup import leave_out_noise
 from .step_watch import MOST_WAITING, describe_waiting
 from .writers import check_wandb
@@ -92,7 +92,7 @@ def dry_run(
         step_seconds=tuple(measured.step_seconds),
         evaluation_seconds=measured.predict_evaluation(num_images, num_tried),
         memory_bytes=measured.memory_bytes,
-        memory_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_total_bytes=total_memory(),
         gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         gpu_total_bytes=_gpu_total_bytes(),
         **_count_checkpoints(planned, iterations),

@@ -6,11 +6,14 @@ import multiprocessing
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 _STATUS = Path("/proc/self/status")
+_GROUPS = Path("/proc/self/cgroup")
+_GROUP_FOLDERS = Path("/sys/fs/cgroup")
 
 
 class PeakMemory:
@@ -18,7 +21,7 @@ class PeakMemory:
 
     Attributes:
         before: bytes taken by then; on a GPU by tensors, else by the whole process.
-        total: bytes that there are.
+        total: bytes that there are, see ``total_memory``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +39,7 @@ class PeakMemory:
         with contextlib.suppress(OSError):  # Linux: the peak begins here, not at the imports'
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         self.before = 1024 * read_kib(_STATUS, "VmRSS:") or resident_peak()
-        self.total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.total = total_memory()
 
     @property
     def peak(self) -> int:
@@ -44,6 +47,28 @@ class PeakMemory:
         if self._on_gpu:
             return int(torch.cuda.max_memory_allocated(self._device))
         return resident_peak()
+
+
+def total_memory() -> int:
+    """Returns the bytes that this process may take: of the machine, or less in a container."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_group_limits()])
+
+
+def _group_limits() -> Iterator[int]:
+    """Yields the bytes that Linux's control groups allow this process, of both versions."""
+    with contextlib.suppress(OSError):
+        for line in _GROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root = _GROUP_FOLDERS / "memory" if controllers else _GROUP_FOLDERS
+            file = "memory.limit_in_bytes" if controllers else "memory.max"
+            # A container may see its own group at the root, under the name that it has outside.
+            group = Path(name.lstrip("/"))
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                    yield int((root / folder / file).read_text(encoding="ascii"))
 
 
 def resident_peak() -> int:

@@ -21,8 +21,12 @@ def use_step_keys(cfg: CfgNode, model: nn.Module) -> None:
             read.
         model: on its device, before it is wrapped for several processes.
     """
-    if cfg.SOLVER.KEEP_MEMORY and next(model.parameters()).device.type == "cpu":
-        keep_freed_memory()
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory():
+        logger.info(
+            "Memory that a step frees stays with this process, for the next one "
+            "(SOLVER.KEEP_MEMORY False gives it back)"
+        )
     if cfg.MODEL.ACTIVATION_CHECKPOINTING:
         count = checkpoint_blocks(model)
         logger.info(

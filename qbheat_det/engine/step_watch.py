@@ -67,8 +67,9 @@ class Memory(HookBase):
 class Waiting(HookBase):
     """Tells what share of their time steps wait for images, and what can be done about it.
 
-    ``data_share`` in the log is that of the steps since the line before. The first step, in which
-    workers begin, is not counted.
+    ``data_share`` in the log is that of the steps since the line before or, where lines are less
+    than ten steps apart, of those since an earlier one. The first step, in which workers begin, is
+    not counted.
     """
 
     trainer: "Trainer"

@@ -300,11 +300,17 @@ class Trainer(DefaultTrainer):
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         """Detectron2's ``build_model``, on the configured device and in the configured layout.
 
+        It is not deployed when it first predicts, whatever the config says: what is evaluated in
+        training is the model, or the average of models, that is trained.
+
         Raises:
             UserError: the config describes no model; the sentence is the constructor's.
         """
+        plain = cfg.clone()
+        plain.defrost()
+        plain.MODEL.DEPLOY.ENABLED = False
         try:
-            model: nn.Module = super().build_model(cfg)
+            model: nn.Module = super().build_model(plain)
         except (AssertionError, IndexError, KeyError, ValueError) as error:
             raise UserError(
                 f"no model can be built from this config: {error} (QBHEAT_TRACEBACK=1 shows where)"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .attention import is_recorded
@@ -70,6 +71,7 @@ class _TwoSlopes(torch.autograd.Function):
         return _two_slopes(x, low, high)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, low, high = ctx.saved_tensors
         above = torch.ops.aten.threshold_backward(gradient, x, 0)  # where x > 0

@@ -31,11 +31,12 @@ def build_fused(
     """
     groups = [{**group, "params": list(group["params"])} for group in groups]
     try:
-        built = optimizer(groups, fused=True, **arguments)
+        _try_fused(optimizer, groups, arguments)
+        arguments = {**arguments, "fused": True}
     except (RuntimeError, TypeError) as error:
         device = groups[0]["params"][0].device.type
         logger.info(f"the optimizer's step is not fused on '{device}': {error}")
-        built = optimizer(groups, **arguments)
+    built = optimizer(groups, **arguments)
     # Else a scaler of fp16 gradients leaves them scaled, and what clips them does not know.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     kernels = {key: built.defaults.get(key) for key in ("fused", "foreach")}
@@ -46,6 +47,22 @@ def build_fused(
     built.register_load_state_dict_pre_hook(keep_kernels)
     built.register_load_state_dict_post_hook(_keep_layout)
     return built
+
+
+def _try_fused(
+    optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], arguments: dict[str, Any]
+) -> None:
+    """Takes a fused step on a number of each type and device: constructors do not tell.
+
+    Raises:
+        RuntimeError: PyTorch has no kernel for one of them.
+        TypeError: the optimizer knows nothing of fused steps.
+    """
+    kinds = dict.fromkeys((p.device, p.dtype) for group in groups for p in group["params"])
+    tried = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for device, dtype in kinds]
+    for parameter in tried:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer([{**groups[0], "params": tried}], fused=True, **arguments).step()
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:

@@ -1,19 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Deployed models beside the plain ones, in the steps that need no compiler."""
 
-import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from detectron2.engine import DefaultPredictor
 from torch import nn
 from torch.testing import assert_close
 
 import qbheat_det
-from qbheat_det.deployment import Deployed, precision
+from qbheat_det.deployment import Deployed, part_forwards, precision
 from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config
 
@@ -64,16 +61,13 @@ def test_boxes_are_those_of_the_plain_model_on_odd_sizes_and_in_batches(kind: st
 def test_other_detectors_too(arch: str) -> None:
     model = build(
         make_config(
-            "retinanet", MODEL__META_ARCHITECTURE=arch, MODEL__FCOS__IN_FEATURES=["p3", "p4"]
+            "retinanet",
+            MODEL__META_ARCHITECTURE=arch,
+            MODEL__FCOS__IN_FEATURES=["p3", "p4"],
+            MODEL__FCOS__SCORE_THRESH_TEST=0.01,
         )
     )
-    assert_same_or_empty(plain_steps(model)(entries((67, 101))), model(entries((67, 101))))
-
-
-def assert_same_or_empty(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    a, b = found[0]["instances"], expected[0]["instances"]
-    assert len(a) == len(b)
-    assert_close(a.scores, b.scores, rtol=0, atol=1e-4)
+    assert_same_boxes(plain_steps(model)(entries((67, 101))), model(entries((67, 101))))
 
 
 @torch.no_grad()
@@ -99,8 +93,28 @@ def test_it_neither_trains_nor_takes_weights_and_needs_no_no_grad() -> None:
         deployed.load_state_dict(model.state_dict())
     found = deployed(entries((64, 64)))[0]["instances"]
     assert not found.scores.requires_grad
+
+
+@torch.no_grad()
+def test_what_is_deployed_again_begins_with_its_own_forwards(tmp_path: Path) -> None:
+    plain = build(make_config("mf_detr"))
+    deployed = plain_steps(plain, precision="bfloat16")
+    x = torch.randn(1, 3, 64, 96)
+    expected = dict(plain.backbone(x))
     again = plain_steps(deployed)
     assert type(again) is type(deployed)
+    for found in (again.backbone(x), plain_steps(deployed.backbone)(x)):
+        assert_close(dict(found), expected, rtol=1e-4, atol=1e-4)
+    rounded = deployed.backbone(x)  # which is left as it was
+    assert any((rounded[name] - expected[name]).abs().max() > 1e-3 for name in expected)
+    twice: Any = deployed
+    for _ in range(2):
+        twice = qbheat_det.deploy(
+            twice, compile_after=0, keep_memory=False, cache_folder=tmp_path / "programs"
+        )
+    own = twice.backbone.forward.programs.own
+    assert own.__func__ is type(plain.backbone).forward
+    assert own.__self__ is twice.backbone
 
 
 def test_wrong_arguments_are_sentences() -> None:
@@ -111,6 +125,26 @@ def test_wrong_arguments_are_sentences() -> None:
         qbheat_det.deploy(model, compile="always")
     with pytest.raises(UserError, match="Linear has no backbone"):
         plain_steps(nn.Linear(2, 2))
+    with pytest.raises(KeyError, match="program"):
+        plain_steps(model).report["program"]
+
+
+def test_a_part_in_bfloat16_takes_keywords() -> None:
+    assert part_forwards._Shell(lambda x, y: x - y)(5, y=3) == 2
+
+
+def test_a_folder_that_others_can_write_is_told_where_sizes_were_asked_for(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    told: list[str] = []
+    deployed = qbheat_det.deploy(
+        build(make_config("classifier")),
+        image_sizes=[(32, 32)],
+        keep_memory=False,
+        cache_folder=tmp_path,
+        tell=told.append,
+    )
+    sentence = deployed.report["compile"].sentence  # type: ignore[index, union-attr]
+    assert told == [f"nothing is compiled: {sentence}"]
 
 
 @torch.no_grad()
@@ -156,35 +190,3 @@ def test_without_a_compiler_there_is_a_sentence_and_a_model(
     assert not deployed.report["program"].applied
     assert f"backbone for 32x32: {sentence}" in deployed.report["program"].sentence
     assert_close(deployed(entries((32, 32))), model(entries((32, 32))))
-
-
-def test_the_key_deploys_a_default_predictors_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = make_config("mf_detr", MODEL__DEPLOY__COMPILE="off")
-    model = build(cfg)
-    cfg.MODEL.WEIGHTS = str(tmp_path / "weights.pth")
-    torch.save({"model": model.state_dict()}, cfg.MODEL.WEIGHTS)
-    picture = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
-    expected = DefaultPredictor(cfg)(picture)
-    cfg.MODEL.DEPLOY.ENABLED = True
-    predictor = DefaultPredictor(cfg)
-    for _ in range(2):
-        assert_same_boxes([predictor(picture)], [expected])
-    fast = predictor.model.forward
-    assert isinstance(fast._fast, Deployed)
-    with torch.no_grad():  # new weights: evaluation is of them, not of what was deployed
-        for parameter in predictor.model.parameters():
-            parameter.zero_()
-    assert float(predictor(picture)["instances"].scores.max()) < 0.5
-
-
-def test_the_key_leaves_training_alone() -> None:
-    model: Any = build(make_config("classifier", MODEL__DEPLOY__ENABLED=True))
-    model.train()
-    losses = model([{**entry, "label": 1} for entry in entries((32, 32))])
-    losses["loss_cls"].backward()
-    model.eval()
-    model(entries((32, 32)))
-    assert model.forward._fast is None  # evaluated in between: not the time to compile
-    torch.save(model.state_dict(), io.BytesIO())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from detectron2.structures import Boxes, Instances
+from torch._subclasses import FakeTensorMode
 
 from qbheat_det.engine.device_batches import BatchSource, LossReading
 from qbheat_det.errors import UserError
@@ -45,6 +46,23 @@ def test_losses_are_read_by_name() -> None:
     reading = LossReading({"a": torch.tensor(1.5), "b": torch.tensor(math.inf)})
     assert reading.values() == ({"a": 1.5, "b": math.inf},) * 2
     assert not reading.is_late
+
+
+def test_the_arrival_of_losses_is_awaited_on_the_device_that_they_come_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The current device, whose stream an event is recorded on by default, is another."""
+    recorded = []
+
+    class Event:
+        def record(self, stream: Any = None) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    with FakeTensorMode():
+        assert LossReading({"a": torch.zeros((), device="cuda:1")}).is_late
+    assert recorded == ["stream of cuda:1"]
 
 
 @pytest.mark.gpu

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from qbheat_det.config import get_cfg
+from qbheat_det.engine.resuming import check_continues
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.errors import UserError
 
@@ -284,3 +286,11 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
     assert not list(killed.glob(".*.incomplete"))
     assert losses(killed) == losses(whole)
     assert_same_bits(comparable(state(killed)), comparable(state(whole)))
+
+
+def test_how_weights_predict_later_may_change_since_training_does_not_read_it() -> None:
+    cfg = get_cfg()
+    saved = cfg.dump()
+    cfg.MODEL.DEPLOY.ENABLED = True
+    cfg.MODEL.DEPLOY.PRECISION = "bfloat16"
+    check_continues(saved, cfg)

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Keys of how a step computes: what they ask of the process."""
 
+import logging
 import subprocess
 import sys
 
@@ -29,15 +30,17 @@ print((read_kib(_STATUS, "VmRSS:") - before) / 1024)
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_freed_memory_is_kept_where_the_key_says(
-    monkeypatch: pytest.MonkeyPatch, kept: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(step_keys, "keep_freed_memory", lambda: calls.append(True))
+    monkeypatch.setattr(step_keys, "keep_freed_memory", lambda: not calls.append(True))
     cfg = get_cfg()
     assert cfg.SOLVER.KEEP_MEMORY  # the default
     cfg.SOLVER.KEEP_MEMORY = kept
-    step_keys.use_step_keys(cfg, nn.Linear(2, 2))
+    with caplog.at_level(logging.INFO, logger="qbheat_det"):
+        step_keys.use_step_keys(cfg, nn.Linear(2, 2))
     assert bool(calls) is kept
+    assert ("SOLVER.KEEP_MEMORY False gives it back" in caplog.text) is kept
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")

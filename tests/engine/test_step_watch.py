@@ -15,6 +15,7 @@ import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from qbheat_det.engine import memory
 from qbheat_det.engine.memory import PeakMemory
 from qbheat_det.engine.run_record import write_run_record
 from qbheat_det.engine.step_watch import Memory, Waiting, describe_memory, describe_waiting
@@ -24,16 +25,16 @@ GIB = 2**30
 
 def take_and_give_back(size: int) -> None:
     """Touches as many bytes of fresh memory; malloc's may be what an earlier test has left."""
-    with mmap.mmap(-1, size) as memory:
-        memory.write(b"1" * size)
+    with mmap.mmap(-1, size) as block:
+        block.write(b"1" * size)
 
 
 def test_the_peak_of_a_span_is_what_it_took_and_gave_back() -> None:
-    memory = PeakMemory(torch.device("cpu"))
-    if memory.before == 0:
+    measured = PeakMemory(torch.device("cpu"))
+    if measured.before == 0:
         pytest.skip("this system does not tell")
     take_and_give_back(64 * 2**20)
-    assert 60 * 2**20 < memory.peak - memory.before < 200 * 2**20
+    assert 60 * 2**20 < measured.peak - measured.before < 200 * 2**20
     later = PeakMemory(torch.device("cpu"))
     assert later.peak - later.before < 40 * 2**20  # the peak before is forgotten
     assert later.peak < later.total
@@ -70,6 +71,38 @@ def test_memory_is_told_after_the_first_step_and_kept_with_the_run(
     assert known["peak_of_first_step"] - known["before_first_step"] > 60
     iterations = [iteration for _, iteration in storage.history("peak_memory_mib").values()]
     assert iterations == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "3000\n"}, 3000),  # in a container with a name space
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, 2000),
+        ("4:cpu,memory:/a\n2:cpu:/\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000\n"}, 1000),
+        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "1000\n"}, 1000),  # in a container
+        ("0::/\n", {"memory.max": "max\n"}, 2**50),
+        ("0::/\n", {"memory.max": f"{2**60}\n"}, 2**50),
+        (None, {}, 2**50),
+    ],
+)
+def test_there_is_no_more_memory_than_a_container_may_take(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str | None,
+    files: dict[str, str],
+    expected: int,
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "folders" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if groups is not None:
+        (tmp_path / "groups").write_text(groups)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "_GROUP_FOLDERS", tmp_path / "folders")
+    pages = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**38}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert memory.total_memory() == expected
 
 
 def test_nearly_full_memory_says_what_takes_less() -> None:

@@ -2,6 +2,7 @@
 """Attention in parts, against the formula and against PyTorch's module."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,14 +82,24 @@ def test_a_compiler_sees_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
     hidden[1, ..., 6:] = True
     wanted = attend(*tensors, hidden=hidden)
+    formula_of_ours = spy(monkeypatch, "_attend_plainly")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert_close(attend(*tensors, hidden=hidden), wanted)
+    assert formula_of_ours.call_count == 1
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
+    """Counts the calls of one of the ways to attend."""
+    counted = Mock(side_effect=getattr(attention, name))
+    monkeypatch.setattr(attention, name, counted)
+    return counted
 
 
 @pytest.mark.parametrize("num_keys", [7, 90], ids=["fused", "plain"])
 def test_without_gradients_the_module_is_pytorch_s_whatever_the_count_of_keys(
-    num_keys: int,
+    num_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ways = {name: spy(monkeypatch, name) for name in ("_attend_fused", "_attend_by_image")}
     torch.manual_seed(0)
     ours = MapAttention(dim=12, num_heads=3).double().eval()
     nn.init.normal_(ours.in_proj_bias)
@@ -103,6 +114,8 @@ def test_without_gradients_the_module_is_pytorch_s_whatever_the_count_of_keys(
             found, _ = ours(query, keys, keys + 1, key_padding_mask=mask, need_weights=False)
             wanted, _ = theirs(query, keys, keys + 1, key_padding_mask=mask)
             assert_close(found, wanted)
+    taken = "_attend_fused" if num_keys == 7 else "_attend_by_image"
+    assert {name: way.call_count for name, way in ways.items() if way.called} == {taken: 2}
 
 
 def test_among_positions_of_a_map_exporters_get_pytorch_s_kernel_and_never_weights() -> None:

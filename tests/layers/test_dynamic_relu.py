@@ -61,6 +61,16 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(activation, (x, token))
 
 
+def test_a_second_derivative_is_refused_with_its_reason() -> None:
+    activation = DynamicReLU(token_dim=8, channels=3)
+    x = torch.randn(2, 3, 2, 2, requires_grad=True)
+    (first,) = torch.autograd.grad(
+        activation(x, torch.randn(2, 8)).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_without_gradients_a_single_image_gives_the_same() -> None:
     act = DynamicReLU(token_dim=8, channels=64)
     for parameter in act.parameters():

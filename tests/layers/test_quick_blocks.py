@@ -2,14 +2,16 @@
 """Blocks with fewer passes, against the plain blocks."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qbheat_det.layers import DownMobile, LiteBottleneck, Mobile, SinePositionEncoding
+from qbheat_det.layers import DownMobile, LiteBottleneck, Mobile, SinePositionEncoding, quick_blocks
 from qbheat_det.layers.quick_blocks import QUICK_BLOCKS, quicken_blocks
+from qbheat_det.modeling.detr import quick_lite_mobile
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths, LevelMap, LiteMobile
 from tests.modeling.parameter_names import randomise_
 
@@ -36,7 +38,12 @@ def run(block: nn.Module, x: Tensor, token: Tensor, padding: Tensor | None) -> T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_quick_block_gives_what_the_plain_one_gives(name: str, dtype: torch.dtype) -> None:
+def test_a_quick_block_gives_what_the_plain_one_gives(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convolve = Mock(side_effect=quick_blocks.convolve)  # which plain blocks do not call
+    for module in (quick_blocks, quick_lite_mobile):
+        monkeypatch.setattr(module, "convolve", convolve)
     torch.manual_seed(0)
     plain = copy.deepcopy(BLOCKS[name]).to(dtype).eval()
     randomise_(plain)
@@ -51,9 +58,12 @@ def test_a_quick_block_gives_what_the_plain_one_gives(name: str, dtype: torch.dt
         if count == 1:
             x = x.contiguous(memory_format=torch.channels_last)
         kept = x.clone()
+        convolve.reset_mock()
         with torch.no_grad():
             assert_close(run(quick, x, token, padding), run(plain, x, token, padding))
         assert_close(x, kept, rtol=0, atol=0)
+        is_quick = count == 1 and padding is None and name != "lite with a norm"
+        assert convolve.called is is_quick
 
 
 def test_slopes_of_zero_are_no_division_by_zero() -> None:

@@ -111,6 +111,18 @@ def test_where_there_are_no_fused_kernels_a_sentence_says_so(
     assert "not fused on 'cpu': `fused=True` requires other devices" in caplog.text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pytorchs_own_are_not_fused_on_a_device_without_kernels(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their constructors say nothing; only a step does."""
+    with caplog.at_level("INFO", logger=fused.__name__):
+        optimizer = build(kind, nn.Linear(2, 2, device="meta"))
+    assert not optimizer.param_groups[0]["fused"]
+    assert "not fused on 'meta'" in caplog.text
+    assert optimizer.state_dict()["state"] == {}
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 4.999, 5.0, 7.0, math.inf])
 def test_clipping_leaves_the_bits_that_torch_leaves(max_norm: float) -> None:
     found, expected = ([nn.Parameter(torch.zeros(1)) for _ in range(3)] for _ in range(2))

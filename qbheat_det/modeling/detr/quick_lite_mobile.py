@@ -15,7 +15,8 @@ class QuickLiteMobile(LiteMobile):
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
         """As ``LiteMobile.forward``."""
         convolution = self.depthwise
-        if level.padding is not None or not fits(level.x, convolution) or convolution.norm:
+        has_norm = convolution.norm is not None
+        if level.padding is not None or not fits(level.x, convolution) or has_norm:
             return super().forward(level, queries)
         image = level.as_image(level.x)
         order = by_turn(convolution)
