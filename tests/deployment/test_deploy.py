@@ -133,6 +133,15 @@ def test_a_part_in_bfloat16_takes_keywords() -> None:
     assert part_forwards._Shell(lambda x, y: x - y)(5, y=3) == 2
 
 
+@torch.no_grad()
+def test_a_backbone_in_bfloat16_takes_its_image_by_name() -> None:
+    backbone = build(make_config("classifier")).backbone
+    images = torch.randn(1, 3, 64, 64)
+    found, expected = plain_steps(backbone, precision="bfloat16")(x=images), backbone(images)
+    for name, wanted in expected.items():
+        assert_close(found[name], wanted, rtol=0, atol=0.1 * float(wanted.abs().max()))
+
+
 def test_a_folder_that_others_can_write_is_told_where_sizes_were_asked_for(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     told: list[str] = []
