@@ -82,8 +82,8 @@ class FastForward:
 def state_of(model: nn.Module) -> list[Any]:
     """Returns what differs once a parameter or buffer has been replaced, moved or changed.
 
-    PyTorch counts changes of a tensor, but not those through ``.data`` or in inference mode. So the
-    first number of each is read too, which takes a millisecond or two where all would take more.
+    PyTorch counts the changes of a tensor, but not those through ``.data``, which stay unseen, and
+    not those of tensors made in inference mode: of these the first number is read.
     """
     tensors = [*model.parameters(), *model.buffers()]
     marks = [
@@ -91,7 +91,7 @@ def state_of(model: nn.Module) -> list[Any]:
     ]
     firsts: dict[Any, list[Tensor]] = {}
     for x in tensors:
-        if x.numel():  # as_strided: the first in memory, whatever the layout
+        if x.is_inference() and x.numel():  # as_strided: the first in memory, whatever the layout
             first = x.detach().as_strided((), ())
             firsts.setdefault((x.device, x.dtype), []).append(first)
     numbers = [torch.stack(group).tolist() for group in firsts.values()]
