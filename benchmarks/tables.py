@@ -38,9 +38,8 @@ def read_results(folder: Path, name: str) -> list[dict[str, Any]] | None:
         return None
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        for row in rows:
-            _result_of(row)
-    except (ValueError, TypeError, KeyError) as error:
+        format_table(rows, "")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is no file of make bench: remove it, or run it again") from error
     return list(rows)
 
@@ -73,7 +72,12 @@ def fill(page: str, folder: Path) -> str:
     """
     environments = {}
     if (folder / ENVIRONMENTS).is_file():
-        environments = json.loads((folder / ENVIRONMENTS).read_text(encoding="utf-8"))
+        try:
+            environments = dict(json.loads((folder / ENVIRONMENTS).read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{folder / ENVIRONMENTS} is no file of make bench: remove it, or run it again"
+            ) from error
 
     def table(match: re.Match[str]) -> str:
         start, name, prefix, old, end = match.groups()
@@ -102,7 +106,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
-    before = args.page.read_text(encoding="utf-8")
+    if not args.bench.is_dir():
+        raise UserError(f"there is no folder {args.bench}: make bench makes it")
+    try:
+        before = args.page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the page {args.page} cannot be read: {error}") from error
     after = fill(before, args.bench)
     if args.check:
         if after != before:

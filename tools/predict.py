@@ -19,7 +19,7 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
       --output output/pictures INPUT.MIN_SIZE_TEST 1000
 
-  # many images: the model compiled for this machine, which takes minutes the first time
+  # the fastest equal form; an image size that comes 300 times is compiled, a minute or two once
   python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
       --json output/boxes.json --fast
 

@@ -3,10 +3,8 @@
 
 import copy
 import functools
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,7 @@ from .program import require_compiler
 from .program_cache import ProgramCache
 from .report import DeployReport
 from .samples import call, find_parts, input_size
-
-COMPILE = ("auto", "off")
-COMPILE_AFTER = 300
-"""Images after which a size is compiled: a minute or two of compiling, gained by then or soon."""
+from .settings import COMPILE_AFTER, Settings, tell_on_stderr
 
 
 class Deployed:
@@ -85,23 +80,6 @@ class Deployed:
             return own(*arguments, **keywords)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to deploy; see ``deploy``."""
-
-    precision: str
-    compile: str
-    image_sizes: tuple[tuple[int, int], ...]
-    compile_after: int
-    cache_folder: Path | None
-    tell: Callable[[str], None]
-
-
-def tell_on_stderr(line: str) -> None:
-    """Prints a line where it does not mix with results."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def deploy(
     model: nn.Module,
     *,
@@ -139,14 +117,13 @@ def deploy(
         UserError: an argument is none of those named, the model has no backbone, or it does not
             take an image of ``image_sizes``.
     """
-    if compile not in COMPILE:
-        raise UserError(f"compile is one of {', '.join(COMPILE)}, not '{compile}'")
     settings = Settings(
         precision=precision,
         compile=compile,
-        image_sizes=_checked_sizes(image_sizes),
+        image_sizes=image_sizes,
         compile_after=compile_after,
-        cache_folder=None if cache_folder is None else Path(cache_folder).expanduser(),
+        keep_memory=keep_memory,
+        cache_folder=cache_folder,
         tell=tell,
     )
     find_parts(model)  # raises
@@ -157,7 +134,7 @@ def deploy(
     _fold(deployed, report)
     deployed.to(memory_format=torch.channels_last)
     report.add("channels-last", True, "weights and maps have their channels innermost")
-    _keep_memory(keep_memory, device, report)
+    _keep_memory(settings.keep_memory, device, report)
     report.add("precision", dtype != torch.float32, f"{str(dtype).split('.')[1]}: {reason}")
     _compile(deployed, settings, dtype, report)
     setattr(deployed, "report", report)  # noqa: B010  which nn.Module's types refuse
@@ -183,9 +160,12 @@ def _fold(model: nn.Module, report: DeployReport) -> None:
     what = f"{folded} BatchNorms are part of the convolutions before them"
     if left:
         what += f"; {left} follow no convolution directly and stay"
-    report.add("fold", folded > 0, what if folded or left else "there is no BatchNorm")
+    again = isinstance(model, Deployed) and hasattr(model, "report")
+    none = "done when it was deployed before" if again else "there is no BatchNorm"
+    report.add("fold", folded > 0, what if folded or left else none)
     quick = quicken_blocks(model) if next(model.parameters()).device.type == "cpu" else 0
-    told = f"{quick} pass over an image's maps less often" if quick else "none is known"
+    none = "done when it was deployed before" if again else "none is known"
+    told = f"{quick} pass over an image's maps less often" if quick else none
     report.add("blocks", quick > 0, told)
 
 
@@ -267,7 +247,7 @@ def _compile_for_cpu(
     own = {name: part.forward for name, part in parts.items()}
     autocast_all(parts, dtype, next(model.parameters()).device)
     try:
-        cache = ProgramCache(settings.cache_folder)
+        cache = ProgramCache(Path(settings.cache_folder) if settings.cache_folder else None)
     except UserError as error:
         report.add("compile", False, str(error))
         if settings.image_sizes:
@@ -301,16 +281,3 @@ def _run_sizes(model: nn.Module, settings: Settings) -> None:
                 f"the model does not take an image of {height}x{width} pixels, for which it was to "
                 f"be compiled: {first_line(error)}"
             ) from error
-
-
-def _checked_sizes(sizes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    checked = []
-    for size in sizes:
-        if (
-            not isinstance(size, Sequence)
-            or len(size) != 2
-            or not all(isinstance(side, int) and side > 0 for side in size)
-        ):
-            raise UserError(f"image_sizes are pairs of height and width in pixels, not {size!r}")
-        checked.append((size[0], size[1]))
-    return tuple(checked)

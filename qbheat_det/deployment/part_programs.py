@@ -148,11 +148,11 @@ class PartPrograms:
         """Keeps what the cache knows of a signature, made now if there is a reason to and need."""
         description: dict[str, Any] = {**self._description, "inputs": list(signature)}
         key, cache = key_of(description), self.plan.cache
-        entry = cache.get(key, description)
+        entry = _whole(cache.get(key, description))
         if self._adopt(signature, arguments, key, entry) or why is None:
             return
         with cache.lock(key):
-            entry = cache.get(key, description)  # made while this process waited
+            entry = _whole(cache.get(key, description))  # made while this process waited
             if self._adopt(signature, arguments, key, entry):
                 return
             require_compiler()
@@ -259,6 +259,14 @@ class PartPrograms:
             yield
         finally:
             self.part.forward = before
+
+
+def _whole(entry: Entry | None) -> Entry | None:
+    """Returns an entry that says all that ``PartPrograms`` writes; one that does not is none."""
+    wanted = {"refused", "slow_with", "batch_axes", "seconds", "plain_seconds"}
+    if entry is None or not wanted <= set(entry.notes):
+        return None
+    return entry if bool(entry.notes["refused"]) == (entry.package is None) else None
 
 
 def find_batch_axes(run: Run, arguments: Arguments) -> list[int | None]:

@@ -23,13 +23,18 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[torch.dtype, st
     Raises:
         UserError: ``wanted`` is neither.
     """
-    if wanted not in PRECISIONS:
-        raise UserError(f"precision is one of {', '.join(PRECISIONS)}, not '{wanted}'")
+    check_precision(wanted)
     has_it = multiplies_bfloat16(device)
     if wanted == "bfloat16":
         return torch.bfloat16, "as asked for" if has_it else "slower, for this device emulates it"
     other = "this device multiplies bfloat16 too, which rounds more: precision='bfloat16' takes it"
     return torch.float32, other if has_it else "this device does not multiply bfloat16"
+
+
+def check_precision(wanted: str) -> None:
+    """Raises a UserError for what is none of ``PRECISIONS``."""
+    if wanted not in PRECISIONS:
+        raise UserError(f"precision is one of {', '.join(PRECISIONS)}, not '{wanted}'")
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from .deploy import deploy
+from .settings import Settings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=type[nn.Module])
@@ -38,9 +39,10 @@ def honours_deploy_key(cls: T) -> T:
 class FastForward:
     """Takes the place of a model's ``forward``: predicts by a deployed copy, trains as ever.
 
-    A model that has been trained since it was built, or whose weights have changed since it first
-    predicted, predicts in its plain form from then on, so that evaluation in between is of the
-    newest weights. So does a copy of a model in training, as moving averages are.
+    A model that has been trained since it was built, or whose weights or settings have changed
+    since it first predicted, predicts in its plain form from then on, so that evaluation in between
+    is of the newest weights. So does a copy of a model in training, as moving averages are.
+    Settings are numbers and names among the attributes of the model and of its children.
     """
 
     def __init__(self, model: nn.Module, node: CfgNode) -> None:
@@ -48,15 +50,19 @@ class FastForward:
         Args:
             model: the owner.
             node: ``MODEL.DEPLOY`` of its config.
+
+        Raises:
+            UserError: a key of it has no value that there is.
         """
         self._model = model
-        self._node = node
+        self._settings = settings_of(node)
         self._stays_plain = False
         self._fast: nn.Module | None = None
         self._deployed_state: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FastForward":
-        twin = FastForward(copy.deepcopy(self._model, memo), self._node)
+        twin = copy.copy(self)
+        twin._model, twin._fast = copy.deepcopy(self._model, memo), None
         twin._stays_plain = self._stays_plain or self._model.training
         return twin
 
@@ -66,12 +72,12 @@ class FastForward:
         if not self._stays_plain:
             state = state_of(self._model)
             if self._fast is None:
-                self._fast = deploy_by_config(self._model, self._node)
+                self._fast = deploy(self._model, **self._settings)
                 self._deployed_state = state
             elif state != self._deployed_state:
                 self._stays_plain = True
-                logger.info("The weights have changed since they were deployed: the model predicts "
-                            "in its plain form from now on")  # fmt: skip
+                logger.info("Weights or settings have changed since they were deployed: the model "
+                            "predicts in its plain form from now on")  # fmt: skip
         if self._stays_plain:
             self._fast = None
             return type(self._model).forward(self._model, *args, **kwargs)
@@ -80,7 +86,7 @@ class FastForward:
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """Returns what differs once a parameter or buffer has been replaced, moved or changed.
+    """Returns what differs once a parameter, buffer or setting has been replaced or changed.
 
     PyTorch counts the changes of a tensor, but not those through ``.data``, which stay unseen, and
     not those of tensors made in inference mode: of these the first number is read.
@@ -95,16 +101,32 @@ def state_of(model: nn.Module) -> list[Any]:
             first = x.detach().as_strided((), ())
             firsts.setdefault((x.device, x.dtype), []).append(first)
     numbers = [torch.stack(group).tolist() for group in firsts.values()]
-    return [marks, numbers]
+    owners = (model, *model.children())
+    plain = (bool, int, float, str, tuple, list)
+    settings = [repr(x) for part in owners for x in vars(part).values() if isinstance(x, plain)]
+    return [marks, numbers, settings]
 
 
 def deploy_by_config(model: nn.Module, node: CfgNode) -> nn.Module:
     """Returns a model deployed as ``MODEL.DEPLOY`` says."""
-    return deploy(
-        model,
-        precision=node.PRECISION,
-        compile=node.COMPILE,
-        image_sizes=node.IMAGE_SIZES,
-        compile_after=node.COMPILE_AFTER,
-        keep_memory=node.KEEP_MEMORY,
-    )
+    return deploy(model, **settings_of(node))
+
+
+def settings_of(node: CfgNode) -> dict[str, Any]:
+    """Returns arguments of ``deploy``.
+
+    Args:
+        node: ``MODEL.DEPLOY`` of a config.
+
+    Raises:
+        UserError: a key has no value that there is.
+    """
+    settings = {
+        "precision": node.PRECISION,
+        "compile": node.COMPILE,
+        "image_sizes": node.IMAGE_SIZES,
+        "compile_after": node.COMPILE_AFTER,
+        "keep_memory": node.KEEP_MEMORY,
+    }
+    Settings(**settings)
+    return settings

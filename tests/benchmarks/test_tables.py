@@ -16,6 +16,7 @@ from benchmarks.timing import (
     write_environment,
     write_results,
 )
+from qbheat_det.errors import UserError
 
 TEXT = """\
 Before.
@@ -28,6 +29,7 @@ kept
 <!-- end -->
 After.
 """
+ROW = '[{"name": "latency/a", "ours": 0.5, "peer": 1, "unit": "s", "ratio": 2.0}]'
 
 
 @pytest.fixture
@@ -106,3 +108,34 @@ def test_the_page_names_benchmarks_that_there_are() -> None:
     found = [match[1] for match in tables._BLOCK.findall(PAGE.read_text(encoding="utf-8"))]
     assert found
     assert set(found) <= set(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("latency.json", ROW.replace("0.5", '"x"')),
+        ("latency.json", ROW.replace('"latency/a"', "3")),
+        ("latency.json", ROW.replace("2.0", "null")),
+        ("latency.json", "[3]"),
+        (ENVIRONMENTS, "{"),
+        (ENVIRONMENTS, "[3]"),
+    ],
+)
+def test_odd_files_end_with_a_sentence_that_names_them(
+    folder: Path, name: str, content: str
+) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(UserError, match=f"{name} is no file of make bench: remove it"):
+        fill(TEXT, folder)
+
+
+def test_a_page_or_a_folder_that_is_not_there_is_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, words in (
+        (["--bench", str(folder), "--page", str(folder / "none.md")], "cannot be read"),
+        (["--bench", str(folder / "none"), "--check"], "make bench makes it"),
+    ):
+        with pytest.raises(SystemExit):
+            main(flags)
+        assert words in capsys.readouterr().err

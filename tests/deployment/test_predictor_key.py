@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from qbheat_det.deployment import Deployed, predictor_key
 from qbheat_det.engine import Trainer
+from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config
 
 from .test_deploy import assert_same_boxes, entries
@@ -136,3 +137,19 @@ def test_the_key_says_whether_freed_memory_is_kept(
     monkeypatch.setattr(predictor_key, "deploy", lambda model, **settings: seen.update(settings))
     predictor_key.deploy_by_config(torch.nn.Identity(), node)
     assert seen["keep_memory"] is kept
+
+
+@torch.no_grad()
+def test_a_setting_that_changes_afterwards_counts() -> None:
+    model = build_with_key()
+    model(SQUARE)
+    model(SQUARE)
+    assert is_deployed(model)
+    model.decoder.note = 3  # any number among a part's attributes
+    model(SQUARE)
+    assert not is_deployed(model)
+
+
+def test_a_wrong_key_is_refused_when_the_model_is_built() -> None:
+    with pytest.raises(UserError, match="precision is one of float32, bfloat16, not 'half'"):
+        build(make_config("classifier", **{**FAST, "MODEL__DEPLOY__PRECISION": "half"}))
