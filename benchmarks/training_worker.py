@@ -139,7 +139,8 @@ def main() -> None:
 
             for turn in sys.stdin:
                 answer({"kinds": seconds_by_kind(step, int(turn))})
-        serve(step, sys.stdin, answer, clock)
+        else:
+            serve(step, sys.stdin, answer, clock)
     except Exception as error:
         answer({"error": f"{type(error).__name__}: {error}"})
         raise

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Linear layers of many rows, by whichever of PyTorch's two CPU libraries multiplies faster.
 
-PyTorch's products of matrices in float32 are those of MKL, its convolutions those of oneDNN. On
-processors that are not Intel's, MKL leaves the widest vectors alone, and a product reaches half of
-what a convolution does or less (docs/performance.md). There, a linear layer of many rows is the
-1x1 convolution that it equals: rows of C numbers are a channels-last map, so nothing is copied.
+PyTorch's products of matrices in float32 are those of MKL, its convolutions those of oneDNN. On an
+AMD EPYC with AVX-512 a product reaches half of what a convolution does (docs/performance.md). On
+processors with AVX-512 that are not Intel's, a linear layer of many rows is the 1x1 convolution
+that it equals: rows of C numbers are a channels-last map, so nothing is copied.
 Elsewhere, and where exporters read what is computed, it is PyTorch's own.
 """
 
