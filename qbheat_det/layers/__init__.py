@@ -4,6 +4,8 @@
 from .attention import MapAttention, attend
 from .attention_readout import AttentionRecord, AttentionWeights, read_attention
 from .cross_attention import FormerToMobile, MobileToFormer
+from .depthwise_conv import DepthwiseConv2d
+from .dropout import Dropout
 from .dynamic_relu import DynamicReLU
 from .former import Former
 from .mobile_former_block import (
@@ -22,7 +24,9 @@ from .products import Linear, linear, multiply_by_rows
 __all__ = [
     "AttentionRecord",
     "AttentionWeights",
+    "DepthwiseConv2d",
     "DownMobile",
+    "Dropout",
     "DynamicReLU",
     "Former",
     "FormerToMobile",

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
+from .dropout import draw_kept, rounded
 from .products import linear
+from .recording import is_recorded
 
 _PART = 1 << 20  # weights that are computed at a time; as float32, 4 MiB
-_STEPS = 1 << 16  # in which a rate of dropout is rounded
 _FEW = 8  # keys a query, from which on queries are few
 _MOST = 1 << 25  # weights of an image that are written; as float32, 128 MiB
 
@@ -66,27 +66,6 @@ def attend(
     kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
     found: Tensor = _AttendInParts.apply(query, key, value, hidden, kept, 1 - rounded(dropout))
     return found
-
-
-def is_recorded() -> bool:
-    """Whether a compiler or an exporter reads what is computed, and wants plain formulas."""
-    return torch.compiler.is_compiling() or is_tracing()
-
-
-def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
-    """Returns a Boolean tensor on the CPU, False with the probability ``rounded(rate)``.
-
-    Four 16-bit numbers come out of one 64-bit draw: a sixth of the time of ``bernoulli_``.
-    """
-    count = torch.Size(shape).numel()
-    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None)
-    limit = round(rounded(rate) * _STEPS) - _STEPS // 2
-    return (words.view(torch.int16)[:count] >= limit).view(shape)
-
-
-def rounded(rate: float) -> float:
-    """Returns the rate of dropout in 16 bits, less than 1."""
-    return min(round(rate * _STEPS), _STEPS - 1) / _STEPS
 
 
 class MapAttention(nn.MultiheadAttention):

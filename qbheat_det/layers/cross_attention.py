@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import is_recorded
+from .recording import is_recorded
 
 Watcher = Callable[[Tensor, tuple[int, int]], None]
 """Takes the weights of one call, (N, heads, M, HW), and the size (H, W) of its map."""

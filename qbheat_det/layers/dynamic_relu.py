@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .attention import is_recorded
+from .recording import is_recorded
 
 
 class DynamicReLU(nn.Module):

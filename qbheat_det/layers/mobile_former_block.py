@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cross_attention import FormerToMobile, MobileToFormer
+from .depthwise_conv import DepthwiseConv2d
 from .dynamic_relu import DynamicReLU
 from .former import Former
 from .padding import halve, zero_padding
@@ -25,7 +26,7 @@ def pointwise(in_channels: int, out_channels: int, norm: str) -> Conv2d:
 
 def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> Conv2d:
     """A 3x3 convolution with one input channel an output, without bias, then a norm."""
-    return Conv2d(
+    return DepthwiseConv2d(
         in_channels,
         out_channels,
         3,

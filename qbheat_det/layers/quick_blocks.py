@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import is_recorded
 from .dynamic_relu import DynamicReLU
 from .mobile_former_block import DownMobile, LiteBottleneck, Mobile
 from .position_encoding import SinePositionEncoding
+from .recording import is_recorded
 
 _LEAST = 1e-12  # what slopes are divided by
 _MOST_CODES = 6  # sizes of maps whose codes are kept: of a decoder's levels, two images' sizes

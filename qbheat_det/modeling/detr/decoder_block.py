@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import (
+    Dropout,
     DynamicReLU,
     Linear,
     MapAttention,
@@ -72,7 +73,7 @@ def feed_forward(widths: DecoderWidths) -> nn.Sequential:
     return nn.Sequential(
         Linear(widths.dim, widths.hidden),
         nn.ReLU(),
-        nn.Dropout(widths.dropout),
+        Dropout(widths.dropout),
         Linear(widths.hidden, widths.dim),
     )
 
@@ -96,7 +97,7 @@ class QueryLayer(nn.Module):
         self.self_norm = nn.LayerNorm(dim)
         self.feed_forward = feed_forward(widths)
         self.feed_forward_norm = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(widths.dropout)
+        self.dropout = Dropout(widths.dropout)
 
     def forward(
         self, queries: Tensor, position: Tensor, level: LevelMap, hidden: Tensor | None = None
@@ -138,7 +139,7 @@ class TransformerMobile(nn.Module):
         self.attention_norm = nn.LayerNorm(widths.dim)
         self.feed_forward = feed_forward(widths)
         self.feed_forward_norm = nn.LayerNorm(widths.dim)
-        self.dropout = nn.Dropout(widths.dropout)
+        self.dropout = Dropout(widths.dropout)
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
         """

@@ -1,0 +1,109 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Depthwise convolutions whose gradients go by turns."""
+
+import pytest
+import torch
+from detectron2.layers import Conv2d
+from torch import nn
+from torch.testing import assert_close
+
+from qbheat_det.layers import DepthwiseConv2d, depthwise_conv
+
+
+def pair(channels: int, turns: int, stride: int = 1, norm: bool = False) -> list[nn.Module]:
+    """Ours and Detectron2's, with the same weights."""
+    built = [
+        kind(
+            channels,
+            channels * turns,
+            3,
+            stride=stride,
+            padding=1,
+            groups=channels,
+            bias=False,
+            norm=nn.BatchNorm2d(channels * turns) if norm else None,
+        ).double()
+        for kind in (DepthwiseConv2d, Conv2d)
+    ]
+    built[1].load_state_dict(built[0].state_dict())
+    return built
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that grows with each forward pass of which the gradients go by turns."""
+    calls: list[int] = []
+    own = depthwise_conv._ByTurns.apply
+
+    def apply(*arguments: object) -> object:
+        calls.append(1)
+        return own(*arguments)
+
+    monkeypatch.setattr(depthwise_conv._ByTurns, "apply", apply)
+    return calls
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("norm", [False, True], ids=["bare", "norm"])
+@pytest.mark.parametrize(
+    ("turns", "stride", "by_turns"), [(3, 1, 1), (2, 1, 1), (2, 2, 0), (1, 1, 0)]
+)
+def test_it_is_the_convolution(
+    turns: int,
+    stride: int,
+    by_turns: int,
+    norm: bool,
+    layout: torch.memory_format,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = counted(monkeypatch)
+    torch.manual_seed(0)
+    ours, theirs = (each.to(memory_format=layout) for each in pair(4, turns, stride, norm))
+    x = torch.randn(2, 4, 7, 9, dtype=torch.float64).to(memory_format=layout)
+    found = []
+    for layer in (ours, theirs):
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        above = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+        gradients = torch.autograd.grad(y, [given, *layer.parameters()], above)
+        found.append([y, *gradients])
+    assert_close(*found)
+    assert len(calls) == by_turns
+    assert found[0][1].is_contiguous(memory_format=layout)
+
+
+def test_gradients_of_weights_alone_and_of_the_input_alone() -> None:
+    torch.manual_seed(0)
+    ours, theirs = pair(3, 2)
+    x = torch.randn(1, 3, 5, 6, dtype=torch.float64)
+    for layer in (ours, theirs):
+        layer(x).square().sum().backward()
+    assert_close(ours.weight.grad, theirs.weight.grad)
+    found = []
+    for layer in (ours, theirs):
+        layer.requires_grad_(False)
+        given = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(layer(given).square().sum(), given)[0])
+        assert layer(x).grad_fn is None
+    assert_close(*found)
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    ours, _ = pair(2, 3)
+    x = torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(ours, (x,))
+
+
+def test_inference_autocast_exports_and_empty_maps_take_the_plain_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = counted(monkeypatch)
+    ours, theirs = (each.float() for each in pair(4, 2))
+    x = torch.randn(1, 4, 6, 6)
+    with torch.no_grad():
+        assert_close(ours(x), theirs(x), rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16
+    assert ours(x[:0]).shape == (0, 8, 6, 6)
+    assert torch.export.export(ours, (x,)).module()(x).shape == (1, 8, 6, 6)
+    assert not calls
