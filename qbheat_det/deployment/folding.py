@@ -8,7 +8,7 @@ import torch
 from detectron2.layers import Conv2d, FrozenBatchNorm2d, NaiveSyncBatchNorm
 from torch import Tensor, nn
 
-from qbheat_det.layers import DepthwiseConv2d
+from qbheat_det.layers import DepthwiseConv2d, NormedConv2d
 
 # Exact types: subclasses may do more than normalise, as timm's BatchNormAct2d does.
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, NaiveSyncBatchNorm, FrozenBatchNorm2d)
@@ -46,7 +46,7 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
 
 def _can_fold(convolution: nn.Module, norm: object) -> bool:
     return (
-        type(convolution) in (nn.Conv2d, Conv2d, DepthwiseConv2d)
+        type(convolution) in (nn.Conv2d, Conv2d, NormedConv2d, DepthwiseConv2d)
         and type(norm) in _NORMS
         and getattr(norm, "running_var", None) is not None
     )

@@ -3,8 +3,8 @@
 
 from .attention import MapAttention, attend
 from .attention_readout import AttentionRecord, AttentionWeights, read_attention
+from .convolutions import DepthwiseConv2d, NormedConv2d
 from .cross_attention import FormerToMobile, MobileToFormer
-from .depthwise_conv import DepthwiseConv2d
 from .dropout import Dropout
 from .dynamic_relu import DynamicReLU
 from .former import Former
@@ -36,6 +36,7 @@ __all__ = [
     "Mobile",
     "MobileFormerBlock",
     "MobileToFormer",
+    "NormedConv2d",
     "PooledFeatures",
     "SinePositionEncoding",
     "attend",

@@ -6,25 +6,25 @@ paper. Deviations: none known; the second hidden width of a down-sampling block 
 is given by the caller.
 """
 
-from detectron2.layers import Conv2d, get_norm
+from detectron2.layers import get_norm
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .convolutions import DepthwiseConv2d, NormedConv2d
 from .cross_attention import FormerToMobile, MobileToFormer
-from .depthwise_conv import DepthwiseConv2d
 from .dynamic_relu import DynamicReLU
 from .former import Former
 from .padding import halve, zero_padding
 
 
-def pointwise(in_channels: int, out_channels: int, norm: str) -> Conv2d:
+def pointwise(in_channels: int, out_channels: int, norm: str) -> NormedConv2d:
     """A 1x1 convolution without bias, then a norm."""
     norm_layer = get_norm(norm, out_channels)
-    return Conv2d(in_channels, out_channels, 1, bias=False, norm=norm_layer)
+    return NormedConv2d(in_channels, out_channels, 1, bias=False, norm=norm_layer)
 
 
-def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> Conv2d:
+def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> DepthwiseConv2d:
     """A 3x3 convolution with one input channel an output, without bias, then a norm."""
     return DepthwiseConv2d(
         in_channels,

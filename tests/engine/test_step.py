@@ -172,7 +172,8 @@ def test_mf_detr_normalises_over_the_effective_batch(
     assert any(g is not None and bool(g.abs().sum() > 0) for g in gradients[0].values())
     for other in gradients[1:]:
         for name, expected in gradients[0].items():
-            torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=1e-5)
+            rounding = 1e-5 + 2e-6 * float(expected.abs().max())  # sums to which large terms go
+            torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=rounding)
 
 
 def test_dropout_is_that_of_the_seed_the_step_and_the_process() -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.layers import Conv2d, FrozenBatchNorm2d, ShapeSpec, get_norm
+from detectron2.layers import FrozenBatchNorm2d, ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from timm.layers import DropPath
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from qbheat_det.layers import (
     Mobile,
     MobileFormerBlock,
     MobileToFormer,
+    NormedConv2d,
     halve,
     padding_mask,
     pointwise,
@@ -88,7 +89,7 @@ class MobileFormer(Backbone):
         self.unbuilt = () if self._expanded_name in self._out_features else ("expand",)
 
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
-        self.stem = Conv2d(
+        self.stem: nn.Module = NormedConv2d(
             in_channels,
             arch.stem,
             3,
@@ -100,7 +101,9 @@ class MobileFormer(Backbone):
         built = groups[: self._num_stages_needed()]
         self.stages = _build_stages(built, arch, norm, drop_path)
         if self._expanded_name in self._out_features:
-            self.expand = pointwise(shapes[self._stage_names[-1]].channels, arch.expanded, norm)
+            self.expand: nn.Module = pointwise(
+                shapes[self._stage_names[-1]].channels, arch.expanded, norm
+            )
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {name: shapes[name].channels for name in self._out_features}
         self._out_feature_strides = {name: shapes[name].stride for name in self._out_features}

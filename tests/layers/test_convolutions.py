@@ -1,13 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Depthwise convolutions whose gradients go by turns."""
+"""Convolutions with fewer passes, against Detectron2's."""
+
+from unittest.mock import Mock
 
 import pytest
 import torch
-from detectron2.layers import Conv2d
+from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from torch import nn
 from torch.testing import assert_close
 
-from qbheat_det.layers import DepthwiseConv2d, depthwise_conv
+from qbheat_det.layers import DepthwiseConv2d, NormedConv2d, convolutions
 
 
 def pair(channels: int, turns: int, stride: int = 1, norm: bool = False) -> list[nn.Module]:
@@ -32,13 +34,13 @@ def pair(channels: int, turns: int, stride: int = 1, norm: bool = False) -> list
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns a list that grows with each forward pass of which the gradients go by turns."""
     calls: list[int] = []
-    own = depthwise_conv._ByTurns.apply
+    own = convolutions._ByTurns.apply
 
     def apply(*arguments: object) -> object:
         calls.append(1)
         return own(*arguments)
 
-    monkeypatch.setattr(depthwise_conv._ByTurns, "apply", apply)
+    monkeypatch.setattr(convolutions._ByTurns, "apply", apply)
     return calls
 
 
@@ -107,3 +109,71 @@ def test_inference_autocast_exports_and_empty_maps_take_the_plain_way(
     assert ours(x[:0]).shape == (0, 8, 6, 6)
     assert torch.export.export(ours, (x,)).module()(x).shape == (1, 8, 6, 6)
     assert not calls
+
+
+def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:
+    for name, low, high in (
+        ("weight", -2, 2),
+        ("bias", -1, 1),
+        ("running_mean", -1, 1),
+        ("running_var", 0.1, 3),
+    ):
+        getattr(norm, name).uniform_(low, high)
+    return norm
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
+@pytest.mark.parametrize(
+    ("kind", "groups", "channels"),
+    [(NormedConv2d, 1, 6), (DepthwiseConv2d, 4, 12)],
+    ids=["dense", "depthwise"],
+)
+def test_a_frozen_norm_is_folded_into_what_is_computed(
+    kind: type[NormedConv2d],
+    groups: int,
+    channels: int,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    shared = {"padding": 1, "groups": groups, "bias": bias}
+    ours, theirs = (
+        each(4, channels, 3, **shared, norm=FrozenBatchNorm2d(channels, eps=0.01)).double()
+        for each in (kind, Conv2d)
+    )
+    randomised(ours.norm)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 4, 7, 9, dtype=torch.float64)
+    found = []
+    for layer in (ours, theirs):
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        gradients = torch.autograd.grad(y.square().sum(), [given, *layer.parameters()])
+        found.append([y, *gradients])
+    assert_close(*found)
+    with torch.no_grad():
+        assert_close(ours(x), theirs(x))
+    untouched = Mock(side_effect=AssertionError("the norm's own pass"))
+    monkeypatch.setattr(FrozenBatchNorm2d, "forward", untouched)
+    ours(x)  # or the test above compares the norm's pass with itself
+
+
+def test_a_hook_on_a_frozen_norm_sees_what_passes() -> None:
+    ours = NormedConv2d(2, 3, 1, bias=False, norm=randomised(FrozenBatchNorm2d(3)))
+    x = torch.randn(1, 2, 4, 4)
+    seen: list[torch.Tensor] = []
+    ours.norm.register_forward_hook(lambda _, __, y: seen.append(y))
+    assert_close(ours(x), seen[0], rtol=0, atol=0)
+
+
+def test_exports_and_activations_are_as_detectron2_has_them() -> None:
+    torch.manual_seed(0)
+    norm = randomised(FrozenBatchNorm2d(3))
+    ours = NormedConv2d(2, 3, 1, bias=False, norm=norm).eval()
+    x = torch.randn(1, 2, 4, 4)
+    with torch.no_grad():
+        traced = torch.jit.trace(ours, x)
+    assert "batch_norm" in str(traced.inlined_graph)
+    acting = NormedConv2d(2, 3, 1, bias=False, norm=norm, activation=torch.relu)
+    acting.load_state_dict(ours.state_dict())
+    assert_close(acting(x), ours(x).relu())
