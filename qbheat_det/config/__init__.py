@@ -3,5 +3,13 @@
 
 from .defaults import add_qbheat_config, get_cfg
 from .loading import dump_config, get_config_path, load_config
+from .memory_layout import find_memory_format
 
-__all__ = ["add_qbheat_config", "dump_config", "get_cfg", "get_config_path", "load_config"]
+__all__ = [
+    "add_qbheat_config",
+    "dump_config",
+    "find_memory_format",
+    "get_cfg",
+    "get_config_path",
+    "load_config",
+]

@@ -33,8 +33,8 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.MODEL.CLASS_NAMES = []  # contiguous order
     cfg.MODEL.CATEGORY_IDS = []  # ids in the annotation file, same order
 
-    # Keep maps with their channels innermost: faster convolutions on most CPUs and GPUs.
-    cfg.MODEL.CHANNELS_LAST = False
+    # Keep maps with their channels innermost. None: on CPUs, whose convolutions are faster so.
+    cfg.MODEL.CHANNELS_LAST = None
     add_deploy_keys(cfg)
 
     _add_mobile_former(cfg)

@@ -15,6 +15,8 @@ import torch
 from detectron2.config import CfgNode
 from torch import Tensor
 
+from qbheat_det.config import find_memory_format
+
 from .feature_chunk import FORMAT_VERSION
 from .fixed_views import VIEW_ROW
 
@@ -111,7 +113,7 @@ def describe_arithmetic(cfg: CfgNode, device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
         "device": device.type,
         "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # Detectron2 0.6 has no such
-        "channels_last": bool(cfg.MODEL.CHANNELS_LAST),
+        "channels_last": find_memory_format(cfg) == torch.channels_last,
     }
 
 

@@ -17,6 +17,7 @@ from detectron2.modeling import Backbone
 from torch import Tensor
 from tqdm import tqdm
 
+from qbheat_det.config import find_memory_format
 from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
@@ -210,8 +211,7 @@ class BackboneProbe:
 
     def _build(self) -> Backbone:
         backbone = build_bare_backbone(self._cfg).to(self._cfg.MODEL.DEVICE)
-        layout = torch.channels_last if self._cfg.MODEL.CHANNELS_LAST else torch.contiguous_format
-        return backbone.to(memory_format=layout)
+        return backbone.to(memory_format=find_memory_format(self._cfg))
 
     def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
         backbone.eval()

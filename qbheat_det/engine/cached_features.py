@@ -17,6 +17,7 @@ from detectron2.modeling.backbone import FPN
 from detectron2.utils import comm
 from torch import nn
 
+from qbheat_det.config import find_memory_format
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     VIEWS_PER_CHUNK,
@@ -264,7 +265,7 @@ def swap_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
     cached = CachedBackbone(
         encoder=encoder.to("cpu"),
         outputs=list(read or encoder.output_shape()),
-        channels_last=cfg.MODEL.CHANNELS_LAST,
+        channels_last=find_memory_format(cfg) == torch.channels_last,
     )
     if has_pyramid:
         backbone.bottom_up = cached

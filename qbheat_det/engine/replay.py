@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from qbheat_det.checkpoint import load_embedded_config
+from qbheat_det.config import find_memory_format
 from qbheat_det.errors import UserError
 
 from .cached_features import swap_encoder
@@ -69,8 +70,7 @@ def replay_failure(
 def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str]) -> nn.Module:
     try:
         model: nn.Module = build_model(cfg)
-        if cfg.MODEL.CHANNELS_LAST:  # another layout adds in another order
-            model = model.to(memory_format=torch.channels_last)
+        model = model.to(memory_format=find_memory_format(cfg))  # another adds in another order
         cached = swap_encoder(cfg, model) if cfg.MODEL.CACHE_FEATURES.ENABLED else None
         _restore(model, failed)
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:

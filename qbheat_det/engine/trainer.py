@@ -11,7 +11,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator
@@ -29,6 +28,7 @@ from qbheat_det.checkpoint import (
     save_weights,
     without_children,
 )
+from qbheat_det.config import find_memory_format
 from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
 from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
@@ -315,7 +315,7 @@ class Trainer(DefaultTrainer):
             raise UserError(
                 f"no model can be built from this config: {error} (QBHEAT_TRACEBACK=1 shows where)"
             ) from error
-        return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
+        return model.to(memory_format=find_memory_format(cfg))
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:

@@ -3,8 +3,10 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from qbheat_det.config import find_memory_format, get_cfg, load_config
 from qbheat_det.engine import Trainer, build_config
 
 from .tiny_training import make_data, parse
@@ -12,15 +14,45 @@ from .tiny_training import make_data, parse
 
 def test_the_layout_changes_and_the_outputs_do_not(tmp_path: Path) -> None:
     cfg = build_config(parse(tmp_path / "run", make_data(tmp_path), {}))
-    model = Trainer.build_model(cfg).eval()
     cfg.defrost()
-    cfg.MODEL.CHANNELS_LAST = True
-    other = Trainer.build_model(cfg).eval()
-    other.load_state_dict(model.state_dict())
+    model = Trainer.build_model(cfg).eval()
+    cfg.MODEL.CHANNELS_LAST = False
+    plain = Trainer.build_model(cfg).eval()
+    plain.load_state_dict(model.state_dict())
     images = torch.randn(2, 3, 64, 64)
-    maps, expected = other.backbone(images), model.backbone(images)
+    maps, expected = model.backbone(images), plain.backbone(images)
     assert all(value.is_contiguous(memory_format=torch.channels_last) for value in maps.values())
     assert not all(
         value.is_contiguous(memory_format=torch.channels_last) for value in expected.values()
     )
     torch.testing.assert_close(maps, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "innermost"),
+    [
+        ("cpu", None, True),
+        ("cuda", None, False),
+        ("cuda:1", None, False),
+        ("cpu", False, False),
+        ("cuda", True, True),
+    ],
+)
+def test_the_default_is_the_devices(device: str, asked: bool | None, innermost: bool) -> None:
+    cfg = get_cfg()
+    assert cfg.MODEL.CHANNELS_LAST is None
+    cfg.MODEL.DEVICE, cfg.MODEL.CHANNELS_LAST = device, asked
+    wanted = torch.channels_last if innermost else torch.contiguous_format
+    assert find_memory_format(cfg) == wanted
+
+
+@pytest.mark.parametrize(("text", "value"), [("null", None), ("False", False), ("True", True)])
+def test_files_and_command_lines_take_all_three(
+    text: str, value: bool | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"MODEL:\n  CHANNELS_LAST: {text}\n")
+    cfg = load_config(path)
+    assert cfg.MODEL.CHANNELS_LAST is value
+    cfg.merge_from_list(["MODEL.CHANNELS_LAST", str(value)])
+    assert cfg.MODEL.CHANNELS_LAST is value

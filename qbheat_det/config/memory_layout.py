@@ -1,0 +1,17 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""In which order of memory the maps of a model lie."""
+
+import torch
+from detectron2.config import CfgNode
+
+
+def find_memory_format(cfg: CfgNode) -> torch.memory_format:
+    """Returns the layout that ``MODEL.CHANNELS_LAST`` asks for, on ``MODEL.DEVICE`` if it is None.
+
+    Args:
+        cfg: with this package's keys.
+    """
+    asked = cfg.MODEL.CHANNELS_LAST
+    on_cpu = torch.device(cfg.MODEL.DEVICE).type == "cpu"
+    innermost = on_cpu if asked is None else asked
+    return torch.channels_last if innermost else torch.contiguous_format
