@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from detectron2.structures import ImageList, Instances
 from detectron2.utils.events import EventStorage
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.config import find_memory_format
 from qbheat_det.errors import UserError
+from qbheat_det.layers import NormedConv2d
 
 from .cached_features import swap_encoder
 from .device_batches import BatchedInputs
@@ -159,8 +161,15 @@ def _watched(model: nn.Module, report: ReplayReport) -> Iterator[None]:
 
         handles.append(module.register_forward_hook(look))
 
+    # A hook would have a frozen norm take a pass of its own, with other sums than in training.
+    folded = {
+        module.norm
+        for module in model.modules()
+        if isinstance(module, NormedConv2d) and isinstance(module.norm, FrozenBatchNorm2d)
+    }
     for name, module in model.named_modules():
-        watch(name, module)
+        if module not in folded:
+            watch(name, module)
     try:
         yield
     finally:

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from .recording import is_recorded
 
+_LARGE = 1 << 17  # numbers of a map, from which on turns take less time than they cost
+
 
 class NormedConv2d(Conv2d):
     """Detectron2's convolution and norm, without activation; a frozen BatchNorm costs no pass."""
@@ -34,16 +36,16 @@ class NormedConv2d(Conv2d):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution alone, with weights and biases as they are given."""
-        return F.conv2d(
-            x, weight, bias, self.stride, self.padding, self.dilation, self.groups
-        )  # fmt: skip
+        placed = self.stride, self.padding, self.dilation
+        return F.conv2d(x, weight, bias, *placed, self.groups)
 
     def _folded(self, norm: FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
         shift = norm.bias - norm.running_mean * scale
         if self.bias is not None:
             shift = shift + self.bias * scale
-        return self.weight * scale[:, None, None, None], shift
+        dtype = self.weight.dtype  # weights in half precision may have a norm in full
+        return (self.weight * scale[:, None, None, None]).to(dtype), shift.to(dtype)
 
 
 class DepthwiseConv2d(NormedConv2d):
@@ -57,15 +59,16 @@ class DepthwiseConv2d(NormedConv2d):
         return found
 
     def _goes_by_turns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        if not torch.is_grad_enabled() or x.device.type != "cpu" or x.numel() == 0:
+        if not torch.is_grad_enabled() or x.device.type != "cpu" or x.numel() < _LARGE:
             return False
-        if x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+        # In half precision sums in parts are rounded more often.
+        if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
             return False
-        if self.stride != (1, 1):  # the copies would be as large as what they save
+        if torch.is_autocast_enabled("cpu") or (bias is not None and bias.requires_grad):
             return False
-        return self.out_channels > self.in_channels and not (
-            bias is not None and bias.requires_grad
-        )
+        # With a stride the copies would be as large as what they save.
+        plain = self.stride == self.dilation == (1, 1) and not isinstance(self.padding, str)
+        return plain and self.out_channels > self.in_channels == self.groups
 
 
 class _ByTurns(torch.autograd.Function):
@@ -107,5 +110,5 @@ class _ByTurns(torch.autograd.Function):
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks want to see what a module is given or gives."""
+    """Whether forward hooks of its own want to see what a module is given or gives."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

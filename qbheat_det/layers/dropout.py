@@ -33,7 +33,7 @@ def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
     In a seventh of the time of ``bernoulli_``.
     """
     count = torch.Size(shape).numel()
-    generator = np.random.SFC64(int(torch.randint(1 << 62, ())))
+    generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
     words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))
     limit = round(rounded(rate) * _STEPS) - _STEPS // 2
     return (words[:count] >= limit).view(torch.int8).view(shape)

@@ -8,6 +8,7 @@ import torch
 
 from qbheat_det.config import find_memory_format, get_cfg, load_config
 from qbheat_det.engine import Trainer, build_config
+from qbheat_det.errors import UserError
 
 from .tiny_training import make_data, parse
 
@@ -44,6 +45,14 @@ def test_the_default_is_the_devices(device: str, asked: bool | None, innermost: 
     cfg.MODEL.DEVICE, cfg.MODEL.CHANNELS_LAST = device, asked
     wanted = torch.channels_last if innermost else torch.contiguous_format
     assert find_memory_format(cfg) == wanted
+
+
+@pytest.mark.parametrize("word", ["false", "null", "auto", "0.5"])
+def test_other_words_are_refused(word: str) -> None:
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.CHANNELS_LAST", word])  # next to None it takes any type
+    with pytest.raises(UserError, match=f"MODEL.CHANNELS_LAST is True, False or None .*'{word}'"):
+        find_memory_format(cfg)
 
 
 @pytest.mark.parametrize(("text", "value"), [("null", None), ("False", False), ("True", True)])

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import META_ARCH_REGISTRY, build_model
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from qbheat_det.config import get_cfg
+from qbheat_det.config import find_memory_format, get_cfg
 from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, failed_step, read_failure
 from qbheat_det.engine.plain_data import from_plain, to_plain
 from qbheat_det.engine.replay import replay_failure
@@ -199,6 +200,23 @@ def test_the_packages_detectors_run_again_as_a_batch_and_image_by_image(
     for image in report.images:
         assert image.error == ""
         assert image.losses.keys() == losses.keys()
+
+
+def test_a_replay_folds_frozen_norms_as_the_step_did(tmp_path: Path) -> None:
+    path, cfg = tmp_path / "step.pt", make_case_config(Case(MF_DETR), "cpu")
+    cfg.MODEL.BACKBONE.FREEZE_AT = 5
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    model = build_model(cfg).to(memory_format=find_memory_format(cfg)).train()
+    for module in model.backbone.modules():
+        if isinstance(module, FrozenBatchNorm2d):
+            module.running_var.uniform_(0.1, 3)  # as initialised, folding changes nothing
+    batch = [make_image(0), make_image(1)]
+    seed_step(3, 5, 0)
+    losses = {name: value.item() for name, value in model(batch).items()}
+    dump_failure(
+        path, cfg=cfg, model=model, batched_inputs=[batch], iteration=5, seed=3, losses=losses
+    )
+    assert replay_failure(path).losses == losses  # to the bit
 
 
 def test_normalizers_of_an_older_version_end_with_a_sentence(tmp_path: Path) -> None:

@@ -294,3 +294,13 @@ def test_how_weights_predict_later_may_change_since_training_does_not_read_it() 
     cfg.MODEL.DEPLOY.ENABLED = True
     cfg.MODEL.DEPLOY.PRECISION = "bfloat16"
     check_continues(saved, cfg)
+
+
+@pytest.mark.parametrize("before", [None, False, True])
+@pytest.mark.parametrize("now", [None, False, True])
+def test_how_maps_lie_in_memory_may_change(before: bool | None, now: bool | None) -> None:
+    cfg = get_cfg()
+    cfg.MODEL.CHANNELS_LAST = before
+    saved = cfg.dump()
+    cfg.MODEL.CHANNELS_LAST = now
+    check_continues(saved, cfg)
