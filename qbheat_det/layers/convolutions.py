@@ -68,7 +68,7 @@ class DepthwiseConv2d(NormedConv2d):
             return False
         # With a stride the copies would be as large as what they save.
         plain = self.stride == self.dilation == (1, 1) and not isinstance(self.padding, str)
-        return plain and self.out_channels > self.in_channels == self.groups
+        return x.dim() == 4 and plain and self.out_channels > self.in_channels == self.groups
 
 
 class _ByTurns(torch.autograd.Function):
@@ -110,5 +110,6 @@ class _ByTurns(torch.autograd.Function):
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether forward hooks of its own want to see what a module is given or gives."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether hooks of its own want to see what passes a module, forward or backward."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)

@@ -145,6 +145,7 @@ def test_small_maps_take_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "_LARGE", 4 * 10 * 10)
     ours = DepthwiseConv2d(4, 8, 3, padding=1, groups=4, bias=False)
     ours(torch.randn(1, 4, 10, 9))
+    ours(torch.randn(4, 10, 10))  # without a batch, which PyTorch takes too
     assert not calls
     ours(torch.randn(1, 4, 10, 10))
     assert calls
@@ -231,6 +232,14 @@ def test_a_hook_on_a_frozen_norm_sees_what_passes() -> None:
     seen: list[torch.Tensor] = []
     ours.norm.register_forward_hook(lambda _, __, y: seen.append(y))
     assert_close(ours(x), seen[0], rtol=0, atol=0)
+
+
+def test_a_backward_hook_on_a_frozen_norm_sees_what_passes() -> None:
+    ours = NormedConv2d(2, 3, 1, bias=False, norm=randomised(FrozenBatchNorm2d(3)))
+    seen: list[torch.Tensor] = []
+    ours.norm.register_full_backward_hook(lambda _, __, above: seen.append(above[0]))
+    ours(torch.randn(1, 2, 4, 4)).sum().backward()
+    assert_close(seen, [torch.ones(1, 3, 4, 4)])
 
 
 def test_exports_and_activations_are_as_detectron2_has_them() -> None:
