@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Dropout whose mask costs a CPU less than the layer that it follows.
+"""Dropout whose mask a CPU draws, and multiplies by, several times faster than PyTorch's.
 
 Paper: "Dropout", Srivastava et al., JMLR 15 (2014). PyTorch draws a mask number by number on one
 core. Here four 16-bit numbers come out of each word of a faster generator, which PyTorch's own
-seeds once a mask: one seed still decides all. A mask of bytes is multiplied several times faster
-than one of Booleans.
+seeds once a mask: one seed still decides all. Products with bytes are faster than with Booleans
+(docs/performance.md).
 """
 
 import numpy as np
