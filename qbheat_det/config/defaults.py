@@ -33,8 +33,6 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     cfg.MODEL.CLASS_NAMES = []  # contiguous order
     cfg.MODEL.CATEGORY_IDS = []  # ids in the annotation file, same order
 
-    # Keep maps with their channels innermost in training. None: on CPUs, which are faster so.
-    cfg.MODEL.CHANNELS_LAST = None
     add_deploy_keys(cfg)
 
     _add_mobile_former(cfg)

@@ -101,9 +101,8 @@ class MobileFormer(Backbone):
         built = groups[: self._num_stages_needed()]
         self.stages = _build_stages(built, arch, norm, drop_path)
         if self._expanded_name in self._out_features:
-            self.expand: nn.Module = pointwise(
-                shapes[self._stage_names[-1]].channels, arch.expanded, norm
-            )
+            last = shapes[self._stage_names[-1]].channels
+            self.expand: nn.Module = pointwise(last, arch.expanded, norm)
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {name: shapes[name].channels for name in self._out_features}
         self._out_feature_strides = {name: shapes[name].stride for name in self._out_features}
