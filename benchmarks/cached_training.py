@@ -45,7 +45,7 @@ from benchmarks.timing import (
     write_results,
 )
 from benchmarks.trainer_overhead import give_batches, whole_step
-from qbheat_det.errors import exit_with_sentence
+from qbheat_det.core.errors import exit_on_user_error
 
 Clock = Callable[[], float]
 ONLINE, CACHED = "online", "cached"
@@ -280,7 +280,7 @@ def _shown(rates: Sample) -> str:
     return f"{rates.median:,.0f} ({rates.least:,.0f} to {rates.greatest:,.0f})"
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the flags and measures what they name."""
     parser = argparse.ArgumentParser(

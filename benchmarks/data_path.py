@@ -63,7 +63,7 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
             cfg = make_config(case, Path(folder), num_images=8 if quick else 128)
             cfg.INPUT.FIXED_VIEWS.COUNT = views
             cfg.MODEL.CACHE_FEATURES.FOLDER = str(Path(folder) / "cache")
-            cfg.LOOK.ENABLED = False
+            cfg.VIS.ENABLED = False
             report = dry_run(cfg, Trainer, num_steps=2 if quick else 6)
         loader, steps = report.loader_images_per_second, report.wanted_images_per_second
         print(f"  {case.title:<28} loader {loader:7.1f}, steps {steps:7.1f} images a second")

@@ -26,13 +26,13 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
+from qbheat_det.core.errors import exit_on_user_error
 from qbheat_det.data import PretrainingMapper, list_images, upright_image
-from qbheat_det.errors import exit_with_sentence
 
 PASSES = 3
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -38,7 +38,7 @@ from benchmarks.timing import (
     set_threads,
     write_results,
 )
-from qbheat_det.errors import UserError, exit_with_sentence
+from qbheat_det.core.errors import UserError, exit_on_user_error
 
 BAR = 3.5  # times as fast as SparK-style masking: the encoder's part
 _MASKED, _WHOLE, _MAE = "_masked_convolution", "_whole_image", "mae_vit_s"
@@ -222,7 +222,7 @@ def format_ratios(rows: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the flags and measures what they name."""
     parser = argparse.ArgumentParser(

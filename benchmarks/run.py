@@ -21,7 +21,7 @@ from benchmarks.timing import (
     write_environment,
     write_results,
 )
-from qbheat_det.errors import UserError, exit_with_sentence
+from qbheat_det.core.errors import UserError, exit_on_user_error
 
 BENCHMARKS = {
     "latency": "seconds a forward of ours, plain and deployed, beside DETR, RT-DETR and RetinaNet",
@@ -41,7 +41,7 @@ BENCHMARKS = {
 }
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the flags and runs what they name.
 

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import ENVIRONMENTS, ROOT, Result
-from qbheat_det.errors import UserError, exit_with_sentence
+from qbheat_det.core.errors import UserError, exit_on_user_error
 
 PAGE = ROOT / "docs" / "performance.md"
 _BLOCK = re.compile(r"(<!-- bench (\S+)(?: (\S+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -92,7 +92,7 @@ def fill(page: str, folder: Path) -> str:
     return _BLOCK.sub(table, page)
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Fills the page, or says with ``--check`` whether it is filled.
 

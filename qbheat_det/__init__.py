@@ -6,8 +6,7 @@ addresses of the model zoo's weights, and imports what ``$QBHEAT_IMPORT`` names;
 happens.
 """
 
-from ._detectron2 import require_detectron2
-from ._own_modules import import_own_modules
+from qbheat_det.core.environment import import_own_modules, require_detectron2
 
 require_detectron2()  # a sentence that says how to get it, before the imports that need it
 

@@ -92,7 +92,7 @@ def test_our_requirements_leave_room_for_mains_pins(library: str, version: str) 
 
 
 def test_without_detectron2_the_error_names_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qbheat_det._detectron2 import require_detectron2
+    from qbheat_det.core.environment import require_detectron2
 
     require_detectron2()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

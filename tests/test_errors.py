@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from qbheat_det.errors import UserError, exit_with_sentence
+from qbheat_det.core.errors import UserError, exit_on_user_error
 
 
 def end(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
     """Returns the status and what stderr says of a tool that raises ``error``."""
 
-    @exit_with_sentence
+    @exit_on_user_error
     def main() -> None:
         raise error
 
@@ -44,6 +44,6 @@ def test_a_defect_keeps_its_traceback(error: Exception) -> None:
     def fail() -> None:
         raise error
 
-    wrapped: Callable[[], None] = exit_with_sentence(fail)
+    wrapped: Callable[[], None] = exit_on_user_error(fail)
     with pytest.raises(type(error)):
         wrapped()

@@ -31,15 +31,12 @@ FLOORS = {
     "evaluation": 3,
     "config": 2,
     "layers": 1,
-    "atomic": 1,
-    "errors": 0,
-    "quiet": 0,
-    "_detectron2": 0,
-    "_own_modules": 0,
+    "core": 0,
 }
 # These collect what is below them, for registration, and belong to no floor.
 EXEMPT = ("__init__.py", "modeling/__init__.py")
 MAX_LINES = 350
+TABLES = ("qbheat_det/config/defaults.py",)  # every key with its comment, in one place
 MAX_FUNCTION_LINES = 60
 
 
@@ -124,7 +121,7 @@ def test_imports_inside_the_package_point_down() -> None:
         ("modeling/backbone/a.py", "from ..detr.matcher import x", "modeling.detr.matcher.x"),
         ("modeling/backbone/a.py", "from .. import detr", "modeling.detr"),
         ("data/a.py", "def f():\n    from qbheat_det.solver import x", "solver.x"),
-        ("errors.py", "from .layers import x", "layers.x"),
+        ("core/errors.py", "from ..layers import x", "layers.x"),
         ("config/a.py", "from qbheat_det import get_cfg", "get_cfg, which stands on no floor"),
     ],
 )
@@ -142,7 +139,7 @@ def test_an_import_up_or_sideways_is_seen(
     [
         ("layers/a.py", "from .b import x\nfrom . import c"),
         ("modeling/detr/a.py", "from qbheat_det.layers import x\nfrom ..backbone import y"),
-        ("modeling/meta_arch/a.py", "from qbheat_det.errors import UserError\nimport torch"),
+        ("modeling/meta_arch/a.py", "from qbheat_det.core.errors import UserError\nimport torch"),
         ("engine/__init__.py", "from .trainer import Trainer"),
     ],
 )
@@ -170,7 +167,8 @@ def test_the_package_never_imports_what_needs_pkg_resources_on_main() -> None:
 def test_files_and_functions_stay_short() -> None:
     for path in python_files():
         text = path.read_text("utf-8")
-        assert len(text.splitlines()) <= MAX_LINES, path
+        is_table = path.relative_to(ROOT).as_posix() in TABLES
+        assert is_table or len(text.splitlines()) <= MAX_LINES, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1

@@ -21,8 +21,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_coco_images, register_coco_json
-from qbheat_det.errors import UserError
 from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule
 
 from .engine.conftest import forget_runs

@@ -16,8 +16,8 @@ import yaml
 from detectron2.data import DatasetCatalog
 from detectron2.modeling import META_ARCH_REGISTRY, build_model
 
-from qbheat_det._own_modules import import_own_modules
 from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
+from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.meta_arch import QBHeat
 
 from .engine.conftest import forget_runs

@@ -20,10 +20,10 @@ import qbheat_det  # noqa: F401  (registers the models)
 from qbheat_det.analysis import CountingRule, count_detector_madds
 from qbheat_det.analysis.paper_tables import PaperCell, compare_with_paper
 from qbheat_det.config import load_config
-from qbheat_det.errors import UserError, exit_with_sentence
+from qbheat_det.core.errors import UserError, exit_on_user_error
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the flags and prints one of the two reports.
 

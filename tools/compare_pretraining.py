@@ -35,6 +35,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import qbheat_det  # noqa: E402, F401  registers models and data
+from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine.comparison import (  # noqa: E402
     DETECTORS,
     Comparison,
@@ -42,7 +43,6 @@ from qbheat_det.engine.comparison import (  # noqa: E402
     load_objectives,
     render_plan,
 )
-from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 from qbheat_det.probing import check_probes  # noqa: E402
 
 _BOXES = ("train_json", "train_images", "val_json", "val_images")
@@ -140,7 +140,7 @@ def build_comparison(args: argparse.Namespace) -> Comparison:
     )
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     comparison = build_comparison(args)

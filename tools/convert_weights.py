@@ -36,8 +36,8 @@ import sys
 from pathlib import Path
 
 import qbheat_det  # noqa: F401  (registers models)
+from qbheat_det.core.errors import exit_on_user_error
 from qbheat_det.engine.conversion import convert_weights
-from qbheat_det.errors import exit_with_sentence
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

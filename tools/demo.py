@@ -44,11 +44,11 @@ from qbheat_det.analysis.html_report import Picture, write_report  # noqa: E402
 from qbheat_det.analysis.story_report import PRETRAINED, RANDOM, Probe, Story  # noqa: E402
 from qbheat_det.checkpoint import load_run_config  # noqa: E402
 from qbheat_det.config import get_config_path  # noqa: E402
+from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine import Trainer, build_config, setup  # noqa: E402
 from qbheat_det.engine.backbone_export import export_backbone  # noqa: E402
 from qbheat_det.engine.media import read_bgr, write_image  # noqa: E402
 from qbheat_det.engine.prediction import build_predictor  # noqa: E402
-from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 NUM_PICTURES = 12
 NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
@@ -177,7 +177,7 @@ def draw_predictions(cfg: CfgNode, output: Path) -> list[Picture]:
     return pictures
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     start = time.monotonic()

@@ -46,10 +46,10 @@ warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import qbheat_det  # noqa: E402, F401  (registers models and data sets)
 from qbheat_det.checkpoint import load_run_config  # noqa: E402
+from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine.exporting.export import export_model  # noqa: E402
 from qbheat_det.engine.exporting.formats import SUFFIXES  # noqa: E402
 from qbheat_det.engine.exporting.split_export import export_split, name_heads  # noqa: E402
-from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -102,7 +102,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

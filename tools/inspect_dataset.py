@@ -45,8 +45,8 @@ from qbheat_det.analysis.dataset_report import (  # noqa: E402
 )
 from qbheat_det.analysis.html_report import Picture, write_report  # noqa: E402
 from qbheat_det.config import load_config  # noqa: E402
+from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine import add_data_flags  # noqa: E402
-from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -118,7 +118,7 @@ def draw_training_images(
     return draw_samples(first.records, cfg, class_names, num_samples=num_samples, seed=seed)
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 without faults, 1 with some."""
     args = parse_args(argv)

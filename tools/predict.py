@@ -51,6 +51,7 @@ from detectron2.structures import Instances  # noqa: E402
 
 from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
 from qbheat_det.checkpoint import load_run_config  # noqa: E402
+from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
 from qbheat_det.engine.exporting.exported_model import ExportedModel  # noqa: E402
 from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
@@ -75,7 +76,6 @@ from qbheat_det.engine.prediction import (  # noqa: E402
     read_image_ids,
     write_json,
 )
-from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -110,7 +110,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     exported = open_file(args) if is_exported(args.weights) else None

@@ -40,12 +40,12 @@ from detectron2.config import CfgNode
 
 import qbheat_det  # noqa: F401  (registers models and data sets)
 from qbheat_det.analysis.probe_charts import plot_probes
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import check_weights_file, load_run_config
 from qbheat_det.config import load_config
+from qbheat_det.core.errors import UserError, exit_on_user_error
+from qbheat_det.core.files import write_atomically
 from qbheat_det.engine.backbone_probe import probe_backbone
 from qbheat_det.engine.probe_figures import ProbeRow
-from qbheat_det.errors import UserError, exit_with_sentence
 from qbheat_det.probing import PROBES, check_probes, spread_widths
 
 _HEADERS = ("backbone", "images seen", "BatchNorm", "probe", "top-1, %", "top-5, %", "chosen")
@@ -177,7 +177,7 @@ def print_closing(result: dict[str, Any]) -> None:
     )
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

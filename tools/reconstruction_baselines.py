@@ -48,11 +48,11 @@ import qbheat_det  # noqa: F401  (registers models and data sets)
 from qbheat_det.analysis.held_out_losses import HeldOutLosses
 from qbheat_det.analysis.reconstruction_baselines import BaselineReport, compute_baselines
 from qbheat_det.analysis.reconstruction_task import ReconstructionTask
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import ExactCheckpointer, load_run_config
 from qbheat_det.config import load_config
+from qbheat_det.core.errors import UserError, exit_on_user_error
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_places
-from qbheat_det.errors import UserError, exit_with_sentence
 
 _NAMED = 10  # images that cannot be read, on the terminal
 
@@ -102,7 +102,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     logging.getLogger("fvcore").setLevel(logging.WARNING)

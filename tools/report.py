@@ -40,12 +40,12 @@ import qbheat_det  # noqa: E402, F401  registers models and data
 from qbheat_det.analysis.exhibit import remove_exhibit, to_json, write_exhibit  # noqa: E402
 from qbheat_det.analysis.exhibit_report import describe_exhibits  # noqa: E402
 from qbheat_det.analysis.html_report import write_report  # noqa: E402
-from qbheat_det.atomic import write_atomically  # noqa: E402
+from qbheat_det.core.errors import exit_on_user_error  # noqa: E402
+from qbheat_det.core.files import write_atomically  # noqa: E402
 from qbheat_det.engine.seeing.flags import add_subject_flags, open_runs, read_options  # noqa: E402
 from qbheat_det.engine.seeing.gather import Outcome, describe_subjects, gather  # noqa: E402
 from qbheat_det.engine.seeing.options import Sight  # noqa: E402
 from qbheat_det.engine.seeing.sights import SIGHTS  # noqa: E402
-from qbheat_det.errors import exit_with_sentence  # noqa: E402
 
 _NOT_YET = "not made: the report ended before, or is still being made"
 
@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     command = shlex.join(["python", "tools/report.py", *(sys.argv[1:] if argv is None else argv)])

@@ -31,11 +31,11 @@ warnings.filterwarnings("ignore", message="torch.meshgrid")
 
 import qbheat_det  # noqa: E402, F401  registers models and data
 from qbheat_det.analysis.exhibit import write_exhibit  # noqa: E402
-from qbheat_det.atomic import check_writable  # noqa: E402
+from qbheat_det.core.errors import exit_on_user_error  # noqa: E402
+from qbheat_det.core.files import check_writable  # noqa: E402
 from qbheat_det.engine.seeing.flags import add_subject_flags, open_runs, read_options  # noqa: E402
 from qbheat_det.engine.seeing.refusal import NothingToSee  # noqa: E402
 from qbheat_det.engine.seeing.sights import SIGHTS  # noqa: E402
-from qbheat_det.errors import exit_with_sentence  # noqa: E402
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.list:

@@ -44,6 +44,7 @@ from detectron2.utils import comm  # noqa: E402
 
 import qbheat_det  # noqa: E402, F401  registers models and data
 from qbheat_det.analysis.training_curves import draw_training_curves  # noqa: E402
+from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine import (  # noqa: E402
     Trainer,
     add_data_flags,
@@ -56,7 +57,6 @@ from qbheat_det.engine import (  # noqa: E402
 )
 from qbheat_det.engine.dry_run import dry_run  # noqa: E402
 from qbheat_det.engine.replay import replay_failure  # noqa: E402
-from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-@exit_with_sentence
+@exit_on_user_error
 def invoke_main() -> None:
     args = parse_args()
     if args.replay:

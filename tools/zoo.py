@@ -62,8 +62,8 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]  # noqa: E402
 
-from qbheat_det.atomic import write_atomically  # noqa: E402
-from qbheat_det.errors import UserError, exit_with_sentence  # noqa: E402
+from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
+from qbheat_det.core.files import write_atomically  # noqa: E402
 from qbheat_det.model_zoo import Figure, ZooEntry, find_entry, list_entries  # noqa: E402
 from qbheat_det.model_zoo.places import describe_place, fetch  # noqa: E402
 from qbheat_det.model_zoo.strict_json import to_plain  # noqa: E402
@@ -286,7 +286,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

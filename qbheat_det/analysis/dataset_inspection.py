@@ -17,6 +17,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data.coco_file import quote
 from qbheat_det.data.coco_json import (
     CocoContent,
@@ -27,7 +28,6 @@ from qbheat_det.data.coco_json import (
 from qbheat_det.data.faults import Fault
 from qbheat_det.data.image_files import find_image_faults
 from qbheat_det.data.record_checks import find_object_faults, find_record_faults
-from qbheat_det.errors import UserError
 
 from .dataset_statistics import DatasetStatistics
 

@@ -11,8 +11,8 @@ from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_image_to_rgb
 from detectron2.structures import BitMasks, Instances, PolygonMasks
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, preserved_randomness, seed_place
-from qbheat_det.errors import UserError
 
 from .detection_pictures import DrawnBoxes, RGBImage, draw_boxes
 from .html_report import Picture

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 
 from .html_report import Picture, Table
 

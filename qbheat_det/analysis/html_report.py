@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 
 from .charts import Theme
 from .report_style import STYLE

@@ -16,6 +16,7 @@ from detectron2.config import CfgNode
 from torch import Tensor
 from tqdm import tqdm
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     Fault,
     ImageBatches,
@@ -25,7 +26,6 @@ from qbheat_det.data import (
     with_places,
 )
 from qbheat_det.data.mappers import Mapper
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import patchify
 
 from .held_out_losses import HeldOutLosses

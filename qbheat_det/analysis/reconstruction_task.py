@@ -10,8 +10,8 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_backbone
 from torch import Tensor
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import preserved_randomness
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import (
     PLACES,
     PLACES_OF,

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 
 from .charts import LINE, encode, has_step, list_colors, read_metrics, style_axes
 

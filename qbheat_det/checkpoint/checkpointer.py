@@ -15,8 +15,8 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from torch import Tensor, nn
 
-from qbheat_det.atomic import remove_leftovers, write_atomically
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import remove_leftovers, write_atomically
 
 from .fitting import (
     find_left_behind,

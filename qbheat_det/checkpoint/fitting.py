@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .class_rows import ClassChange, carry_over_rows, compare_classes, is_class_layer
 from .load_report import GroupReport, LoadReport

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 BACKBONE, BELOW_FPN = "backbone.", "backbone.bottom_up."
 # DistributedDataParallel and AveragedModel, torch.compile, Lightning and other wrappers.

@@ -6,7 +6,7 @@ import zipfile
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .weights_file import check_weights_file, load_pytorch
 

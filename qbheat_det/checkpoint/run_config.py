@@ -10,7 +10,7 @@ import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.config import get_cfg, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .weights_file import info_of, local_weights
 

@@ -15,8 +15,8 @@ import timm
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
 
-from qbheat_det.config.timm_names import check_timm_name
-from qbheat_det.errors import UserError
+from qbheat_det.config.rules import check_timm_name
+from qbheat_det.core.errors import UserError
 
 from .weights_file import save_weights
 from .weights_info import WeightsInfo

@@ -22,8 +22,8 @@ import yaml
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
-from qbheat_det.atomic import write_atomically
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 from .weights_info import WeightsInfo
 

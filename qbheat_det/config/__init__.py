@@ -3,7 +3,7 @@
 
 from .defaults import add_qbheat_config, get_cfg
 from .loading import dump_config, get_config_path, load_config
-from .step_keys import find_memory_format
+from .rules import find_memory_format
 
 __all__ = [
     "add_qbheat_config",

@@ -11,11 +11,10 @@ from pathlib import Path
 import yaml
 from detectron2.config import CfgNode
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .defaults import get_cfg
-from .epoch_keys import switch_off_overruled_epochs
-from .timm_names import check_timm_backbones
+from .rules import check_timm_backbones, switch_off_overruled_epochs
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

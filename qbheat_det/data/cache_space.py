@@ -4,7 +4,7 @@
 import shutil
 from pathlib import Path
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 _GIB = 2**30
 

@@ -19,7 +19,7 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .faults import Fault
 from .pretraining_mapper import PretrainingMapper

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .faults import Fault
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .coco_file import CocoFile
 from .faults import raise_first

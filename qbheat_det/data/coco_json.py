@@ -14,7 +14,7 @@ import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .coco_file import CocoFile, Entry, quote
 from .coco_shapes import has_area, has_polygon, keep_boxes, keep_keypoints, keep_segmentations

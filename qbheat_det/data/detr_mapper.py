@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 
 class DetrDatasetMapper(DatasetMapper):

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 
 @dataclass(frozen=True)

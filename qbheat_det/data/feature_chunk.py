@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .faults import Fault
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from qbheat_det.atomic import write_atomically
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 from .cache_space import explain_full_disk
 from .feature_chunk import FeatureChunk, Stored, pack_views

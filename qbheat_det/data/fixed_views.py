@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .faults import Fault
 from .mappers import Mapper

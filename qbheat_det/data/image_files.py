@@ -20,7 +20,7 @@ from detectron2.utils.file_io import PathManager
 from PIL import Image
 from tqdm import tqdm
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .faults import Fault, raise_first
 

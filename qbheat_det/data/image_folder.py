@@ -15,7 +15,7 @@ from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 

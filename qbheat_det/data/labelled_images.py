@@ -7,7 +7,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .image_batches import ImageBatches
 from .mappers import build_mapper

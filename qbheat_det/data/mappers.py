@@ -10,7 +10,7 @@ from detectron2.data import DatasetMapper
 from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .classification_mapper import ClassificationMapper
 from .detr_mapper import DetrDatasetMapper

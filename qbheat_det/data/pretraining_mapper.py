@@ -14,7 +14,7 @@ import torch
 from detectron2.config import CfgNode, configurable
 from torchvision.transforms import RandomResizedCrop
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .decoded_images import DecodedImages, decode_if_small
 from .faults import Fault

@@ -25,7 +25,7 @@ from detectron2.data.samplers import (
 from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .faults import Fault
 from .fixed_views import FixedViews, number_records

@@ -27,7 +27,7 @@ from detectron2.data.datasets import load_coco_json
 from iopath.common.file_io import file_lock
 from numpy.typing import NDArray
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .toy_scenes import CLASS_NAMES, Scene, sample_scene
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .faults import Fault
 from .pretraining_mapper import PretrainingMapper

@@ -12,7 +12,7 @@ import torch
 from detectron2.modeling import Backbone
 from torch import nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.layers.quick_blocks import quicken_blocks
 
 from .compiled_call import CompiledCall, find_fault

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .fingerprint import describe, key_of
 from .program import (

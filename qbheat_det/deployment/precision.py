@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 PRECISIONS = ("float32", "bfloat16")
 # As Linux names them: products of bfloat16 in AVX-512 and AMX; Arm's own.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from qbheat_det.errors import UserError
-from qbheat_det.quiet import quiet
+from qbheat_det.core.environment import quiet
+from qbheat_det.core.errors import UserError
 
 Arguments = tuple[Any, ...]
 Run = Callable[..., Any]

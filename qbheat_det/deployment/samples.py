@@ -9,7 +9,7 @@ import torch
 from detectron2.modeling import Backbone
 from torch import nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 

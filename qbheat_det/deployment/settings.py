@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .precision import check_precision
 

@@ -17,8 +17,8 @@ from qbheat_det.checkpoint import (
     read_weights,
     save_weights,
 )
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import load_image_folders
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone.bare import build_bare_backbone as build_bare_backbone
 
 from .recalibrate import read_whole_images, recalibrate_bn, training_records

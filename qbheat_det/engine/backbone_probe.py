@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
@@ -26,7 +27,6 @@ from qbheat_det.data import (
     preserved_randomness,
     unite_labels,
 )
-from qbheat_det.errors import UserError
 from qbheat_det.probing import (
     FrozenFeatures,
     ProbeSettings,

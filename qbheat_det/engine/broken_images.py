@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import Fault
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from detectron2.utils import comm
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import View, check_space, format_bytes, measure_caches
-from qbheat_det.errors import UserError
 
 from .dry_run_report import format_duration
 from .feature_build import CachedSet

@@ -18,6 +18,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.config import find_memory_format
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     VIEWS_PER_CHUNK,
@@ -37,7 +38,6 @@ from qbheat_det.data import (
     number_records,
     open_feature_store,
 )
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import CachedBackbone
 
 from .cache_estimate import CacheEstimate, estimate_sets, sample_views, tell_estimate

@@ -8,6 +8,7 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from qbheat_det.checkpoint import class_names_of
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     check_image_folder,
@@ -15,7 +16,6 @@ from qbheat_det.data import (
     load_classes,
     register_image_folders,
 )
-from qbheat_det.errors import UserError
 
 from .resuming import find_last_checkpoint
 

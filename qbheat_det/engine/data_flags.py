@@ -8,6 +8,7 @@ import os
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
     CocoSummary,
@@ -19,7 +20,6 @@ from qbheat_det.data import (
     register_coco_json,
     register_image_folders,
 )
-from qbheat_det.errors import UserError
 
 from .class_folders import LABELLED_TRAIN, LABELLED_VAL, add_class_flags, use_class_folders
 

@@ -24,8 +24,8 @@ from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
-from qbheat_det.errors import UserError
 
 from .cache_estimate import CacheEstimate
 from .dry_run_report import DryRunReport

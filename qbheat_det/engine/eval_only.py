@@ -9,8 +9,8 @@ from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 
 from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.errors import UserError
 
 from .evaluation import Evaluation
 from .knn_look import NeighbourScorer, names_neighbours

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from qbheat_det.analysis.confusion_matrix import plot_confusion
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     Fault,

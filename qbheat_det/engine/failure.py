@@ -17,9 +17,9 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qbheat_det.atomic import write_atomically
 from qbheat_det.config import dump_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 from .device_batches import BatchedInputs
 from .plain_data import from_plain, to_plain

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.atomic import remove_leftovers
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import remove_leftovers
 from qbheat_det.data import Fault, FeatureStore, FixedViews, Stored, cut, make_view
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import CachedBackbone
 
 from .dry_run_report import format_duration

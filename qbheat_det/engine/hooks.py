@@ -15,7 +15,7 @@ from detectron2.utils import comm
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 if TYPE_CHECKING:
     from .trainer import Trainer

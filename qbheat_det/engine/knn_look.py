@@ -8,8 +8,8 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from torch import Tensor, nn
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import ImageBatches, build_mapper, load_labelled_sets
-from qbheat_det.errors import UserError
 from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
 
 from .broken_images import name_faults
@@ -134,9 +134,9 @@ class LookAtNeighbours(Look):
         """
         Args:
             scorer: of the run's model.
-            cfg: ``LOOK.PERIOD`` and ``LOOK.SHARE``.
+            cfg: ``VIS.PERIOD`` and ``VIS.SHARE``.
         """
-        super().__init__(period=cfg.LOOK.PERIOD, share=cfg.LOOK.SHARE)
+        super().__init__(period=cfg.VIS.PERIOD, share=cfg.VIS.SHARE)
         self._scorer = scorer
 
     def look(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from qbheat_det.config import load_config
-from qbheat_det.errors import UserError, find_sentence
+from qbheat_det.core.errors import UserError, find_user_message
 
 R = TypeVar("R")
 
@@ -61,7 +61,7 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
             args=(args,),
         )
     except ProcessRaisedException as error:
-        sentence = find_sentence(str(error))
+        sentence = find_user_message(str(error))
         if sentence is None:
             raise
         raise UserError(sentence) from error

@@ -24,7 +24,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 from torch import nn
 
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -14,8 +14,8 @@ from detectron2.data.detection_utils import read_image
 from PIL import UnidentifiedImageError
 from PIL.Image import open as open_image
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import IMAGE_SUFFIXES
-from qbheat_det.errors import UserError
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
 

@@ -18,10 +18,10 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.errors import UserError
 
 from .media import (
     Image,

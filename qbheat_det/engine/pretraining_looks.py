@@ -20,8 +20,8 @@ from qbheat_det.analysis.reconstruction_views import ReconstructingModel, recons
 from qbheat_det.analysis.spatial_correlation import correlate_images, summarize_correlation
 from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_models
 from qbheat_det.analysis.spectrum_charts import plot_spectrum
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import PretrainingModel
 
 from .looking import Look
@@ -70,14 +70,14 @@ def build_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
     """Returns the looks of a run that fit its model; none for a model that is not pre-trained.
 
     Raises:
-        UserError: a key of ``LOOK`` makes no sense.
+        UserError: a key of ``VIS`` makes no sense.
     """
-    keys = cfg.LOOK
+    keys = cfg.VIS
     if not 0 <= keys.SHARE <= 1:
-        raise UserError(f"LOOK.SHARE is a share of the run's time, 0 to 1, not {keys.SHARE}")
+        raise UserError(f"VIS.SHARE is a share of the run's time, 0 to 1, not {keys.SHARE}")
     if keys.NUM_IMAGES < 1:
         raise UserError(
-            f"LOOK.NUM_IMAGES is at least 1, not {keys.NUM_IMAGES}; LOOK.ENABLED False looks at "
+            f"VIS.NUM_IMAGES is at least 1, not {keys.NUM_IMAGES}; VIS.ENABLED False looks at "
             "nothing"
         )
     if not keys.ENABLED or not isinstance(model, PretrainingModel):
@@ -103,7 +103,7 @@ class LookAtReconstructions(Look):
     def __init__(self, cfg: CfgNode, images: "FixedImages", *, period: int, share: float) -> None:
         """
         Args:
-            cfg: ``LOOK.NUM_IMAGES`` and ``INPUT.FORMAT``.
+            cfg: ``VIS.NUM_IMAGES`` and ``INPUT.FORMAT``.
             images: where they come from.
             period: see ``Look``.
             share: see ``Look``.
@@ -114,7 +114,7 @@ class LookAtReconstructions(Look):
 
     def look(self) -> None:
         """Draws a row for each image: input, and for each kind what was visible and what made."""
-        entries = self._images.load(self._cfg.LOOK.NUM_IMAGES)
+        entries = self._images.load(self._cfg.VIS.NUM_IMAGES)
         model = cast(ReconstructingModel, self.trainer.evaluated_model)
         made = reconstruct_views(model, entries, pixel_format=self._cfg.INPUT.FORMAT)
         sheet = draw_sheet(made.columns, note=f"{self.steps:,} steps. {made.note}")

@@ -16,7 +16,7 @@ from qbheat_det.checkpoint import (
     load_embedded_config,
     read_weights,
 )
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 

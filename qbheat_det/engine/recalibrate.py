@@ -19,8 +19,8 @@ from detectron2.structures import ImageList
 from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor, nn
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import Fault, build_mapper, raise_first
-from qbheat_det.errors import UserError
 
 from .broken_images import name_faults
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.config import find_memory_format
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.layers import NormedConv2d
 
 from .cached_features import swap_encoder

@@ -12,8 +12,8 @@ import yaml
 from detectron2.config import CfgNode
 from torch import nn
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
-from qbheat_det.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _FREE = (
     "DATASETS.CHECK_IMAGES",
     "DATASETS.TEST",
     "FLOAT32_PRECISION",
-    "LOOK.*",
+    "VIS.*",
     "MODEL.ACTIVATION_CHECKPOINTING",
     "MODEL.CACHE_FEATURES.FOLDER",
     "MODEL.CHANNELS_LAST",

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from qbheat_det.atomic import write_atomically
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 RUN_FILE = "run.json"
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")

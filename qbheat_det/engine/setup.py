@@ -17,9 +17,10 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import check_weights_file, class_names_of, load_run_config
 from qbheat_det.config import load_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
@@ -28,7 +29,6 @@ from qbheat_det.data import (
     check_records,
     check_some_readable,
 )
-from qbheat_det.errors import UserError
 
 from .cache_refusals import check_cacheable
 from .class_folders import use_classes_of_folders

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 _TRIED = 10  # broken images in a row, before a place stays empty
 

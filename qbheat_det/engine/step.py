@@ -21,8 +21,8 @@ from torch.jit import optimized_execution  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import cut
-from qbheat_det.errors import UserError
 
 from .device_batches import BatchedInputs, BatchSource, LossReading
 from .seeding import seed_step

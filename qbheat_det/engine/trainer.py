@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
     WeightsInfo,
@@ -29,8 +28,9 @@ from qbheat_det.checkpoint import (
     without_children,
 )
 from qbheat_det.config import find_memory_format
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
-from qbheat_det.errors import UserError
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.pretrain import PretrainingModel
 from qbheat_det.solver import (

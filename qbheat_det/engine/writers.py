@@ -28,8 +28,8 @@ from detectron2.utils.events import (
     get_event_storage,
 )
 
-from qbheat_det.atomic import write_atomically
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.json"

@@ -7,7 +7,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import DatasetEvaluator
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .classification import ClassificationEvaluator
 from .coco import CocoEvaluator

@@ -16,7 +16,7 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from torch import Tensor
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ from typing import Any
 
 from detectron2.evaluation import COCOEvaluator
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 COCO_LIBRARIES = ("auto", "faster-coco-eval", "pycocotools")
 

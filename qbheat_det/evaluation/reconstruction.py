@@ -11,7 +11,7 @@ import torch
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 _LOSS = "loss_reconstruction"
 _NAN = float("nan")

@@ -19,9 +19,9 @@ import torch
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import read_weights
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 from .index import PREFIX, ZooEntry, find_entry
 from .places import cache_folder, check_own_cache, fetch

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 4

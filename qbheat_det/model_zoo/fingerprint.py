@@ -28,8 +28,8 @@ from detectron2.structures import ImageList, Instances
 from PIL import Image
 from torch import Tensor, nn
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import PretrainingModel
 
 from .index import Fingerprint, OutputPrint

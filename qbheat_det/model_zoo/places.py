@@ -29,8 +29,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from qbheat_det.atomic import check_writable
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import check_writable
 
 from .download import NotFetched, check_hash, download
 from .index import ZooEntry, zoo_folders

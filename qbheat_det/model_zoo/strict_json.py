@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 T = TypeVar("T")
 _WORDS = {

@@ -8,7 +8,7 @@ Importing this module tells timm of them; nothing is fetched before
 import logging
 from collections.abc import Iterable
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.classification import TIMM_NAMES, add_timm_weights
 
 from .index import ZooEntry, list_entries

@@ -8,7 +8,7 @@ import torch
 from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 
 class ImageModel(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 Describe = Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]
 """From a batch of a mapper's dicts to the outputs of a backbone."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import KnnScore, rank_true_class, score_neighbours
 
 from .features import FrozenFeatures

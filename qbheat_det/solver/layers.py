@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from timm.models import group_parameters
 from torch import nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 # Detectron2's backbones by class name (v0.6 has the first two only), written as timm's models
 # write theirs: entries in order, and in each the numbers that a pattern catches count up.

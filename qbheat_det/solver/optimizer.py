@@ -11,7 +11,7 @@ from detectron2.solver import build as detectron2_build
 from torch import nn
 from torch.optim import Optimizer
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .fused import build_fused, clip_before_step, store_gradient_norm
 from .layers import layers_above

@@ -11,7 +11,7 @@ from detectron2.solver import build as detectron2_build
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 # Learning rate relative to that of the reference batch, by the ratio of the two batches.
 _LR_SCALING = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
@@ -59,8 +59,8 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
         solver.CHECKPOINT_PERIOD = iterations(solver.CHECKPOINT_EPOCHS)
     if test.EVAL_EPOCHS:
         test.EVAL_PERIOD = iterations(test.EVAL_EPOCHS)
-    if resolved.LOOK.EPOCHS:
-        resolved.LOOK.PERIOD = iterations(resolved.LOOK.EPOCHS)
+    if resolved.VIS.EPOCHS:
+        resolved.VIS.PERIOD = iterations(resolved.VIS.EPOCHS)
     if solver.REFERENCE_BATCH_SIZE:
         factor = _LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
         solver.BASE_LR *= factor
@@ -202,7 +202,7 @@ def _check_epochs(cfg: CfgNode) -> None:
     _numbers("SOLVER.EPOCHS", [solver.EPOCHS])
     _numbers("SOLVER.CHECKPOINT_EPOCHS", [solver.CHECKPOINT_EPOCHS])
     _numbers("TEST.EVAL_EPOCHS", [cfg.TEST.EVAL_EPOCHS])
-    _numbers("LOOK.EPOCHS", [cfg.LOOK.EPOCHS])
+    _numbers("VIS.EPOCHS", [cfg.VIS.EPOCHS])
     if 0 in steps or sorted(set(steps)) != steps:
         raise UserError(f"SOLVER.STEP_EPOCHS must rise from above 0, not {steps}")
     if not solver.EPOCHS:
@@ -237,8 +237,8 @@ def _check_iterations(cfg: CfgNode) -> None:
             raise UserError(f"SOLVER.{key} is at least {lowest}, not {solver[key]}")
     if cfg.TEST.EVAL_PERIOD < 0:
         raise UserError(f"TEST.EVAL_PERIOD is at least 0, not {cfg.TEST.EVAL_PERIOD}")
-    if cfg.LOOK.PERIOD < 0:
-        raise UserError(f"LOOK.PERIOD is at least 0, not {cfg.LOOK.PERIOD}")
+    if cfg.VIS.PERIOD < 0:
+        raise UserError(f"VIS.PERIOD is at least 0, not {cfg.VIS.PERIOD}")
     if not solver.WARMUP_FACTOR >= 0:
         raise UserError(f"SOLVER.WARMUP_FACTOR is at least 0, not {solver.WARMUP_FACTOR}")
     steps = [0, *_steps_in_time(cfg)]

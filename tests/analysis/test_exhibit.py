@@ -11,7 +11,7 @@ import torch
 
 from qbheat_det.analysis.exhibit import Exhibit, remove_exhibit, to_json, write_exhibit
 from qbheat_det.analysis.html_report import Picture, Table
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 SVG, PNG = "image/svg+xml", "image/png"
 

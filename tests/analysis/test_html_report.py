@@ -18,7 +18,7 @@ from qbheat_det.analysis.html_report import (
     render_report,
     write_report,
 )
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 VOID = {"meta", "img", "source", "link", "br", "input"}
 

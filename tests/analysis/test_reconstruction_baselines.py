@@ -17,8 +17,8 @@ from qbheat_det.analysis import reconstruction_baselines
 from qbheat_det.analysis.held_out_losses import HeldOutLosses
 from qbheat_det.analysis.reconstruction_baselines import BaselineReport, compute_baselines
 from qbheat_det.config import load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_places
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import CORNERS, PLACES
 
 ROOT = Path(__file__).resolve().parents[2]

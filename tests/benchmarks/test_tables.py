@@ -16,7 +16,7 @@ from benchmarks.timing import (
     write_environment,
     write_results,
 )
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 TEXT = """\
 Before.

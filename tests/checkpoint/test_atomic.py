@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import qbheat_det
-from qbheat_det import atomic
-from qbheat_det.atomic import check_writable, remove_leftovers, write_atomically
 from qbheat_det.checkpoint import SafeCheckpointer
-from qbheat_det.errors import UserError
+from qbheat_det.core import files
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import check_writable, remove_leftovers, write_atomically
 from tests.checkpoint.tiny_models import TinyDetector
 
 
@@ -145,7 +145,7 @@ _WRITER = """
 import sys, time, types
 sys.modules["qbheat_det"] = types.ModuleType("qbheat_det")
 sys.modules["qbheat_det"].__path__ = [sys.argv[2]]
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 def write(stream):
     stream.write(b"half of it")
     stream.flush()
@@ -159,19 +159,19 @@ write_atomically(sys.argv[1], write)
 def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    lock, removed = atomic._lock, []
+    lock, removed = files._lock, []
 
     def lock_too_late(stream: BinaryIO) -> None:
         if not removed:
             (partial,) = tmp_path.iterdir()
             removed.append(partial)
             if moment == "while":  # the other process holds the lock, and removes it next
-                monkeypatch.setattr(atomic, "_lock", lock)
+                monkeypatch.setattr(files, "_lock", lock)
                 raise BlockingIOError
             remove_leftovers(tmp_path)
         lock(stream)
 
-    monkeypatch.setattr(atomic, "_lock", lock_too_late)
+    monkeypatch.setattr(files, "_lock", lock_too_late)
     write_atomically(tmp_path / "file", lambda stream: stream.write(b"whole"))
     assert removed
     assert (tmp_path / "file").read_bytes() == b"whole"

@@ -13,7 +13,7 @@ from fvcore.common.checkpoint import PeriodicCheckpointer
 from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import CLASSES, TinyBackbone, TinyDetector, save_detector
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qbheat_det.checkpoint.class_rows import carry_over_rows, compare_classes
 from qbheat_det.checkpoint.fitting import fit_weights
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 OLD = ("cat", "dog", "bird", "fish")
 NEW = ("zebra", "bird", "cat", "ant", "dog")

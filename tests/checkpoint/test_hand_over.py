@@ -20,7 +20,7 @@ from qbheat_det.checkpoint import (
     save_weights,
 )
 from qbheat_det.config import get_cfg
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import CLASSES, TinyDetector
 
 LEFT_BEHIND = ("projection", "predictor", "decoder")

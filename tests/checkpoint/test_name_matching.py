@@ -7,7 +7,7 @@ from torch import nn
 
 from qbheat_det.checkpoint.fitting import find_unbuilt, fit_weights
 from qbheat_det.checkpoint.name_matching import match_names
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import TinyBackbone, TinyDetector
 
 PLAIN, PYRAMID = TinyDetector().state_dict(), TinyDetector(pyramid=True).state_dict()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qbheat_det.checkpoint import SafeCheckpointer
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
 
 

@@ -24,7 +24,7 @@ from qbheat_det.checkpoint import (
     save_weights,
 )
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import CLASSES, TinyDetector, save_detector
 
 INFO = WeightsInfo(

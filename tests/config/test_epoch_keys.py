@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from qbheat_det.config import get_cfg
-from qbheat_det.config.epoch_keys import EPOCH_KEYS, switch_off_overruled_epochs
-from qbheat_det.errors import UserError
+from qbheat_det.config.rules import EPOCH_KEYS, switch_off_overruled_epochs
+from qbheat_det.core.errors import UserError
 
 Layers = Sequence[Mapping[str, object]]
 IN_EPOCHS = {"SOLVER.EPOCHS": 12.0, "SOLVER.STEP_EPOCHS": "(8, 11)"}

@@ -7,7 +7,7 @@ import pytest
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from qbheat_det.config import add_qbheat_config, get_config_path, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 
 def _write(path: Path, text: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import check_coco_json
-from qbheat_det.errors import UserError
 
 Content = dict[str, Any]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import check_space, format_bytes
-from qbheat_det.errors import UserError
 
 
 def test_a_cache_that_fits_exactly_is_let_through_and_one_byte_more_is_not(

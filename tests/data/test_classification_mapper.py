@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torchvision.transforms import v2
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     ClassificationMapper,
     Fault,
@@ -21,7 +22,6 @@ from qbheat_det.data import (
     preserved_randomness,
     seed_place,
 )
-from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)

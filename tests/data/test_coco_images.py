@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import load_coco_images, register_coco_images, register_pretraining_sets
-from qbheat_det.errors import UserError
 
 NAME = "coco_images_of_a_test"
 Content = dict[str, Any]

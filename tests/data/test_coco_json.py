@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     ToySpec,
     check_coco_json,
@@ -20,7 +21,6 @@ from qbheat_det.data import (
 from qbheat_det.data.coco_json import read_coco_json
 from qbheat_det.data.toy import ANNOTATION_FILE, CATEGORY_IDS
 from qbheat_det.data.toy_scenes import CLASS_NAMES
-from qbheat_det.errors import UserError
 from tests.data.coco_content import GOOD, Content, changed, sentence, with_annotation, write
 
 

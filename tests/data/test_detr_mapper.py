@@ -14,12 +14,12 @@ from detectron2.data import transforms as T
 from pycocotools import mask as coco_mask
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     DetrDatasetMapper,
     build_detr_crop,
     build_mapper,
 )
-from qbheat_det.errors import UserError
 
 BOXES = [[40, 60, 150, 220], [260, 30, 330, 90]]  # XYWH, of a red and a green object
 

@@ -15,9 +15,9 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from qbheat_det import atomic
+from qbheat_det.core import files
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import FeatureStore, View, feature_store, measure_caches, open_feature_store
-from qbheat_det.errors import UserError
 from tests.data.feature_cases import (
     FORK,
     NUM_VIEWS,
@@ -180,7 +180,7 @@ def _write_half(folder: Path, is_writing: Event) -> None:
             is_writing.set()
             time.sleep(60)
 
-        atomic.write_atomically(path, write_half)
+        files.write_atomically(path, write_half)
 
     feature_store.write_atomically = stop_halfway
     fill(make_store(folder))
@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_sentence_with_figures_and_leaves_nothing_behind(
 
     store = make_store(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(atomic.os, "fsync", fail)
+        patch.setattr(files.os, "fsync", fail)
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 3, 7))
         with pytest.raises(UserError, match=r"need .* bytes\), but .* 0\.00 GiB \(7 bytes\) free"):
             fill(store)

@@ -14,6 +14,7 @@ from detectron2.structures import Boxes, Instances
 from PIL import Image
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     VIEW_ROW,
     CachedViews,
@@ -29,7 +30,6 @@ from qbheat_det.data import (
     seed_place,
 )
 from qbheat_det.data.seeding import IMAGE, VIEW
-from qbheat_det.errors import UserError
 
 RECORDS = number_records([{"file_name": f"{i}.jpg", "image_id": 10 + i} for i in range(9)])
 COUNT = 3

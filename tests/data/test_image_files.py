@@ -13,9 +13,9 @@ import pytest
 from detectron2.data.detection_utils import check_image_size, read_image
 from PIL import Image
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import image_files
 from qbheat_det.data.image_files import check_image_files, find_image_faults
-from qbheat_det.errors import UserError
 
 WIDTH, HEIGHT = 60, 40
 ORIENTATION = 0x0112

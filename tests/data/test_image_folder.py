@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     check_image_folder,
     image_folder,
@@ -16,7 +17,6 @@ from qbheat_det.data import (
     load_image_folders,
     register_image_folders,
 )
-from qbheat_det.errors import UserError
 
 NAME = "images_of_a_test"
 

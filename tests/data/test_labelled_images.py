@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     list_classes,
     load_classes,
@@ -15,7 +16,6 @@ from qbheat_det.data import (
     register_image_folders,
     unite_labels,
 )
-from qbheat_det.errors import UserError
 
 
 def make(folder: Path, **counts: int) -> str:

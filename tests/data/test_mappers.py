@@ -5,8 +5,8 @@ import pytest
 from detectron2.data import DatasetMapper
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import DATASET_MAPPERS, DetrDatasetMapper, build_mapper
-from qbheat_det.errors import UserError
 
 
 def test_the_default_is_detectron2s_own_mapper() -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     Fault,
     PretrainingMapper,
@@ -22,7 +23,6 @@ from qbheat_det.data import (
     build_train_stream,
     register_image_folders,
 )
-from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
 NAME = "pretraining_mapper_of_a_test"

@@ -7,8 +7,8 @@ import pytest
 from detectron2.data.build import filter_images_with_only_crowd_annotations
 from detectron2.structures import BoxMode
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data.record_checks import check_records, find_record_faults
-from qbheat_det.errors import UserError
 
 Record = dict[str, Any]
 

@@ -16,8 +16,8 @@ from detectron2.data.samplers import TrainingSampler
 from detectron2.utils import comm
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream, build_train_stream, cut, preserved_randomness, seed_place
-from qbheat_det.errors import UserError
 
 Batch = list[dict[str, Any]]
 

@@ -18,6 +18,7 @@ from detectron2.data.detection_utils import read_image
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set, toy
 from qbheat_det.data.toy import (
     ANNOTATION_FILE,
@@ -27,7 +28,6 @@ from qbheat_det.data.toy import (
     trace_polygons,
 )
 from qbheat_det.data.toy_scenes import CLASS_NAMES, MIN_VISIBLE, OBJECTS, Scene, sample_scene
-from qbheat_det.errors import UserError
 
 SPEC = ToySpec(name="tiny", num_images=40, seed=3)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import Fault, PretrainingMapper, TwoViewMapper, build_mapper
-from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
 NONE: dict[str, Any] = {

@@ -12,8 +12,8 @@ from torch._dynamo.exc import Unsupported
 from torch.testing import assert_close
 
 import qbheat_det
+from qbheat_det.core.errors import UserError
 from qbheat_det.deployment.compiled_call import find_fault
-from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config
 
 from .fake_compiler import OneMap

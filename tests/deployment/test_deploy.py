@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import qbheat_det
+from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import Deployed, part_forwards, precision
-from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config
 
 SIZES = [(64, 96), (67, 101), (96, 64)]

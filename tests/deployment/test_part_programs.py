@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import part_programs
-from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config
 
 from .fake_compiler import FakeCompiler, OneMap, deploy

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import qbheat_det
+from qbheat_det.core.errors import UserError
 from qbheat_det.deployment.settings import Settings
-from qbheat_det.errors import UserError
 
 
 @pytest.mark.parametrize(

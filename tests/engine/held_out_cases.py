@@ -27,7 +27,7 @@ OPTS = {
     "SOLVER.MAX_ITER": "2",
     "SOLVER.LOG_PERIOD": "1",
     "SOLVER.WARMUP_ITERS": "1",
-    "LOOK.ENABLED": "False",
+    "VIS.ENABLED": "False",
     "SEED": "3",
 }
 

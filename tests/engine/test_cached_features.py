@@ -14,13 +14,13 @@ from torchvision.ops import StochasticDepth
 
 from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.cache_refusals import check_frozen
 from qbheat_det.engine.cached_features import use_cached_features
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.failure import NonFiniteLoss
 from qbheat_det.engine.replay import replay_failure
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import CachedBackbone
 
 from . import tiny_training

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qbheat_det.config import find_memory_format, get_cfg, load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config
-from qbheat_det.errors import UserError
 
 from .tiny_training import make_data, parse
 

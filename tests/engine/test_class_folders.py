@@ -13,12 +13,12 @@ from torch.testing import assert_close
 
 from qbheat_det.checkpoint import class_names_of, read_weights
 from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream, register_image_folders
 from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.class_folders import LABELLED_TRAIN, LABELLED_VAL
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.errors import UserError
 
 from .classifier_cases import configure, evaluate_knower, make_classes, train
 from .conftest import forget_runs
@@ -89,7 +89,7 @@ def test_a_run_trains_evaluates_scores_neighbours_resumes_and_is_evaluated_alone
 ) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
     flags = [*flags_of(folders), "--knn"]
-    opts = {"TEST.EVAL_PERIOD": "2", "LOOK.ENABLED": "True"}
+    opts = {"TEST.EVAL_PERIOD": "2", "VIS.ENABLED": "True"}
     trainer = train(whole, opts, *flags)
     found = trainer._last_eval_results["classification"]
     assert 0 <= found["top1"] <= found["top5"] == 100  # there are but four classes

@@ -37,7 +37,7 @@ OPTS = {
     "SOLVER.BASE_LR": "0.05",  # for 256 images
     "SOLVER.CHECKPOINT_PERIOD": "2",
     "SOLVER.LOG_PERIOD": "1",
-    "LOOK.ENABLED": "False",
+    "VIS.ENABLED": "False",
     "SEED": "3",
 }
 COLOURS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from qbheat_det.checkpoint import SafeCheckpointer, info_of, read_weights
 from qbheat_det.checkpoint.resnet_names import torchvision_name
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.conversion import RESNETS, convert_weights, find_target
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.modeling.classification.test_timm_mobile_former import TINY

@@ -10,8 +10,8 @@ import torch
 from detectron2.structures import Boxes, Instances
 from torch._subclasses import FakeTensorMode
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.device_batches import BatchSource, LossReading
-from qbheat_det.errors import UserError
 from tests.engine.test_step import MeanOverImages, images, make, step
 
 

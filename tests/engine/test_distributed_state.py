@@ -14,10 +14,10 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.hooks import average_over_processes
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.errors import UserError
 
 from .processes import make_args, run_in_processes
 

@@ -13,12 +13,12 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set, register_coco_json
 from qbheat_det.engine import Trainer
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.dry_run_report import DryRunReport, format_duration
 from qbheat_det.engine.setup import use_classes_of
-from qbheat_det.errors import UserError
 from tests.engine.tiny_detectors import make_retinanet_config
 
 from .conftest import forget_runs

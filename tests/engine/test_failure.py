@@ -15,11 +15,11 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.config import find_memory_format, get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, failed_step, read_failure
 from qbheat_det.engine.plain_data import from_plain, to_plain
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.engine.seeding import seed_step
-from qbheat_det.errors import UserError
 from tests.engine.gradient_cases import MF_DETR, RETINANET, Case, make_case_config, make_image
 from tests.engine.tiny_detectors import make_retinanet_config
 

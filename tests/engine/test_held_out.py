@@ -11,11 +11,11 @@ import torch
 from detectron2.data import DatasetCatalog
 
 from qbheat_det.checkpoint import ExactCheckpointer, info_of
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_image_folders
 from qbheat_det.engine import Trainer
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.meta_arch import QBHeat
 from qbheat_det.modeling.pretrain import CORNERS
 

@@ -11,10 +11,10 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_argument_parser
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import add_data_flags, add_image_flags, build_config
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
-from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs

@@ -11,10 +11,10 @@ from detectron2.data import DatasetCatalog
 from detectron2.modeling import build_model
 
 from qbheat_det.checkpoint import ExactCheckpointer
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, load_labelled_sets
 from qbheat_det.engine import evaluate
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL
-from qbheat_det.errors import UserError
 from qbheat_det.evaluation import KnnScore, score_neighbours
 from qbheat_det.modeling.meta_arch import QBHeat
 
@@ -70,8 +70,8 @@ def test_the_score_of_a_run_is_that_of_its_weights_and_that_by_hand(
 ) -> None:
     flags = ("--knn-train-folder", folders[0], "--knn-val-folder", folders[1])
     output = tmp_path / "run"
-    # Whatever LOOK.ENABLED is: the score was asked for by name.
-    opts = {"DATALOADER.NUM_WORKERS": num_workers, "LOOK.ENABLED": str(num_workers == "2")}
+    # Whatever VIS.ENABLED is: the score was asked for by name.
+    opts = {"DATALOADER.NUM_WORKERS": num_workers, "VIS.ENABLED": str(num_workers == "2")}
     train(output, opts, "--image-folder", folders[0], *flags)
     first, last = sorted((output / "looks").glob("knn_*.json"))
     assert (first.name, last.name) == ("knn_0000000.json", "knn_0000002.json")

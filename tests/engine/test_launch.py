@@ -15,9 +15,9 @@ import torch
 from detectron2.utils import comm
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from qbheat_det.core.errors import UserError, exit_on_user_error, find_user_message
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import launch, run_distributed
-from qbheat_det.errors import UserError, exit_with_sentence, find_sentence
 
 from .processes import free_port, make_args, torchrun_environment
 
@@ -137,7 +137,7 @@ def test_bad_input_in_a_started_process_is_the_same_sentence(
     monkeypatch.setattr(launch, "launch", fail)
     args = make_args(num_gpus=2, dist_url="tcp://127.0.0.1:5000", opts=["MODEL.DEVICE", "cuda"])
     with pytest.raises(SystemExit) as stopped:
-        exit_with_sentence(run_distributed)(refuse, args)
+        exit_on_user_error(run_distributed)(refuse, args)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: the file is not there\n"
 
@@ -162,10 +162,10 @@ def test_a_sentence_is_found_only_where_it_ended_a_traceback() -> None:
             raise RuntimeError("another") from error
     except RuntimeError:
         second = traceback.format_exc()
-    assert find_sentence(first) == "the file is not there"
+    assert find_user_message(first) == "the file is not there"
     assert "the file is not there" in second
-    assert find_sentence(second) is None
-    assert find_sentence("the file is not there") is None
+    assert find_user_message(second) is None
+    assert find_user_message("the file is not there") is None
 
 
 def _run_two_processes(*args: str) -> subprocess.CompletedProcess[str]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
-from qbheat_det.errors import UserError
 from tests.engine import held_out_cases
 from tests.engine.conftest import forget_runs
 from tests.engine.held_out_cases import make_folder

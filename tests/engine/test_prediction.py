@@ -17,6 +17,7 @@ from PIL import Image
 from pycocotools import mask as mask_util
 
 from qbheat_det.checkpoint import load_run_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.media import MediaFile, find_media, name_outputs
 from qbheat_det.engine.prediction import (
     MediaPredictor,
@@ -25,7 +26,6 @@ from qbheat_det.engine.prediction import (
     read_image_ids,
     write_json,
 )
-from qbheat_det.errors import UserError
 from tests.engine.tiny_detectors import (
     ChannelProbe,
     make_probe_config,

@@ -20,6 +20,7 @@ from torch import nn
 
 from qbheat_det.analysis.reconstruction_views import to_rgb
 from qbheat_det.config import get_cfg, get_config_path, load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import pretraining_looks
 from qbheat_det.engine.looking import Look
@@ -30,7 +31,6 @@ from qbheat_det.engine.pretraining_looks import (
     LookAtSpectrum,
     build_looks,
 )
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.pretrain import PretrainingModel
 from tests.data.pictures import draw, save
 from tests.modeling.tiny_pretraining import MEAN, STD, PatchesAsMap
@@ -42,7 +42,7 @@ from .tiny_training import losses, make_data, state
 
 SET = "images_that_are_looked_at"
 DATA = {"DATASETS.TRAIN": f"('{SET}',)"}
-SEEN = {**DATA, "LOOK.ENABLED": "True", "LOOK.PERIOD": "2", "LOOK.NUM_IMAGES": "2"}
+SEEN = {**DATA, "VIS.ENABLED": "True", "VIS.PERIOD": "2", "VIS.NUM_IMAGES": "2"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,7 +145,7 @@ def test_a_resumed_run_goes_on_looking(
         (folder / "looks" / f"{kind}_0000000.json").unlink()  # is not made again
         (folder / "looks" / f"{kind}_0000004.json").unlink()
     forget_runs()
-    trainer = train(folder, {**SEEN, "LOOK.PERIOD": "1"}, "--resume")
+    trainer = train(folder, {**SEEN, "VIS.PERIOD": "1"}, "--resume")
     again = files(folder) - files(seen_run)
     assert {name[-12:-5] for name in again if name.endswith(".json")} == {"0000003"}
     assert files(seen_run) - files(folder) == {
@@ -255,13 +255,13 @@ def test_looks_are_those_that_a_models_parts_allow() -> None:
     assert [type(look) for look in build_looks(cfg, model)] == kinds
     model.views = {"corner": ("top_left",)}
     assert [type(look) for look in build_looks(cfg, model)] == [LookAtReconstructions, *kinds]
-    cfg.LOOK.ENABLED = False
+    cfg.VIS.ENABLED = False
     assert build_looks(cfg, model) == []
 
 
 def test_what_is_not_pre_trained_is_not_looked_at() -> None:
     cfg = load_config(get_config_path("ImageNet-probing/linear_285M.yaml"))
-    cfg.MODEL.DEVICE, cfg.LOOK.ENABLED = "meta", True
+    cfg.MODEL.DEVICE, cfg.VIS.ENABLED = "meta", True
     with torch.device("meta"):
         classifier = build_model(cfg)
     assert build_looks(cfg, classifier) == []
@@ -271,6 +271,6 @@ def test_what_is_not_pre_trained_is_not_looked_at() -> None:
 @pytest.mark.parametrize(("key", "value"), [("SHARE", 1.5), ("SHARE", -0.1), ("NUM_IMAGES", 0)])
 def test_settings_that_make_no_sense_are_refused(key: str, value: float) -> None:
     cfg = get_cfg()
-    cfg.LOOK[key] = value
-    with pytest.raises(UserError, match=rf"LOOK\.{key} .* not {value}"):
+    cfg.VIS[key] = value
+    with pytest.raises(UserError, match=rf"VIS\.{key} .* not {value}"):
         build_looks(cfg, nn.Linear(1, 1))

@@ -9,9 +9,9 @@ import pytest
 
 from qbheat_det.checkpoint import WeightsInfo
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.probe_figures import ProbeFigures, ProbeRow
 from qbheat_det.engine.probed_backbones import count_images_seen
-from qbheat_det.errors import UserError
 
 _SETTING = {"feature": "s16", "knn": {"k": 20}, "grid": (1.0, 0.1)}
 

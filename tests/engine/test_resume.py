@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.resuming import check_continues
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.errors import UserError
 
 from . import tiny_training
 from .conftest import TrainAfresh

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.run_record import (
     CodeVersion,
     find_code_version,
@@ -15,7 +16,6 @@ from qbheat_det.engine.run_record import (
     read_run_record,
     write_run_record,
 )
-from qbheat_det.errors import UserError
 
 
 def git(folder: Path, *arguments: str) -> str:

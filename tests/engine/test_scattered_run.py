@@ -24,9 +24,9 @@ def test_a_run_is_evaluated_and_looked_at_once_an_image(
     forget_runs(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
     opts = {
         "MODEL.META_ARCHITECTURE": arch,
-        "LOOK.ENABLED": "True",
-        "LOOK.PERIOD": "2",
-        "LOOK.NUM_IMAGES": "2",
+        "VIS.ENABLED": "True",
+        "VIS.PERIOD": "2",
+        "VIS.NUM_IMAGES": "2",
     }
     seen, unseen = make_folder(tmp_path / "seen", 6), make_folder(tmp_path / "unseen", 3, first=6)
     flags = ["--image-folder", str(seen), "--val-image-folder", str(unseen)]

@@ -13,8 +13,8 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.errors import UserError
 from tests.engine.gradient_cases import FAST_WITHOUT_NOISE
 
 Batch = list[dict[str, Any]]

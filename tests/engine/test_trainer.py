@@ -13,10 +13,10 @@ from detectron2.modeling import build_model
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.config import load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.errors import UserError
 
 from .conftest import TrainAfresh
 from .tiny_training import state

@@ -12,8 +12,8 @@ from detectron2.modeling import build_model
 
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.prediction import build_predictor, get_category_id
-from qbheat_det.errors import UserError
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config
 
 

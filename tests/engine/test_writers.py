@@ -13,8 +13,8 @@ from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage, EventWriter
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.writers import WandbWriter, build_writers, drop_metrics_from
-from qbheat_det.errors import UserError
 
 
 class FakeWandb:

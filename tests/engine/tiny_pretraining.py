@@ -34,7 +34,7 @@ OPTS = {
     "SOLVER.LOG_PERIOD": "1",
     "SOLVER.BASE_LR": "0.1",  # for 256 images
     "SOLVER.WARMUP_ITERS": "1",
-    "LOOK.ENABLED": "False",
+    "VIS.ENABLED": "False",
     "SEED": "3",
 }
 

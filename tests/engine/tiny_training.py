@@ -11,7 +11,7 @@ import torch
 from detectron2.engine import default_argument_parser
 
 import qbheat_det  # noqa: F401  registers models and data
-from qbheat_det.config.epoch_keys import EPOCH_KEYS
+from qbheat_det.config.rules import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, add_data_flags, build_config, setup
 

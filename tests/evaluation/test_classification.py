@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
 from qbheat_det.evaluation.classification import predict, rank_true_class
 

@@ -23,7 +23,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from qbheat_det.config import get_cfg
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import CocoEvaluator, build_evaluator, resolve_coco_library
 
 SIZE = 256

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation.reconstruction import ReconstructionEvaluator, mean_and_standard_error
 
 

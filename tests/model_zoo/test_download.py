@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo.download import NotFetched, download
 
 from .servers import Served

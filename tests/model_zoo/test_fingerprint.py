@@ -14,8 +14,8 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from PIL import Image
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo.fingerprint import (
     TOLERANCE,
     Deviation,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qbheat_det.config import get_config_path
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import find_entry, list_entries, load_index
 from qbheat_det.model_zoo.index import file_of, save_index
 from qbheat_det.model_zoo.strict_json import to_plain

@@ -9,7 +9,7 @@ import torch
 import qbheat_det.model_zoo as zoo
 from qbheat_det.checkpoint import read_weights, save_weights
 from qbheat_det.config import get_config_path
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .conftest import TinyZoo, UseIndex
 from .zoo_cases import BACKBONE, DETECTOR, make_entry

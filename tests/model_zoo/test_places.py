@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import places
 from qbheat_det.model_zoo.places import cache_folder, describe_place, fetch
 

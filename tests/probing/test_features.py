@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.probing import FrozenFeatures, cache_features
 
 

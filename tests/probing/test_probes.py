@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import score_neighbours
 from qbheat_det.probing import (
     FrozenFeatures,

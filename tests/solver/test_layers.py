@@ -11,7 +11,7 @@ from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from qbheat_det.config import get_cfg
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.solver import layers_above
 

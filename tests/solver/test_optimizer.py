@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.solver import build_optimizer, parameter_groups
 from qbheat_det.solver.fused import clip_before_step
 

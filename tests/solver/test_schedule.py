@@ -9,7 +9,7 @@ import torch
 from detectron2.config import CfgNode
 
 from qbheat_det.config import get_cfg, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.solver import build_lr_scheduler, describe_schedule, resolve_schedule
 
 COCO = 118287
@@ -46,7 +46,7 @@ def test_coco_in_epochs_is_what_the_paper_trains() -> None:
         CHECKPOINT_EPOCHS=5.0,
         IMS_PER_BATCH=16,
     )
-    cfg.TEST.EVAL_EPOCHS, cfg.LOOK.EPOCHS = 10.0, 1.0
+    cfg.TEST.EVAL_EPOCHS, cfg.VIS.EPOCHS = 10.0, 1.0
     resolved = resolve_schedule(cfg, num_images=COCO)
     # An epoch is 118,287 / 16 = 7,392.9375 iterations.
     assert resolved.SOLVER.MAX_ITER == 3696469
@@ -54,7 +54,7 @@ def test_coco_in_epochs_is_what_the_paper_trains() -> None:
     assert resolved.SOLVER.WARMUP_ITERS == 3697
     assert resolved.SOLVER.CHECKPOINT_PERIOD == 36965
     assert resolved.TEST.EVAL_PERIOD == 73930
-    assert resolved.LOOK.PERIOD == 7393
+    assert resolved.VIS.PERIOD == 7393
 
 
 @pytest.mark.parametrize("epochs", [0.1, 0.7, 1.0, 2.5, 3.0, 1e-5])
@@ -264,6 +264,6 @@ def test_no_images_and_a_negative_period_end_in_a_sentence() -> None:
     cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_EPOCHS = 0, -1.0
     with pytest.raises(UserError, match=r"TEST\.EVAL_EPOCHS .* -1"):
         resolve_schedule(cfg, num_images=10)
-    cfg.TEST.EVAL_EPOCHS, cfg.LOOK.PERIOD = 0.0, -1
-    with pytest.raises(UserError, match=r"LOOK\.PERIOD is at least 0, not -1"):
+    cfg.TEST.EVAL_EPOCHS, cfg.VIS.PERIOD = 0.0, -1
+    with pytest.raises(UserError, match=r"VIS\.PERIOD is at least 0, not -1"):
         resolve_schedule(cfg, num_images=10)

@@ -34,7 +34,7 @@ TAP = """
       .getBoundingClientRect().width) }
 })()
 """
-LOOK = """
+VIS = """
 Promise.all([...document.images].map(i => i.decode().then(() => true, () => false))).then(done => ({
   decoded: done, widths: [...document.images].map(i => i.naturalWidth),
   alts: [...document.images].map(i => i.alt), sources: [...document.images].map(i => i.currentSrc),
@@ -197,7 +197,7 @@ def test_in_a_browser_every_picture_loads_nothing_is_fetched_and_nothing_sticks_
     browser: Browser, page: Path, width: int, scheme: str, colour: str
 ) -> None:
     browser.open(page, width=width, height=844, scheme=scheme)
-    seen = browser.evaluate(LOOK)
+    seen = browser.evaluate(VIS)
     assert browser.faults == []
     assert browser.requests == [page.resolve().as_uri()]
     assert len(seen["widths"]) >= 5
@@ -227,7 +227,7 @@ def test_a_dark_screen_gets_the_dark_charts(browser: Browser, page: Path) -> Non
     shown = {}
     for scheme in ("light", "dark"):
         browser.open(page, width=800, height=600, scheme=scheme)
-        shown[scheme] = browser.evaluate(LOOK)["sources"]
+        shown[scheme] = browser.evaluate(VIS)["sources"]
     charts = [source.startswith("data:image/svg") for source in shown["light"]]
     differ = [light != dark for light, dark in zip(*shown.values(), strict=True)]
     assert any(charts)
@@ -244,7 +244,7 @@ def test_the_browser_would_see_a_picture_that_is_broken_and_an_error(
         "<div style='width:700px'>wide</div><script>undefinedFunction()</script>"
     )
     browser.open(page, width=390, height=844, scheme="light")
-    seen = browser.evaluate(LOOK)
+    seen = browser.evaluate(VIS)
     assert seen["decoded"] == [False, False]
     assert seen["widths"] == [0, 0]
     assert len(browser.faults) >= 2

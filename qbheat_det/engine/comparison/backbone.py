@@ -17,11 +17,11 @@ from detectron2.config import CfgNode
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 
 from qbheat_det.analysis import count_parameters
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import load_config
+from qbheat_det.core.errors import exit_on_user_error
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import load_image_folders, preserved_randomness
-from qbheat_det.errors import exit_with_sentence
 
 from ..backbone_export import build_bare_backbone, export_backbone
 from ..run_record import find_commit
@@ -92,7 +92,7 @@ def _write_initialised(cfg: CfgNode, path: Path, seed: int) -> Path:
     return path
 
 
-@exit_with_sentence
+@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

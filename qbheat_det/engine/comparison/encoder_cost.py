@@ -15,8 +15,8 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.analysis import CountingRule, count_madds
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import Fault, build_mapper
-from qbheat_det.errors import UserError
 
 from ..trainer import Trainer
 

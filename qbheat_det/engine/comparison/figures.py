@@ -12,7 +12,7 @@ from typing import Any
 from qbheat_det.analysis.charts import read_metrics
 from qbheat_det.checkpoint import info_of
 from qbheat_det.config import load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from ..run_record import RUN_FILE, read_run_record
 from ..writers import METRICS_FILE

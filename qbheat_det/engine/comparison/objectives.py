@@ -8,8 +8,8 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from qbheat_det.config import get_config_path, load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES
-from qbheat_det.errors import UserError
 
 RANDOM = "random"
 BASE = "Base-Objective"

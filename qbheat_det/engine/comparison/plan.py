@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qbheat_det.config import get_config_path, load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import fingerprint_records, load_image_folders, unite_labels
-from qbheat_det.errors import UserError
 
 from ..resuming import holds_run
 from ..writers import METRICS_FILE

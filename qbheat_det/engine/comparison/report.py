@@ -13,7 +13,7 @@ import torch
 from qbheat_det.analysis.comparison_chart import plot_comparison
 from qbheat_det.analysis.comparison_summary import summarise_all
 from qbheat_det.analysis.comparison_table import render_comparison
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.files import write_atomically
 
 from ..run_record import find_commit, list_versions
 from .plan import Comparison, ImageSets

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .stage import Key, Stage
 

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from detectron2.config import CfgNode
 
-from qbheat_det.atomic import write_atomically
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 from ..run_record import list_versions
 
@@ -22,7 +22,7 @@ _FREE = (
     "CUDNN_BENCHMARK",
     "DATALOADER.NUM_WORKERS",
     "DATASETS.*",
-    "LOOK.*",
+    "VIS.*",
     "MODEL.DEVICE",
     "MODEL.WEIGHTS",
     "OUTPUT_DIR",

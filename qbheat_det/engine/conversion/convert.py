@@ -15,7 +15,7 @@ from qbheat_det.checkpoint import (
     read_weights,
     save_weights,
 )
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.classification.timm_loading import names_for_package, names_for_timm
 
 from .targets import Target, find_target

@@ -12,8 +12,8 @@ from detectron2.modeling import Backbone, build_backbone
 
 from qbheat_det.checkpoint.resnet_names import torchvision_name
 from qbheat_det.config import get_cfg
-from qbheat_det.config.timm_names import TIMM_PREFIX, check_timm_name
-from qbheat_det.errors import UserError
+from qbheat_det.config.rules import TIMM_PREFIX, check_timm_name
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
 
 D2_PREFIX = "detectron2:"

@@ -20,8 +20,8 @@ from PIL.Image import Resampling
 from PIL.Image import fromarray as to_pillow
 from scipy.optimize import linear_sum_assignment
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.media import Image
-from qbheat_det.errors import UserError
 
 from .exported_model import ExportedModel, Outputs, to_instances
 

@@ -9,7 +9,7 @@ from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from qbheat_det.config import dump_config, get_cfg
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 from qbheat_det.modeling.meta_arch import ImageClassifier
 

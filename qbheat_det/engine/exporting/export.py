@@ -15,13 +15,13 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from torch import Tensor
 
-from qbheat_det.atomic import check_writable, write_atomically
+from qbheat_det.core.environment import quiet
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.engine.media import Image, UnreadableMedia, find_media, read_bgr
 from qbheat_det.engine.prediction import build_predictor
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.run_sets import find_run_set
-from qbheat_det.errors import UserError
-from qbheat_det.quiet import quiet
 
 from .agreement import Agreement, build_reference, measure_agreement, table_of
 from .deployable import DeployableModel, build_deployable

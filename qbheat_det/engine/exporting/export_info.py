@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from detectron2.structures import Boxes, Instances
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .export_info import METADATA_KEY, SPLIT_KEY, ExportInfo
 from .torch_programs import open_program

@@ -8,9 +8,9 @@ from detectron2.config import CfgNode
 from detectron2.structures import Instances
 
 from qbheat_det.checkpoint import load_embedded_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.image_classes import TOP_CLASSES, ClassifiedFiles, name_likeliest
 from qbheat_det.engine.media import Image, MediaFile, UnreadableMedia, read_bgr
-from qbheat_det.errors import UserError
 
 from .exported_model import EXPORTED_SUFFIXES, ExportedModel
 from .split_model import ENCODER, HEAD_PREFIX, SplitModel

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qbheat_det.atomic import write_atomically
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 
 from .export_info import METADATA_FILE, METADATA_KEY
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import load_embedded_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 
 from .deployable import DeployableModel, Encoder

@@ -17,10 +17,10 @@ from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.engine import DefaultPredictor
 from torch import Tensor
 
-from qbheat_det.atomic import write_atomically
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.engine.media import Image
 from qbheat_det.engine.prediction import build_predictor
-from qbheat_det.errors import UserError
 
 from .agreement import Agreement, build_reference, measure_agreement, table_of
 from .deployable import build_deployable

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .export_info import METADATA_KEY, SPLIT_KEY, ExportInfo
 from .exported_model import ExportedModel, Outputs, open_session, to_instances

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qbheat_det.quiet import quiet
+from qbheat_det.core.environment import quiet
 
 from .export_info import METADATA_FILE
 

@@ -23,7 +23,7 @@ from qbheat_det.analysis.propagation_charts import plot_over_distance
 from qbheat_det.analysis.reconstruction_pictures import draw_sheet
 from qbheat_det.analysis.spectrum import NAMES
 from qbheat_det.analysis.spectrum_table import Models
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import ReconstructionModel
 
 from .flag_types import real

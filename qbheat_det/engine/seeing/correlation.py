@@ -17,11 +17,11 @@ from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.analysis.spatial_correlation import correlate_images, summarize_correlation
 from qbheat_det.checkpoint import info_of
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.looking import undisturbed
 from qbheat_det.engine.pretraining_looks import CORRELATED_IMAGES
 from qbheat_det.engine.probed_backbones import find_feature
 from qbheat_det.engine.recalibrate import recalibrate_bn
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 
 from .flag_types import some_text, whole

@@ -25,7 +25,7 @@ from qbheat_det.analysis.run_curves import (
     plot_schedules,
     select_curve,
 )
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .options import SightOptions
 from .refusal import NothingToSee

@@ -34,7 +34,7 @@ from qbheat_det.analysis.detection_scores import DRAWN_IOUS, average_over_classe
 from qbheat_det.analysis.detection_sheets import COLORS_EXPLAINED
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .detection_views import draw_alarms, draw_misses, draw_predictions
 from .flag_types import real

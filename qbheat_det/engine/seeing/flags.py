@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .flag_types import whole
 from .options import Sight, SightOptions

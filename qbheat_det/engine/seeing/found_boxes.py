@@ -14,9 +14,9 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.analysis.detection_scores import DetectionScores, score_detections
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.data_flags import register_coco_file
 from qbheat_det.engine.trainer import Trainer
-from qbheat_det.errors import UserError
 
 from .last_evaluation import get_last_logged, read_last_evaluation
 from .refusal import NothingToSee

@@ -11,7 +11,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.analysis.charts import has_step
 from qbheat_det.analysis.exhibit import Exhibit
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .options import Sight, SightOptions
 from .refusal import NothingToSee

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qbheat_det.analysis.spectrum_table import Models
 from qbheat_det.checkpoint import read_weights
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import HeatPredictor, LinearModels
 
 from .refusal import NothingToSee

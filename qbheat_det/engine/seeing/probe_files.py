@@ -10,7 +10,7 @@ from typing import Any
 
 from qbheat_det.analysis.comparison_summary import RANDOM
 from qbheat_det.analysis.probe_results import Decoder, ProbeResult
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.probing import depth_of, width_of
 
 FILES = ("probes.json", "comparison.json")

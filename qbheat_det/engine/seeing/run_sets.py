@@ -14,6 +14,7 @@ from typing import Literal
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
@@ -28,7 +29,6 @@ from qbheat_det.engine.data_flags import (
     register_coco_file,
 )
 from qbheat_det.engine.run_record import RUN_FILE, read_run_record
-from qbheat_det.errors import UserError
 
 from .refusal import NothingToSee
 

@@ -15,9 +15,9 @@ from detectron2.config import CfgNode
 from detectron2.modeling import FPN, Backbone
 from torch import Tensor, nn
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
 from qbheat_det.engine.spread_images import SpreadEntries, read_spread
-from qbheat_det.errors import UserError
 
 from .refusal import NothingToSee
 from .side_by_side import FaultOfAll

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .refusal import NothingToSee
 from .subject import Kind, Subject

@@ -20,7 +20,7 @@ from qbheat_det.analysis.spectrum_charts import (
 )
 from qbheat_det.analysis.spectrum_table import draw_untrained, summarize, tabulate
 from qbheat_det.checkpoint import info_of
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 from .flag_types import whole
 from .linear_models import list_checkpoints, read_linear_models

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qbheat_det.atomic import write_atomically
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, read_weights, save_weights
 from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.engine.run_record import find_commit
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import index, places
 from qbheat_det.model_zoo.download import hash_file
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint

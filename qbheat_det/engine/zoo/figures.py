@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.eval_only import evaluate
 from qbheat_det.engine.setup import build_config
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo.index import Figure
 from qbheat_det.model_zoo.strict_json import from_plain, parse_json
 

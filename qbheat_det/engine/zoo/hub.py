@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import index
 from qbheat_det.model_zoo.download import NotFetched, hash_file
 from qbheat_det.model_zoo.index import ZooEntry, load_index, save_index

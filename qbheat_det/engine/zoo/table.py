@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from qbheat_det.atomic import write_atomically
 from qbheat_det.config import get_config_path
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.model_zoo import index, places
 from qbheat_det.model_zoo.index import Figure, ZooEntry
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from qbheat_det.analysis.comparison_table import render_table
 from qbheat_det.config import get_config_path
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo.download import check_hash
 from qbheat_det.model_zoo.fingerprint import (
     TOLERANCE,

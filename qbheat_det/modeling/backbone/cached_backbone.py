@@ -16,7 +16,7 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 
 class CachedBackbone(Backbone):

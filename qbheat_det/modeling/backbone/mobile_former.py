@@ -19,7 +19,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.layers import (
     DownMobile,
     Former,

@@ -19,8 +19,8 @@ from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from qbheat_det.config.timm_names import TIMM_PREFIX, check_timm_name
-from qbheat_det.errors import UserError
+from qbheat_det.config.rules import TIMM_PREFIX, check_timm_name
+from qbheat_det.core.errors import UserError
 
 _FREEZES_ALL = 5
 _PROBE_SIZE = (64, 96)  # of an image whose maps tell height, width and channels apart

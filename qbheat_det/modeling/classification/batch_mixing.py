@@ -10,7 +10,7 @@ from timm.data import Mixup
 from timm.data.mixup import mixup_target
 from torch import Tensor
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 
 
 class BatchMixing:

@@ -15,7 +15,7 @@ import timm
 from timm.models import DefaultCfg, PretrainedCfg, build_model_with_cfg, register_model
 from torch import nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, register_timm_backbone
 
 from .timm_loading import names_for_timm

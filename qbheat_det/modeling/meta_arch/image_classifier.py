@@ -14,7 +14,7 @@ from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone
 from torch import Tensor
 from torch.nn import functional as F
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.classification import BatchMixing, LinearDecoder, TransformerDecoder
 from qbheat_det.modeling.image_model import ImageModel
 

@@ -23,7 +23,7 @@ from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from detectron2.utils import comm
 from torch import Tensor
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import (
     FeatureQueue,
     MomentumCopy,

@@ -22,14 +22,14 @@ from torch import Tensor
 from qbheat_det.modeling.pretrain import (
     InterpolatedFeatures,
     MaskToken,
+    RandomMask,
     ReconstructionDecoder,
     ReconstructionLoss,
     ReconstructionModel,
-    ScatteredMask,
 )
 
 
-class ScatteredMasking(ReconstructionModel):
+class RandomMasking(ReconstructionModel):
     """An encoder of an image with holes, filled in features of these, a decoder to pixels.
 
     The patches of K of the G x G positions of the backbone's map are visible, as many in each
@@ -70,7 +70,7 @@ class ScatteredMasking(ReconstructionModel):
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,
         )
-        self.mask = ScatteredMask(grid_size=decoder.grid_size, mask_ratio=mask_ratio)
+        self.mask = RandomMask(grid_size=decoder.grid_size, mask_ratio=mask_ratio)
 
     @classmethod
     def build_predictor(cls, dim: int) -> InterpolatedFeatures | MaskToken:
@@ -82,7 +82,7 @@ class ScatteredMasking(ReconstructionModel):
         return {
             **cls.shared_from_config(cfg),
             "predictor": cls.build_predictor(cfg.MODEL.QB_HEAT.FEATURE_DIM),
-            "mask_ratio": cfg.MODEL.SCATTERED.MASK_RATIO,
+            "mask_ratio": cfg.MODEL.RANDOM_MASKING.MASK_RATIO,
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
@@ -144,7 +144,7 @@ class ScatteredMasking(ReconstructionModel):
 
 
 @META_ARCH_REGISTRY.register()
-class InterpolatedMasking(ScatteredMasking):
+class InterpolatedMasking(RandomMasking):
     """Scattered masking whose hidden features are interpolated from visible ones.
 
     The matrices of the axes are ``predictor.x`` and ``predictor.y``.
@@ -157,7 +157,7 @@ class InterpolatedMasking(ScatteredMasking):
 
 
 @META_ARCH_REGISTRY.register()
-class MaskTokenMasking(ScatteredMasking):
+class MaskTokenMasking(RandomMasking):
     """Scattered masking whose hidden features are one learned token, ``predictor.token``."""
 
     @classmethod

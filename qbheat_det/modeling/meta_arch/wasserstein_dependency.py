@@ -25,7 +25,7 @@ from detectron2.utils import comm
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import (
     AreaPairs,
     DependencyLoss,

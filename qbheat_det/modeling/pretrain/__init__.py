@@ -16,7 +16,7 @@ from .projection_head import ProjectionHead, embedding_from_config
 from .reconstruction_decoder import ReconstructionDecoder, patchify, unpatchify
 from .reconstruction_loss import ReconstructionLoss
 from .reconstruction_model import Reconstruction, ReconstructionModel
-from .scattered_mask import ScatteredMask
+from .scattered_mask import RandomMask
 from .visible_quarter import CORNERS, PLACES, PLACES_OF, VisibleQuarters, visible_positions
 
 __all__ = [
@@ -36,11 +36,11 @@ __all__ = [
     "MomentumCopy",
     "PretrainingModel",
     "ProjectionHead",
+    "RandomMask",
     "Reconstruction",
     "ReconstructionDecoder",
     "ReconstructionLoss",
     "ReconstructionModel",
-    "ScatteredMask",
     "VisibleQuarters",
     "check_equal_shares",
     "draw_order",

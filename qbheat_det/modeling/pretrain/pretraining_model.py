@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import Backbone
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 
 logger = logging.getLogger(__name__)

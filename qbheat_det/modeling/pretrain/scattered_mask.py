@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class ScatteredMask:
+class RandomMask:
     """Draws masks with the same number of visible positions, K of G x G, in each image."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
@@ -28,7 +28,7 @@ class ScatteredMask:
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
         if not 0 < num_visible < positions:
             raise ValueError(
-                f"MODEL.SCATTERED.MASK_RATIO {mask_ratio} of the {grid_size} x {grid_size} "
+                f"MODEL.RANDOM_MASKING.MASK_RATIO {mask_ratio} of the {grid_size} x {grid_size} "
                 "positions must leave at least one visible and hide at least one"
             )
         self.grid_size = grid_size

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.comparison.figures import (
     fingerprint,
     read_backbone,
@@ -17,7 +18,6 @@ from qbheat_det.engine.comparison.figures import (
     read_pretraining,
     read_probes,
 )
-from qbheat_det.errors import UserError
 
 
 def write_run(folder: Path, lines: list[dict[str, Any]], *, iteration: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from qbheat_det.config import get_config_path, load_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.comparison.objectives import list_objectives, load_objectives
 from qbheat_det.engine.comparison.plan import Comparison, ImageSets, count_images, plan_stages
 from qbheat_det.engine.comparison.stage import Stage, flat_config
-from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
 SETS = ImageSets(pretraining=40, train=40, val=10, classes=2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.comparison.run import (
     Runner,
     State,
@@ -23,7 +24,6 @@ from qbheat_det.engine.comparison.run import (
     stop,
 )
 from qbheat_det.engine.comparison.stage import Stage, list_changes
-from qbheat_det.errors import UserError
 
 MakeStage = Callable[..., Stage]
 

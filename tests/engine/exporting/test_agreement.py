@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.exporting import ExportedModel, ExportInfo
 from qbheat_det.engine.exporting.agreement import (
     Agreement,
@@ -17,7 +18,6 @@ from qbheat_det.engine.exporting.agreement import (
 from qbheat_det.engine.exporting.export_info import DETECTION_OUTPUTS, Task
 from qbheat_det.engine.exporting.exported_model import Outputs
 from qbheat_det.engine.media import Image
-from qbheat_det.errors import UserError
 
 _ROWS = 6
 _OUTPUTS: dict[Task, tuple[str, ...]] = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.exporting.deployable import DeployableModel, build_deployable
 from qbheat_det.engine.exporting.split import SplitParts, split_models
 from qbheat_det.engine.exporting.split_export import name_heads
-from qbheat_det.errors import UserError
 from tests.engine.exporting.split_cases import build, make_config
 
 

@@ -12,13 +12,13 @@ from PIL import Image
 
 from qbheat_det.analysis.attention import find_mobile_former, measure_likeness, read_bridges
 from qbheat_det.analysis.exhibit import write_exhibit
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing.attention import see_attention
 from qbheat_det.engine.seeing.options import SightOptions
 from qbheat_det.engine.seeing.queries import see_queries
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.same_pictures import batch_images, crop_squares
 from qbheat_det.engine.seeing.subject import Subject
-from qbheat_det.errors import UserError
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 from .encoder_subjects import cut_short, make_pictures, make_subject, pretraining_config

@@ -16,13 +16,13 @@ from PIL import Image
 
 from qbheat_det.analysis import detection_charts
 from qbheat_det.analysis.exhibit import Exhibit, write_exhibit
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing import detections
 from qbheat_det.engine.seeing.detections import see_detections
 from qbheat_det.engine.seeing.options import SightOptions
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.sights import SIGHTS
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
-from qbheat_det.errors import UserError
 from tests.engine.seeing.encoder_subjects import classifier_config, cut_short, make_subject
 from tests.engine.seeing.run_folders import write_run
 from tests.engine.tiny_detectors import make_probe_config

@@ -15,13 +15,13 @@ from PIL import Image
 from qbheat_det.analysis.exhibit import Exhibit, write_exhibit
 from qbheat_det.analysis.spatial_correlation import measure_spatial_correlation
 from qbheat_det.analysis.steady_heat import study_map
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing.correlation import see_correlation
 from qbheat_det.engine.seeing.heat import see_heat
 from qbheat_det.engine.seeing.options import SightOptions
 from qbheat_det.engine.seeing.reconstructions import see_reconstructions
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.subject import Subject
-from qbheat_det.errors import UserError
 from tests.engine.seeing.encoder_subjects import (
     classifier_config,
     cut_short,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from qbheat_det.analysis.exhibit import Exhibit
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing.flags import add_subject_flags, read_options
 from qbheat_det.engine.seeing.gather import describe_subjects, gather
 from qbheat_det.engine.seeing.options import Sight, SightOptions
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.sights import SIGHTS
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
-from qbheat_det.errors import UserError
 
 from ..tiny_detectors import make_probe_config, save_run
 

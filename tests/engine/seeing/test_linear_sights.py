@@ -14,6 +14,7 @@ from qbheat_det.analysis.exhibit import Exhibit, write_exhibit
 from qbheat_det.analysis.propagation import find_generator
 from qbheat_det.analysis.spectrum import NAMES, describe_models
 from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing import beyond, spectrum
 from qbheat_det.engine.seeing.beyond import see_beyond
 from qbheat_det.engine.seeing.linear_models import list_checkpoints, read_linear_models
@@ -21,7 +22,6 @@ from qbheat_det.engine.seeing.options import SightOptions
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.spectrum import see_spectrum
 from qbheat_det.engine.seeing.subject import Subject
-from qbheat_det.errors import UserError
 from tests.data.pictures import draw, save
 
 from .encoder_subjects import cut_short, detector_config, make_subject, pretraining_config

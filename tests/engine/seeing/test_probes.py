@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing.gather import describe_subjects
 from qbheat_det.engine.seeing.options import SightOptions
 from qbheat_det.engine.seeing.probe_files import read_probes
@@ -14,7 +15,6 @@ from qbheat_det.engine.seeing.probes import see_probes
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.sights import SIGHTS
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
-from qbheat_det.errors import UserError
 
 SETTING = {"contents": [1, 2], "num_classes": 3, "size": 128, "tran": {"width": 192}}
 

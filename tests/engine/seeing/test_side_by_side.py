@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.same_pictures import SamePictures, find_sizes
 from qbheat_det.engine.seeing.side_by_side import FaultOfAll, look_at_each, require_kind
 from qbheat_det.engine.seeing.subject import Subject
-from qbheat_det.errors import UserError
 
 from .encoder_subjects import cut_short, make_pictures, make_subject, pretraining_config
 

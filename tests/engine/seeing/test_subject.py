@@ -10,9 +10,9 @@ import torch
 from detectron2.data import DatasetCatalog
 from PIL import Image
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
-from qbheat_det.errors import UserError
 
 from ..conftest import forget_runs
 from ..tiny_detectors import make_probe_config, make_retinanet_config, save_run

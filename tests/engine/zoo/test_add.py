@@ -16,8 +16,8 @@ import qbheat_det.model_zoo as zoo
 from qbheat_det.analysis import CountingRule, count_madds
 from qbheat_det.checkpoint import WeightsInfo, load_embedded_config, read_weights
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.zoo.light_weights import forget_machine, halve_precision
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Figure, ZooEntry, index
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
 from qbheat_det.modeling.backbone.bare import build_bare_backbone

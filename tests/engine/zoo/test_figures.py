@@ -14,11 +14,11 @@ from detectron2.modeling import build_model
 
 import qbheat_det.engine.zoo.figures as figures_module
 from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import ImageBatches, build_mapper
 from qbheat_det.engine.class_folders import LABELLED_VAL
 from qbheat_det.engine.zoo.figures import measure_figures, parse_figure, read_figures
 from qbheat_det.engine.zoo.trained_model import open_trained
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Figure, index
 from tests.engine.classifier_cases import make_classes
 from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config

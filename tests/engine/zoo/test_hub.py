@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 import qbheat_det.engine.zoo.hub as hub_module
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.zoo.hub import pull_entries, push_entries
 from qbheat_det.engine.zoo.model_card import render_card
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Figure, ZooEntry, index
 from qbheat_det.model_zoo.places import fetch
 from tests.model_zoo.zoo_cases import make_entry

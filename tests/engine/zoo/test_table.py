@@ -8,9 +8,9 @@ import pytest
 
 import qbheat_det.model_zoo.index as index_module
 from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.zoo.paper_targets import TARGETS
 from qbheat_det.engine.zoo.table import format_briefly, format_figure, render_zoo, write_zoo
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Figure, index
 from tests.model_zoo.zoo_cases import make_entry
 from tests.tool_modules import load_tool

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from qbheat_det.checkpoint import read_weights, save_weights
+from qbheat_det.core.errors import UserError
 from qbheat_det.engine.zoo.trained_model import Costs, TrainedModel
 from qbheat_det.engine.zoo.verify import judge, verify_entry
-from qbheat_det.errors import UserError
 from qbheat_det.model_zoo import Fingerprint, ZooEntry, index
 from qbheat_det.model_zoo.download import hash_file
 from tests.tool_modules import load_tool

@@ -9,7 +9,7 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone
 
 from qbheat_det.config import get_cfg
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormer
 
 SMALL = dataclasses.replace(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.config import get_cfg, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.solver.layers import layers_above
 from tests.modeling.backbone.timm_models import (

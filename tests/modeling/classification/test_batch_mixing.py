@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import seed_place
-from qbheat_det.errors import UserError
 from qbheat_det.modeling.classification import BatchMixing
 
 WAYS = {"mixup": {"mixup": 0.8}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.8, "cutmix": 1.0}}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import ZooEntry, list_entries, timm_name
 from qbheat_det.model_zoo.timm_tags import add_entries
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from qbheat_det.analysis.complexity import CountingRule, count_madds, count_parameters
 from qbheat_det.analysis.components import classifier_counts
 from qbheat_det.config import get_cfg, get_config_path, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.meta_arch import ImageClassifier
 from qbheat_det.solver import build_optimizer, layers_above
 from tests.engine.gradient_cases import BLOCKS

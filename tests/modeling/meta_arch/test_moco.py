@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.meta_arch import MoCo
 from qbheat_det.modeling.meta_arch.moco import check_groups, share_with_own_key
 from qbheat_det.modeling.pretrain import FeatureQueue, ProjectionHead

@@ -8,7 +8,7 @@ from detectron2.modeling import build_model
 from fvcore.nn import FlopCountAnalysis
 from torch import Tensor, nn
 
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.meta_arch import QBHeat
 from qbheat_det.modeling.pretrain import (
     PLACES,

@@ -7,12 +7,12 @@ from detectron2.modeling import build_model
 from torch import Tensor, nn
 
 from qbheat_det.modeling.meta_arch import InterpolatedMasking, MaskTokenMasking, QBHeat
-from qbheat_det.modeling.meta_arch.scattered_masking import ScatteredMasking
+from qbheat_det.modeling.meta_arch.scattered_masking import RandomMasking
 from qbheat_det.modeling.pretrain import (
     InterpolatedFeatures,
     MaskToken,
+    RandomMask,
     ReconstructionLoss,
-    ScatteredMask,
 )
 from tests.modeling.tiny_pretraining import (
     MEAN,
@@ -29,13 +29,13 @@ ARCHS = ("InterpolatedMasking", "MaskTokenMasking")
 CPU = torch.device("cpu")
 
 
-def build(arch: str) -> ScatteredMasking:
+def build(arch: str) -> RandomMasking:
     return build_model(make_tiny_config(arch))
 
 
 def make_copying_model(
-    arch: type[ScatteredMasking], predictor: InterpolatedFeatures | MaskToken
-) -> ScatteredMasking:
+    arch: type[RandomMasking], predictor: InterpolatedFeatures | MaskToken
+) -> RandomMasking:
     """What is visible passes through unchanged, and what is filled in is taken for pixels."""
     model = arch(
         backbone=PatchesAsMap(),
@@ -188,19 +188,19 @@ def test_the_two_differ_from_each_other_and_from_qb_heat_in_the_predictor_alone(
         for arch in (*ARCHS, "QBHeat")
     }
     assert states["InterpolatedMasking"] == states["MaskTokenMasking"] == states["QBHeat"]
-    assert QBHeat.left_behind == ScatteredMasking.left_behind
+    assert QBHeat.left_behind == RandomMasking.left_behind
     names = {arch: {name for name, _ in build(arch).named_children()} for arch in ARCHS}
     for arch in ARCHS:
-        assert names[arch] == {*ScatteredMasking.left_behind, "backbone", "loss"}
+        assert names[arch] == {*RandomMasking.left_behind, "backbone", "loss"}
     assert isinstance(build(ARCHS[0]).predictor, InterpolatedFeatures)
     assert isinstance(build(ARCHS[1]).predictor, MaskToken)
 
 
 def test_the_ratio_is_the_configs() -> None:
     cfg = make_tiny_config("MaskTokenMasking")
-    cfg.MODEL.SCATTERED.MASK_RATIO = 0.5
+    cfg.MODEL.RANDOM_MASKING.MASK_RATIO = 0.5
     assert build_model(cfg).mask.num_visible == 8
-    cfg.MODEL.SCATTERED.MASK_RATIO = 1.0
+    cfg.MODEL.RANDOM_MASKING.MASK_RATIO = 1.0
     with pytest.raises(ValueError, match=r"MASK_RATIO 1.0 of the 4 x 4 positions"):
         build_model(cfg)
 
@@ -235,7 +235,7 @@ def test_other_masks_are_refused(visible: Tensor) -> None:
 
 
 def test_the_mask_of_training_is_drawn_on_the_models_device() -> None:
-    meta = ScatteredMask(grid_size=4).draw(2, device=torch.device("meta"))
+    meta = RandomMask(grid_size=4).draw(2, device=torch.device("meta"))
     assert (meta.device.type, meta.shape) == ("meta", (2, 4, 4))
 
 

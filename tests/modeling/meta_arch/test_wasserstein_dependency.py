@@ -11,7 +11,7 @@ from detectron2.modeling import build_model
 from torch import Tensor, nn
 
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.errors import UserError
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.meta_arch import WassersteinDependency
 from qbheat_det.modeling.meta_arch.wasserstein_dependency import DependencyDraw
 from qbheat_det.modeling.pretrain import AreaPairs

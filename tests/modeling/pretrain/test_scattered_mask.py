@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from qbheat_det.modeling.pretrain import ScatteredMask
+from qbheat_det.modeling.pretrain import RandomMask
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
     ("grid", "ratio", "count"), [(8, 0.75, 16), (16, 0.75, 64), (4, 0.6, 6), (2, 0.5, 2)]
 )
 def test_as_many_positions_are_visible_in_each_image(grid: int, ratio: float, count: int) -> None:
-    visible = ScatteredMask(grid_size=grid, mask_ratio=ratio).draw(50, device=CPU)
+    visible = RandomMask(grid_size=grid, mask_ratio=ratio).draw(50, device=CPU)
     assert visible.shape == (50, grid, grid)
     assert visible.dtype == torch.bool
     assert set(visible.sum(dim=(1, 2)).tolist()) == {count}
@@ -21,7 +21,7 @@ def test_as_many_positions_are_visible_in_each_image(grid: int, ratio: float, co
 
 def test_every_position_is_visible_as_often_as_any() -> None:
     torch.manual_seed(0)
-    visible = ScatteredMask(grid_size=4).draw(4000, device=CPU)
+    visible = RandomMask(grid_size=4).draw(4000, device=CPU)
     deviation = (4000 * 0.25 * 0.75) ** 0.5
     counts = visible.sum(dim=0).float()
     assert (counts - 1000).abs().max() < 5 * deviation
@@ -31,7 +31,7 @@ def test_every_position_is_visible_as_often_as_any() -> None:
 
 
 def test_the_same_seed_draws_the_same() -> None:
-    mask, drawn = ScatteredMask(grid_size=8), []
+    mask, drawn = RandomMask(grid_size=8), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         drawn.append(mask.draw(3, device=CPU))
@@ -40,7 +40,7 @@ def test_the_same_seed_draws_the_same() -> None:
 
 
 def test_the_mask_of_an_image_follows_from_its_name_alone() -> None:
-    mask = ScatteredMask(grid_size=8)
+    mask = RandomMask(grid_size=8)
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
@@ -54,4 +54,4 @@ def test_the_mask_of_an_image_follows_from_its_name_alone() -> None:
 @pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5, 1.5, 0.999, 0.001, float("nan")])
 def test_a_ratio_that_leaves_nothing_on_one_side_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match=rf"MASK_RATIO {ratio} of the 8 x 8 positions"):
-        ScatteredMask(grid_size=8, mask_ratio=ratio)
+        RandomMask(grid_size=8, mask_ratio=ratio)

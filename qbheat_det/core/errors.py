@@ -21,7 +21,7 @@ class UserError(Exception):
     """
 
 
-def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
+def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates a tool's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
     So does a full disk, wherever it is met; Ctrl-C ends with code 130.
@@ -36,7 +36,7 @@ def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             if os.environ.get("QBHEAT_TRACEBACK") == "1":
                 traceback.print_exc()
-            print(f"error: {find_sentence(str(error)) or error}", file=sys.stderr)
+            print(f"error: {find_user_message(str(error)) or error}", file=sys.stderr)
             raise SystemExit(2) from None
         except OSError as error:
             if error.errno not in _DISK_FULL:
@@ -54,7 +54,7 @@ def exit_with_sentence(main: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def find_sentence(text: str) -> str | None:
+def find_user_message(text: str) -> str | None:
     """Returns the sentence of the ``UserError`` that ended a printed traceback, if one did.
 
     Errors of a data loader's worker and of a spawned process arrive as such a text.

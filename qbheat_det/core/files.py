@@ -1,20 +1,28 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files that are whole or not there: what a run writes must survive a kill and a full disk."""
+"""Files: atomic writes that survive a kill and a full disk, locks between processes, SHA-256."""
 
 import contextlib
 import errno
+import hashlib
 import io
+import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from qbheat_det.errors import UserError
+from filelock import FileLock, Timeout
 
+from qbheat_det.core.errors import UserError
+
+if TYPE_CHECKING:  # tools that print --help do without
+    from torch import Tensor
 if sys.platform != "win32":
     import fcntl
+
+logger = logging.getLogger(__name__)
 
 # No reader takes a hidden file with this ending for a checkpoint.
 _ENDING = ".incomplete"
@@ -153,3 +161,46 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]:
+    """Holds ``path`` as a lock between processes; the system frees it if this process is killed.
+
+    Args:
+        path: of the lock's own file, which stays; its folder is made where it is missing.
+        waiting: is logged once if another process holds the lock.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0.1)
+    except Timeout:
+        if waiting:
+            logger.info(waiting)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def hash_file(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 of a file's content in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_tensors(tensors: Mapping[str, "Tensor"]) -> str:
+    """Returns the SHA-256 of names, dtypes, shapes and values, whatever the device and order."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        array = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {array.dtype} {tuple(array.shape)}\n".encode())
+        digest.update(array.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

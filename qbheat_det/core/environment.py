@@ -1,0 +1,67 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What surrounds the package: Detectron2, the user's own modules, and other libraries' logs."""
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+
+# Not a requirement in setup.py: the package index has no release under the name detectron2.
+_HOW_TO_INSTALL = (
+    "qbheat_det needs Detectron2, which this Python does not have: in a checkout of qbheat_det "
+    "run `python tools/install_detectron2.py` (pure Python, from the package index), or build "
+    "the official one with `pip install --no-build-isolation "
+    "'git+https://github.com/facebookresearch/detectron2.git'`"
+)
+
+
+def require_detectron2() -> None:
+    """Checks that Detectron2 can be found, without importing it.
+
+    Raises:
+        ImportError: it cannot; the sentence names the two ways to install it.
+    """
+    spec = importlib.util.find_spec("detectron2")
+    # A folder named detectron2, such as a checkout beside the script, is found without an origin.
+    if spec is None or spec.origin is None:
+        raise ImportError(_HOW_TO_INSTALL, name="detectron2")
+
+
+def import_own_modules() -> None:
+    """Imports the modules in ``$QBHEAT_IMPORT``, names with commas between, in their order.
+
+    It is an environment variable because configs may come from strangers, and code may not.
+
+    Raises:
+        ImportError: one of them is not found; the sentence names it and says where to put it.
+    """
+    for name in filter(None, map(str.strip, os.environ.get("QBHEAT_IMPORT", "").split(","))):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.split(".")[0] and error.name != name:
+                raise  # something that the module itself imports
+            raise ImportError(
+                f"QBHEAT_IMPORT names the module '{name}', which Python does not find: put the "
+                "folder that holds it on PYTHONPATH, or unset QBHEAT_IMPORT",
+                name=name,
+            ) from error
+
+
+@contextlib.contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Keeps warnings away, and what some loggers say below critical; errors are raised as ever."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

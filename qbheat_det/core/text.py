@@ -1,0 +1,38 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""How log lines, messages and reports write durations, sizes and long lists."""
+
+from collections.abc import Iterable
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_duration(seconds: float) -> str:
+    """Returns ``"2 d 3 h"``, ``"1 h 05 min"``, ``"3 min 10 s"``, ``"4.2 s"`` or ``"120 ms"``."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours} h"
+
+
+def format_bytes(count: float) -> str:
+    """Returns ``"512 B"``, ``"3.4 MiB"`` and so on, in powers of 1024."""
+    unit = 0
+    while abs(count) >= 1024 and unit < len(_UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return f"{count:.0f} B" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -> str:
+    """Joins the first items and counts the others: ``"a, b, c and 5 more"``."""
+    listed = [str(item) for item in items]
+    shown = separator.join(listed[:limit])
+    return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit:,} more"
