@@ -17,6 +17,7 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import optional_modules
 
 
 class CachedBackbone(Backbone):
@@ -48,11 +49,7 @@ class CachedBackbone(Backbone):
         self._shared = _Shared(encoder)
         self._entries: Sequence[Mapping[str, Any]] | None = None
         # Of parts that the config leaves out, which files may hold; see ``checkpoint/fitting.py``.
-        self.unbuilt = tuple(
-            f"{path}.{child}".lstrip(".")
-            for path, module in encoder.named_modules()
-            for child in getattr(module, "unbuilt", ())
-        )
+        self.optional_modules = tuple(optional_modules(encoder))
 
     @property
     def encoder(self) -> Backbone:
