@@ -16,7 +16,7 @@ from qbheat_det.data import build_mapper, load_labelled_sets
 from qbheat_det.engine import evaluate
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL
 from qbheat_det.evaluation import KnnScore, score_neighbours
-from qbheat_det.modeling.meta_arch import QBHeat
+from qbheat_det.modeling.pretrain import QBHeat
 
 from .conftest import forget_runs
 from .held_out_cases import configure, make_folder, train
