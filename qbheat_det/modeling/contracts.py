@@ -190,7 +190,7 @@ def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def masks_padding(model: nn.Module) -> bool:
+def masks_padding(model: object) -> bool:
     """Returns ``masks_padding``: a padded batch gives what its images give one by one."""
     return bool(getattr(model, "masks_padding", False))
 
@@ -212,14 +212,13 @@ def get_backbone(model: nn.Module) -> Backbone | None:
     return backbone if isinstance(backbone, Backbone) else None
 
 
-def get_pyramid_child(backbone: nn.Module) -> str:
-    """Returns the name of the child that a feature pyramid stands on; "" without a pyramid.
+def get_body_name(backbone: nn.Module) -> str:
+    """Returns the name of the child that holds a backbone's layers; "" if the layers are its own.
 
-    Detectron2's FPN calls it ``bottom_up``, ViTDet's pyramid ``net``.
+    ``bottom_up`` below Detectron2's FPN, ``net`` below ViTDet's pyramid and in ``TimmBackbone``.
     """
     children = dict(backbone.named_children())
-    names = (name for name in ("bottom_up", "net") if isinstance(children.get(name), Backbone))
-    return next(names, "")
+    return next((name for name in ("bottom_up", "net") if name in children), "")
 
 
 def get_encoder(backbone: Backbone) -> Backbone:
@@ -227,8 +226,8 @@ def get_encoder(backbone: Backbone) -> Backbone:
 
     Of a backbone that gives cached features, the network that they are of, its ``encoder``.
     """
-    name = get_pyramid_child(backbone)
-    below: Any = dict(backbone.named_children())[name] if name else backbone
+    below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
+    below = below if isinstance(below, Backbone) else backbone
     encoder: Backbone = getattr(below, "encoder", below)
     return encoder
 
