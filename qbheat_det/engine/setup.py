@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""From the arguments of ``tools/train_net.py`` to a checked config and a prepared ``OUTPUT_DIR``."""
+"""A checked config from command-line arguments, and a prepared ``OUTPUT_DIR``."""
 
 import argparse
 import contextlib

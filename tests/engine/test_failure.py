@@ -12,14 +12,14 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import META_ARCH_REGISTRY, build_model
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
+from qbheat_det.engine.plain_data import from_plain, to_plain
 from torch import Tensor, nn
 
 from qbheat_det.config import find_memory_format, get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, failed_step, read_failure
-from qbheat_det.engine.plain_data import from_plain, to_plain
+from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, read_failure, report_failure
 from qbheat_det.engine.replay import replay_failure
-from qbheat_det.engine.seeding import seed_step
+from qbheat_det.engine.step import seed_step
 from tests.engine.gradient_cases import MF_DETR, RETINANET, Case, make_case_config, make_image
 from tests.engine.tiny_detectors import make_retinanet_config
 
@@ -274,7 +274,7 @@ def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> Non
 
 def test_the_sentence_names_file_command_and_cures(tmp_path: Path) -> None:
     cfg, batch = make_config(), [make_entry(1)]
-    error = failed_step(
+    error = report_failure(
         str(tmp_path),
         cfg=cfg,
         model=build_model(cfg),
@@ -294,7 +294,7 @@ def test_the_sentence_names_file_command_and_cures(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cfg = make_config()
-    error = failed_step(
+    error = report_failure(
         str(tmp_path / "file"),
         cfg=cfg,
         model=build_model(cfg),

@@ -15,7 +15,7 @@ import torch
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.resuming import check_continues
+from qbheat_det.engine.resume import check_same_config
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
@@ -293,7 +293,7 @@ def test_how_weights_predict_later_may_change_since_training_does_not_read_it() 
     saved = cfg.dump()
     cfg.MODEL.DEPLOY.ENABLED = True
     cfg.MODEL.DEPLOY.PRECISION = "bfloat16"
-    check_continues(saved, cfg)
+    check_same_config(saved, cfg)
 
 
 @pytest.mark.parametrize("before", [None, False, True])
@@ -303,4 +303,4 @@ def test_how_maps_lie_in_memory_may_change(before: bool | None, now: bool | None
     cfg.MODEL.CHANNELS_LAST = before
     saved = cfg.dump()
     cfg.MODEL.CHANNELS_LAST = now
-    check_continues(saved, cfg)
+    check_same_config(saved, cfg)
