@@ -116,12 +116,7 @@ class Trainer(DefaultTrainer):
             on_failure=self._stop_at_failure,
         )
         self.scheduler = self.build_lr_scheduler(self.cfg, optimizer)
-        ema = self.cfg.SOLVER.EMA
-        self._average = (
-            build_average(self.bare_model, decay=ema.DECAY, warmup=ema.WARMUP)
-            if ema.ENABLED
-            else None
-        )
+        self._average = build_average(self.cfg, self.bare_model)
         self.checkpointer = SafeCheckpointer(
             self.bare_model,
             self.cfg.OUTPUT_DIR,
@@ -134,9 +129,9 @@ class Trainer(DefaultTrainer):
         self._info: WeightsInfo | None = None
         self.start_iter = 0
         self.max_iter = self.cfg.SOLVER.MAX_ITER
-        test_data = self.cached_features or self
+        build_loader = (self.cached_features or self).build_test_loader
         self._evaluation = Evaluation(
-            self.cfg, build_loader=test_data.build_test_loader, build_evaluator=self.build_evaluator
+            self.cfg, build_loader=build_loader, build_evaluator=self.build_evaluator
         )
         self._last_eval_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())

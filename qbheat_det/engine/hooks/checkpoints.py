@@ -5,6 +5,7 @@ import re
 import time
 from pathlib import Path
 
+from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 from timm.utils import ModelEmaV3
@@ -35,15 +36,18 @@ class MovingAverage(HookBase):
         self._average.update(self._model, step=self.trainer.iter + 1)
 
 
-def build_average(model: nn.Module, *, decay: float, warmup: bool) -> ModelEmaV3:
-    """Returns timm's moving average of ``model``, buffers included.
+def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
+    """Returns timm's moving average of ``model``, buffers included, if ``SOLVER.EMA`` asks for it.
 
     Raises:
         UserError: the decay is not in [0, 1).
     """
-    if not 0 <= decay < 1:
-        raise UserError(f"SOLVER.EMA.DECAY must be in [0, 1), but is {decay}")
-    return ModelEmaV3(model, decay=decay, use_warmup=warmup)
+    keys = cfg.SOLVER.EMA
+    if not keys.ENABLED:
+        return None
+    if not 0 <= keys.DECAY < 1:
+        raise UserError(f"SOLVER.EMA.DECAY must be in [0, 1), but is {keys.DECAY}")
+    return ModelEmaV3(model, decay=keys.DECAY, use_warmup=keys.WARMUP)
 
 
 class PeriodicCheckpointer(HookBase):
