@@ -204,13 +204,9 @@ class Trainer(DefaultTrainer):
         kinds = EvalHook, PeriodicWriter, PeriodicCheckpointer
         with EventStorage(self.iter) as self.storage:
             last_hooks = [hook for hook in self._hooks if isinstance(hook, kinds)]
-            for hook in last_hooks:
-                hook.before_train()
-            for hook in last_hooks:
-                hook.after_step()
-            self.iter += 1
-            for hook in last_hooks:
-                hook.after_train()
+            for name in ("before_train", "after_step", "after_train"):
+                for hook in last_hooks:
+                    getattr(hook, name)()
         return self._last_eval_results
 
     def build_hooks(self) -> list[HookBase | None]:
