@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .dynamic_relu import DynamicReLU
+from qbheat_det.layers.convolutions import DynamicReLU
+from qbheat_det.layers.cpu_kernels import is_recorded
+from qbheat_det.layers.padded_maps import SinePositionEncoding
+
 from .mobile_former_block import DownMobile, LiteBottleneck, Mobile
-from .position_encoding import SinePositionEncoding
-from .recording import is_recorded
 
 _LEAST = 1e-12  # what slopes are divided by
 _MOST_CODES = 6  # sizes of maps whose codes are kept: of a decoder's levels, two images' sizes

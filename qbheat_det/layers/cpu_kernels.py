@@ -1,23 +1,27 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Dropout whose mask a CPU draws, and multiplies by, several times faster than PyTorch's.
+"""Dropout several times faster than PyTorch's on CPUs, and when not to use CPU kernels at all.
 
 Paper: "Dropout", Srivastava et al., JMLR 15 (2014). PyTorch draws a mask number by number on one
-core. Here four 16-bit numbers come out of each word of a faster generator, which PyTorch's own
-seeds once a mask: one seed still decides all. Products with bytes are faster than with Booleans
-(docs/performance.md).
+core. Here each word of a faster generator gives four 16-bit numbers; PyTorch's generator seeds it
+for each mask, so that one seed still determines everything. Products with bytes are faster than
+with Booleans (docs/performance.md).
 """
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import is_tracing
 
-from .recording import is_recorded
+_STEPS = 1 << 16  # resolution of a rate
 
-_STEPS = 1 << 16  # in which a rate is rounded
+
+def is_recorded() -> bool:
+    """Whether a compiler or an exporter records the operations, and needs plain formulas."""
+    return torch.compiler.is_compiling() or is_tracing()
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout``; on a CPU the rate, and with it the scale, is rounded to 16 bits."""
+    """``torch.nn.Dropout``; on a CPU, rate and scale are rounded to 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """A tensor of any shape to one like it."""
@@ -30,7 +34,7 @@ class Dropout(nn.Dropout):
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
     """Returns ones and zeros (int8, on the CPU), zeros with the probability ``rounded(rate)``.
 
-    In a seventh of the time of ``bernoulli_``.
+    Takes a seventh of the time of ``bernoulli_``.
     """
     count = torch.Size(shape).numel()
     generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
