@@ -13,7 +13,7 @@ from qbheat_det.checkpoint import (
     read_weights,
 )
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .index import PREFIX, find_entry, list_entries
 from .places import fetch

@@ -26,7 +26,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine.backbone_export import export_backbone
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
 from qbheat_det.model_zoo import addresses
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .conftest import TinyZoo
 from .zoo_cases import BACKBONE, DETECTOR

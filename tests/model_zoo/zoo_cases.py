@@ -14,7 +14,7 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.model_zoo import Figure, Fingerprint, OutputPrint, ZooEntry
 from qbheat_det.model_zoo.index import file_of
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.gradient_cases import BLOCKS
 from tests.engine.tiny_detectors import make_retinanet_config
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import get_encoder
 
 from .deployable import DeployableModel, Encoder

@@ -16,7 +16,7 @@ from qbheat_det.checkpoint import (
     read_weights,
 )
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import PretrainingObjective
 
 

@@ -16,7 +16,7 @@ from qbheat_det.engine.zoo.add import Origin, add_entry
 from qbheat_det.engine.zoo.trained_model import Costs, TrainedModel, count_costs, open_trained
 from qbheat_det.model_zoo import Fingerprint, ZooEntry, index, places
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 ORIGIN = Origin(

@@ -20,7 +20,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine.zoo.light_weights import forget_machine, halve_precision
 from qbheat_det.model_zoo import Figure, ZooEntry, index
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .conftest import NAME, ORIGIN, AddEntry, Trained
 
