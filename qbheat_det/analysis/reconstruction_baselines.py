@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    Fault,
+    DataError,
     ImageBatches,
     build_mapper,
     preserved_randomness,
@@ -57,7 +57,7 @@ class BaselineReport:
     penalties: dict[str, list[float]] = field(default_factory=dict)
     num_images: int = 0
     num_rows: int = 0
-    faults: dict[str, Fault] = field(default_factory=dict)
+    faults: dict[str, DataError] = field(default_factory=dict)
 
 
 def compute_baselines(
@@ -252,7 +252,7 @@ class _SeededMapper:
         self._mapper = mapper
         self._number = number
 
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault | None:
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError | None:
         with preserved_randomness():
             # 1 keeps apart numbers that differ by zeros at the end.
             seed_place(self._number, int(record["image_id"]), 1)
@@ -282,5 +282,5 @@ def _check_apart(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str, A
             )
 
 
-def _name_one(faults: Mapping[str, Fault]) -> str:
+def _name_one(faults: Mapping[str, DataError]) -> str:
     return f": {next(iter(faults.values())).sentence}" if faults else ""

@@ -23,6 +23,7 @@ from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
     fingerprint_records,
+    join_messages,
     load_image_folders,
     preserved_randomness,
     unite_labels,
@@ -38,7 +39,6 @@ from qbheat_det.probing import (
 )
 
 from .backbone_export import build_bare_backbone
-from .broken_images import name_faults
 from .probe_figures import ProbeFigures, ProbeRow
 from .probed_backbones import count_images_seen, digest, find_feature, load_backbone
 from .recalibrate import recalibrate_bn
@@ -318,7 +318,7 @@ class BackboneProbe:
         faults = [fault for batches in self._images for fault in batches.faults.values()]
         self._figures.broken_images = len(faults)
         if faults and not self._named:
-            logger.warning(f"Left out, {len(faults):,} in all: {name_faults(faults)}")
+            logger.warning(f"Left out, {len(faults):,} in all: {join_messages(faults)}")
         self._named = True
 
 

@@ -17,15 +17,14 @@ from qbheat_det.analysis.confusion_matrix import plot_confusion
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
-    Fault,
+    DataError,
     ImageBatches,
     build_class_batches,
     build_image_batches,
     build_mapper,
+    join_messages,
 )
 from qbheat_det.evaluation import ClassificationEvaluator
-
-from .broken_images import name_faults
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
@@ -81,9 +80,9 @@ class Evaluation:
                 draw_confusion(name, evaluator)
         return results
 
-    def _name_broken(self, name: str, faults: dict[str, Fault]) -> None:
+    def _name_broken(self, name: str, faults: dict[str, DataError]) -> None:
         """Counts and names, once, the images that all processes left out."""
-        everywhere: dict[str, Fault] = {}
+        everywhere: dict[str, DataError] = {}
         for found in comm.all_gather(faults):
             everywhere.update(found)
         if everywhere and name not in self._named:
@@ -91,7 +90,7 @@ class Evaluation:
             if comm.is_main_process():
                 logger.warning(
                     f"Left out of the evaluation on '{name}', {len(everywhere):,} in all: "
-                    f"{name_faults([everywhere[where] for where in sorted(everywhere)])}"
+                    f"{join_messages([everywhere[where] for where in sorted(everywhere)])}"
                 )
 
 

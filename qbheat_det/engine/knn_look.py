@@ -9,11 +9,10 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ImageBatches, build_mapper, load_labelled_sets
+from qbheat_det.data import ImageBatches, build_mapper, join_messages, load_labelled_sets
 from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
-from .broken_images import name_faults
 from .looking import Look
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class NeighbourScorer:
         if faults and not self._named:
             logger.warning(
                 f"Left out of the nearest-neighbour score, {len(faults):,} in all: "
-                f"{name_faults(faults)}"
+                f"{join_messages(faults)}"
             )
         self._named = True
 

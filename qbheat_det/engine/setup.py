@@ -29,9 +29,9 @@ from qbheat_det.data import (
     check_records,
     check_some_readable,
 )
+from qbheat_det.engine.cacheable import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .cache_refusals import check_cacheable
 from .class_folders import use_classes_of_folders
 from .data_flags import use_data_flags
 from .knn_look import check_neighbours, names_neighbours

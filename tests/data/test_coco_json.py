@@ -18,9 +18,9 @@ from qbheat_det.data import (
     prepare_toy_set,
     register_coco_json,
 )
-from qbheat_det.data.coco_json import read_coco_json
-from qbheat_det.data.toy import ANNOTATION_FILE, CATEGORY_IDS
-from qbheat_det.data.toy_scenes import CLASS_NAMES
+from qbheat_det.data.datasets.coco import read_coco_json
+from qbheat_det.data.datasets.toy import ANNOTATION_FILE, CATEGORY_IDS
+from qbheat_det.data.datasets.toy_scenes import CLASS_NAMES
 from tests.data.coco_content import GOOD, Content, changed, sentence, with_annotation, write
 
 

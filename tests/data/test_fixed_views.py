@@ -18,7 +18,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     VIEW_ROW,
     CachedViews,
-    Fault,
+    DataError,
     FeatureStore,
     FixedViews,
     TrainStream,
@@ -35,11 +35,11 @@ RECORDS = number_records([{"file_name": f"{i}.jpg", "image_id": 10 + i} for i in
 COUNT = 3
 
 
-def augment(record: dict[str, Any]) -> dict[str, Any] | Fault | None:
+def augment(record: dict[str, Any]) -> dict[str, Any] | DataError | None:
     """Draws an image and boxes from all generators; leaves out two images, one with a reason."""
     assert VIEW_ROW not in record
     if record["image_id"] == 12:
-        return Fault("unreadable image", record["file_name"], "it is a text")
+        return DataError("unreadable image", record["file_name"], "it is a text")
     if record["image_id"] == 15:
         return None
     height, width, boxes = random.randint(8, 20), int(np.random.randint(8, 20)), torch.rand(2, 4)

@@ -10,7 +10,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import (
-    Fault,
+    DataError,
     ImageBatches,
     build_image_batches,
     register_image_folders,
@@ -27,10 +27,10 @@ class Plain:
     def __init__(self, *broken: int) -> None:
         self.broken = broken
 
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault:
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError:
         number = record["image_id"]
         if number in self.broken:
-            return Fault("unreadable image", f"image '{number}'", "no image")
+            return DataError("unreadable image", f"image '{number}'", "no image")
         return {**record, "image": torch.full((3, 2, 2), number)}
 
 
@@ -62,7 +62,7 @@ def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None
     read: list[int] = []
 
     class Counting(Plain):
-        def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault:
+        def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError:
             read.append(record["image_id"])
             return super().__call__(record)
 

@@ -12,11 +12,11 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     check_image_folder,
-    image_folder,
     list_images,
     load_image_folders,
     register_image_folders,
 )
+from qbheat_det.data.datasets import image_folder
 
 NAME = "images_of_a_test"
 

@@ -16,7 +16,7 @@ from torchvision.transforms import RandomResizedCrop
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    Fault,
+    DataError,
     PretrainingMapper,
     TrainStream,
     build_mapper,
@@ -226,7 +226,7 @@ def test_a_broken_image_is_a_fault(broken: str, memory_gb: float, is_train: bool
     mapper = PretrainingMapper(size=16, memory_gb=memory_gb, is_train=is_train)
     mapper.prepare([record(broken)])
     fault = mapper(record(broken))
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, DataError)
     assert fault.kind == "unreadable image"
     assert repr(broken) in fault.where
     assert "\n" not in fault.sentence
@@ -236,7 +236,7 @@ def test_no_memory_left_is_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("qbheat_det.data.upright_image.PathManager.open", fail)
+    monkeypatch.setattr("qbheat_det.data.images.PathManager.open", fail)
     with pytest.raises(MemoryError):
         PretrainingMapper(size=16)(record("a.jpg"))
 

@@ -21,7 +21,7 @@ from PIL import Image
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, check_coco_json, register_coco_json
-from qbheat_det.data.image_files import check_image_files
+from qbheat_det.data.image_checks import check_image_files
 from qbheat_det.data.record_checks import check_records
 
 NAME = "qbheat_test_random"

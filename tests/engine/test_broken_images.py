@@ -15,9 +15,9 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import Fault, register_image_folders
+from qbheat_det.data import DataError, register_image_folders
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.broken_images import FAULTS_FILE, BrokenImages
+from qbheat_det.engine.skipped_images import SKIPPED_FILE, SkippedImages
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs
@@ -25,8 +25,8 @@ from .conftest import forget_runs
 NAME = "broken_images_of_a_test"
 
 
-def fault(name: str) -> Fault:
-    return Fault("unreadable image", f"image '{name}'", "no image at all")
+def fault(name: str) -> DataError:
+    return DataError("unreadable image", f"image '{name}'", "no image at all")
 
 
 def make_trainer(folder: Path, max_iter: int = 4) -> Any:
@@ -39,8 +39,8 @@ def make_trainer(folder: Path, max_iter: int = 4) -> Any:
     )
 
 
-def make_hook(trainer: Any, period: int = 0) -> BrokenImages:
-    hook = BrokenImages(period=period)
+def make_hook(trainer: Any, period: int = 0) -> SkippedImages:
+    hook = SkippedImages(period=period)
     hook.trainer = trainer
     return hook
 
@@ -60,7 +60,7 @@ def test_new_images_are_named_in_the_period_and_all_at_the_end(
     caplog.clear()
     hook.after_train()
     assert "3 of 1,000 images were left out: image 'a': no image at all; image 'b'" in caplog.text
-    lines = (tmp_path / FAULTS_FILE).read_text().splitlines()
+    lines = (tmp_path / SKIPPED_FILE).read_text().splitlines()
     assert lines == [f"image '{name}': no image at all" for name in "abc"]
 
 
@@ -73,15 +73,15 @@ def test_the_log_stays_short_and_the_file_is_whole(
     hook.after_step()
     assert "; and 290 more" in caplog.text
     assert "0010" not in caplog.text
-    assert len((tmp_path / FAULTS_FILE).read_text().splitlines()) == 300
+    assert len((tmp_path / SKIPPED_FILE).read_text().splitlines()) == 300
 
 
 def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.faults = {"a": Fault("unreadable image", "image 'a\udcff'", "")}
+    trainer.data_loader.faults = {"a": DataError("unreadable image", "image 'a\udcff'", "")}
     hook.after_step()
-    assert "udcff" in (tmp_path / FAULTS_FILE).read_text()
+    assert "udcff" in (tmp_path / SKIPPED_FILE).read_text()
 
 
 def test_without_broken_images_nothing_is_said_and_written(
@@ -149,7 +149,7 @@ def make_run(output: Path, images: Path, max_iter: int) -> Trainer:
     cfg.OUTPUT_DIR = str(output)
     register_image_folders(NAME, [images])
     trainer = Trainer(cfg)
-    if not any(isinstance(hook, BrokenImages) for hook in trainer._hooks):
+    if not any(isinstance(hook, SkippedImages) for hook in trainer._hooks):
         trainer._hooks.insert(-1, make_hook(trainer))
     return trainer
 
@@ -162,9 +162,9 @@ def test_a_run_on_images_with_broken_ones_ends_well_and_a_resumed_one_still_know
     with caplog.at_level(logging.WARNING, "qbheat_det"):
         make_run(output, images, 4).train()  # two epochs
     assert "2 of 6 images were left out: image " in caplog.text
-    lines = (output / FAULTS_FILE).read_text().splitlines()
+    lines = (output / SKIPPED_FILE).read_text().splitlines()
     assert [Path(line.split("'")[1]).name for line in lines] == ["1.jpg", "4.jpg"]
     resumed = make_run(output, images, 5)
     resumed.resume_or_load(resume=True)
-    (hook,) = (hook for hook in resumed._hooks if isinstance(hook, BrokenImages))
+    (hook,) = (hook for hook in resumed._hooks if isinstance(hook, SkippedImages))
     assert [fault.where.rpartition("/")[2] for fault in hook._sorted()] == ["1.jpg'", "4.jpg'"]

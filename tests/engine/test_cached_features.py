@@ -16,10 +16,10 @@ from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.cache_refusals import check_frozen
-from qbheat_det.engine.cached_features import use_cached_features
+from qbheat_det.engine.cacheable import check_frozen
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.failure import NonFiniteLoss
+from qbheat_det.engine.feature_cache import use_cached_features
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.modeling.backbone import CachedBackbone
 

@@ -15,7 +15,6 @@ from detectron2.config import CfgNode, configurable
 from torchvision.transforms import RandomResizedCrop
 
 from qbheat_det.core.errors import UserError
-
 from qbheat_det.data.errors import DataError
 from qbheat_det.data.images import Box, ReadableImage, open_image, resize
 from qbheat_det.data.memory import DecodedImages, decode_if_small
@@ -66,7 +65,11 @@ class PretrainingMapper:
         for key, value, valid in (
             ("INPUT.PRETRAIN.SIZE must be at least 1 pixel", size, size >= 1),
             ("INPUT.PRETRAIN.MEMORY_GB must not be negative", memory_gb, memory_gb >= 0),
-            ("INPUT.CLASSIFY.TEST_CROP is a share of a side, above 0 to 1", test_crop, 0 < test_crop <= 1),
+            (
+                "INPUT.CLASSIFY.TEST_CROP is a share of a side, above 0 to 1",
+                test_crop,
+                0 < test_crop <= 1,
+            ),
         ):
             if not valid:
                 raise UserError(f"{key}, but is {value}")
@@ -143,9 +146,7 @@ class PretrainingMapper:
         return self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
 
 
-def _check(
-    *, scale: Sequence[float], ratio: Sequence[float], flip: str, pixel_format: str
-) -> None:
+def _check(*, scale: Sequence[float], ratio: Sequence[float], flip: str, pixel_format: str) -> None:
     if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
         raise UserError(
             f"INPUT.PRETRAIN.SCALE must be [min, max] with 0 < min <= max <= 1, but is {scale}"
