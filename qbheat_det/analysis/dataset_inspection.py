@@ -99,7 +99,7 @@ def inspect_dataset(
             sentence = str(error).removeprefix(f"{json_file}").lstrip(": ")
             faults.append(DataError("annotation file that cannot be used", json_file, sentence))
             return _conclude(source, [], (), faults, None)
-        faults += content.faults
+        faults += content.errors
         records = _load_sound(json_file, image_root, content)
         class_names: Sequence[str] = content.summary.class_names
     else:
@@ -187,7 +187,7 @@ def _load_sound(json_file: str, image_root: str, content: CocoContent) -> list[d
     if not all(parts[key] for key in ("images", "categories")):
         return []
     try:
-        if not content.faults:
+        if not content.errors:
             return list(load_coco_json(json_file, image_root, name))
         with tempfile.TemporaryDirectory() as folder:
             sound = Path(folder) / "sound.json"

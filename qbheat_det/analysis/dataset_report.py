@@ -64,7 +64,7 @@ def describe_datasets(report: DatasetReport, samples: Sequence[Picture]) -> Repo
             f"Faults ({num_faults:,})",
             paragraphs=["Each stops training, or silently spoils what it learns or measures."],
             table=Table(("Kind", "Number"), [(kind, f"{n:,}") for kind, n in kinds.items()]),
-            commands=[fault.sentence for fault in report.faults[:_FAULTS_ON_PAGE]],
+            commands=[fault.message for fault in report.faults[:_FAULTS_ON_PAGE]],
         )
         if report.faults
         else None,
@@ -196,7 +196,7 @@ def _format_faults(faults: Sequence[DataError]) -> Iterator[str]:
     yield f"{len(faults):,} fault{'s' * (len(faults) > 1)}"
     for kind, alike in by_kind.items():
         yield f"  {kind}: {len(alike):,}"
-        yield from (f"    {fault.sentence}" for fault in alike[:_FAULTS_SHOWN])
+        yield from (f"    {fault.message}" for fault in alike[:_FAULTS_SHOWN])
         if len(alike) > _FAULTS_SHOWN:
             yield f"    and {len(alike) - _FAULTS_SHOWN:,} more like it"
 

@@ -73,7 +73,7 @@ class Evaluation:
         loader, evaluator = self._parts[name]
         results = dict(inference_on_dataset(model, loader, evaluator) or {})
         if isinstance(loader, ImageBatches):
-            self._name_broken(name, loader.faults)
+            self._name_broken(name, loader.skipped)
         if comm.is_main_process():
             print_csv_format(results)
             if isinstance(evaluator, ClassificationEvaluator):

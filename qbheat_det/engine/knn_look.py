@@ -114,7 +114,7 @@ class NeighbourScorer:
         )
 
     def _name_broken(self) -> None:
-        faults = [fault for batches in self._batches or () for fault in batches.faults.values()]
+        faults = [fault for batches in self._batches or () for fault in batches.skipped.values()]
         if faults and not self._named:
             logger.warning(
                 f"Left out of the nearest-neighbour score, {len(faults):,} in all: "

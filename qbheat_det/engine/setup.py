@@ -26,8 +26,9 @@ from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
     check_image_files,
     check_image_folder,
-    check_records,
     check_some_readable,
+    find_record_errors,
+    raise_first,
 )
 from qbheat_det.engine.cacheable import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
@@ -194,7 +195,7 @@ def _is_not_about_ids(record: logging.LogRecord) -> bool:
 def _check_content(cfg: CfgNode, name: str) -> None:
     """Checks what can be known of a dataset before training: its records and image files."""
     records = DatasetCatalog.get(name)
-    check_records(
+    errors = find_record_errors(
         name,
         records,
         num_classes=len(cfg.MODEL.CLASS_NAMES),
@@ -202,6 +203,7 @@ def _check_content(cfg: CfgNode, name: str) -> None:
         filter_empty=[name] == list(cfg.DATASETS.TRAIN) and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
     )
+    raise_first(errors)
     if cfg.DATASETS.CHECK_IMAGES:
         check_image_files(records, progress=True)
 

@@ -184,7 +184,7 @@ def test_every_fault_is_found_at_once_and_only_what_is_sound_stays(tmp_path: Pat
         content["annotations"].append(dict(good))
 
     content = read_coco_json(*write(tmp_path, changed(spoil)))
-    where = [fault.where.split("set.json: ")[1] for fault in content.faults]
+    where = [fault.where.split("set.json: ")[1] for fault in content.errors]
     assert sorted(where) == [
         "annotation id 2",
         *(f"annotation id {20 + i}" for i in (0, 1, 2, 4, 5)),

@@ -46,7 +46,7 @@ def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_worke
     assert len(batches) == 4
     for _ in range(2):
         assert numbers(batches) == [[0], [2, 3], [6]]  # the third batch was broken as a whole
-        assert sorted(batches.faults) == ["image '1'", "image '4'", "image '5'"]
+        assert sorted(batches.skipped) == ["image '1'", "image '4'", "image '5'"]
 
 
 @pytest.mark.parametrize("memory_gb", [0.0, 1.0])
@@ -74,7 +74,7 @@ def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None
         read.clear()
         assert numbers(batches) == numbers(batches) == [[0, 1], [2], [4]]
         assert read == passes * [0, 1, 2, 3, 4]
-        assert list(batches.faults) == ["image '3'"]
+        assert list(batches.skipped) == ["image '3'"]
 
 
 def test_the_global_generator_stays_as_it_was() -> None:
@@ -126,4 +126,4 @@ def test_a_registered_folder_comes_whole_with_the_places_of_the_objective(
     expected = places if with_places else [(0, None), (1, None)]
     assert [(entry["image_id"], entry.get("place")) for entry in batch] == expected
     assert {tuple(entry["image"].shape) for entry in batch} == {(3, 16, 16)}
-    assert list(batches.faults) == [f"image {str(tmp_path / '2.jpg')!r}"]
+    assert list(batches.skipped) == [f"image {str(tmp_path / '2.jpg')!r}"]

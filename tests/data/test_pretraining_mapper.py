@@ -229,7 +229,7 @@ def test_a_broken_image_is_a_fault(broken: str, memory_gb: float, is_train: bool
     assert isinstance(fault, DataError)
     assert fault.kind == "unreadable image"
     assert repr(broken) in fault.where
-    assert "\n" not in fault.sentence
+    assert "\n" not in fault.message
 
 
 def test_no_memory_left_is_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_broken_images_are_replaced_the_same_everywhere_and_known_to_the_stream(
     for name, index in zip(names, indices, strict=True):
         assert int(name) not in broken
         assert index in broken or name == str(index)
-    met = {Path(where.split("'")[1]).stem for where in stream.faults}
+    met = {Path(where.split("'")[1]).stem for where in stream.skipped}
     assert met == {"2", "3", "7"}
     assert all("faults" not in image for batch in batches for image in batch)
     if (memory_gb, workers) != (0.0, 0):

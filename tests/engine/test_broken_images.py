@@ -53,7 +53,7 @@ def test_new_images_are_named_in_the_period_and_all_at_the_end(
     named = []
     for trainer.iter, name in enumerate("abca"):
         caplog.clear()
-        trainer.data_loader.faults[f"image '{name}'"] = fault(name)
+        trainer.data_loader.skipped[f"image '{name}'"] = fault(name)
         hook.after_step()
         named.append([name for name in "abc" if f"image '{name}'" in caplog.text])
     assert named == [[], ["a", "b"], [], ["c"]]
@@ -69,7 +69,7 @@ def test_the_log_stays_short_and_the_file_is_whole(
 ) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.faults = {str(i): fault(f"{i:04d}") for i in range(300)}
+    trainer.data_loader.skipped = {str(i): fault(f"{i:04d}") for i in range(300)}
     hook.after_step()
     assert "; and 290 more" in caplog.text
     assert "0010" not in caplog.text
@@ -79,7 +79,7 @@ def test_the_log_stays_short_and_the_file_is_whole(
 def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.faults = {"a": DataError("unreadable image", "image 'a\udcff'", "")}
+    trainer.data_loader.skipped = {"a": DataError("unreadable image", "image 'a\udcff'", "")}
     hook.after_step()
     assert "udcff" in (tmp_path / SKIPPED_FILE).read_text()
 
@@ -99,7 +99,7 @@ def test_what_other_processes_met_is_known_to_all(
 ) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.faults = {"a": fault("a")}
+    trainer.data_loader.skipped = {"a": fault("a")}
     monkeypatch.setattr(comm, "all_gather", lambda met: [met, [fault("b")], [fault("a")]])
     hook.after_step()
     assert sorted(hook.faults) == ["image 'a'", "image 'b'"]
