@@ -13,8 +13,9 @@ from detectron2.utils import comm
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from qbheat_det.data import DecodedImages, decode_if_small, memory
+from qbheat_det.data import memory
 from qbheat_det.data.images import open_image, resize
+from qbheat_det.data.memory import DecodedImages, decode_if_small
 from tests.data.pictures import draw, save
 
 

@@ -48,7 +48,7 @@ def fault_of(one: dict[str, Any]) -> str | None:
         return None
     assert repr(one["file_name"]) in faults[0].where
     assert "image id 7" in faults[0].where
-    assert "\n" not in faults[0].sentence
+    assert "\n" not in faults[0].message
     return faults[0].kind
 
 
@@ -195,7 +195,7 @@ def test_all_faults_are_found_in_order_and_the_first_counts_the_others(tmp_path:
     faults = find_image_errors(records, num_threads=3)
     found = [int(fault.where.split("image id ")[1].rstrip(")")) for fault in faults]
     assert found == [3, 70, 200, 499]
-    with pytest.raises(UserError, match=r"image id 3\).*\(2 more like it, 1 other fault; tools/"):
+    with pytest.raises(UserError, match=r"image id 3\).*\(2 more like it, 1 other error; tools/"):
         check_image_files(records)
 
 

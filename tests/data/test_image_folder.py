@@ -146,7 +146,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "many_kinds": (
         lambda root: fill(root, *(f"a.{c}" for c in "abcdefg")),
-        r"but 7 other files: .*, others \(looked",
+        r"but 7 other files: .* and 2 more",
     ),
 }
 

@@ -8,7 +8,8 @@ from detectron2.data.build import filter_images_with_only_crowd_annotations
 from detectron2.structures import BoxMode
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.record_checks import check_records, find_record_errors
+from qbheat_det.data import raise_first
+from qbheat_det.data.record_checks import find_record_errors
 
 Record = dict[str, Any]
 
@@ -30,8 +31,10 @@ def record(*annotations: Record) -> Record:
 
 def test_sound_records_pass_with_and_without_masks() -> None:
     records = [record(), record(box(), box(iscrowd=1, segmentation={"counts": "", "size": []}))]
-    check_records("some", records, num_classes=2, filter_empty=True)
-    check_records("some", records, num_classes=2, filter_empty=True, mask_format="polygon")
+    raise_first(find_record_errors("some", records, num_classes=2, filter_empty=True))
+    raise_first(
+        find_record_errors("some", records, num_classes=2, filter_empty=True, mask_format="polygon")
+    )
 
 
 def test_records_without_annotations_at_all_are_no_boxes() -> None:
@@ -42,15 +45,15 @@ def test_records_without_annotations_at_all_are_no_boxes() -> None:
 
 def test_no_images_are_named() -> None:
     with pytest.raises(UserError, match="dataset 'some': it has no images"):
-        check_records("some", [], num_classes=2)
+        raise_first(find_record_errors("some", [], num_classes=2))
 
 
 @pytest.mark.parametrize("records", [[record()], [record(box(iscrowd=1)), record()]])
 def test_nothing_to_train_on_is_said_where_detectron2_leaves_nothing(records: list[Record]) -> None:
     assert filter_images_with_only_crowd_annotations(records) == []
-    check_records("some", records, num_classes=2, filter_empty=False)
+    raise_first(find_record_errors("some", records, num_classes=2, filter_empty=False))
     with pytest.raises(UserError, match=rf"'some': none of its {len(records)} images has a box"):
-        check_records("some", records, num_classes=2, filter_empty=True)
+        raise_first(find_record_errors("some", records, num_classes=2, filter_empty=True))
 
 
 BAD: dict[str, tuple[Record, str]] = {

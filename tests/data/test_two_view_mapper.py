@@ -183,7 +183,7 @@ def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
     broken.write_bytes(b"no picture")
     found = two_views()({"file_name": str(broken)})
     assert isinstance(found, DataError)
-    assert "a.jpg" in found.sentence
+    assert "a.jpg" in found.message
 
 
 def test_the_config_names_it_and_all_of_its_settings(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import functools
 import os
 from pathlib import Path
 
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from .classes import list_classes, load_classes, load_labelled_sets, unite_labels
 from .coco import (
@@ -63,7 +63,8 @@ def register_builtin_sets() -> None:
         ``$DETECTRON2_DATASETS/imagenet/{train,val}``, with labels.
     """
     for name, spec in TOY_SETS.items():
-        register_toy_set(name, spec)
+        if name not in DatasetCatalog:
+            register_toy_set(name, spec)
         files = MetadataCatalog.get(name)
         prepare = functools.partial(prepare_toy_set, spec, Path(files.json_file).parents[1])
         register_coco_images(f"{name}_images", files.json_file, files.image_root, prepare=prepare)

@@ -35,7 +35,7 @@ def make_trainer(folder: Path, max_iter: int = 4) -> Any:
         iter=0,
         max_iter=max_iter,
         cfg=SimpleNamespace(OUTPUT_DIR=str(folder)),
-        data_loader=SimpleNamespace(faults={}, num_images=1000),
+        data_loader=SimpleNamespace(skipped={}, num_images=1000),
     )
 
 
@@ -59,7 +59,7 @@ def test_new_images_are_named_in_the_period_and_all_at_the_end(
     assert named == [[], ["a", "b"], [], ["c"]]
     caplog.clear()
     hook.after_train()
-    assert "3 of 1,000 images were left out: image 'a': no image at all; image 'b'" in caplog.text
+    assert "3 of 1,000 images were skipped: image 'a': no image at all; image 'b'" in caplog.text
     lines = (tmp_path / SKIPPED_FILE).read_text().splitlines()
     assert lines == [f"image '{name}': no image at all" for name in "abc"]
 
@@ -71,7 +71,7 @@ def test_the_log_stays_short_and_the_file_is_whole(
     hook = make_hook(trainer)
     trainer.data_loader.skipped = {str(i): fault(f"{i:04d}") for i in range(300)}
     hook.after_step()
-    assert "; and 290 more" in caplog.text
+    assert " and 290 more" in caplog.text
     assert "0010" not in caplog.text
     assert len((tmp_path / SKIPPED_FILE).read_text().splitlines()) == 300
 
@@ -102,10 +102,10 @@ def test_what_other_processes_met_is_known_to_all(
     trainer.data_loader.skipped = {"a": fault("a")}
     monkeypatch.setattr(comm, "all_gather", lambda met: [met, [fault("b")], [fault("a")]])
     hook.after_step()
-    assert sorted(hook.faults) == ["image 'a'", "image 'b'"]
+    assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
     again = make_hook(trainer)
     again.load_state_dict(hook.state_dict())
-    assert again.faults == hook.faults
+    assert again.errors == hook.errors
 
 
 @META_ARCH_REGISTRY.register()
@@ -161,7 +161,7 @@ def test_a_run_on_images_with_broken_ones_ends_well_and_a_resumed_one_still_know
     output.mkdir()
     with caplog.at_level(logging.WARNING, "qbheat_det"):
         make_run(output, images, 4).train()  # two epochs
-    assert "2 of 6 images were left out: image " in caplog.text
+    assert "2 of 6 images were skipped: image " in caplog.text
     lines = (output / SKIPPED_FILE).read_text().splitlines()
     assert [Path(line.split("'")[1]).name for line in lines] == ["1.jpg", "4.jpg"]
     resumed = make_run(output, images, 5)
