@@ -20,13 +20,13 @@ from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.cacheable import replace_encoder
+from qbheat_det.engine.step import seed_step
 from qbheat_det.layers import NormedConv2d
 from qbheat_det.modeling.contracts import SupportsLossNormalizers
 
 from .device_batches import BatchedInputs
 from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
-from .seeding import seed_step
 from .step import choose_precision, compute_losses, loss_weight
 
 

@@ -12,6 +12,8 @@ from detectron2.utils import comm
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import DataError, join_messages, printable
 
+from .training_run import TrainingRun
+
 logger = logging.getLogger(__name__)
 SKIPPED_FILE = "skipped_images.txt"
 
@@ -24,7 +26,7 @@ class SkippedImages(HookBase):
     still knows of those before.
     """
 
-    trainer: Any
+    trainer: TrainingRun
 
     def __init__(self, *, period: int) -> None:
         """
