@@ -16,7 +16,7 @@ from qbheat_det.data import (
     register_image_folders,
     with_views,
 )
-from qbheat_det.modeling.pretrain import PLACES_OF
+from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
 from .pictures import draw, save
 
@@ -87,7 +87,7 @@ def test_the_global_generator_stays_as_it_was() -> None:
 
 def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None:
     records = [{"image_id": i} for i in range(6)]
-    seen = with_views(records, [PLACES_OF["corner"], PLACES_OF["centre"]])
+    seen = with_views(records, [QUADRANTS_OF["corner"], QUADRANTS_OF["centre"]])
     assert [entry["image_id"] for entry in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     corners = ["top_left", "top_right", "bottom_left", "bottom_right"]
     assert [entry["place"] for entry in seen[::2]] == [*corners, *corners[:2]]
