@@ -8,12 +8,12 @@ from detectron2.modeling import Backbone
 from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
-    find_unbuilt,
     fit_weights,
     load_embedded_config,
     read_weights,
 )
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import optional_modules
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     state, info = read_weights(weights)
     names = bare_backbone(state)
     bare = {short: state[name] for name, short in names.items()} if names else state
-    unbuilt = find_unbuilt(backbone)
+    unbuilt = optional_modules(backbone)
     fitting, report = fit_weights(bare, backbone.state_dict(), file=weights, unbuilt=unbuilt)
     groups = report.groups.values()
     filled, total = report.num_placed, sum(group.num_tensors for group in groups)
