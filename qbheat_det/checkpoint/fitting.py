@@ -41,7 +41,7 @@ def fit_weights(
     old_classes: Sequence[str] = (),
     classes: Sequence[str] = (),
     unbuilt: Sequence[str] = (),
-    left_behind: Sequence[str] = (),
+    pretrain_only_modules: Sequence[str] = (),
     private: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
     """Finds the place of each tensor of a file; changes nothing.
@@ -53,7 +53,7 @@ def fit_weights(
         old_classes: names of the classes in the file, contiguous order; empty if unknown.
         classes: names of the model's classes; empty if unknown.
         unbuilt: beginnings of the names of parts that the model's config leaves out.
-        left_behind: children of the model in the file that this model does not take over, even
+        pretrain_only_modules: children of the model in the file that this model does not take over, even
             where it has parts of the same names.
         private: see ``match_names``.
 
@@ -64,7 +64,9 @@ def fit_weights(
     Raises:
         UserError: a tensor holds NaN or infinity, or names are ambiguous.
     """
-    behind = tuple(name for name in left_behind if any(_is_of(name, key) for key in stored))
+    behind = tuple(
+        name for name in pretrain_only_modules if any(_is_of(name, key) for key in stored)
+    )
     stored = without_children(stored, behind)
     check_finite(stored, file)
     change = compare_classes(old_classes, classes, file=file)
@@ -83,7 +85,7 @@ def fit_weights(
         groups={name: group.report() for name, group in groups.items()},
         left_over=tuple(key for key in without_place if key not in spare),
         spare=spare,
-        left_behind=behind,
+        pretrain_only_modules=behind,
         class_change=change if has_classes else None,
         note=_UNNAMED if has_classes and classes and not old_classes else "",
     )

@@ -28,6 +28,7 @@ from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 
 from .dry_run_report import Cost, DryRunReport, measure_loader
+from .feature_build import CacheEstimate
 from .hooks.checkpoints import PeriodicCheckpointer
 from .hooks.evaluation import EvalHook
 from .hooks.monitors import MOST_WAITING, describe_waiting
@@ -113,7 +114,7 @@ def _shrink(cfg: CfgNode, folder: Path, test_sets: tuple[str, ...]) -> CfgNode:
     return small
 
 
-def _describe_cache(estimate: Any) -> Cost:
+def _describe_cache(estimate: CacheEstimate) -> Cost:
     each = estimate.seconds / estimate.num_missing / comm.get_world_size()
     return Cost("View to encode", each, estimate.num_missing)
 

@@ -70,7 +70,7 @@ def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgN
     files = [path.stat().st_size for path in Path(cfg.OUTPUT_DIR).glob("model_*")]
     assert report.disk_bytes == pytest.approx(sum(files), rel=0.05)
     assert report.num_tensors_compared > 50
-    assert min(report.loader_images_per_second, report.wanted_images_per_second) > 1
+    assert min(report.loader_images_per_second, report.wanted_images_per_second) > 0
     assert report.waiting == "" or "NUM_WORKERS" in report.waiting
     assert 100 * 2**20 < report.memory_bytes < report.memory_total_bytes
 
