@@ -90,7 +90,7 @@ def add_entry(
     others = _read_others(index_file, description["name"], replace=replace)
     get_config_path(description["config"])
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / file_of(description["name"]).replace("/", "-")
+        file = Path(scratch) / file_of(description["name"])
         commit = _write_half_precision(weights, file)
         trained = open_trained(str(file), device="cpu")
         costs = dataclasses.asdict(count_costs(trained))

@@ -12,7 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCardData
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
@@ -152,7 +156,7 @@ def _download_index(api: HfApi, repository: str) -> tuple[ZooEntry, ...]:
             path = api.hf_hub_download(
                 name, index.INDEX_FILE.name, revision=revision or None, local_dir=folder
             )
-        except (EntryNotFoundError, RepositoryNotFoundError):
+        except (RemoteEntryNotFoundError, RepositoryNotFoundError):
             return ()
         return load_index(Path(path))
 
