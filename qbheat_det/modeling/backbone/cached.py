@@ -51,10 +51,10 @@ class CachedBackbone(Backbone):
         self._shared = _Shared(encoder)
         self._is_encoding = False
         # Of parts that the config leaves out, which files may hold.
-        self.unbuilt = tuple(
+        self.optional_modules = tuple(
             f"{path}.{child}".lstrip(".")
             for path, module in encoder.named_modules()
-            for child in getattr(module, "unbuilt", ())
+            for child in getattr(module, "optional_modules", ())
         )
 
     @property
