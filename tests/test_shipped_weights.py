@@ -3,10 +3,10 @@
 
 import pytest
 
-from qbheat_det.engine.zoo.add import MAX_SHIPPED
-from qbheat_det.engine.zoo.verify import verify_entry
 from qbheat_det.model_zoo import ZooEntry, load_index
-from qbheat_det.model_zoo.places import SHIPPED
+from qbheat_det.model_zoo.add import MAX_SHIPPED
+from qbheat_det.model_zoo.sources import SHIPPED
+from qbheat_det.model_zoo.verify import verify_entry
 
 ENTRIES = load_index()
 

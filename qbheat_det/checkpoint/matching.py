@@ -88,9 +88,7 @@ def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> di
     }
 
 
-def has_same_shapes(
-    child: str, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]
-) -> bool:
+def has_same_shapes(child: str, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> bool:
     """Whether a model and a file have the same tensors, by name and shape, of a child."""
     own, other = (
         {key: tensor.shape for key, tensor in tensors.items() if _is_of(child, key)}

@@ -104,9 +104,7 @@ def add_entry(
             _check_shipped_size([*others, entry])
         fingerprint = compute_fingerprint(trained.model, trained.cfg)
         measured = measure(file) if measure else ()
-        entry = dataclasses.replace(
-            entry, fingerprint=fingerprint, metrics=(*metrics, *measured)
-        )
+        entry = dataclasses.replace(entry, fingerprint=fingerprint, metrics=(*metrics, *measured))
         content = index.render_index([*others, entry], index_file)
         _write_both(folder / file.name, file.read_bytes(), index_file, content)
     return entry

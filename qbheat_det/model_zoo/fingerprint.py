@@ -240,7 +240,8 @@ def _summarise_result(image: str, result: Mapping[str, Any]) -> Iterator[OutputS
     if not isinstance(instances, Instances):
         return
     scores, order = instances.scores.sort(descending=True)
-    best = nn.functional.pad(scores[:_NUM_DETECTIONS], (0, _NUM_DETECTIONS - len(scores[:_NUM_DETECTIONS])))
+    best = scores.new_zeros(_NUM_DETECTIONS)
+    best[: len(scores)] = scores[:_NUM_DETECTIONS]
     yield _summarise(f"{image}.scores", best, SCORE_TOLERANCE)
     # Which box comes first is certain only if no other one has nearly the same score.
     if best[0] - best[1] > 2 * SCORE_TOLERANCE:

@@ -145,10 +145,8 @@ def _integer(least: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value >= least
 
 
-def _list_of(check: Callable[[Any], bool], *lengths: int) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list) and all(map(check, value)) and len(value) in (lengths or (len(value),))
-    )
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 _LINE = (_is_line, "one line of text")
@@ -170,7 +168,7 @@ _RULES: dict[type, dict[str, tuple[Callable[[Any], bool], str]]] = {
         "size": (_integer(1), "a number of bytes"),
         "num_params": (_integer(1), "a number of parameters"),
         "madds": (_integer(0), "a number of multiply-adds"),
-        "madds_input": (_list_of(_integer(1), 2), "[height, width] in pixels"),
+        "madds_input": (lambda v: _list_of(_integer(1))(v) and len(v) == 2, "[height, width]"),
         "data": _LINE,
         "data_licence": _LINE,
         "licence": _LINE,

@@ -161,7 +161,8 @@ def _download(url: str, target: Path, entry: ZooEntry) -> None:
 def _remote_sources() -> Iterator[str]:
     """Yields ``$QBHEAT_ZOO_URL`` without a final slash, then the repositories of the hub."""
     url = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
-    if url and not (url.startswith(("http://", "https://")) and url.isprintable() and " " not in url):
+    is_web = url.startswith(("http://", "https://")) and url.isprintable() and " " not in url
+    if url and not is_web:
         raise UserError(
             f"$QBHEAT_ZOO_URL is '{url}', but must begin with http:// or https:// and have no "
             "spaces; use $QBHEAT_ZOO for folders"

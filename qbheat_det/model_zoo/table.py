@@ -50,7 +50,8 @@ def render_zoo(entries: Sequence[ZooEntry]) -> str:
     parts = [_HEAD, _render_overview(entries), _COSTS]
     for entry in entries:
         get_config_path(entry.config)
-        parts.append(describe_entry(entry, "###", recipe=f"[{entry.config}](configs/{entry.config})"))
+        link = f"[{entry.config}](configs/{entry.config})"
+        parts.append(describe_entry(entry, "###", recipe=link))
     parts.append(_TARGETS)
     for target in TARGETS:
         parts += [f"### {target.title}", *filter(None, [target.note])]

@@ -12,7 +12,7 @@ from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint.class_rows import carry_over_rows, compare_classes
-from qbheat_det.checkpoint.fitting import fit_weights
+from qbheat_det.checkpoint.matching import fit_weights
 from qbheat_det.core.errors import UserError
 
 OLD = ("cat", "dog", "bird", "fish")

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from qbheat_det.checkpoint.fitting import find_unbuilt, fit_weights
-from qbheat_det.checkpoint.name_matching import match_names
+from qbheat_det.checkpoint.matching import find_unbuilt, fit_weights, match_names
 from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import TinyBackbone, TinyDetector
 

@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import SafeCheckpointer, info_of, read_weights
-from qbheat_det.checkpoint.resnet_names import torchvision_name
+from qbheat_det.checkpoint.convert import RESNETS, convert_weights, find_target, torchvision_name
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.conversion import RESNETS, convert_weights, find_target
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.modeling.classification.test_timm_mobile_former import TINY
@@ -71,7 +70,7 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     done = convert_weights(str(weights), output, "detectron2:resnet50")
     assert done.report is not None
     assert done.target is not None
-    assert [key.removeprefix("module.") for key in done.report.spare] == ["fc.weight", "fc.bias"]
+    assert [key.removeprefix("module.") for key in done.report.unused] == ["fc.weight", "fc.bias"]
     cfg = get_cfg()
     for key, value in done.target.keys.items():
         cfg.merge_from_list([key, value])
@@ -83,7 +82,7 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     checkpointer.load(str(output))
     assert checkpointer.report is not None
     assert checkpointer.report.groups["backbone"].is_full
-    assert not checkpointer.report.left_over
+    assert not checkpointer.report.unexpected
     x = torch.randn(1, 3, 48, 32, dtype=torch.float64)
     with torch.no_grad():
         expected = _stages(net.double(), x)
@@ -135,7 +134,7 @@ def test_a_timm_encoder_takes_timms_own_with_the_normalisation_of_the_tag(tmp_pa
     cfg = timm.get_pretrained_cfg(name)
     assert done.info.pixel_mean == pytest.approx([255 * value for value in cfg.mean])
     assert done.report is not None
-    assert all(key.startswith(("conv_head.", "classifier.")) for key in done.report.spare)
+    assert all(key.startswith(("conv_head.", "classifier.")) for key in done.report.unused)
     backbone = TimmBackbone(name=name, out_features=["s8", "s32"])
     checkpointer = SafeCheckpointer(_Model(backbone))
     checkpointer.load(str(output))

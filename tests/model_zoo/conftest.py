@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A zoo with places of its own, apart from this machine's, and a server."""
+"""A zoo with sources of its own, apart from this machine's, and a server."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pytest
 from detectron2.config import CfgNode
 from torch import Tensor
 
-from qbheat_det.model_zoo import ZooEntry, download, index, places
+from qbheat_det.model_zoo import ZooEntry, download, index, sources
 from qbheat_det.model_zoo.index import save_index
 
 from .servers import Served, serve
@@ -24,7 +24,7 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(places, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(download, "_PAUSE", 0.0)
 
 

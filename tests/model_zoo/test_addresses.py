@@ -25,7 +25,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.backbone_export import export_backbone
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
-from qbheat_det.model_zoo import addresses
+from qbheat_det.model_zoo import api
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 
 from .conftest import TinyZoo
@@ -113,7 +113,7 @@ def test_the_file_is_made_once_and_never_believed(
 ) -> None:
     path = Path(PathManager.get_local_path(ADDRESS))
     made, content = path.stat().st_mtime_ns, path.read_bytes()
-    addresses._proved.clear()  # as of another process
+    api._proved.clear()  # as of another process
     assert PathManager.get_local_path(ADDRESS) == str(path)
     assert path.stat().st_mtime_ns == made
     for wrong in (content[:-7], content.replace(b"disc", b"dish")):

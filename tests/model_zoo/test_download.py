@@ -5,9 +5,9 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from qbheat_det.model_zoo.download import NotFetched, download
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo.download import NotFetched, download
 
 from .servers import Served
 from .zoo_cases import CONTENT

@@ -11,8 +11,7 @@ import pytest
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import find_entry, list_entries, load_index
-from qbheat_det.model_zoo.index import file_of, save_index
-from qbheat_det.model_zoo.strict_json import to_plain
+from qbheat_det.model_zoo.index import file_of, save_index, to_plain
 
 from .conftest import UseIndex
 from .zoo_cases import make_entry

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo import places
-from qbheat_det.model_zoo.places import cache_folder, describe_place, fetch
+from qbheat_det.model_zoo import sources
+from qbheat_det.model_zoo.sources import cache_folder, describe_place, fetch
 
 from .servers import Served
 from .zoo_cases import CONTENT, make_entry
@@ -88,7 +88,7 @@ def test_a_wrong_file_of_a_server_is_refused_though_the_hub_may_have_it(
     served.files[ENTRY.file] = b"other"
     monkeypatch.setenv("QBHEAT_ZOO_URL", served.url)
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    monkeypatch.setattr(places, "from_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(sources, "from_hub", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(UserError, match="is refused"):
         fetch(ENTRY)
 
@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_written_is_read_and_another_ones_stand_in_is_ref
     served.files[ENTRY.file] = CONTENT
     monkeypatch.setenv("QBHEAT_ZOO_URL", served.url)
     filled = _put(cache_folder(ENTRY))
-    monkeypatch.setattr(places, "_is_writable", lambda folder: False)
+    monkeypatch.setattr(sources, "_is_writable", lambda folder: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert fetch(ENTRY) == filled
     assert describe_place(ENTRY) == "fetched before"

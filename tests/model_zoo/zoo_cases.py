@@ -12,7 +12,7 @@ from detectron2.modeling import build_model
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
-from qbheat_det.model_zoo import Figure, Fingerprint, OutputPrint, ZooEntry
+from qbheat_det.model_zoo import Fingerprint, Metric, OutputStats, ZooEntry
 from qbheat_det.model_zoo.index import file_of
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 from tests.engine.gradient_cases import BLOCKS
@@ -41,8 +41,8 @@ def make_entry(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -
         command="python tools/train_net.py",
         commit="c0ffee1",
         date="2026-11-21",
-        figures=(Figure("AP", 12.5, "%", "toy val", note="by chance"),),
-        fingerprint=Fingerprint(1, (OutputPrint("s8", (1, 2), 0.0, 1.0, (0.5, -1e-7), 1e-3),)),
+        figures=(Metric("AP", 12.5, "%", "toy val", note="by chance"),),
+        fingerprint=Fingerprint(1, (OutputStats("s8", (1, 2), 0.0, 1.0, (0.5, -1e-7), 1e-3),)),
     )
     return dataclasses.replace(entry, **changes)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from qbheat_det import model_zoo
-from qbheat_det.model_zoo import ZooEntry, index, places
+from qbheat_det.model_zoo import ZooEntry, index, sources
 from qbheat_det.model_zoo.index import save_index
 
 from ..model_zoo.zoo_cases import CONTENT, DETECTOR, make_entry
@@ -29,7 +29,7 @@ def _tiny_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QBHEAT_ZOO", "QBHEAT_ZOO_URL", "QBHEAT_ZOO_HUB"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(places, "SHIPPED", tmp_path)
+    monkeypatch.setattr(sources, "SHIPPED", tmp_path)
     monkeypatch.setattr(index, "INDEX_FILE", tmp_path / "index.json")
     shipped, missing = make_entry(), make_entry("mf_detr/tiny", b"x" * 2**20, figures=())
     save_index([shipped, missing], tmp_path / "index.json")

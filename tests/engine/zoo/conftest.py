@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from detectron2.config import CfgNode
+from qbheat_det.engine.zoo.trained_model import Costs
 
-import qbheat_det.engine.zoo.add as add_module
+import qbheat_det.model_zoo.add as add_module
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from qbheat_det.engine.zoo.add import Origin, add_entry
-from qbheat_det.engine.zoo.trained_model import Costs, TrainedModel, count_costs, open_trained
-from qbheat_det.model_zoo import Fingerprint, ZooEntry, index, places
+from qbheat_det.model_zoo import Fingerprint, ZooEntry, index, sources
+from qbheat_det.model_zoo.add import Origin, add_entry
+from qbheat_det.model_zoo.api import TrainedModel, open_trained
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
+from qbheat_det.model_zoo.verify import count_costs
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 from tests.modeling.tiny_pretraining import make_tiny_config
 
@@ -46,7 +48,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(places, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(index, "INDEX_FILE", tmp_path / "index.json")
     index.save_index([])
     return tmp_path / "shipped"

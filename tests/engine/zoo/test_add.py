@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import qbheat_det.engine.zoo.add as add_module
 import qbheat_det.model_zoo as zoo
+import qbheat_det.model_zoo.add as add_module
 from qbheat_det.analysis import CountingRule, count_madds
 from qbheat_det.checkpoint import WeightsInfo, load_embedded_config, read_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.zoo.light_weights import forget_machine, halve_precision
-from qbheat_det.model_zoo import Figure, ZooEntry, index
+from qbheat_det.model_zoo import Metric, ZooEntry, index
+from qbheat_det.model_zoo.add import forget_machine, halve_precision
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 
@@ -71,7 +71,7 @@ def test_a_config_forgets_paths_of_every_kind_and_keeps_names(trained: Trained) 
 def test_the_file_is_light_and_names_no_path_and_the_index_says_what_it_is(
     add: AddEntry, shelf: Path, trained: Trained
 ) -> None:
-    figures = (Figure("kNN top-1", 12.5, "%", "shapes val"),)
+    figures = (Metric("kNN top-1", 12.5, "%", "shapes val"),)
     entry = add(figures=figures)
     assert index.load_index() == (entry,)
     content = (shelf / "qb_heat-tiny_shapes.safetensors").read_bytes()
@@ -101,11 +101,11 @@ def test_the_file_is_light_and_names_no_path_and_the_index_says_what_it_is(
 def test_figures_are_measured_from_the_file_as_written(add: AddEntry, shelf: Path) -> None:
     seen = []
 
-    def measure(path: Path) -> list[Figure]:
+    def measure(path: Path) -> list[Metric]:
         seen.append(path.read_bytes())
-        return [Figure("AP", 1.0, "%", "shapes val")]
+        return [Metric("AP", 1.0, "%", "shapes val")]
 
-    entry = add(measure=measure, figures=[Figure("speed", 2.0, "ms", "a CPU")])
+    entry = add(measure=measure, figures=[Metric("speed", 2.0, "ms", "a CPU")])
     assert seen == [(shelf / entry.file).read_bytes()]
     assert [figure.metric for figure in entry.figures] == ["speed", "AP"]
 
@@ -157,8 +157,8 @@ def _bare_pickle(folder: Path) -> Path:
         ({"weights": "none.pth"}, "'none.pth' does not exist"),
         ({"weights": "pickle"}, "cannot be read as PyTorch weights|is refused"),
         ({"too_large": True}, r"would be 0\.\d MB, but may be 0 MB: write it elsewhere with --out"),
-        ({"figures": [Figure("AP", math.inf, "", "toy")]}, r"'figures'\[0\]: 'value' is inf"),
-        ({"measure": lambda path: [Figure("AP", math.nan, "", "toy")]}, "'value' is nan"),
+        ({"figures": [Metric("AP", math.inf, "", "toy")]}, r"'figures'\[0\]: 'value' is inf"),
+        ({"measure": lambda path: [Metric("AP", math.nan, "", "toy")]}, "'value' is nan"),
         ({"measure": lambda path: (_ for _ in ()).throw(UserError("no data"))}, "no data"),
     ],
 )

@@ -12,14 +12,14 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import build_model
 
-import qbheat_det.engine.zoo.figures as figures_module
+import qbheat_det.model_zoo.add as figures_module
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ImageBatches, build_mapper
 from qbheat_det.engine.class_folders import LABELLED_VAL
-from qbheat_det.engine.zoo.figures import measure_figures, parse_figure, read_figures
-from qbheat_det.engine.zoo.trained_model import open_trained
-from qbheat_det.model_zoo import Figure, index
+from qbheat_det.model_zoo import Metric, index
+from qbheat_det.model_zoo.add import measure_figures, parse_figure, read_figures
+from qbheat_det.model_zoo.api import open_trained
 from tests.engine.classifier_cases import make_classes
 from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
 from tests.tool_modules import load_tool
@@ -28,16 +28,16 @@ from tests.tool_modules import load_tool
 @pytest.mark.parametrize(
     ("text", "figure"),
     [
-        ("AP=21.3%:Aquarium val", Figure("AP", 21.3, "%", "Aquarium val")),
+        ("AP=21.3%:Aquarium val", Metric("AP", 21.3, "%", "Aquarium val")),
         (
             "kNN top-1 = 61.2 ± 0.4 % : Caltech-101 val : k = 20, 3 seeds",
-            Figure("kNN top-1", 61.2, "%", "Caltech-101 val", "±0.4", "k = 20, 3 seeds"),
+            Metric("kNN top-1", 61.2, "%", "Caltech-101 val", "±0.4", "k = 20, 3 seeds"),
         ),
-        ("latency=7+-1ms:a CPU", Figure("latency", 7.0, "ms", "a CPU", "±1")),
-        ("loss=-0.5:toy:at 10:30", Figure("loss", -0.5, "", "toy", "", "at 10:30")),
+        ("latency=7+-1ms:a CPU", Metric("latency", 7.0, "ms", "a CPU", "±1")),
+        ("loss=-0.5:toy:at 10:30", Metric("loss", -0.5, "", "toy", "", "at 10:30")),
     ],
 )
-def test_a_figure_is_read_as_it_is_written(text: str, figure: Figure) -> None:
+def test_a_figure_is_read_as_it_is_written(text: str, figure: Metric) -> None:
     assert parse_figure(text) == figure
 
 
@@ -50,7 +50,7 @@ def test_half_a_figure_is_refused(text: str) -> None:
 def test_figures_come_from_a_file_that_is_read_strictly(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     file.write_text(json.dumps([{"metric": "AP", "value": 2, "unit": "%", "data": "toy"}]))
-    assert read_figures(file) == [Figure("AP", 2.0, "%", "toy")]
+    assert read_figures(file) == [Metric("AP", 2.0, "%", "toy")]
     file.write_text(json.dumps([{"metric": "AP", "value": "2", "unit": "%", "data": "toy"}]))
     with pytest.raises(UserError, match="figure 0: 'value'"):
         read_figures(file)
@@ -75,10 +75,10 @@ def test_a_pretraining_has_its_held_out_loss_beside_nearest_neighbours(
     assert (knn.metric, knn.value, knn.unit) == ("kNN top-1", 16.04, "%")
     note = "corner 0.8317, centre 0.7872"
     spread = "±0.0042, the standard error"
-    assert loss == Figure("held-out loss", 0.8095, "", "toy val", spread, note)
+    assert loss == Metric("held-out loss", 0.8095, "", "toy val", spread, note)
     results["reconstruction"] = {"loss": 0.5, "loss_standard_error": math.nan}
     _, loss = measure_figures(Path("w.safetensors"), "toy val", argparse.Namespace())
-    assert loss == Figure("held-out loss", 0.5, "", "toy val")
+    assert loss == Metric("held-out loss", 0.5, "", "toy val")
 
 
 def test_the_tool_measures_the_file_that_it_wrote(
@@ -113,7 +113,7 @@ def test_the_tool_measures_the_file_that_it_wrote(
     assert '"name": "tran1/tiny_shapes"' in capsys.readouterr().out
     assert entry.task == "classification"
     speed, top1, _ = entry.figures
-    assert speed == Figure("speed", 2.0, "ms", "a CPU")
+    assert speed == Metric("speed", 2.0, "ms", "a CPU")
     trained = open_trained(str(tmp_path / "mine" / entry.file))
     mapper = build_mapper(trained.cfg, is_train=False)
     (batch,) = ImageBatches(records, mapper=mapper, batch_size=12, shared=False)

@@ -10,12 +10,11 @@ import huggingface_hub
 import pytest
 import yaml
 
-import qbheat_det.engine.zoo.hub as hub_module
+import qbheat_det.model_zoo.hub as hub_module
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.zoo.hub import pull_entries, push_entries
-from qbheat_det.engine.zoo.model_card import render_card
-from qbheat_det.model_zoo import Figure, ZooEntry, index
-from qbheat_det.model_zoo.places import fetch
+from qbheat_det.model_zoo import Metric, ZooEntry, index
+from qbheat_det.model_zoo.hub import pull_entries, push_entries, render_card
+from qbheat_det.model_zoo.sources import fetch
 from tests.model_zoo.zoo_cases import make_entry
 from tests.tool_modules import load_tool
 
@@ -138,7 +137,7 @@ def test_who_may_not_write_is_told_what_to_do(
 
 
 def test_the_card_has_figures_data_licences_and_use() -> None:
-    figure = Figure("AP", 21.25, "%", "Aquarium val", "±0.4", "3 seeds")
+    figure = Metric("AP", 21.25, "%", "Aquarium val", "±0.4", "3 seeds")
     entry = make_entry(figures=(figure,))
     card = render_card([entry], REPOSITORY)
     _, head, text = card.split("---\n", 2)

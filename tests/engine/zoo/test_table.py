@@ -9,9 +9,9 @@ import pytest
 import qbheat_det.model_zoo.index as index_module
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.zoo.paper_targets import TARGETS
-from qbheat_det.engine.zoo.table import format_briefly, format_figure, render_zoo, write_zoo
-from qbheat_det.model_zoo import Figure, index
+from qbheat_det.model_zoo import Metric, index
+from qbheat_det.model_zoo.paper_targets import TARGETS
+from qbheat_det.model_zoo.table import format_briefly, format_figure, render_zoo, write_zoo
 from tests.model_zoo.zoo_cases import make_entry
 from tests.tool_modules import load_tool
 
@@ -48,7 +48,7 @@ def test_the_papers_figures_stay_targets_until_the_same_was_measured() -> None:
     paper = ["30.8", "31.3", "33.8"]
     toy = make_entry(config=PROBE)
     assert _row(render_zoo([toy]), "retinanet_285M_probe") == [*paper, "—"]
-    coco = Figure("AP", 31.04, "", "COCO val2017", note="one seed")
+    coco = Metric("AP", 31.04, "", "COCO val2017", note="one seed")
     other_recipe = make_entry(config="coco/retinanet_285M_finetune.yaml", figures=(coco,))
     assert _row(render_zoo([other_recipe]), "retinanet_285M_probe") == [*paper, "—"]
     ours = make_entry(config=PROBE, figures=(coco,))
@@ -86,15 +86,15 @@ def test_an_entry_tells_all_that_the_index_knows_of_it() -> None:
 
 def test_figures_are_written_briefly_and_with_all_that_is_known() -> None:
     spread = "±0.4, the standard error"
-    figure = Figure("kNN top-1", 61.25, "%", "Caltech-101 val", spread, "3 seeds")
+    figure = Metric("kNN top-1", 61.25, "%", "Caltech-101 val", spread, "3 seeds")
     assert format_briefly(figure) == "kNN top-1 61.2 ± 0.4 %"
     assert format_figure(figure) == (
         "kNN top-1 61.25 ± 0.4 % on Caltech-101 val (±: the standard error; 3 seeds)"
     )
-    by_hand = Figure("loss", 0.8094, "", "toy", "0.1 to 0.9")
+    by_hand = Metric("loss", 0.8094, "", "toy", "0.1 to 0.9")
     assert format_briefly(by_hand) == "loss 0.8094"
     assert format_figure(by_hand) == "loss 0.8094 on toy (spread: 0.1 to 0.9)"
-    assert format_figure(Figure("AP", 2.0, "", "toy", "±1")) == "AP 2 ± 1 on toy"
+    assert format_figure(Metric("AP", 2.0, "", "toy", "±1")) == "AP 2 ± 1 on toy"
 
 
 def test_no_command_ends_its_block() -> None:

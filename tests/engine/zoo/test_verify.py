@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from qbheat_det.engine.zoo.trained_model import Costs
+from qbheat_det.model_zoo.download import hash_file
 
 from qbheat_det.checkpoint import read_weights, save_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.zoo.trained_model import Costs, TrainedModel
-from qbheat_det.engine.zoo.verify import judge, verify_entry
 from qbheat_det.model_zoo import Fingerprint, ZooEntry, index
-from qbheat_det.model_zoo.download import hash_file
+from qbheat_det.model_zoo.api import TrainedModel
+from qbheat_det.model_zoo.verify import judge, verify_entry
 from tests.tool_modules import load_tool
 
 from .conftest import NAME, AddEntry
@@ -88,8 +89,8 @@ def test_an_index_that_does_not_agree_is_quoted(
     sentence: str,
 ) -> None:
     model, costs, _ = opened
-    monkeypatch.setattr("qbheat_det.engine.zoo.verify.open_trained", lambda path: model)
-    monkeypatch.setattr("qbheat_det.engine.zoo.verify.count_costs", lambda trained: costs)
+    monkeypatch.setattr("qbheat_det.model_zoo.verify.open_trained", lambda path: model)
+    monkeypatch.setattr("qbheat_det.model_zoo.verify.count_costs", lambda trained: costs)
     verdict = verify_entry(dataclasses.replace(entry, **changes))  # type: ignore[arg-type]
     assert not verdict.is_sound
     assert verdict.fault.startswith(sentence)
@@ -101,7 +102,7 @@ def test_code_that_breaks_is_told_of_and_ends_nothing(
     def broken(path: str) -> None:
         raise RuntimeError("shapes\ndo not match")
 
-    monkeypatch.setattr("qbheat_det.engine.zoo.verify.open_trained", broken)
+    monkeypatch.setattr("qbheat_det.model_zoo.verify.open_trained", broken)
     verdict = verify_entry(entry)
     assert verdict.fault == "the model does not run: RuntimeError: shapes do not match"
 
