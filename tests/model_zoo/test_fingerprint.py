@@ -95,7 +95,7 @@ def test_raw_outputs_of_every_kind_of_model_are_in_it_and_come_again(
     torch.rand(7)
     again = compute_fingerprint(model.eval(), cfg)
     assert first == again
-    assert all(one.is_same for one in compare_fingerprints(first, again))
+    assert all(one.is_equal for one in compare_fingerprints(first, again))
 
 
 def test_the_numbers_are_those_of_the_output(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_change_is_found_at_the_first_output_that_it_reaches(
     before = compute_fingerprint(model, cfg)
     change(model, cfg)
     deviations = compare_fingerprints(before, compute_fingerprint(model, cfg))
-    assert next(one.output for one in deviations if not one.is_same) == first
+    assert next(one.output for one in deviations if not one.is_equal) == first
 
 
 def test_rounding_in_another_order_is_no_change() -> None:
@@ -169,7 +169,7 @@ def test_rounding_in_another_order_is_no_change() -> None:
     before = compute_fingerprint(model, cfg)
     model.backbone.to(memory_format=torch.channels_last)
     after = compute_fingerprint(model, cfg)
-    assert all(one.is_same for one in compare_fingerprints(before, after))
+    assert all(one.is_equal for one in compare_fingerprints(before, after))
 
 
 def test_missing_outputs_other_shapes_and_other_images_are_said() -> None:
@@ -178,18 +178,18 @@ def test_missing_outputs_other_shapes_and_other_images_are_said() -> None:
     other = dataclasses.replace(whole.outputs[0], shape=(1, 2))
     found = dataclasses.replace(whole, outputs=(other, *whole.outputs[2:]))
     deviations = compare_fingerprints(whole, found)
-    assert [one.is_same for one in deviations[:3]] == [False, False, True]
+    assert [one.is_equal for one in deviations[:3]] == [False, False, True]
     shape = list(whole.outputs[0].shape)
     assert deviations[0].note == f"shape [1, 2] instead of {shape}"
     assert deviations[1].note == "there is no such output"
-    assert Deviation("x", 0.5, 0.5).is_same
+    assert Deviation("x", 0.5, 0.5).is_equal
     short = dataclasses.replace(whole, outputs=whole.outputs[1:])
-    assert compare_fingerprints(short, whole)[-1].note == "the index does not know this output"
-    assert not compare_fingerprints(short, whole)[-1].is_same
+    assert compare_fingerprints(short, whole)[-1].note == "the index does not have this output"
+    assert not compare_fingerprints(short, whole)[-1].is_equal
     # An index that tolerates all is not believed.
     lax = dataclasses.replace(whole.outputs[0], mean=99.0, tolerance=1e9)
     lax_index = dataclasses.replace(whole, outputs=(lax, *whole.outputs[1:]))
-    assert not compare_fingerprints(lax_index, whole)[0].is_same
+    assert not compare_fingerprints(lax_index, whole)[0].is_equal
     with pytest.raises(UserError, match="is of version 1, but this package takes those of versi"):
         compare_fingerprints(whole, dataclasses.replace(whole, version=2))
 
