@@ -2,8 +2,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Write weights of torchvision or timm under the names of an encoder here (.safetensors), or back.
 
-The classifier's head is left out. The new file holds the pixel statistics of the training; a file of
-another network, or an incomplete one, is refused. A detector starts from it with MODEL.WEIGHTS.
+The classifier's head is left out. The new file holds the pixel statistics of the training; a file
+of another network, or an incomplete one, is refused. A detector starts from it with MODEL.WEIGHTS.
 
 --to is an encoder:
   detectron2:resnet50   Detectron2's ResNet: resnet18 to resnet152, resnext50_32x4d,

@@ -25,7 +25,7 @@ def _carry(old_module: nn.Module, new_module: nn.Module, name: str, new: tuple[s
     old = {f"{name}.{key}": value for key, value in old_module.state_dict().items()}
     state = {f"{name}.{key}": value for key, value in new_module.state_dict().items()}
     fitting, report = fit_weights(old, state, file="w.pth", old_classes=OLD, classes=new)
-    assert report.find_faults(new_parts=False) == []
+    assert report.find_errors(new_parts=False) == []
     assert report.class_change is not None
     new_module.load_state_dict({key[len(name) + 1 :]: value for key, value in fitting.items()})
 

@@ -89,7 +89,7 @@ def test_a_detector_takes_the_backbone_and_nothing_else(
     assert report.groups["decoder"].is_new
     assert report.unexpected == report.unused == ()
     assert "9/9 backbone tensors; " in caplog.text
-    assert "left behind by rule: projection, predictor, decoder" in caplog.text
+    assert "skipped: projection, predictor, decoder" in caplog.text
 
 
 def test_without_the_rule_names_that_collide_are_an_error_and_not_taken(tmp_path: Path) -> None:
