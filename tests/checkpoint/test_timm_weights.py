@@ -77,7 +77,7 @@ def test_without_a_network_one_sentence_says_where_the_file_belongs(
     monkeypatch.setattr(timm, "create_model", fail)
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
     with pytest.raises(
-        UserError, match=r"could not be fetched \(We couldn't connect\).*copy '"
+        UserError, match=r"could not be downloaded \(We couldn't connect\).*copy '"
     ) as e:
         SafeCheckpointer(model).load("timm://resnet18.a1_in1k")
     assert "\n" not in str(e.value)
