@@ -5,7 +5,7 @@ The network is ``MobileFormer`` with the names of its tensors; ``TimmMobileForme
 of timm's models, as tested by timm 1.0.31.
 
 Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
-with timm, and as ``timm:<name>`` with Detectron2. ``qbheat_det.model_zoo.timm_tags`` registers
+with timm, and as ``timm:<name>`` with Detectron2. ``qbheat_det.model_zoo.api`` registers
 weights for them.
 """
 
@@ -29,6 +29,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.checkpoint.timm_weights import load_into_timm_model, names_for_timm
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import (
     MOBILE_FORMER_ARCHS,
@@ -36,8 +37,6 @@ from qbheat_det.modeling.backbone import (
     MobileFormerArch,
     register_timm_backbone,
 )
-
-from .timm_loading import load_into, names_for_timm
 
 
 class TimmMobileFormer(MobileFormer):
@@ -218,7 +217,7 @@ class TimmMobileFormer(MobileFormer):
         Raises:
             UserError: the file cannot be read, or its backbone is not this one.
         """
-        load_into(self, path)
+        load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 
     def _take(self, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
         taken, last = feature_take_indices(len(self.stages), indices)
