@@ -6,7 +6,7 @@ import logging
 from detectron2.config import CfgNode
 from torch import nn
 
-from qbheat_det.deployment.memory import keep_freed_memory
+from qbheat_det.core.environment import keep_freed_memory
 
 from .training_blocks import checkpoint_blocks
 

@@ -13,7 +13,6 @@ from .denoising import Denoising
 from .matcher import HungarianMatcher, Targets
 from .mf_decoder import MFDecoder
 from .query_groups import QueryGroups
-from .quick_lite_mobile import QuickLiteMobile
 from .training_help import TrainingHelp
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "HungarianMatcher",
     "MFDecoder",
     "QueryGroups",
-    "QuickLiteMobile",
     "SetCriterion",
     "SoftmaxClassification",
     "Targets",

@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Meta-architectures; importing this package registers them."""
 
-from qbheat_det.deployment import honours_deploy_key
-
 from .fcos import SyncFCOS
 from .image_classifier import ImageClassifier
 from .mf_detr import MFDETR
@@ -23,6 +21,3 @@ __all__ = [
     "SyncRetinaNet",
     "WassersteinDependency",
 ]
-
-for _predicts in (MFDETR, ImageClassifier, SyncFCOS, SyncRetinaNet):
-    honours_deploy_key(_predicts)

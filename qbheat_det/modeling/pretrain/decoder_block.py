@@ -11,7 +11,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 from torch.nn import functional as F
 
-from qbheat_det.layers import linear, multiply_by_rows
+from qbheat_det.layers import linear, replace_linear_layers
 
 
 class DecoderBlock(Block):
@@ -19,7 +19,7 @@ class DecoderBlock(Block):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        multiply_by_rows(self)
+        replace_linear_layers(self)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
         """
