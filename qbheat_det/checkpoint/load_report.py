@@ -55,7 +55,7 @@ class LoadReport:
     """The outcome of fitting a file into a model.
 
     ``groups`` are the model's parts by name; ``left_over`` the file's tensors without a place, and
-    ``spare`` those of parts that the model's config leaves out; ``left_behind`` names the parts of
+    ``spare`` those of parts that the model's config leaves out; ``pretrain_only_modules`` names the parts of
     the file that are of no use to this model, and were not looked at; ``class_change`` is None
     where the classes agree or are not known; ``note`` is a sentence more.
     """
@@ -65,15 +65,15 @@ class LoadReport:
     groups: Mapping[str, GroupReport]
     left_over: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
-    left_behind: tuple[str, ...] = ()
+    pretrain_only_modules: tuple[str, ...] = ()
     class_change: ClassChange | None = None
     note: str = ""
 
     def __str__(self) -> str:
         parts = [group.describe(name) for name, group in self.groups.items() if group.num_tensors]
         parts += [_count(self.left_over, "left over"), _count(self.spare, "not used by the model")]
-        if self.left_behind:
-            parts.append(f"left behind by rule: {', '.join(self.left_behind)}")
+        if self.pretrain_only_modules:
+            parts.append(f"left behind by rule: {', '.join(self.pretrain_only_modules)}")
         lines = ["; ".join(filter(None, parts))]
         lines += [str(self.class_change)] if self.class_change else []
         return "\n".join([*lines, self.note] if self.note else lines)

@@ -21,7 +21,7 @@ class WeightsInfo:
 
     ``class_names`` and ``category_ids`` (the annotation file's) stand in contiguous order;
     ``pixel_mean`` and ``pixel_std`` are those of ``pixel_format``'s channels; ``config`` is the
-    whole config as YAML; ``iteration`` is the last one that went into the weights. ``left_behind``
+    whole config as YAML; ``iteration`` is the last one that went into the weights. ``pretrain_only_modules``
     are the beginnings of names that belong to the training itself: no other model takes them over.
     """
 
@@ -33,11 +33,11 @@ class WeightsInfo:
     config: str = ""
     commit: str = ""
     iteration: int = 0
-    left_behind: tuple[str, ...] = ()
+    pretrain_only_modules: tuple[str, ...] = ()
 
     @classmethod
     def from_config(
-        cls, cfg: CfgNode, *, iteration: int, commit: str, left_behind: Sequence[str] = ()
+        cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
     ) -> "WeightsInfo":
         """Takes everything from a run's config.
 
@@ -45,7 +45,7 @@ class WeightsInfo:
             cfg: resolved config, with ``MODEL.CLASS_NAMES`` and ``MODEL.CATEGORY_IDS`` set.
             iteration: the last iteration that went into the weights.
             commit: of the code that trained them; empty where it is not known.
-            left_behind: children of the model that no other model takes over.
+            pretrain_only_modules: children of the model that no other model takes over.
         """
         return cls(
             class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
@@ -56,7 +56,7 @@ class WeightsInfo:
             config=dump_config(cfg),
             commit=commit,
             iteration=iteration,
-            left_behind=tuple(left_behind),
+            pretrain_only_modules=tuple(pretrain_only_modules),
         )
 
     def value_of(self, key: str) -> object:
@@ -129,5 +129,5 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "config": _string,
     "commit": _string,
     "iteration": _integer,
-    "left_behind": _tuple_of(_string),
+    "pretrain_only_modules": _tuple_of(_string),
 }

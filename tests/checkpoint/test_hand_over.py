@@ -29,7 +29,7 @@ LEFT_BEHIND = ("projection", "predictor", "decoder")
 class TinyPretraining(nn.Module):
     """QB-Heat's children; its decoder has a tensor of the name and shape of a detector's."""
 
-    left_behind = LEFT_BEHIND
+    pretrain_only_modules = LEFT_BEHIND
 
     def __init__(self, backbone: nn.Module, seed: int = 5) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TinyPretraining(nn.Module):
 
 
 def _info(model: nn.Module) -> WeightsInfo:
-    return WeightsInfo(left_behind=tuple(getattr(model, "left_behind", ())))
+    return WeightsInfo(pretrain_only_modules=tuple(getattr(model, "pretrain_only_modules", ())))
 
 
 def _save(model: nn.Module, folder: Path, kind: str) -> str:
@@ -120,7 +120,7 @@ def test_a_resumed_pre_training_takes_all(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
-    info = WeightsInfo(left_behind=("backbone", "decoder"))
+    info = WeightsInfo(pretrain_only_modules=("backbone", "decoder"))
     save_weights(str(tmp_path / "w.safetensors"), TinyDetector().state_dict(), info)
     with pytest.raises(UserError, match="another architecture"):
         SafeCheckpointer(TinyDetector()).load(str(tmp_path / "w.safetensors"))
@@ -128,7 +128,7 @@ def test_a_rule_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_a_child_is_left_behind_by_its_whole_name(tmp_path: Path) -> None:
     model = TinyDetector(seed=1)
-    info = WeightsInfo(left_behind=("deco", "back"))
+    info = WeightsInfo(pretrain_only_modules=("deco", "back"))
     save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
     checkpointer = SafeCheckpointer(TinyDetector())
     checkpointer.load(str(tmp_path / "w.safetensors"))
@@ -187,7 +187,7 @@ def test_real_detectors_report_the_whole_backbone(
     report = checkpointer.report
     assert report is not None
     assert report.groups["backbone"].is_full
-    assert report.left_behind == LEFT_BEHIND
+    assert report.pretrain_only_modules == LEFT_BEHIND
     assert report.left_over == ()
     inside = model.backbone if name == "MFDETR" else model.backbone.bottom_up
     _assert_same_weights(inside, pretrained)

@@ -119,7 +119,7 @@ def test_a_size_that_the_model_does_not_take_is_named() -> None:
         def forward(self, _: object) -> None:
             raise ValueError("too small")
 
-    with pytest.raises(UserError, match="1x2.*too small"):
+    with pytest.raises(UserError, match=r"1x2.*too small"):
         deploy(Refusing(), image_sizes=[(1, 2)])
 
 

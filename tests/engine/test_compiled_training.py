@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from qbheat_det.engine.compiled_training import find_fault
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
-from qbheat_det.deployment.compiled_call import find_fault
 from qbheat_det.engine import compiled_training
 from qbheat_det.engine.compiled_training import compile_blocks
 from qbheat_det.engine.training_blocks import call_of, checkpoint_blocks, find_blocks

@@ -36,7 +36,7 @@ def test_a_run_is_evaluated_and_looked_at_once_an_image(
     assert math.isfinite(found["loss_standard_error"])
     info = info_of(str(tmp_path / "run" / "model_final.safetensors"))
     assert info is not None
-    assert info.left_behind == ("projection", "predictor", "decoder")
+    assert info.pretrain_only_modules == ("projection", "predictor", "decoder")
     looks = tmp_path / "run" / "looks"
     assert {path.name for path in looks.iterdir()} == {
         f"{kind}_000000{steps}.{ending}"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
+from qbheat_det.layers.cached_images import find_cached_images
 from qbheat_det.modeling.detr import (
     DecoderWidths,
     Denoising,
@@ -46,7 +47,7 @@ class MFDETR(nn.Module):
     so. While training, the statistics of BatchNorm include the padding, as in Detectron2.
     """
 
-    training_only = ("training_help",)
+    train_only_modules = ("training_help",)
 
     @configurable
     def __init__(
@@ -81,8 +82,8 @@ class MFDETR(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
         self.pixel_mean: Tensor
         self.pixel_std: Tensor
-        self._masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
-        if not self._masks_padding:
+        self.masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
+        if not self.masks_padding:
             logger.warning(
                 "%s takes no image_sizes: where a batch is padded, its features are not those of "
                 "the images alone",
@@ -113,7 +114,7 @@ class MFDETR(nn.Module):
         }
 
     @property
-    def alike(self) -> dict[str, tuple[str, ...]]:
+    def equivalent_configs(self) -> dict[str, tuple[str, ...]]:
         """Values of config keys under which the same weights predict the same as here."""
         return {"MODEL.MF_DETR.CLASSIFICATION": self.criterion.classification.same_scores}
 
@@ -205,11 +206,8 @@ class MFDETR(nn.Module):
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""
         divisibility = self.backbone.size_divisibility
-        if all("features" in entry for entry in batched_inputs):  # nothing reads the pixels
-            shapes = [torch.empty(entry["image"].shape, device="meta") for entry in batched_inputs]
-            padded = ImageList.from_tensors(shapes, divisibility)
-            zeros = self.pixel_mean.new_zeros(()).expand(padded.tensor.shape)
-            return ImageList(zeros, padded.image_sizes)
+        if (cached := find_cached_images(batched_inputs, divisibility, self.device)) is not None:
+            return cached
         images = [
             (entry["image"].to(self.device) - self.pixel_mean) / self.pixel_std
             for entry in batched_inputs
@@ -223,7 +221,7 @@ class MFDETR(nn.Module):
             sizes = None
         else:
             sizes = torch.as_tensor(images.image_sizes, device=self.device)
-        if sizes is not None and self._masks_padding:
+        if sizes is not None and self.masks_padding:
             features = self.backbone(images.tensor, sizes)
         else:
             features = self.backbone(images.tensor)

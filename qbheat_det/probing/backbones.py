@@ -1,22 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Backbones that are probed: filled from files of any model, and what is known of them."""
+"""Loads the backbones that are probed from the weights of any model that contains them."""
 
-import hashlib
 import logging
 
-import torch
 from detectron2.modeling import Backbone
-from torch import nn
 
 from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
-    find_unbuilt,
     fit_weights,
     load_embedded_config,
     read_weights,
 )
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import optional_modules
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     state, info = read_weights(weights)
     names = bare_backbone(state)
     bare = {short: state[name] for name, short in names.items()} if names else state
-    unbuilt = find_unbuilt(backbone)
+    unbuilt = optional_modules(backbone)
     fitting, report = fit_weights(bare, backbone.state_dict(), file=weights, unbuilt=unbuilt)
     groups = report.groups.values()
     filled, total = report.num_placed, sum(group.num_tensors for group in groups)
@@ -73,13 +70,3 @@ def count_images_seen(info: WeightsInfo | None) -> int | None:
     except UserError:  # of another version of the package, which does not make the weights worse
         return None
     return (info.iteration + 1) * int(cfg.SOLVER.IMS_PER_BATCH)
-
-
-def digest(module: nn.Module) -> str:
-    """Returns 12 hexadecimal digits that tell a module's tensors from all others."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        values = tensor.detach().cpu().contiguous().flatten()
-        found.update(values.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
