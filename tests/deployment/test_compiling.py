@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from detectron2.modeling import Backbone
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor import config as inductor_config
 from torch.testing import assert_close
 
 import qbheat_det
@@ -23,21 +25,46 @@ SIZE, OTHER = (64, 96), (67, 101)
 MODULE: Any = sys.modules["qbheat_det.deployment.deploy"]
 
 
-@pytest.fixture(scope="module")
-def mf_detr() -> nn.Module:
-    return build(make_config("mf_detr"))
+class OneMap(Backbone):
+    """A convolution and a norm; a few milliseconds to trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"s2": self.norm(self.convolution(x)).relu()}
+
+
+class TinyModel(nn.Module):
+    """Takes and returns what a detector does: for each image the sum of its map."""
+
+    masks_padding = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = OneMap()
+        self.pixel_mean = torch.zeros(3)
+
+    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+        if inputs[0]["image"].shape[-1] < 3:
+            raise ValueError("too small")
+        maps = self.backbone(torch.stack([entry["image"] / 255 for entry in inputs]))
+        return [{"sum": image.sum()} for image in maps["s2"]]
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
-    """Compiles with a backend that counts: shapes of the first input, whether sizes are dynamic."""
+    """Compiles with a backend that counts: the image's shape, whether sizes are dynamic."""
     torch.compiler.reset()
     shapes: list[tuple[tuple[int, ...], bool]] = []
 
     def compile_parts(parts: Sequence[nn.Module], *, dynamic: bool, cuda_graphs: bool) -> None:
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            first = next(x for x in inputs if isinstance(x, torch.Tensor) and x.dim() == 4)
-            shapes.append((tuple(first.shape), dynamic))
+            image = next(x for x in inputs if isinstance(x, Tensor) and x.shape[:2] == (1, 3))
+            shapes.append((tuple(image.shape), dynamic))
             return graph.forward
 
         for part in parts:
@@ -53,44 +80,38 @@ def deploy(model: nn.Module, **settings: Any) -> Any:
 
 
 @torch.no_grad()
-def test_named_sizes_compile_once_and_others_run_uncompiled(
-    mf_detr: nn.Module, compiled: list[Any]
-) -> None:
-    deployed = deploy(mf_detr, image_sizes=[SIZE])
-    num_graphs = len(compiled)
-    assert num_graphs >= 2  # backbone and decoder
-    assert not any(dynamic for _, dynamic in compiled)
+def test_named_sizes_compile_once_and_others_run_uncompiled(compiled: list[Any]) -> None:
+    model = TinyModel()
+    deployed = deploy(model, image_sizes=[SIZE])
+    assert compiled == [((1, 3, *SIZE), False)]
     assert deployed.report["compile"].applied
-    for batch in ([SIZE], [OTHER], [SIZE, SIZE], [SIZE, OTHER]):
-        assert_same_boxes(deployed(entries(*batch)), mf_detr(entries(*batch)))
+    for batch in ([SIZE], [OTHER], [SIZE, SIZE], [OTHER, OTHER]):
+        assert_close(deployed(entries(*batch)), model(entries(*batch)), rtol=1e-4, atol=1e-2)
+    assert len(deployed(entries(SIZE, OTHER))) == 2  # one by one: they cannot be stacked
     with torch.inference_mode():
         deployed(entries(SIZE))
-    assert len(compiled) == num_graphs
+    assert len(compiled) == 1
 
 
 @torch.no_grad()
-def test_a_backbone_compiles_for_one_layout(mf_detr: Any, compiled: list[Any]) -> None:
-    deployed = deploy(mf_detr.backbone, image_sizes=[SIZE])
-    num_graphs = len(compiled)
+def test_a_backbone_compiles_for_one_layout(compiled: list[Any]) -> None:
+    model = OneMap()
+    deployed = deploy(model, image_sizes=[SIZE])
     x = torch.randn(1, 3, *SIZE)
     for image in (x, x.contiguous(memory_format=torch.channels_last)):
-        assert_close(dict(deployed(image)), dict(mf_detr.backbone(x)), rtol=1e-4, atol=1e-4)
+        assert_close(deployed(image), model(x), rtol=1e-4, atol=1e-4)
     with torch.inference_mode():
         deployed(torch.randn(1, 3, *SIZE))
-    assert len(compiled) == num_graphs
+    assert compiled == [((1, 3, *SIZE), False)]
 
 
-def test_nothing_compiles_where_no_size_is_named_or_it_is_off(
-    mf_detr: nn.Module, compiled: list[Any]
-) -> None:
+def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any]) -> None:
     for settings in ({}, {"compile": "off", "image_sizes": [SIZE]}):
-        assert not deploy(mf_detr, **settings).report["compile"].applied
+        assert not deploy(TinyModel(), **settings).report["compile"].applied
     assert not compiled
 
 
-def test_a_part_that_does_not_compile_runs_as_it_is(
-    mf_detr: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_parts(parts: Sequence[nn.Module], **_: bool) -> None:
         def refuse(*_: object) -> None:
             raise TorchDynamoException("no such operator\nmore")
@@ -100,27 +121,34 @@ def test_a_part_that_does_not_compile_runs_as_it_is(
 
     monkeypatch.setattr(MODULE, "compile_parts", compile_parts)
     monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "")
-    deployed = deploy(mf_detr, image_sizes=[SIZE])
+    model = TinyModel()
+    deployed = deploy(model, image_sizes=[SIZE])
     assert not deployed.report["compile"].applied
     assert deployed.report["compile"].detail.endswith(": no such operator")
     with torch.no_grad():
-        assert_same_boxes(deployed(entries(SIZE)), mf_detr(entries(SIZE)))
+        assert_close(deployed(entries(SIZE)), model(entries(SIZE)), rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.usefixtures("compiled")
 def test_a_size_that_the_model_does_not_take_is_named() -> None:
-    class Refusing(nn.Module):
-        pixel_mean = (0.0, 0.0, 0.0)
+    with pytest.raises(UserError, match="1x2"):
+        deploy(TinyModel(), image_sizes=[(1, 2)])
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = nn.Conv2d(3, 4, 3)
 
-        def forward(self, _: object) -> None:
-            raise ValueError("too small")
+def test_without_a_compiler_the_model_predicts_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "there is no g++")
+    deployed = deploy(TinyModel(), image_sizes=[SIZE])
+    assert not deployed.report["compile"].applied
+    assert "there is no g++" in deployed.report["compile"].detail
+    assert len(deployed(entries(SIZE))) == 1
 
-    with pytest.raises(UserError, match=r"1x2.*too small"):
-        deploy(Refusing(), image_sizes=[(1, 2)])
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_found() -> None:
+    with inductor_config.patch({"cpp.cxx": (None, "no-such"), "force_disable_caches": True}):
+        assert "no-such" in find_compiler_error(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -146,7 +174,7 @@ def test_compiled_detectors_find_the_boxes_of_the_plain_ones(kind: str) -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_on_a_gpu_results_are_the_plain_ones_with_graphs_and_without(mf_detr: nn.Module) -> None:
+def test_on_a_gpu_results_are_the_plain_ones_with_graphs_and_without() -> None:
     model = build(make_config("mf_detr")).cuda()
     images = entries((128, 160))
     expected = model(images)

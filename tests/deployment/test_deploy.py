@@ -10,7 +10,6 @@ import pytest
 import torch
 from detectron2.engine import DefaultPredictor
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.testing import assert_close
 
 import qbheat_det
@@ -142,19 +141,6 @@ def test_an_autocast_of_the_callers_has_no_effect(mf_detr: nn.Module) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = deployed(entries((64, 96)))
     assert_same_boxes(found, mf_detr(entries((64, 96))))
-
-
-@torch.no_grad()
-def test_without_a_compiler_the_model_predicts_and_the_report_says_so(
-    classifier: nn.Module,
-) -> None:
-    with inductor_config.patch(
-        {"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True}
-    ):
-        deployed = deploy(classifier, image_sizes=[(32, 32)])
-    assert not deployed.report["compile"].applied
-    assert "no-such-compiler" in deployed.report["compile"].detail
-    assert_close(deployed(entries((32, 32))), classifier(entries((32, 32))))
 
 
 def test_the_config_names_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
