@@ -32,11 +32,13 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     names = bare_backbone(state)
     bare = {short: state[name] for name, short in names.items()} if names else state
     unbuilt = optional_modules(backbone)
-    fitting, report = fit_weights(bare, backbone.state_dict(), file=weights, unbuilt=unbuilt)
+    fitting, report = fit_weights(
+        bare, backbone.state_dict(), file=weights, optional_modules=unbuilt
+    )
     groups = report.groups.values()
-    filled, total = report.num_placed, sum(group.num_tensors for group in groups)
-    if filled < total or report.left_over:
-        more = f", and holds {len(report.left_over)} that it lacks" if report.left_over else ""
+    filled, total = report.num_loaded, sum(group.num_tensors for group in groups)
+    if filled < total or report.unexpected:
+        more = f", and holds {len(report.unexpected)} that it lacks" if report.unexpected else ""
         raise UserError(
             f"'{weights}' fills {filled} of the {total} tensors of the config's backbone{more}: "
             "name the config that belongs to these weights with --config-file"

@@ -16,7 +16,7 @@ HELP = {
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": "2",
     "SOLVER.MAX_ITER": "2",
 }
-OF_HELP = "training_help."
+OF_HELP = "auxiliary_queries."
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_weights_are_evaluated_and_taken_over_with_help_or_without(
         checkpointer = kind(model, class_names=cfg.MODEL.CLASS_NAMES)
         checkpointer.load(str(folder / file))
         assert checkpointer.report is not None
-        assert checkpointer.report.left_over == ()
+        assert checkpointer.report.unexpected == ()
         found = model.state_dict()
         for name, tensor in exported.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)

@@ -67,7 +67,7 @@ def test_the_file_holds_the_backbone_alone_and_fills_that_of_any_config(
         checkpointer.load(f"{tmp_path}/b.safetensors")
         assert checkpointer.report is not None
         assert checkpointer.report.groups["backbone"].is_full
-        assert checkpointer.report.left_over == ()
+        assert checkpointer.report.unexpected == ()
 
 
 def test_statistics_come_from_whole_images_and_all_else_from_the_run(

@@ -15,7 +15,7 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import ZooEntry, list_entries, timm_name
-from qbheat_det.model_zoo.timm_tags import add_entries
+from qbheat_det.model_zoo.api import add_entries_to_timm
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.engine.gradient_cases import BLOCKS
@@ -159,19 +159,19 @@ def test_entries_of_the_zoo_are_tags(monkeypatch: pytest.MonkeyPatch) -> None:
         TimmMobileFormer, "load_pretrained", lambda self, path, prefix="": asked.append(path)
     )
     try:
-        add_entries(entries)
+        add_entries_to_timm(entries)
         tags = timm.list_models("mobile_former*", pretrained=True)
         assert tags == ["mobile_former_3_7g.x", "mobile_former_285m.qb_heat_toy_2"]
         with torch.device("meta"):
             model = timm.create_model(tags[1], pretrained=True)
             plain = timm.create_model("mobile_former_285m")
     finally:
-        add_entries(list_entries())
+        add_entries_to_timm(list_entries())
     assert asked == ["qbheat://qb_heat/285M_toy.2"]
     assert (model.num_classes, plain.num_classes) == (0, 1000)
     assert model.pretrained_cfg["license"] == "cc0-1.0"
-    with pytest.raises(UserError, match=r"both have timm's tag mobile_former_285m\.qb_heat_toy_2"):
-        add_entries([*entries, _entry("qb_heat/285M_toy_2")])
+    with pytest.raises(UserError, match=r"qb_heat/285M_toy_2"):
+        add_entries_to_timm([*entries, _entry("qb_heat/285M_toy_2")])
 
 
 def test_weights_without_a_name_are_refused() -> None:
