@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.modeling.pretrain import patchify, unpatchify
 
 from .beyond_the_frame import continue_map, decode_map, frame_image
 from .detection_pictures import HEADING, RGBImage
-from .reconstruction_views import to_rgb
 
 
 class PatchDecoder(Protocol):

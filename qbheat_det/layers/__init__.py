@@ -4,7 +4,7 @@
 from .attention import MapAttention, attend
 from .attention_readout import AttentionRecord, AttentionWeights, read_attention
 from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
-from .cpu_kernels import Dropout
+from .cpu_kernels import Dropout, Linear, linear, replace_linear_layers
 from .mobile_former_block import (
     DownMobile,
     Former,
@@ -25,7 +25,6 @@ from .padded_maps import (
     zero_padding,
 )
 from .pooled_features import PooledFeatures
-from .products import Linear, linear, multiply_by_rows
 
 __all__ = [
     "AttentionRecord",
@@ -49,10 +48,10 @@ __all__ = [
     "depthwise",
     "halve",
     "linear",
-    "multiply_by_rows",
     "padding_mask",
     "pointwise",
     "read_attention",
+    "replace_linear_layers",
     "resize_bilinear",
     "valid_sizes",
     "zero_padding",

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qbheat_det.layers.cpu_kernels import linear
+
 from .cpu_kernels import draw_kept, is_recorded, rounded
-from .products import linear
 
 _PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
 _FEW = 8  # least ratio of keys to queries for plain products

@@ -25,7 +25,7 @@ from qbheat_det.analysis.attention_pictures import AttentionRow, draw_attention,
 from qbheat_det.analysis.detection_pictures import RGBImage
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
-from qbheat_det.analysis.reconstruction_views import to_rgb
+from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MobileFormer
 

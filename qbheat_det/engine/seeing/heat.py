@@ -15,7 +15,7 @@ from qbheat_det.analysis.class_activation import ClassActivation, measure_class_
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.heat_pictures import LABELS, draw_heat_sheet, plot_agreements
 from qbheat_det.analysis.html_report import Picture, Table
-from qbheat_det.analysis.reconstruction_views import to_rgb
+from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.analysis.steady_heat import HeatStudy, mean_of, study_map
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.hooks.visualize import undisturbed

@@ -15,8 +15,8 @@ from qbheat_det.analysis.attention_pictures import AttentionRow, draw_attention,
 from qbheat_det.analysis.detection_pictures import RGBImage, get_class_name
 from qbheat_det.analysis.exhibit import Exhibit
 from qbheat_det.analysis.html_report import Picture, Table
+from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.analysis.query_attention import QueryAttention, measure_inside, read_queries
-from qbheat_det.analysis.reconstruction_views import to_rgb
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
 from qbheat_det.engine.sample_images import read_spread
