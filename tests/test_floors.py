@@ -24,6 +24,7 @@ FLOORS = {
     "modeling.detr": 4,
     "modeling.classification": 4,
     "modeling.image_model": 3,
+    "modeling.contracts": 1,
     "modeling.backbone": 3,
     "data": 3,
     "solver": 3,

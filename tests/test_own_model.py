@@ -60,7 +60,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine" / "centres.yaml").write_text(RECIPE, encoding="utf-8")
     cfg = make_tiny_config()
     cfg.merge_from_list([word for pair in TINY_ENCODER.items() for word in pair])
-    state, info = build_model(cfg).state_dict(), WeightsInfo(left_behind=QBHeat.left_behind)
+    state, info = (
+        build_model(cfg).state_dict(),
+        WeightsInfo(left_behind=QBHeat.pretrain_only_modules),
+    )
     (folder / "output" / "pretraining").mkdir(parents=True)
     save_weights(str(folder / "output/pretraining/model_final.safetensors"), state, info)
     return folder

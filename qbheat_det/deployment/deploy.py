@@ -14,6 +14,7 @@ from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers.quick_blocks import quicken_blocks
+from qbheat_det.modeling.contracts import masks_padding
 
 from .compiled_call import CompiledCall, find_fault
 from .compiled_part import CompiledForward
@@ -70,7 +71,7 @@ class Deployed:
             if getattr(self, "_records_graphs", False):  # the last call's results were taken
                 torch.compiler.cudagraph_mark_step_begin()
             # Such a model gives for a padded batch what its images give alone: so they go alone.
-            alone = getattr(self, "_masks_padding", False)
+            alone = masks_padding(self)
             if (
                 alone
                 and isinstance(inputs, list)

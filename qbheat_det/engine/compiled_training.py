@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 
 from qbheat_det.deployment.compiled_call import CompiledCall, find_fault
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.modeling.contracts import FixedSizeModel
 
 from .training_blocks import call_of, find_blocks
 
@@ -42,7 +42,7 @@ def compile_blocks(model: nn.Module) -> int:
     dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, graphs)
     total = dynamo_config.accumulated_cache_size_limit
     dynamo_config.accumulated_cache_size_limit = max(total, graphs)
-    dynamic = not isinstance(model, ImageModel)
+    dynamic = not isinstance(model, FixedSizeModel)
     for name, block in blocks.items():
         call_of(block).compiled = CompiledCall(
             block._call_impl, functools.partial(_tell_that_it_runs_as_it_is, name), dynamic=dynamic

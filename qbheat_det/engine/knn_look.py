@@ -2,7 +2,7 @@
 """A nearest-neighbour score of the backbone while it is pre-trained, and of weights alone."""
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.utils import comm
@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ImageBatches, build_mapper, load_labelled_sets
 from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
+from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
 from .broken_images import name_faults
 from .looking import Look
-from .pretraining_looks import MapModel
 
 logger = logging.getLogger(__name__)
 _MOST_BESIDE_OTHERS = 100_000  # images
-_PARTS = ("backbone", "in_features", "preprocess_image")  # of a MapModel
 
 
 def build_knn_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
@@ -75,7 +74,7 @@ class NeighbourScorer:
         Raises:
             UserError: it has no map to score.
         """
-        if not all(hasattr(model, part) for part in _PARTS):
+        if get_backbone(model) is None or not isinstance(model, FixedSizeModel):
             raise UserError(
                 f"TEST.KNN scores the backbone of models that are pre-trained, but "
                 f"'{cfg.MODEL.META_ARCHITECTURE}' is none: tools/probe_backbone.py scores any "
@@ -90,11 +89,13 @@ class NeighbourScorer:
         if self._batches is None:
             first, second = load_labelled_sets(self._cfg.TEST.KNN.TRAIN, self._cfg.TEST.KNN.VAL)
             self._batches = self._load(first), self._load(second)
-        scored = cast(MapModel, model)
+
+        backbone, scored = get_backbone(model), model
+        assert backbone is not None
+        assert isinstance(scored, FixedSizeModel)
 
         def describe(batch: list[dict[str, Any]]) -> Tensor:
-            maps = scored.backbone(scored.preprocess_image(batch))
-            return maps[scored.in_features[0]].mean(dim=(2, 3))
+            return backbone(scored.preprocess_image(batch))[scored.in_feature].mean(dim=(2, 3))
 
         train, val = (extract_features(describe, batches) for batches in self._batches)
         self._name_broken()

@@ -18,6 +18,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, find_user_message
+from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
 R = TypeVar("R")
 
@@ -182,6 +183,5 @@ def distribute(model: nn.Module) -> nn.Module:
 
 def _may_have_unused_parameters(model: nn.Module) -> bool:
     """Whether the backbone makes maps, with weights of their own, that the head does not read."""
-    backbone = getattr(model, "backbone", None)
-    read = getattr(model, "head_in_features", None) or getattr(model, "in_features", None)
+    backbone, read = get_backbone(model), get_in_features(model)
     return backbone is None or read is None or set(backbone.output_shape()) != set(read)

@@ -5,15 +5,14 @@ No objective is named here. A look is built where the model has the parts that t
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Protocol, cast
+from typing import cast
 
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.analysis.reconstruction_pictures import draw_sheet
 from qbheat_det.analysis.reconstruction_views import ReconstructingModel, reconstruct_views
@@ -22,7 +21,14 @@ from qbheat_det.analysis.spectrum import RotatedControl, Spectrum, describe_mode
 from qbheat_det.analysis.spectrum_charts import plot_spectrum
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
-from qbheat_det.modeling.pretrain import PretrainingModel
+from qbheat_det.modeling.contracts import (
+    BatchedInputs,
+    FixedSizeModel,
+    PretrainingObjective,
+    ReconstructionObjective,
+    get_backbone,
+    get_linear_models,
+)
 
 from .looking import Look
 from .spread_images import read_spread
@@ -30,40 +36,6 @@ from .spread_images import read_spread
 CORRELATED_IMAGES = 64
 """Over how many images spatial correlation is taken."""
 _BATCH_SIZE = 32
-
-BatchedInputs = list[dict[str, Any]]
-
-
-class LinearScale(Protocol):
-    """The linear models of one scale, M = Δx A."""
-
-    offset: float
-
-    def matrices(self) -> Mapping[str, Tensor]:
-        """Returns M (C, C) by name."""
-
-
-class LinearPredictor(Protocol):
-    """What predicts the features of masked positions."""
-
-    scales: Mapping[str, LinearScale]
-    """By the kind of visible quarter, "corner" or "centre"."""
-
-
-class LinearModel(Protocol):
-    """A model that predicts features by linear models."""
-
-    predictor: LinearPredictor
-
-
-class MapModel(Protocol):
-    """A model that is pre-trained to give a good map of an image."""
-
-    backbone: Callable[[Tensor], Mapping[str, Tensor]]
-    in_features: Sequence[str]
-
-    def preprocess_image(self, batched_inputs: BatchedInputs) -> Tensor:
-        """Returns what the backbone takes."""
 
 
 def build_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
@@ -80,14 +52,14 @@ def build_looks(cfg: CfgNode, model: nn.Module) -> list[Look]:
             f"VIS.NUM_IMAGES is at least 1, not {keys.NUM_IMAGES}; VIS.ENABLED False looks at "
             "nothing"
         )
-    if not keys.ENABLED or not isinstance(model, PretrainingModel):
+    if not keys.ENABLED or not isinstance(model, PretrainingObjective):
         return []
     settings = {"period": keys.PERIOD, "share": keys.SHARE}
     images = FixedImages(cfg)
     looks: list[Look] = []
-    if hasattr(model, "views"):
+    if isinstance(model, ReconstructionObjective):
         looks.append(LookAtReconstructions(cfg, images, **settings))
-    if hasattr(getattr(model, "predictor", None), "scales"):
+    if get_linear_models(model):
         looks.append(LookAtSpectrum(**settings))
     return [*looks, LookAtCorrelation(images, **settings)]
 
@@ -142,10 +114,10 @@ class LookAtSpectrum(Look):
 
     def look(self) -> None:
         """Works out the figures, see ``qbheat_det.analysis.spectrum``."""
-        model = cast(LinearModel, self.trainer.evaluated_model)
+        scales = get_linear_models(self.trainer.evaluated_model)
         models = {
             kind: (scale.offset, {name: m.cpu() for name, m in scale.matrices().items()})
-            for kind, scale in model.predictor.scales.items()
+            for kind, scale in scales.items()
         }
         learned, control = describe_models(models), self._control.describe(models)
         self.write_json("spectrum", {**learned.to_dict(), "control": control.to_dict()})
@@ -177,13 +149,15 @@ class LookAtCorrelation(Look):
     def look(self) -> None:
         """Measures it on ``CORRELATED_IMAGES``, see ``qbheat_det.analysis.spatial_correlation``."""
         entries = self._images.load(CORRELATED_IMAGES)
-        model = cast(MapModel, self.trainer.evaluated_model)
+        model, backbone = self.trainer.evaluated_model, get_backbone(self.trainer.evaluated_model)
+        assert isinstance(model, FixedSizeModel)
+        assert backbone is not None
         batches = (
             model.preprocess_image(entries[start : start + _BATCH_SIZE])
             for start in range(0, len(entries), _BATCH_SIZE)
         )
-        name = model.in_features[0]
-        found = summarize_correlation(correlate_images(model.backbone, name, batches))
+        name = model.in_feature
+        found = summarize_correlation(correlate_images(backbone, name, batches))
         self.record({"correlation/mean": found["mean"]})
         images = [entry.get("file_name", "") for entry in entries]
         self.write_json("correlation", {"map": name, "images": images, **found})

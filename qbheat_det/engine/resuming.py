@@ -14,6 +14,7 @@ from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
+from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +173,9 @@ def warn_of_random_encoder(model: nn.Module, weights: str) -> None:
         model: whose backbone may be frozen to its end, or have its place taken by cached features.
         weights: ``MODEL.WEIGHTS``.
     """
-    backbone = getattr(model, "backbone", None)
-    encoder = getattr(backbone, "bottom_up", backbone)  # below a feature pyramid
-    encoder = getattr(encoder, "encoder", encoder)
-    parameters = list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
+    backbone = get_backbone(model)
+    encoder = None if backbone is None else get_encoder(backbone)
+    parameters = [] if encoder is None else list(encoder.parameters())
     if not weights and parameters and not any(p.requires_grad for p in parameters):
         logger.warning(
             "The %s is frozen and its weights are random: a head learns little on it. Set "

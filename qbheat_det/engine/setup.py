@@ -29,6 +29,7 @@ from qbheat_det.data import (
     check_records,
     check_some_readable,
 )
+from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .cache_refusals import check_cacheable
 from .class_folders import use_classes_of_folders
@@ -257,7 +258,7 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
 
 def _check_held_out(model: str) -> None:
     known = model in META_ARCH_REGISTRY  # else the sentence comes where it is built
-    if known and not getattr(META_ARCH_REGISTRY.get(model), "held_out_loss", True):
+    if known and not has_held_out_loss(META_ARCH_REGISTRY.get(model)):
         raise UserError(
             f"{model} has no loss of an image by itself, so held-out images cannot be evaluated: "
             "leave out --val-image-folder and DATASETS.TEST; --knn-train-folder and "

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import cut
+from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
 
 from .device_batches import BatchedInputs, BatchSource, LossReading
 from .seeding import seed_step
@@ -34,20 +35,7 @@ OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], Non
 class StepTrainer(SimpleTrainer):
     """Takes one batch of the loader and makes one step of the optimizer.
 
-    A model that divides its losses by counts, such as that of the boxes, offers two methods:
-    ``loss_counts(batched_inputs) -> Tensor`` (D,), the counts of a batch, and
-    ``loss_normalizers(counts, parts) -> Tensor`` (D,), what each part of an effective batch is to
-    divide by, from the sum of all counts. Where a step is cut into micro-batches, ``forward`` gets
-    the latter as its second argument; where it is not, the model sums over processes by itself.
-    The losses of a model without these are taken for means over images.
-
-    What a model changes between steps besides its weights, such as a queue or a copy that follows
-    them, it changes in ``after_step()``, which is called once a step, after the optimizer's: not
-    once a micro-batch, and not where a loss is not finite, which ends training. Where the scaler
-    of float16 leaves the optimizer's step out, it is called none the less.
-
-    A model may also tell what is no loss, such as an accuracy: its attribute ``figures``, 0-d
-    tensors by name, of the last batch of this process. They are read where something is logged.
+    What it asks of a model beyond a dict of losses is in ``qbheat_det.modeling.contracts``.
     """
 
     def __init__(
@@ -117,7 +105,7 @@ class StepTrainer(SimpleTrainer):
                     self._check(reading, seen, normalizers, logged)
         self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees gradients proper
         self.grad_scaler.update()
-        if hasattr(self._bare, "after_step"):
+        if isinstance(self._bare, SupportsAfterStep):
             self._bare.after_step()
         self._source.load_ahead()
         self._log(logged, data_time)
@@ -150,7 +138,7 @@ class StepTrainer(SimpleTrainer):
 
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
         """Returns what each micro-batch divides its losses by, where the model must be told."""
-        if len(batches) == 1 or not hasattr(self._bare, "loss_counts"):
+        if len(batches) == 1 or not isinstance(self._bare, SupportsLossNormalizers):
             return ()
         counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
         counts = counts.to(self._device)
@@ -218,7 +206,7 @@ class StepTrainer(SimpleTrainer):
         norm = getattr(self.optimizer, "gradient_norm", None)
         if norm is not None:
             storage.put_scalar("gradient_norm", float(norm), smoothing_hint=False)
-        for name, value in getattr(self._bare, "figures", {}).items():
+        for name, value in get_metrics(self._bare).items():
             storage.put_scalar(name, float(value), smoothing_hint=False)
         if self.grad_scaler.is_enabled():
             scale = self.grad_scaler.get_scale()
@@ -280,7 +268,7 @@ def loss_weight(
         processes: over whom gradients are averaged.
         batch_size: images of the step, over all of them.
     """
-    if hasattr(model, "loss_counts"):  # divided by counts of all parts already
+    if isinstance(model, SupportsLossNormalizers):  # divided by counts of all parts already
         return 1 / micro_batches
     return len(batch) * processes / batch_size
 

@@ -32,7 +32,11 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
 from qbheat_det.evaluation import build_evaluator
-from qbheat_det.modeling.pretrain import PretrainingModel
+from qbheat_det.modeling.contracts import (
+    PretrainingObjective,
+    pretrain_only_modules,
+    train_only_modules,
+)
 from qbheat_det.solver import (
     build_lr_scheduler,
     build_optimizer,
@@ -89,7 +93,7 @@ class Trainer(DefaultTrainer):
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
-        if isinstance(self.bare_model, PretrainingModel):
+        if isinstance(self.bare_model, PretrainingObjective):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         use_step_keys(self.cfg, self.bare_model)
@@ -243,7 +247,7 @@ class Trainer(DefaultTrainer):
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
             state = self.evaluated_model.state_dict()
             # What serves training alone is in the checkpoints, for resuming, and nowhere else.
-            state = without_children(state, getattr(self.bare_model, "training_only", ()))
+            state = without_children(state, train_only_modules(self.bare_model))
             save_weights(str(path), state, self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,7 +280,7 @@ class Trainer(DefaultTrainer):
                 self.cfg,
                 iteration=0,
                 commit=find_commit(),
-                left_behind=getattr(self.bare_model, "left_behind", ()),
+                left_behind=pretrain_only_modules(self.bare_model),
             )
         return dataclasses.replace(self._info, iteration=self.iter)
 

@@ -42,7 +42,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, nn.Module
         cfg.merge_from_list([key, value])
     model = build_model(cfg)
     path = str(tmp_path_factory.mktemp("pretrained") / "model_final.safetensors")
-    save_weights(path, model.state_dict(), WeightsInfo(left_behind=tuple(model.left_behind)))
+    save_weights(
+        path, model.state_dict(), WeightsInfo(left_behind=tuple(model.pretrain_only_modules))
+    )
     return path, model
 
 
@@ -69,7 +71,7 @@ def test_a_downstream_detector_takes_the_whole_backbone_and_trains(
     report = trainer.checkpointer.report
     assert report is not None
     assert report.groups["backbone"].is_full
-    assert report.left_behind == tuple(model.left_behind)
+    assert report.left_behind == tuple(model.pretrain_only_modules)
     assert {key for key in report.spare if "expand." not in key} == set()  # the pyramid ends before
     bottom_up = trainer.model.backbone.bottom_up
     expected = model.backbone.state_dict()

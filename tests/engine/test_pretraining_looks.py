@@ -250,7 +250,7 @@ def test_looks_are_those_that_a_models_parts_allow() -> None:
     )
     assert [type(look) for look in build_looks(cfg, model)] == [LookAtCorrelation]
     model.predictor = nn.Module()
-    model.predictor.scales = nn.ModuleDict()
+    model.predictor.scales = nn.ModuleDict({"corner": nn.Identity()})
     kinds = [LookAtSpectrum, LookAtCorrelation]
     assert [type(look) for look in build_looks(cfg, model)] == kinds
     model.views = {"corner": ("top_left",)}

@@ -22,7 +22,7 @@ from qbheat_det.engine.looking import undisturbed
 from qbheat_det.engine.pretraining_looks import CORRELATED_IMAGES
 from qbheat_det.engine.probed_backbones import find_feature
 from qbheat_det.engine.recalibrate import recalibrate_bn
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.modeling.contracts import FixedSizeModel
 
 from .flag_types import some_text, whole
 from .options import SightOptions
@@ -200,7 +200,7 @@ def _measure(subject: Subject, encoder: Backbone, name: str, entries: Entries) -
 def _find_map(subject: Subject, encoder: Backbone, wanted: str | None) -> str:
     try:
         if wanted is None and subject.kind != "detector":
-            return cast(ImageModel, subject.model).in_features[0]
+            return cast(FixedSizeModel, subject.model).in_feature
         return find_feature(encoder, wanted or "")
     except UserError as error:
         raise NothingToSee(f"'{subject.label}': {error}") from error

@@ -34,7 +34,7 @@ class ImageClassifier(ImageModel):
     process's own.
     """
 
-    left_behind = ("decoder",)
+    pretrain_only_modules = ("decoder",)
     """The child that no other kind of model takes over; another classifier does."""
     mapper_name = "classify"
 
@@ -68,8 +68,8 @@ class ImageClassifier(ImageModel):
         )
         self.decoder = decoder
         self.mixing = mixing
-        self.is_frozen = not any(p.requires_grad for p in backbone.parameters())
-        self.figures: dict[str, Tensor] = {}
+        self.backbone_is_frozen = not any(p.requires_grad for p in backbone.parameters())
+        self.metrics: dict[str, Tensor] = {}
         """"accuracy" of the last training batch, in per cent, 0-d: of hard labels, and where
         images are mixed, of the class with the larger share."""
 
@@ -112,7 +112,7 @@ class ImageClassifier(ImageModel):
     def train(self, mode: bool = True) -> "ImageClassifier":
         """Sets the mode of all but a frozen encoder, which stays in evaluation mode."""
         super().train(mode)
-        if self.is_frozen:
+        if self.backbone_is_frozen:
             self.backbone.eval()
         return self
 
@@ -136,12 +136,12 @@ class ImageClassifier(ImageModel):
         images, targets = self.mixing(images, self.prepare_labels(batched_inputs))
         logits = self.classify(images)
         agrees = logits.detach().argmax(dim=1) == targets.argmax(dim=1)
-        self.figures = {"accuracy": 100 * agrees.float().mean()}
+        self.metrics = {"accuracy": 100 * agrees.float().mean()}
         return {"loss_cls": F.cross_entropy(logits, targets)}
 
     def classify(self, images: Tensor) -> Tensor:
         """From normalised images (N, 3, S, S) to logits (N, K), in float32."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.backbone_is_frozen):
             features = self.backbone(images)
         logits: Tensor = self.decoder(features)
         return logits.float()

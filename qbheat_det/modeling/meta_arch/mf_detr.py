@@ -47,7 +47,7 @@ class MFDETR(nn.Module):
     so. While training, the statistics of BatchNorm include the padding, as in Detectron2.
     """
 
-    training_only = ("training_help",)
+    train_only_modules = ("training_help",)
 
     @configurable
     def __init__(
@@ -82,8 +82,8 @@ class MFDETR(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
         self.pixel_mean: Tensor
         self.pixel_std: Tensor
-        self._masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
-        if not self._masks_padding:
+        self.masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
+        if not self.masks_padding:
             logger.warning(
                 "%s takes no image_sizes: where a batch is padded, its features are not those of "
                 "the images alone",
@@ -114,7 +114,7 @@ class MFDETR(nn.Module):
         }
 
     @property
-    def alike(self) -> dict[str, tuple[str, ...]]:
+    def equivalent_configs(self) -> dict[str, tuple[str, ...]]:
         """Values of config keys under which the same weights predict the same as here."""
         return {"MODEL.MF_DETR.CLASSIFICATION": self.criterion.classification.same_scores}
 
@@ -221,7 +221,7 @@ class MFDETR(nn.Module):
             sizes = None
         else:
             sizes = torch.as_tensor(images.image_sizes, device=self.device)
-        if sizes is not None and self._masks_padding:
+        if sizes is not None and self.masks_padding:
             features = self.backbone(images.tensor, sizes)
         else:
             features = self.backbone(images.tensor)

@@ -51,7 +51,7 @@ class MoCo(PretrainingModel):
     P g.
     """
 
-    left_behind = ("head", "momentum_backbone", "momentum_head", "queue")
+    pretrain_only_modules = ("head", "momentum_backbone", "momentum_head", "queue")
     mapper_name = "two_views"
     held_out_loss = False
 
@@ -105,7 +105,7 @@ class MoCo(PretrainingModel):
         self.queue = queue
         self.temperature = temperature
         self.norm_groups = norm_groups
-        self.figures: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}
         """"contrast_accuracy" of the last training batch, in per cent, 0-d: how many queries are
         more similar to their own key than to any in the queue."""
         self.register_load_state_dict_post_hook(_copy_what_was_not_loaded)
@@ -155,7 +155,7 @@ class MoCo(PretrainingModel):
         keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]
         logits = similarity_logits(queries, keys, self.queue.keys, temperature=self.temperature)
         finds_own = logits.detach().argmax(dim=1) == 0
-        self.figures = {"contrast_accuracy": 100 * finds_own.float().mean()}
+        self.metrics = {"contrast_accuracy": 100 * finds_own.float().mean()}
         return {"loss_contrastive": info_nce(logits).mean()}
 
     def check_num_images(self, num_images: int) -> None:

@@ -81,6 +81,12 @@ class QBHeat(ReconstructionModel):
         )
         return {**cls.shared_from_config(cfg), "predictor": predictor}
 
+    @classmethod
+    def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
+        """Returns ``views`` of the model of a config."""
+        kinds = ("corner", "centre")
+        return {k: PLACES_OF[k] for k in kinds if cfg.MODEL.QB_HEAT.VISIBLE in (k, "both")}
+
     @property
     def views(self) -> Mapping[str, Sequence[str]]:
         """The kinds of visible quarters, "corner" and "centre", with their places."""

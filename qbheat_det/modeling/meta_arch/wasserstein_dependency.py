@@ -62,7 +62,7 @@ class WassersteinDependency(PretrainingModel):
     with the square of the batch: N images are N x N x ``CRITIC_DIM`` values in each of its layers.
     """
 
-    left_behind = ("head", "critic")
+    pretrain_only_modules = ("head", "critic")
     held_out_loss = False
 
     @configurable
@@ -110,7 +110,7 @@ class WassersteinDependency(PretrainingModel):
         self.critic = critic
         self.loss = loss
         self.radius = radius
-        self.figures: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}
         """Of the last batch in training, 0-d each: "distance", the dual estimate of the Wasserstein
         distance, at the optimum of the dual form too large by its share of twice the penalty's
         weight, in the contrastive form by no known factor; "slope", the mean of the critic's."""
@@ -156,7 +156,7 @@ class WassersteinDependency(PretrainingModel):
         # Neighbours in the batch are strangers: it was drawn at random.
         strangers = (all_x.roll(-1, 0)[partners], all_y.roll(-2, 0)[partners])
         slopes = self.critic.slopes((x, y), strangers, drawn.mixing)
-        self.figures = {
+        self.metrics = {
             "distance": dual_distance(values.detach(), partners),
             "slope": slopes.detach().mean(),
         }

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class PretrainingModel(ImageModel):
     """The backbone that is to be trained, and the map of it that is learned from."""
 
-    left_behind: tuple[str, ...] = ()
+    pretrain_only_modules: tuple[str, ...] = ()
     """The children that nothing but this pre-training needs."""
     mapper_name = "pretrain"
     held_out_loss = True

@@ -48,7 +48,7 @@ class ReconstructionModel(PretrainingModel):
     stride.
     """
 
-    left_behind = ("projection", "predictor", "decoder")
+    pretrain_only_modules = ("projection", "predictor", "decoder")
     grid_multiple = 1
     """G is a multiple of it."""
 
@@ -136,11 +136,11 @@ class ReconstructionModel(PretrainingModel):
         Raises:
             ValueError: the map has not one position for each patch.
         """
-        z = self.projection(self.backbone(visible)[self.in_features[0]])
+        z = self.projection(self.backbone(visible)[self.in_feature])
         rows, columns = (side // self.decoder.patch_size for side in visible.shape[-2:])
         if z.shape[-2:] != (rows, columns):
             raise ValueError(
-                f"'{self.in_features[0]}' has {tuple(z.shape[-2:])} positions for {rows} x "
+                f"'{self.in_feature}' has {tuple(z.shape[-2:])} positions for {rows} x "
                 f"{columns} patches: the backbone pads or crops, and cannot be pre-trained to "
                 "reconstruct them"
             )

@@ -61,7 +61,7 @@ def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name: 
     assert len(short.state_dict()) < len(whole.state_dict())
     assert short.load_state_dict(whole.state_dict(), strict=False).missing_keys == []
     cut = set(whole.state_dict()) - set(short.state_dict())
-    assert all(key.startswith(tuple(f"{path}." for path in short.unbuilt)) for key in cut)
+    assert all(key.startswith(tuple(f"{path}." for path in short.optional_modules)) for key in cut)
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         expected, maps = whole(x), short(x)

@@ -94,7 +94,7 @@ def test_loss_and_scores_are_those_of_images_one_by_one(values: dict[str, Any]) 
         loss = model(batch)
     assert list(loss) == ["loss_cls"]
     assert_close(loss["loss_cls"], torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
-    assert_close(model.figures["accuracy"], torch.tensor(100 * np.mean(agree)).float())
+    assert_close(model.metrics["accuracy"], torch.tensor(100 * np.mean(agree)).float())
 
 
 @pytest.mark.parametrize("values", [{}, RESNET], ids=["MobileFormer", "ResNet"])
@@ -117,8 +117,8 @@ def test_a_frozen_encoder_is_bit_equal_after_training_statistics_too(
 
 def test_no_graph_is_kept_of_a_frozen_encoder_and_it_stays_in_evaluation_mode() -> None:
     frozen, trained = make_model(FROZEN).train(), make_model().train()
-    assert frozen.is_frozen
-    assert not trained.is_frozen
+    assert frozen.backbone_is_frozen
+    assert not trained.backbone_is_frozen
     assert not any(module.training for module in frozen.backbone.modules())
     assert frozen.decoder.training
     assert trained.backbone.training

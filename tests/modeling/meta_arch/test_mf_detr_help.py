@@ -94,8 +94,8 @@ def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
 def test_names_that_are_alike_have_the_same_scores(name: str) -> None:
     key, logits = "MODEL.MF_DETR.CLASSIFICATION", torch.randn(2, 7, 4)
     model = build(key, name)
-    assert name in model.alike[key]
-    for other in model.alike[key]:
+    assert name in model.equivalent_configs[key]
+    for other in model.equivalent_configs[key]:
         scores = build(key, other).criterion.classification.scores(logits)
         assert_close(scores, model.criterion.classification.scores(logits), rtol=0, atol=0)
 

@@ -167,13 +167,13 @@ def test_gradients_reach_encoder_and_head_alone_and_the_figure_is_a_share() -> N
     model(make_batch())["loss_contrastive"].backward()
     reached = {name for name, p in model.named_parameters() if p.grad is not None}
     assert reached == {n for n, _ in model.named_parameters() if n.startswith(("backbone", "head"))}
-    assert 0 <= float(model.figures["contrast_accuracy"]) <= 100
+    assert 0 <= float(model.metrics["contrast_accuracy"]) <= 100
     model.queue.keys.zero_()
     model(make_batch(), order=torch.arange(4))
     images = model.preprocess_image(make_batch())
     keys = model.preprocess_image(make_batch(), key="image_key")
     alike = (model.embed(images) * model.embed_keys(keys)).sum(dim=1) > 0
-    torch.testing.assert_close(model.figures["contrast_accuracy"], 100 * alike.float().mean())
+    torch.testing.assert_close(model.metrics["contrast_accuracy"], 100 * alike.float().mean())
 
 
 def test_in_inference_there_is_an_embedding_of_each_image_and_nothing_changes() -> None:
@@ -240,7 +240,7 @@ def test_weights_of_an_encoder_go_into_the_copy_too(
 def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     trained, path = make_model(momentum=0.9), tmp_path / "moco.safetensors"
     run(trained, [make_batch(seed=seed) for seed in range(3)], 0.3)
-    info = WeightsInfo(left_behind=MoCo.left_behind)
+    info = WeightsInfo(left_behind=MoCo.pretrain_only_modules)
     save_weights(str(path), trained.state_dict(), info)
     model = make_model(momentum=0.9)
     SafeCheckpointer(model).load(str(path))
@@ -254,7 +254,7 @@ def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
 
 def test_children_are_the_encoder_and_what_is_left_behind() -> None:
     names = {name for name, _ in make_model().named_children()}
-    assert names == {*MoCo.left_behind, "backbone"}
+    assert names == {*MoCo.pretrain_only_modules, "backbone"}
 
 
 @pytest.mark.parametrize("backbone", ["MobileFormer", "tokens", "timm:resnet18"])

@@ -220,7 +220,11 @@ def test_a_resnet_is_pre_trained_from_a_map_of_any_stride(
 
 def test_what_nobody_takes_over_is_named() -> None:
     model = build_model(make_config())
-    assert {name for name, _ in model.named_children()} == {*QBHeat.left_behind, "backbone", "loss"}
+    assert {name for name, _ in model.named_children()} == {
+        *QBHeat.pretrain_only_modules,
+        "backbone",
+        "loss",
+    }
     assert not [name for name in model.state_dict() if name.startswith("loss")]
 
 

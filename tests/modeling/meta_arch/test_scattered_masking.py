@@ -188,10 +188,10 @@ def test_the_two_differ_from_each_other_and_from_qb_heat_in_the_predictor_alone(
         for arch in (*ARCHS, "QBHeat")
     }
     assert states["InterpolatedMasking"] == states["MaskTokenMasking"] == states["QBHeat"]
-    assert QBHeat.left_behind == RandomMasking.left_behind
+    assert QBHeat.pretrain_only_modules == RandomMasking.pretrain_only_modules
     names = {arch: {name for name, _ in build(arch).named_children()} for arch in ARCHS}
     for arch in ARCHS:
-        assert names[arch] == {*RandomMasking.left_behind, "backbone", "loss"}
+        assert names[arch] == {*RandomMasking.pretrain_only_modules, "backbone", "loss"}
     assert isinstance(build(ARCHS[0]).predictor, InterpolatedFeatures)
     assert isinstance(build(ARCHS[1]).predictor, MaskToken)
 

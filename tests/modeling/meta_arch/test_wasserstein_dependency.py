@@ -76,7 +76,7 @@ def test_losses_are_those_of_a_loop_over_all_pairs(form: str) -> None:
     expected = others - own if form == "dual" else contrast
     torch.testing.assert_close(found["loss_dependency"], torch.tensor(expected))
     torch.testing.assert_close(found["loss_penalty"], torch.tensor(penalty))
-    torch.testing.assert_close(model.figures["distance"], torch.tensor(own - others))
+    torch.testing.assert_close(model.metrics["distance"], torch.tensor(own - others))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -128,7 +128,7 @@ def test_a_few_steps_raise_the_distance_between_own_and_other_pairs(form: str) -
         optimizer.zero_grad()
         torch.stack(list(model(inputs).values())).sum().backward()
         optimizer.step()
-        distances.append(model.figures["distance"].item())
+        distances.append(model.metrics["distance"].item())
     assert distances[-1] > 0.3 > 0.03 > distances[0]
 
 
@@ -168,7 +168,7 @@ def test_the_shipped_config_builds_its_form_with_what_it_says(form: str) -> None
     assert model.loss.form == form
     assert model.radius == {"dual": 1.0, "contrastive": 10.0}[form]
     children = {name for name, _ in model.named_children()}
-    assert set(model.left_behind) == {"head", "critic"} < children
+    assert set(model.pretrain_only_modules) == {"head", "critic"} < children
 
 
 def test_what_makes_no_sense_is_refused_with_a_sentence() -> None:

@@ -43,7 +43,7 @@ def test_a_second_image_of_an_entry_goes_the_same_way() -> None:
 
 def test_nothing_but_the_backbone_is_state() -> None:
     assert make_model().state_dict() == {}
-    assert make_model().left_behind == ()
+    assert make_model().pretrain_only_modules == ()
     assert make_model().in_features == ["map"]
 
 
