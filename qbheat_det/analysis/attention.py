@@ -109,18 +109,6 @@ def measure_spread(weights: Tensor, dim: int) -> Tensor:
     return entropy / math.log(weights.shape[dim])
 
 
-def measure_top_share(weights: Tensor, share: float = 0.1) -> Tensor:
-    """Returns the attention (...) on the ``share`` of pixels that have most of it.
-
-    Args:
-        weights: (..., H, W), sum to 1 over the pixels.
-        share: of the pixels, above 0; rounded up to whole ones.
-    """
-    flat = weights.flatten(-2)
-    count = math.ceil(share * flat.shape[-1] - 1e-9)  # 0.1 of 30 is 3, whatever rounding says
-    return flat.topk(count, dim=-1).values.sum(dim=-1)
-
-
 def measure_overlap(weights: Tensor) -> Tensor:
     """Returns the attention that two tokens have in common, as the mean over all pairs.
 
@@ -145,9 +133,9 @@ def measure_overlap(weights: Tensor) -> Tensor:
 def describe_block(block: BlockAttention) -> dict[str, Any]:
     """Returns the measures of one block, each the mean over images and heads.
 
-    Of Mobile→Former: "spread" and "top_share" (of a tenth of the pixels) of each token, and their
-    "overlap". Of Mobile←Former: "spread" over the tokens, the mean over all pixels, and "share" of
-    each token in the attention of all pixels.
+    Of Mobile→Former: "spread" of each token over the pixels, and the "overlap" of all tokens. Of
+    Mobile←Former: "spread" over the tokens, the mean over all pixels, and "share" of each token in
+    the attention of all pixels.
     """
     to_former, to_mobile = block.to_former, block.to_mobile
     return {
@@ -155,7 +143,6 @@ def describe_block(block: BlockAttention) -> dict[str, Any]:
         "to_former": {
             "stride": block.to_former_stride,
             "spread": measure_spread(to_former.flatten(3), dim=3).mean(dim=(0, 1)).tolist(),
-            "top_share": measure_top_share(to_former).mean(dim=(0, 1)).tolist(),
             "overlap": float(measure_overlap(to_former).mean()),
         },
         "to_mobile": {

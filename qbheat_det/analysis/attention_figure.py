@@ -32,7 +32,6 @@ from .figure import (
     batch_images,
     crop_squares,
     find_sizes,
-    list_map,
     run_each,
 )
 from .plotting import (
@@ -82,13 +81,11 @@ class _Attention:
 
     Attributes:
         blocks: measures of all blocks, the mean over all images.
-        of_images: measures of all blocks for each drawn image.
         drawn: the drawn blocks for each drawn image.
         images: the drawn images.
     """
 
     blocks: list[dict[str, Any]]
-    of_images: list[list[dict[str, Any]]]
     drawn: list[list[BlockAttention]]
     images: list[RGBImage]
 
@@ -152,7 +149,6 @@ def draw_attention(
             "images": shared.files,
             "size": size,
             "runs": blocks,
-            "drawn": {k: _list_drawn(one, attention_heads) for k, one in found.items()},
             "left_out": results.left_out,
         },
         _tabulate(blocks),
@@ -210,7 +206,6 @@ def _attend(
             drawn.append([block for block in blocks if block.number in numbers])
     return _Attention(
         blocks=[_average(rows) for rows in zip(*described, strict=True)],
-        of_images=described[: len(drawn)],
         drawn=drawn,
         images=[
             to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
@@ -266,21 +261,6 @@ def _list_rows(blocks: Sequence[BlockAttention], bridge: Bridge, heads: Heads) -
             top = max(2.0, find_top(maps)) if former else min(1.0, 2 / len(maps))
             rows.append(_Row(name, maps, stride, top))
     return rows
-
-
-def _list_drawn(one: _Attention, heads: Heads) -> list[dict[str, Any]]:
-    """Returns for each drawn image its measures, and rows with the last colour and small maps."""
-    drawn = []
-    for measures, blocks in zip(one.of_images, one.drawn, strict=True):
-        rows = {
-            bridge: [
-                {"label": row.name, "top": row.top, "maps": [list_map(m) for m in row.maps]}
-                for row in _list_rows(blocks, bridge, heads)
-            ]
-            for bridge in _BRIDGES
-        }
-        drawn.append({"blocks": measures, "rows": rows})
-    return drawn
 
 
 def _tabulate(blocks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:

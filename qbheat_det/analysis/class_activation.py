@@ -11,7 +11,6 @@ belongs to no position and is not in the map.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from qbheat_det.core.text import join_first
 from qbheat_det.modeling.classification import LinearDecoder
 from qbheat_det.modeling.meta_arch import ImageClassifier
 
-from .figure import FigureOptions, SharedImages, batch_images, crop_squares, list_map, run_each
+from .figure import FigureOptions, SharedImages, batch_images, crop_squares, run_each
 from .plotting import (
     RGBImage,
     chart_image,
@@ -204,7 +203,16 @@ def draw_heat(
         images,
         {
             "images": shared.files,
-            "runs": {label: _list_numbers(one) for label, one in found.items()},
+            "runs": {
+                label: [
+                    {"class": name, "score": score, "source": heat.source}
+                    | {kind: asdict(agreement) for kind, agreement in heat.agreements.items()}
+                    for name, score, heat in zip(
+                        one.classes, one.scores, one.comparisons, strict=True
+                    )
+                ]
+                for label, one in found.items()
+            },
             "left_out": results.left_out,
         },
         Table(("Mean over images", "correlation", "relative error"), rows),
@@ -308,19 +316,3 @@ def plot_agreements(agreements: Mapping[str, Mapping[str, Sequence[Agreement]]])
     if len(agreements) > 1:
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
     return figure
-
-
-def _list_numbers(one: _Heat) -> list[dict[str, Any]]:
-    """Returns the numbers of each image; of the drawn ones also the maps, in logits."""
-    numbers: list[dict[str, Any]] = []
-    for i, comparison in enumerate(one.comparisons):
-        agreements = {kind: asdict(a) for kind, a in comparison.agreements.items()}
-        row = {"class": one.classes[i], "score": one.scores[i], "source": comparison.source}
-        numbers.append(row | agreements)
-        if i < len(one.images):
-            numbers[-1]["maps"] = {
-                "cam": list_map(one.maps[i]),
-                "steady": list_map(comparison.steady),
-                "with_source": list_map(comparison.with_source),
-            }
-    return numbers

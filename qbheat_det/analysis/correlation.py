@@ -14,6 +14,7 @@ from statistics import fmean, pstdev
 from typing import Any, cast
 
 import numpy as np
+import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
@@ -31,10 +32,9 @@ from qbheat_det.core.figures import (
     register_figure,
     register_training_figure,
 )
-from qbheat_det.engine.looking import undisturbed
 from qbheat_det.engine.probed_backbones import find_feature
 from qbheat_det.engine.recalibrate import recalibrate_bn
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.modeling.contracts import FixedSizeModel
 
 from .figure import (
     Entries,
@@ -53,19 +53,15 @@ _NUM_IMAGES = 64
 _PAPER_SIZE = 224
 _BINS = 24
 _ROUNDING = 1e-6  # relative
-_RECALIBRATED = ", recalibrated BN"
 _EXPLANATION = (
     "The encoder's map of an image is one vector of channels for each position; its spatial "
     "correlation is the mean |correlation| of two different positions, over all pairs (Appendix D "
     "and Fig. 12 of the paper). It is 1 where all positions are the same up to sign and scale, and "
     "0 where they are unrelated. The paper finds more of it in larger encoders trained by MoCo-v2, "
     "and reads it as a loss of spatial detail.",
-    "An untrained encoder is the control: correlation that it has as well was not learned. "
+    "An untrained encoder is the control, with dotted lines: correlation that it has as well was "
+    "not learned. Its BatchNorms, which have no statistics yet, get those of these images. "
     "Different maps, or images of different size, are not comparable.",
-)
-_RECALIBRATION = (
-    "The BatchNorms of an untrained encoder have no statistics, which alone can make all positions "
-    "similar. The chart shows it with statistics of these images; the table has both."
 )
 
 
@@ -119,16 +115,11 @@ def correlate_images(
 
 @dataclass(frozen=True)
 class _Correlation:
-    """Spatial correlation of each image, of one run.
-
-    An untrained encoder with BatchNorms has also the values with recalibrated statistics.
-    """
+    """Spatial correlation of each image, of one run; an untrained encoder is a control."""
 
     map: str
-    channels: int
     values: list[float]
     is_control: bool
-    recalibrated: list[float]
 
 
 @register_figure("correlation")
@@ -146,31 +137,27 @@ def draw_correlation(
         runs: to compare.
         options: ``images``.
         correlated_images: how many images.
-        size: of the images; None takes that of all runs, or the paper's.
-        map: name of the feature map; None takes one that all encoders have.
+        size: of the images; None takes that of the first run, or the paper's.
+        map: name of the feature map; None takes the one that each model reads.
 
     Raises:
         NotApplicable: no encoder has such a map, or there are no images.
         UserError: no run can be read.
     """
-    sizes = set(find_sizes(runs))
-    side = size or (sizes.pop() if len(sizes) == 1 else _PAPER_SIZE)
+    side = size or next(iter(find_sizes(runs)), _PAPER_SIZE)
     shared = SharedImages(runs, correlated_images, options.images)
-    wanted = map or _find_common_map(runs)
 
     def compute(run: Run) -> _Correlation:
-        return _correlate(run, wanted, shared.choose(run), side)
+        return _correlate(run, map, shared.choose(run), side)
 
     results = run_each(runs, compute, nothing="no spatial correlation")
     found = results.found
-    notes = [f"{len(shared.files):,} images, the centre square of each at {side} pixels."]
-    if any(one.recalibrated for one in found.values()):
-        notes.append(_RECALIBRATION)
+    note = f"{len(shared.files):,} images, the centre square of each at {side} pixels."
     maps = dict.fromkeys(one.map for one in found.values())
     return Figure(
         "correlation",
         "Spatial correlation of feature maps",
-        [*_EXPLANATION, *notes, *shared.explain(), *results.explain()],
+        [*_EXPLANATION, note, *shared.explain(), *results.explain()],
         {
             f"histograms_{name}": chart_image(
                 plot_histograms({k: one for k, one in found.items() if one.map == name}, name),
@@ -181,10 +168,25 @@ def draw_correlation(
         {
             "images": shared.files,
             "size": side,
-            "runs": {label: _list_numbers(one) for label, one in found.items()},
+            "runs": {
+                label: {"map": one.map, "is_control": one.is_control, **_summarize(one.values)}
+                for label, one in found.items()
+            },
             "left_out": results.left_out,
         },
-        _tabulate(found),
+        Table(
+            ("Run", "map", "mean", "standard deviation", "control"),
+            [
+                (
+                    label,
+                    one.map,
+                    f"{fmean(one.values):.3f}",
+                    f"{pstdev(one.values):.3f}",
+                    "untrained" if one.is_control else "",
+                )
+                for label, one in found.items()
+            ],
+        ),
     )
 
 
@@ -193,12 +195,13 @@ def measure_in_training(
     model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
 ) -> Figure:
     """Measures the spatial correlation of the map that the model reads; draws nothing."""
-    if not isinstance(model, ImageModel):
-        raise NotApplicable(f"{type(model).__name__} does not read squares")
+    if not isinstance(model, FixedSizeModel):
+        raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)
-    name = model.in_features[0]
-    batches = batch_images(model, entries, "correlation")
-    values = correlate_images(model.backbone, name, batches)
+    name = model.in_feature
+    values = correlate_images(
+        find_encoder(model), name, batch_images(model, entries, "correlation")
+    )
     return Figure(
         "correlation",
         "Spatial correlation of feature maps",
@@ -215,17 +218,15 @@ def measure_in_training(
 def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     """Draws a histogram for each run over common bins, and a mark at its mean."""
     figure, axes = start_chart(height=3.4 + 0.2 * len(found))
-    drawn = [one.recalibrated or one.values for one in found.values()]
-    edges = np.histogram_bin_edges(np.concatenate(drawn), bins=_BINS)
-    for label, one, values, style in zip(
-        to_texts(found), found.values(), drawn, list_styles(len(found)), strict=True
-    ):
+    edges = np.histogram_bin_edges(np.concatenate([v.values for v in found.values()]), bins=_BINS)
+    styles = list_styles(len(found))
+    for label, one, style in zip(to_texts(found), found.values(), styles, strict=True):
         dash = ":" if one.is_control else style["linestyle"]
-        shares = 100 * np.histogram(values, bins=edges)[0] / len(values)
-        suffix = _RECALIBRATED if one.recalibrated else ""
-        text = f"{label}{suffix}: mean {fmean(values):.3f}, {len(values):,} images"
+        shares = 100 * np.histogram(one.values, bins=edges)[0] / len(one.values)
+        mean = fmean(one.values)
+        text = f"{label}: mean {mean:.3f}, {len(one.values):,} images"
         axes.stairs(shares, edges, color=style["color"], ls=dash, lw=1.8, label=text)
-        axes.plot(fmean(values), 0, marker=CARETUPBASE, ms=8, color=style["color"], zorder=3)
+        axes.plot(mean, 0, marker=CARETUPBASE, ms=8, color=style["color"], zorder=3)
     axes.set_ylim(bottom=0)
     axes.set_title(f"Spatial correlation of the map {name}")
     axes.set_xlabel("mean |correlation| between two positions")
@@ -241,70 +242,27 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     info = info_of(str(run.weights))
     untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
 
-    def measure(backbone: Backbone) -> list[float]:
-        batches = batch_images(run.model, entries, f"correlation, {run.label}")
-        with undisturbed(backbone):
-            try:
-                return correlate_images(backbone, name, batches)
-            except ValueError as error:
-                raise NotApplicable(f"'{run.label}': {error}") from error
-
-    values = measure(encoder)
-    recalibrated: list[float] = []
     if untrained and any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules()):
-        copied, keys = copy.deepcopy(encoder), run.cfg.MODEL
+        encoder, keys = copy.deepcopy(encoder), run.cfg.MODEL
         images = [entry["image"] for entry in entries]
-        recalibrate_bn(copied, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD)
-        recalibrated = measure(copied)
-    channels = int(encoder.output_shape()[name].channels or 0)
-    return _Correlation(name, channels, values, untrained, recalibrated)
+        recalibrate_bn(encoder, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD)
+    batches = batch_images(run.model, entries, f"correlation, {run.label}")
+    try:
+        with torch.no_grad():
+            return _Correlation(name, correlate_images(encoder.eval(), name, batches), untrained)
+    except ValueError as error:
+        raise NotApplicable(f"'{run.label}': {error}") from error
 
 
 def _find_map(run: Run, encoder: Backbone, wanted: str | None) -> str:
     """Returns the wanted map, else the one that the model reads, of a detector the coarsest."""
     if wanted is None and run.kind != "detector":
-        return cast(ImageModel, run.model).in_features[0]
+        return cast(FixedSizeModel, run.model).in_feature
     try:
         return find_feature(encoder, wanted or "")
     except UserError as error:
         raise NotApplicable(f"'{run.label}': {error}") from error
 
 
-def _find_common_map(runs: Sequence[Run]) -> str | None:
-    """Returns the map that all models read, or else the coarsest that all encoders have."""
-    own: list[str] = []
-    strides: list[dict[str, int]] = []
-    for run in runs:
-        try:
-            encoder = find_encoder(run.model)
-            own.append(_find_map(run, encoder, None))
-        except (NotApplicable, UserError):  # reported where the run is used
-            continue
-        shapes = encoder.output_shape().items()
-        strides.append({name: shape.stride for name, shape in shapes if shape.stride})
-    if len(set(own)) <= 1:
-        return own[0] if own else None
-    common = [name for name in strides[0] if all(name in others for others in strides)]
-    # Of the coarsest the last, which is the deepest.
-    return max(reversed(common), key=strides[0].__getitem__, default=None)
-
-
 def _summarize(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": fmean(values), "deviation": pstdev(values), "values": list(values)}
-
-
-def _list_numbers(one: _Correlation) -> dict[str, Any]:
-    numbers = {"map": one.map, "is_control": one.is_control, **_summarize(one.values)}
-    return numbers | ({"recalibrated": _summarize(one.recalibrated)} if one.recalibrated else {})
-
-
-def _tabulate(found: Mapping[str, _Correlation]) -> Table:
-    rows = []
-    for label, one in found.items():
-        for suffix, values in (("", one.values), (_RECALIBRATED, one.recalibrated)):
-            if values:
-                numbers = (f"{fmean(values):.3f}", f"{pstdev(values):.3f}")
-                untrained = "untrained" if one.is_control else ""
-                map_ = f"{one.map}, {one.channels} channels"
-                rows.append((f"{label}{suffix}", map_, *numbers, untrained))
-    return Table(("Run", "map", "mean", "standard deviation", "control"), rows)

@@ -14,12 +14,13 @@ from statistics import fmean
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
-from qbheat_det.modeling.pretrain import HeatPredictor, LinearModels
+from qbheat_det.modeling.contracts import LinearModels
+from qbheat_det.modeling.pretrain import HeatPredictor
 
 Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
 """For each scale, "corner" or "centre", its offset Δx and M = Δx A (C, C) by name."""
@@ -31,16 +32,13 @@ _PREFIX = "predictor."
 _CHECKPOINT = re.compile(r"model_(\d+)")
 
 
-def get_linear_models(model: nn.Module) -> Models:
-    """Returns the linear models of a model, on the CPU.
-
-    Raises:
-        NotApplicable: it has none.
-    """
-    for module in model.modules():
-        if isinstance(module, HeatPredictor):
-            return _list_scales(module)
-    raise NotApplicable(f"{type(model).__name__} has no linear models of QB-Heat")
+def list_linear_models(scales: Mapping[str, LinearModels]) -> Models:
+    """Returns the linear models of ``contracts.get_linear_models``, on the CPU."""
+    found = {}
+    for scale, models in scales.items():
+        matrices = {name: matrix.detach().cpu() for name, matrix in models.matrices().items()}
+        found[scale] = models.offset, matrices
+    return found
 
 
 def read_linear_models(path: Path, label: str) -> Models:
@@ -72,7 +70,7 @@ def read_linear_models(path: Path, label: str) -> Models:
         predictor.load_state_dict(state)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"'{path}' has incomplete linear models: {error}") from error
-    return _list_scales(predictor)
+    return list_linear_models(cast(Mapping[str, LinearModels], predictor.scales))
 
 
 def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
@@ -118,15 +116,6 @@ def rotate_models(models: Models, seed: int = 0) -> Models:
             found[name] = (left * torch.linalg.svdvals(matrices[name].float())) @ right
         rotated[scale] = offset, _share_opposites(found, matrices)
     return rotated
-
-
-def _list_scales(predictor: HeatPredictor) -> Models:
-    found = {}
-    for scale, module in predictor.scales.items():
-        models = cast(LinearModels, module)
-        matrices = {name: matrix.detach().cpu() for name, matrix in models.matrices().items()}
-        found[scale] = models.offset, matrices
-    return found
 
 
 def _draw(matrix: Tensor, generator: torch.Generator) -> Tensor:

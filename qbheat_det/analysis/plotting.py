@@ -78,13 +78,20 @@ def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
 
 
 @themed
-def start_figure(*, height: float, width: float) -> Figure:
+def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
     """Returns an empty figure of that many inches.
 
     It does not belong to pyplot, which keeps global state and looks for a window system.
+
+    Args:
+        height: in inches.
+        width: in inches.
+        constrained: let matplotlib arrange the axes; for several of them this takes longer than
+            all the drawing.
     """
     figure = Figure(figsize=(width, height))
-    figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
+    if constrained:
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     return figure
 
 

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -27,13 +26,14 @@ from qbheat_det.core.figures import (
     register_figure,
     register_training_figure,
 )
+from qbheat_det.modeling.contracts import get_linear_models
 
 from .figure import FigureOptions, run_each
 from .linear_models import (
     NAMES,
     draw_random_models,
-    get_linear_models,
     list_checkpoints,
+    list_linear_models,
     read_linear_models,
     rotate_models,
 )
@@ -152,7 +152,10 @@ def draw_training_spectrum(
     model: nn.Module, load_images: Callable[[int], list[dict[str, Any]]], cfg: CfgNode
 ) -> Figure:
     """Draws the spectra of the linear models beside those of rotated ones."""
-    models = get_linear_models(model)
+    scales = get_linear_models(model)
+    if not scales:
+        raise NotApplicable(f"{type(model).__name__} has no linear models")
+    models = list_linear_models(scales)
     learned, control = describe_models(models), describe_models(rotate_models(models))
     chart = plot_magnitudes(learned, {"rotated": control})
     return Figure(
@@ -177,7 +180,8 @@ def plot_magnitudes(learned: Spectrum, controls: Mapping[str, Spectrum]) -> Char
     """
     styles = {"random": (INK, ":"), "rotated": (COLORS[-1], "-")}
     panels = len(learned.scales) + (len(learned.scales) == 2)
-    figure = start_figure(height=3.4, width=3.6 * panels)
+    figure = start_figure(height=3.4, width=4 * panels, constrained=False)
+    figure.subplots_adjust(wspace=0.35)
     for index, (name, scale) in enumerate(learned.scales.items(), 1):
         axes = figure.add_subplot(1, panels, index)
         for control, spectrum in controls.items():
@@ -218,7 +222,8 @@ def _draw_across_scales(axes: Axes, spectrum: Spectrum, colors: Sequence[str], s
 @themed
 def plot_eigenvalues(spectrum: Spectrum) -> Chart:
     """Draws all eigenvalues of A and B in the complex plane, a panel for each scale."""
-    figure = start_figure(height=3.7, width=3.6 * len(spectrum.scales))
+    figure = start_figure(height=3.7, width=4 * len(spectrum.scales), constrained=False)
+    figure.subplots_adjust(wspace=0.35)
     for index, (name, scale) in enumerate(spectrum.scales.items(), 1):
         axes = figure.add_subplot(1, len(spectrum.scales), index)
         for key, color in zip(NAMES, COLORS, strict=False):
@@ -294,19 +299,7 @@ def _list_numbers(one: RunSpectra) -> dict[str, Any]:
 
 
 def _list_scalars(spectrum: Spectrum, prefix: str) -> dict[str, float]:
-    found = {}
-    for name, scale in spectrum.scales.items():
-        matrices = scale.matrices.values()
-        values = {
-            "energy_ratio": scale.energy_ratio,
-            "commutator": fmean(scale.commutators.values()),
-            "inverse_error": fmean(scale.inverse_errors.values()),
-            "largest_eigenvalue": max(float(matrix.magnitudes[0]) for matrix in matrices),
-            "effective_rank": fmean(matrix.effective_rank for matrix in matrices),
-        }
-        found |= {f"{prefix}/{name}/{key}": value for key, value in values.items()}
-    summary = spectrum.summarize()
-    return found | {f"{prefix}/{key}": summary[key] for key in ("cosine", "correlation")}
+    return {f"{prefix}/{name}": value for name, value in spectrum.summarize().items()}
 
 
 def _tabulate(spectra: Mapping[str, Spectrum]) -> Table:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.analysis.streamed_ridge import RidgeSums, with_constant
+from qbheat_det.analysis.ridge import RidgeSums, with_constant
 
 D, G, P = 7, 3, 2
 

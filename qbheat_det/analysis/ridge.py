@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Ridge regression from sums over rows, so that rows may come from a stream of any length.
+"""Ridge regression from sums over rows, so that the rows may be a stream of any length.
 
 With x centred, the weights for a penalty λ are V (Λ + λ)⁻¹ Vᵀ Σxyᵀ, where V Λ Vᵀ = Σxxᵀ is
 decomposed once for all λ. The error on held-out rows follows from their own sums, so no row is
