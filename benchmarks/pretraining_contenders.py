@@ -177,7 +177,7 @@ def prepare(
         device: where it runs.
         encoder_batch: images of the encoder's part; None for those of a step.
     """
-    from qbheat_det.engine.compiled_training import compile_blocks
+    from qbheat_det.engine.block_modes import compile_blocks
     from qbheat_det.solver import build_optimizer
 
     model = build(contender, setting).to(device)

@@ -9,13 +9,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchvision.ops import StochasticDepth
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine.hooks.knn import scores_neighbours
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
     get_freeze_all,
     keeps_backbone_in_eval,
 )
-
-from .knn_look import names_neighbours
 
 _WAY_OUT = "set MODEL.CACHE_FEATURES.ENABLED False"
 
@@ -53,7 +52,7 @@ def check_cacheable(cfg: CfgNode) -> None:
                 f"MODEL.CACHE_FEATURES keeps boxes and classes, but {key} needs {what}: switch it "
                 f"off, or {_WAY_OUT}"
             )
-    if names_neighbours(cfg):
+    if scores_neighbours(cfg):
         raise UserError(
             "TEST.KNN scores the encoder, which is not run where its features are cached, and "
             "which does not change while it is frozen: leave TEST.KNN empty and score it once with "

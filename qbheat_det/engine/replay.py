@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine.step import seed_step
 from qbheat_det.layers import NormedConv2d
 from qbheat_det.modeling.contracts import SupportsLossNormalizers
 
@@ -26,7 +27,6 @@ from .cached_features import swap_encoder
 from .device_batches import BatchedInputs
 from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
-from .seeding import seed_step
 from .step import choose_precision, compute_losses, loss_weight
 
 

@@ -15,7 +15,7 @@ from qbheat_det.analysis.reconstruction_views import (
     ReconstructingModel,
     reconstruct_views,
 )
-from qbheat_det.engine.looking import undisturbed
+from qbheat_det.engine.hooks.visualize import undisturbed
 from qbheat_det.modeling.contracts import ReconstructionObjective
 
 from .options import SightOptions

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.spread_images import SpreadEntries, read_spread
+from qbheat_det.engine.sample_images import SpreadEntries, read_spread
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .refusal import NothingToSee

@@ -51,7 +51,7 @@ class ProbeRow:
         return self.backbone, self.digest, bool(self.recalibrated), self.probe
 
 
-class ProbeFigures:
+class ProbeResults:
     """Rows under one setting, written to a file after each.
 
     Attributes:

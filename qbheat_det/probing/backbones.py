@@ -1,12 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Backbones that are probed: filled from files of any model, and what is known of them."""
+"""Loads the backbones that are probed from the weights of any model that contains them."""
 
-import hashlib
 import logging
 
-import torch
 from detectron2.modeling import Backbone
-from torch import nn
 
 from qbheat_det.checkpoint import (
     WeightsInfo,
@@ -73,13 +70,3 @@ def count_images_seen(info: WeightsInfo | None) -> int | None:
     except UserError:  # of another version of the package, which does not make the weights worse
         return None
     return (info.iteration + 1) * int(cfg.SOLVER.IMS_PER_BATCH)
-
-
-def digest(module: nn.Module) -> str:
-    """Returns 12 hexadecimal digits that tell a module's tensors from all others."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        values = tensor.detach().cpu().contiguous().flatten()
-        found.update(values.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]

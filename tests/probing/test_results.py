@@ -10,8 +10,8 @@ import pytest
 from qbheat_det.checkpoint import WeightsInfo
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.probe_figures import ProbeFigures, ProbeRow
-from qbheat_det.engine.probed_backbones import count_images_seen
+from qbheat_det.probing.backbones import count_images_seen
+from qbheat_det.probing.results import ProbeResults, ProbeRow
 
 _SETTING = {"feature": "s16", "knn": {"k": 20}, "grid": (1.0, 0.1)}
 
@@ -37,12 +37,12 @@ def make_row(
 
 def test_rows_are_in_the_file_at_once_and_found_again(tmp_path: Path) -> None:
     file = tmp_path / "out" / "probes.json"
-    figures = ProbeFigures(_SETTING, file)
+    figures = ProbeResults(_SETTING, file)
     rows = [make_row(), make_row(probe="linear"), make_row(recalibrated=4), make_row("b.pth")]
     for number, row in enumerate(rows, 1):
         figures.add(row)
         assert len(json.loads(file.read_text())["rows"]) == number
-    again = ProbeFigures(_SETTING, file)
+    again = ProbeResults(_SETTING, file)
     assert again.rows == rows
     assert again.find(rows[2].key) == rows[2]
     assert again.find(make_row(recalibrated=5).key) == rows[2]
@@ -54,19 +54,19 @@ def test_a_file_of_weights_that_has_changed_takes_the_place_of_the_one_before(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "probes.json"
-    figures = ProbeFigures(_SETTING, file)
+    figures = ProbeResults(_SETTING, file)
     figures.add(make_row())
     changed = make_row(digest="1")
     assert figures.find(changed.key) is None
     figures.add(changed)
-    assert ProbeFigures(_SETTING, file).rows == [changed]
+    assert ProbeResults(_SETTING, file).rows == [changed]
 
 
 def test_figures_under_another_setting_are_not_mixed_with_these(tmp_path: Path) -> None:
     file = tmp_path / "probes.json"
-    ProbeFigures(_SETTING, file).add(make_row())
+    ProbeResults(_SETTING, file).add(make_row())
     with pytest.raises(UserError, match=r"under another setting \(knn, size\)"):
-        ProbeFigures({**_SETTING, "knn": {"k": 3}, "size": 64}, file)
+        ProbeResults({**_SETTING, "knn": {"k": 3}, "size": 64}, file)
 
 
 @pytest.mark.parametrize("text", ["no json", "[]", '{"rows": []}', '{"setting": 1, "rows": [3]}'])
@@ -74,12 +74,12 @@ def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path, text: str) ->
     file = tmp_path / "probes.json"
     file.write_text(text)
     with pytest.raises(UserError, match="holds no figures of probes"):
-        ProbeFigures(_SETTING, file)
+        ProbeResults(_SETTING, file)
     assert file.read_text() == text
 
 
 def test_what_is_not_a_number_is_null_in_the_file() -> None:
-    figures = ProbeFigures({})
+    figures = ProbeResults({})
     row = make_row()
     figures.add(ProbeRow(**{**vars(row), "top1": math.nan}))
     assert figures.to_dict()["rows"][0]["top1"] is None

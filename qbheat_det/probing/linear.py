@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .splits import split_by_class
+from qbheat_det.probing.features import split_by_class
 
 L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
 """Penalties, from 1 down to 1e-6 in half decades."""

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import Fault, build_mapper, raise_first
-
-from .broken_images import name_faults
+from qbheat_det.engine.broken_images import name_faults
 
 logger = logging.getLogger(__name__)
 

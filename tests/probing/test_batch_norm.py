@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import load_image_folders
-from qbheat_det.engine.recalibrate import read_whole_images, recalibrate_bn, training_records
 from qbheat_det.modeling.backbone import TimmBackbone
+from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
 MEAN, STD = (100.0, 110.0, 120.0), (50.0, 60.0, 70.0)
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Probes of frozen backbones, trained or random, of any config: features once, then any number."""
+"""Probes frozen backbones, trained or random, of any config on the same images."""
 
 import heapq
 import itertools
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import hash_tensors
 from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
@@ -27,87 +28,19 @@ from qbheat_det.data import (
     preserved_randomness,
     unite_labels,
 )
-from qbheat_det.probing import (
-    FrozenFeatures,
-    ProbeSettings,
-    TransformerSettings,
-    cache_features,
-    check_probes,
-    depth_of,
-    run_probe,
-)
+from qbheat_det.engine.broken_images import name_faults
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
 
-from .backbone_export import build_bare_backbone
-from .broken_images import name_faults
-from .probe_figures import ProbeFigures, ProbeRow
-from .probed_backbones import count_images_seen, digest, find_feature, load_backbone
-from .recalibrate import recalibrate_bn
+from .backbones import count_images_seen, find_feature, load_backbone
+from .batch_norm import recalibrate_bn
+from .features import FrozenFeatures, cache_features
+from .probes import ProbeSettings, check_probes, depth_of, run_probe
+from .results import ProbeResults, ProbeRow
+from .transformer import TransformerSettings
 
 logger = logging.getLogger(__name__)
 _DELAY = 2.0  # seconds without a bar
-
-
-def probe_backbone(
-    cfg: CfgNode,
-    train_folder: str,
-    val_folder: str,
-    *,
-    weights: Sequence[str] = (),
-    random_seeds: Sequence[int] = (),
-    probes: Sequence[str] = ("knn", "linear", "tran-1"),
-    num_recalibrated: int = 0,
-    feature: str = "",
-    json_file: Path | None = None,
-    seed: int = 0,
-    memory_gb: float = 8.0,
-    on_row: Callable[[ProbeRow], None] | None = None,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Probes frozen backbones of one config on the same images.
-
-    Args:
-        cfg: of the backbone and its images; ``TEST.KNN`` and ``MODEL.CLASSIFIER.WIDTH`` are read.
-        train_folder: class folders whose images the probes learn from.
-        val_folder: class folders whose images are classified, once for each row.
-        weights: files of any model with this backbone, or of the backbone alone.
-        random_seeds: backbones as they are initialised under these seeds.
-        probes: names as in ``qbheat_det.probing.PROBES``; "tran-k:width" for another width than
-            ``MODEL.CLASSIFIER.WIDTH``.
-        num_recalibrated: probe each backbone a second time, with BatchNorm's statistics from that
-            many whole images of ``train_folder``; not if 0.
-        feature: name of the map; by default the backbone's coarsest, of several the last.
-        json_file: where the result stands after each row. What stands there already under the same
-            setting is not worked out again.
-        seed: of all that the probes draw, and of the images for BatchNorm.
-        memory_gb: what maps may take, in GB; only tran-k keeps them.
-        on_row: called with each row as it comes, those of ``json_file`` included.
-        progress: show a bar with the time left on stderr.
-
-    Returns:
-        What JSON holds: "setting", "broken_images", and "rows", each a dict of the attributes of
-        ``ProbeRow``; after those that ``json_file`` held, backbone by backbone.
-
-    Raises:
-        UserError: images, weights, ``json_file`` or a name are not sound.
-    """
-    probe = BackboneProbe(
-        cfg,
-        train_folder,
-        val_folder,
-        probes=probes,
-        num_recalibrated=num_recalibrated,
-        feature=feature,
-        json_file=json_file,
-        seed=seed,
-        memory_gb=memory_gb,
-        on_row=on_row,
-        progress=progress,
-    )
-    for file in weights:
-        probe.probe_weights(file)
-    for number in random_seeds:
-        probe.probe_random(number)
-    return probe.result()
+_DIGITS = 12  # of the hash that identifies a backbone's weights
 
 
 class BackboneProbe:
@@ -115,6 +48,9 @@ class BackboneProbe:
 
     Images are whole: the largest square in the middle, resized to ``INPUT.PRETRAIN.SIZE``,
     normalised as the config says.
+
+    Attributes:
+        results: a row for each backbone and probe.
     """
 
     def __init__(
@@ -123,16 +59,36 @@ class BackboneProbe:
         train_folder: str,
         val_folder: str,
         *,
-        probes: Sequence[str],
-        num_recalibrated: int,
-        feature: str,
-        json_file: Path | None,
-        seed: int,
-        memory_gb: float,
-        on_row: Callable[[ProbeRow], None] | None,
-        progress: bool,
+        probes: Sequence[str] = ("knn", "linear", "tran-1"),
+        num_recalibrated: int = 0,
+        feature: str = "",
+        json_file: Path | None = None,
+        seed: int = 0,
+        memory_gb: float = 8.0,
+        on_row: Callable[[ProbeRow], None] = lambda row: None,
+        progress: bool = False,
     ) -> None:
-        """See ``probe_backbone``."""
+        """
+        Args:
+            cfg: of backbone and images; ``TEST.KNN`` and ``MODEL.CLASSIFIER.WIDTH`` are read.
+            train_folder: class folders whose images the probes learn from.
+            val_folder: class folders whose images are classified, once for each row.
+            probes: names as in ``PROBES``; "tran-k:width" for another width than
+                ``MODEL.CLASSIFIER.WIDTH``.
+            num_recalibrated: whole images of ``train_folder`` for BatchNorm statistics with which
+                each backbone is probed a second time; 0 for no second time.
+            feature: name of the feature map; by default the backbone's coarsest, of several the
+                last.
+            json_file: rewritten after each row. Rows that it holds under the same setting are not
+                computed again.
+            seed: of all that the probes draw, and of the images for BatchNorm.
+            memory_gb: that feature maps may take, in GB; only tran-k keeps them.
+            on_row: called with each row as it comes, those of ``json_file`` included.
+            progress: show a bar with the time left on stderr.
+
+        Raises:
+            UserError: images, ``json_file`` or a name are not sound.
+        """
         check_probes(probes)
         folders = train_folder, val_folder
         train, val = (load_image_folders([folder], labelled=True) for folder in folders)
@@ -157,7 +113,7 @@ class BackboneProbe:
             device=cfg.MODEL.DEVICE,
         )
         contents = [fingerprint_records(part) for part in records]
-        self._figures = ProbeFigures(self._describe_setting(folders, contents), json_file)
+        self.results = ProbeResults(self._describe_setting(folders, contents), json_file)
         self._named = False
 
     def probe_weights(self, weights: str) -> None:
@@ -176,10 +132,6 @@ class BackboneProbe:
             torch.manual_seed(seed)
             backbone = self._build()
         self._probe(backbone, f"random, seed {seed}", 0)
-
-    def result(self) -> dict[str, Any]:
-        """Returns what JSON holds."""
-        return self._figures.to_dict()
 
     def _describe_setting(
         self, folders: tuple[str, str], contents: Sequence[int]
@@ -215,7 +167,7 @@ class BackboneProbe:
 
     def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
         backbone.eval()
-        known = name, digest(backbone)
+        known = name, hash_tensors(backbone.state_dict())[:_DIGITS]
         for anew in (False, True)[: 2 if self._num_recalibrated else 1]:
             missing = self._list_missing(known, anew=anew)
             if not missing:
@@ -244,20 +196,16 @@ class BackboneProbe:
                     seconds=round(time.perf_counter() - begin, 2),
                     chosen=chosen,
                 )
-                self._figures.add(row)
-                self._tell(row)
+                self.results.add(row)
+                self._on_row(row)
 
     def _list_missing(self, known: tuple[str, str], *, anew: bool) -> list[str]:
         """Returns the probes that have no row yet, and tells of the rows that are there."""
-        rows = {probe: self._figures.find((*known, anew, probe)) for probe in self._probes}
+        rows = {probe: self.results.find((*known, anew, probe)) for probe in self._probes}
         for row in rows.values():
             if row is not None:
-                self._tell(row)
+                self._on_row(row)
         return [probe for probe, row in rows.items() if row is None]
-
-    def _tell(self, row: ProbeRow) -> None:
-        if self._on_row is not None:
-            self._on_row(row)
 
     def _recalibrate(self, backbone: Backbone) -> int:
         """Returns the number of images; 0 for a backbone without BatchNorm."""
@@ -299,7 +247,7 @@ class BackboneProbe:
             )
             for batches, size in zip(self._show(title), self._sizes, strict=True)
         )
-        self._name_broken()
+        self._log_skipped()
         for aim, features in {"be learned from": train, "be classified": val}.items():
             if not len(features):
                 raise UserError(f"none of the images that are to {aim} can be read")
@@ -314,9 +262,9 @@ class BackboneProbe:
             for batches in self._images:
                 yield _counted(batches, bar)
 
-    def _name_broken(self) -> None:
+    def _log_skipped(self) -> None:
         faults = [fault for batches in self._images for fault in batches.faults.values()]
-        self._figures.broken_images = len(faults)
+        self.results.broken_images = len(faults)
         if faults and not self._named:
             logger.warning(f"Left out, {len(faults):,} in all: {name_faults(faults)}")
         self._named = True
