@@ -32,9 +32,9 @@ from qbheat_det.core.figures import (
     register_figure,
     register_training_figure,
 )
-from qbheat_det.engine.probed_backbones import find_feature
-from qbheat_det.engine.recalibrate import recalibrate_bn
 from qbheat_det.modeling.contracts import FixedSizeModel
+from qbheat_det.probing.backbones import find_feature
+from qbheat_det.probing.batch_norm import recalibrate_bn
 
 from .figure import (
     Entries,
