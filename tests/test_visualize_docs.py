@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""docs/seeing.md and README.md: their commands are understood, and every sight is explained."""
+"""docs/visualize.md and README.md: commands are understood, and every figure is explained."""
 
 import re
 import shlex
@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from qbheat_det.engine.seeing.sights import SIGHTS
-
 from .tool_modules import load_tool
 
 ROOT = Path(__file__).parents[1]
-SEEING = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "visualize.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HELP = "".join((ROOT / "tools" / f"{name}.py").read_text(encoding="utf-8").replace("\\\\", "\\")
-               for name in ("see", "report"))  # fmt: skip
+               for name in ("visualize", "report"))  # fmt: skip
 COMMANDS = sorted(
     set(
         re.findall(
-            r"^ *python (tools/(?:see|report)\.py(?:[^\n]*\\\n)*[^\n]*)",
-            f"{SEEING}\n{README}\n{HELP}",
+            r"^ *python (tools/(?:visualize|report)\.py(?:[^\n]*\\\n)*[^\n]*)",
+            f"{DOCS}\n{README}\n{HELP}",
             flags=re.MULTILINE,
         )
     )
@@ -39,10 +37,10 @@ def test_a_command_is_understood(command: str) -> None:
 
 def test_there_are_commands_of_both_tools() -> None:
     assert len(COMMANDS) >= 8
-    assert {command.split(".py")[0] for command in COMMANDS} == {"tools/see", "tools/report"}
+    assert {command.split(".py")[0] for command in COMMANDS} == {"tools/visualize", "tools/report"}
 
 
-@pytest.mark.parametrize("name", SIGHTS)
-def test_a_sight_is_explained_and_listed(name: str) -> None:
-    assert f"\n### {name}\n" in SEEING
-    assert f"| [`{name}`](#{name}) |" in SEEING
+@pytest.mark.parametrize("name", load_tool("figure_flags").FIGURES)
+def test_a_figure_is_explained_and_listed(name: str) -> None:
+    assert f"\n### {name}\n" in DOCS
+    assert f"| [`{name}`](#{name}) |" in DOCS

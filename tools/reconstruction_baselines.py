@@ -112,9 +112,9 @@ def compare(args: argparse.Namespace) -> None:
         f"and standard error over {losses['zero'].num_images:,} held-out images. Learned from "
         f"{report.num_images:,} images ({report.num_rows:,} with mirror images)."
     )
-    if report.faults:
-        names = join_first(sorted(map(str, report.faults)), 10, "\n  ")
-        print(f"\n{len(report.faults):,} unreadable images:\n  {names}", file=sys.stderr)
+    if report.skipped:
+        names = join_first(sorted(map(str, report.skipped)), 10, "\n  ")
+        print(f"\n{len(report.skipped):,} unreadable images:\n  {names}", file=sys.stderr)
     if args.json:
         write_json(args.json, losses, report, find_settings(cfg))
 
@@ -188,12 +188,13 @@ def evaluate_weights(cfg: "CfgNode", held_out: Records) -> "HeldOutLosses":
 
     from qbheat_det.analysis.held_out_losses import HeldOutLosses
     from qbheat_det.checkpoint import ExactCheckpointer
-    from qbheat_det.data import ImageBatches, build_mapper, with_places
+    from qbheat_det.data import ImageBatches, build_mapper, with_views
+    from qbheat_det.modeling.contracts import get_views
 
     model = build_model(cfg).eval()
     ExactCheckpointer(model).load(cfg.MODEL.WEIGHTS)
     batches = ImageBatches(
-        with_places(held_out, cfg.MODEL.QB_HEAT.VISIBLE),
+        with_views(held_out, get_views(cfg).values()),
         mapper=build_mapper(cfg, is_train=False),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )
@@ -241,7 +242,7 @@ def write_json(
             "training_images": report.num_images,
             "training_rows": report.num_rows,
             "ridge_penalties": report.penalties,
-            "unreadable": [asdict(fault) for fault in report.faults.values()],
+            "unreadable": [asdict(fault) for fault in report.skipped.values()],
         }
     )
     text = json.dumps(content, indent=2) + "\n"

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.core.text import join_first
-from qbheat_det.modeling.classification import LinearDecoder
-from qbheat_det.modeling.meta_arch import ImageClassifier
+from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder
 
 from .figure import FigureOptions, SharedImages, batch_images, crop_squares, run_each
 from .plotting import (

@@ -21,7 +21,7 @@ from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, registe
 from qbheat_det.data import build_mapper
 from qbheat_det.engine.sample_images import read_spread
 from qbheat_det.layers import read_attention
-from qbheat_det.modeling.meta_arch.mf_detr import MFDETR
+from qbheat_det.modeling.detr.mf_detr import MFDETR
 
 from .attention import find_top, measure_spread
 from .figure import FigureOptions, SharedImages, run_each

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import Fault, ImageBatches, build_mapper, preserved_randomness, with_places
+from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
+from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import (
-    PLACES,
-    PLACES_OF,
+    QUADRANTS,
+    QUADRANTS_OF,
     ReconstructionLoss,
     VisibleQuarters,
     find_map,
@@ -50,7 +51,7 @@ class ReconstructionTask:
     Attributes:
         image_size: S, in pixels.
         patch_size: side of a patch, in pixels.
-        visible: where the visible quarter can be, a key of ``PLACES_OF``.
+        visible: where the visible quarter can be, a key of ``QUADRANTS_OF``.
         flip: "none", or "horizontal" or "vertical" where training flips images.
         loss: compares patches.
         pixel_mean, pixel_std: (3, 1, 1), in the mapper's pixel format.
@@ -73,7 +74,7 @@ class ReconstructionTask:
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
         for key, value, known in (
             ("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, ("QBHeat",)),
-            ("MODEL.QB_HEAT.VISIBLE", node.VISIBLE, tuple(PLACES_OF)),
+            ("MODEL.QB_HEAT.VISIBLE", node.VISIBLE, tuple(QUADRANTS_OF)),
             ("INPUT.RANDOM_FLIP", cfg.INPUT.RANDOM_FLIP, tuple(_AXES)),
         ):
             if value not in known:
@@ -108,7 +109,7 @@ class ReconstructionTask:
     @property
     def places(self) -> list[str]:
         """The places that ``align`` leaves."""
-        return list(dict.fromkeys(map(self._align_place, PLACES_OF[self.visible])))
+        return list(dict.fromkeys(map(self._align_place, QUADRANTS_OF[self.visible])))
 
     def preprocess(self, entries: Sequence[Mapping[str, Any]]) -> Tensor:
         """Returns the normalised images of mapped entries."""
@@ -137,7 +138,7 @@ class ReconstructionTask:
     def find_counted(self, place: str) -> Tensor:
         """Returns the indices of the patches that the loss counts."""
         grid = self.image_size // self.patch_size
-        visible = visible_positions(grid)[PLACES.index(place)].flatten()
+        visible = visible_positions(grid)[QUADRANTS.index(place)].flatten()
         counted = torch.ones_like(visible) if self.loss.positions == "all" else ~visible
         return counted.nonzero().flatten()
 
@@ -154,7 +155,7 @@ class BaselineReport:
         penalties: by place of the visible quarter, those chosen for its patches.
         num_images: training images that could be read.
         num_rows: these and their mirror images.
-        faults: errors of unreadable images, by image.
+        skipped: errors of unreadable images, by image.
     """
 
     losses: dict[str, HeldOutLosses] = field(
@@ -163,7 +164,7 @@ class BaselineReport:
     penalties: dict[str, list[float]] = field(default_factory=dict)
     num_images: int = 0
     num_rows: int = 0
-    faults: dict[str, Fault] = field(default_factory=dict)
+    skipped: dict[str, DataError] = field(default_factory=dict)
 
 
 def compute_baselines(
@@ -201,7 +202,7 @@ def compute_baselines(
     mapper, workers = build_mapper(cfg, is_train=False), cfg.DATALOADER.NUM_WORKERS
     size = max(1, min(256, _BATCH_PIXELS // task.image_size**2))
     training = ImageBatches(train, mapper=mapper, batch_size=size, num_workers=workers)
-    views = with_places(held_out, task.visible)
+    views = with_views(held_out, get_views(cfg).values())
     evaluation = ImageBatches(views, mapper=mapper, num_workers=workers)
     report = BaselineReport()
     shares = _count_shares(task, memory_gb)
@@ -285,7 +286,7 @@ def _fit(
         for regression in regressions.values():
             regression.add(images, target, held)
         bar.update(len(entries))
-    report.faults.update(training.faults)
+    report.skipped.update(training.skipped)
     report.num_images = number
     if number < 2:
         raise UserError(f"baselines need two readable training images, not {number}")
@@ -315,7 +316,7 @@ def _evaluate(
                 losses = task.loss(predicted, patches, all_counted) * regression.weight
                 report.losses[name].add(entries, losses)
         bar.update(len(batch))
-    report.faults.update(evaluation.faults)
+    report.skipped.update(evaluation.skipped)
     if not report.losses["zero"].num_images:
         raise UserError("none of the held-out images can be read")
 

@@ -29,7 +29,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.backbone.mobile_former_archs import BlockSpec, MobileFormerArch
-from qbheat_det.modeling.meta_arch import MFDETR
+from qbheat_det.modeling.detr import MFDETR
 
 from .conftest import check_files
 from .tiny_runs import CLASSES, TinyRuns, mf_detr_config, truncate

@@ -16,7 +16,7 @@ from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.steady_heat import compare_with_heat
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable, to_json
-from qbheat_det.modeling.meta_arch import ImageClassifier
+from qbheat_det.modeling.classification import ImageClassifier
 
 from .conftest import check_files
 from .tiny_runs import TinyRuns, classifier_config, truncate
