@@ -14,12 +14,12 @@ PACKAGE = "qbheat_det"
 
 # Folders of the package by floor. One imports from floors below its own, never from its own.
 FLOORS = {
-    "model_zoo": 6,
+    "model_zoo": 9,
     "engine": 7,
     "analysis": 6,
     "probing": 6,
     "modeling.dense": 4,
-    "deployment": 4,
+    "deployment": 6,
     "modeling.pretrain": 4,
     "modeling.detr": 4,
     "modeling.classification": 4,
