@@ -15,6 +15,7 @@ PACKAGE = "qbheat_det"
 # Folders of the package by floor. One imports from floors below its own, never from its own.
 FLOORS = {
     "model_zoo": 6,
+    "export": 8,
     "engine": 7,
     "analysis": 6,
     "probing": 6,

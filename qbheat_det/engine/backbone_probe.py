@@ -27,6 +27,7 @@ from qbheat_det.data import (
     preserved_randomness,
     unite_labels,
 )
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
 from qbheat_det.probing import (
     FrozenFeatures,
     ProbeSettings,
@@ -37,7 +38,6 @@ from qbheat_det.probing import (
     run_probe,
 )
 
-from .backbone_export import build_bare_backbone
 from .broken_images import name_faults
 from .probe_figures import ProbeFigures, ProbeRow
 from .probed_backbones import count_images_seen, digest, find_feature, load_backbone

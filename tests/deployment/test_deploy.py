@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import qbheat_det
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import Deployed, part_forwards, precision
-from tests.engine.exporting.split_cases import build, make_config
+from tests.export.tiny_models import build, make_config
 
 SIZES = [(64, 96), (67, 101), (96, 64)]
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import part_programs
-from tests.engine.exporting.split_cases import build, make_config
+from tests.export.tiny_models import build, make_config
 
 from .fake_compiler import FakeCompiler, OneMap, deploy
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import Deployed, predictor_key
 from qbheat_det.engine import Trainer
-from tests.engine.exporting.split_cases import build, make_config
+from tests.export.tiny_models import build, make_config
 
 from .test_deploy import assert_same_boxes, entries
 

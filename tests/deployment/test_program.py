@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import qbheat_det
 from qbheat_det.deployment import part_programs
 from qbheat_det.deployment.program import InPrecision, lay_out
-from tests.engine.exporting.split_cases import build, make_config
+from tests.export.tiny_models import build, make_config
 
 from .fake_compiler import OneMap, deploy
 from .test_deploy import assert_same_boxes, entries

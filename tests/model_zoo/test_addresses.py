@@ -23,8 +23,8 @@ from qbheat_det.checkpoint import (
     read_weights,
 )
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.backbone_export import export_backbone
 from qbheat_det.engine.seeing.subject import Subject, open_subjects
+from qbheat_det.export import export_backbone
 from qbheat_det.model_zoo import addresses
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, read_weights, save_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.backbone_export import export_backbone
+from qbheat_det.export import export_backbone
 from tests.modeling.backbone.timm_models import make_mf_detr_config, make_retinanet_config
 from tests.tool_modules import load_tool
 

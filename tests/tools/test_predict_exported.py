@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from qbheat_det.engine.exporting.export_info import METADATA_FILE, ExportInfo
 from torch import Tensor, nn
 
 from qbheat_det.config import dump_config, get_cfg
-from qbheat_det.engine.exporting.export_info import METADATA_FILE, ExportInfo
 from tests.tool_modules import load_tool
 
 

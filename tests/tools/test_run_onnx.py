@@ -10,11 +10,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 from PIL import Image
+from qbheat_det.engine.exporting.export_info import METADATA_KEY, SPLIT_KEY, ExportInfo
+from qbheat_det.engine.exporting.split_model import SplitModel
 
 from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.exporting.export_info import METADATA_KEY, SPLIT_KEY, ExportInfo
-from qbheat_det.engine.exporting.split_model import SplitModel
 from tests.tool_modules import TOOLS, load_tool
 
 onnx = pytest.importorskip("onnx")

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from qbheat_det.core.errors import UserError
-from qbheat_det.engine.exporting import ExportedModel, ExportInfo
 from qbheat_det.engine.exporting.agreement import (
     Agreement,
     compare_boxes,
@@ -17,6 +14,9 @@ from qbheat_det.engine.exporting.agreement import (
 )
 from qbheat_det.engine.exporting.export_info import DETECTION_OUTPUTS, Task
 from qbheat_det.engine.exporting.exported_model import Outputs
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine.exporting import ExportedModel, ExportInfo
 from qbheat_det.engine.media import Image
 
 _ROWS = 6

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from qbheat_det.core.errors import UserError
 from qbheat_det.engine.exporting.deployable import DeployableModel, build_deployable
 from qbheat_det.engine.exporting.split import SplitParts, split_models
 from qbheat_det.engine.exporting.split_export import name_heads
-from tests.engine.exporting.split_cases import build, make_config
+from torch import Tensor
+
+from qbheat_det.core.errors import UserError
+from tests.export.tiny_models import build, make_config
 
 
 def _deployable(kind: str, seeds: dict[str, int] | None = None, **changes: Any) -> DeployableModel:

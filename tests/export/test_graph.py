@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 from detectron2.modeling import build_model
+from qbheat_det.engine.exporting.agreement import build_reference
+from qbheat_det.engine.exporting.deployable import build_deployable
+from qbheat_det.engine.exporting.detector_heads import NOTHING
+from qbheat_det.engine.exporting.suppression import suppress
 from torch import Tensor
 from torchvision.ops import nms
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.exporting import ExportInfo, to_instances
-from qbheat_det.engine.exporting.agreement import build_reference
-from qbheat_det.engine.exporting.deployable import build_deployable
-from qbheat_det.engine.exporting.detector_heads import NOTHING
-from qbheat_det.engine.exporting.suppression import suppress
 from qbheat_det.engine.prediction import build_predictor
-from tests.engine.exporting.split_cases import build, make_config, save
+from tests.export.tiny_models import build, make_config, save
 
 _FCOS: dict[str, Any] = {
     "MODEL__META_ARCHITECTURE": "SyncFCOS",

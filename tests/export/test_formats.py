@@ -11,17 +11,17 @@ import pytest
 import torch
 from detectron2.config import CfgNode
 from PIL import Image
+from qbheat_det.engine.exporting.deployable import DeployableModel
+from qbheat_det.engine.exporting.export import ExportReport, export_model
+from qbheat_det.engine.exporting.export_info import METADATA_KEY
+from qbheat_det.engine.exporting.formats import write_torchscript
 
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.exporting import ExportedModel, ExportInfo
 from qbheat_det.engine.exporting import export as export_module
-from qbheat_det.engine.exporting.deployable import DeployableModel
-from qbheat_det.engine.exporting.export import ExportReport, export_model
-from qbheat_det.engine.exporting.export_info import METADATA_KEY
-from qbheat_det.engine.exporting.formats import write_torchscript
-from tests.engine.exporting.split_cases import build, make_config, save
+from tests.export.tiny_models import build, make_config, save
 from tests.tool_modules import load_tool
 
 SUFFIXES = {"onnx": ".onnx", "torchscript": ".ts", "torch-export": ".pt2"}

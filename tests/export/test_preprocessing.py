@@ -6,7 +6,6 @@ import pytest
 import torch
 from detectron2.data.transforms import ResizeShortestEdge
 from PIL import Image
-
 from qbheat_det.engine.exporting.pixels import CentreSquare, Normalisation, ShortestEdge
 
 
