@@ -179,12 +179,11 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
 
 
 def _make_batches(images: Sequence[Images], size: int) -> list[Images]:
-    """Returns batches (N, H, W, 3) that hold every image, and no two that are equal."""
+    """Returns batches (N, H, W, 3) that hold every image, with variants to fill the last one."""
     if size == 1:
         return [image[None] for image in images]
-    # Copies of the first images fill the last batch, shifted so that all differ.
     missing = range(-len(images) % size)
-    chosen = [*images, *(np.roll(images[i % len(images)], 3 * i + 5, (0, 1)) for i in missing)]
+    chosen = [*images, *(_vary(images[i % len(images)], i // len(images) + 1) for i in missing)]
     batches = []
     for start in range(0, len(chosen), size):
         batch = chosen[start : start + size]
@@ -193,6 +192,12 @@ def _make_batches(images: Sequence[Images], size: int) -> list[Images]:
         tiled = [x.take(rows, 0, mode="wrap").take(columns, 1, mode="wrap") for x in batch]
         batches.append(np.stack(tiled))
     return batches
+
+
+def _vary(image: Images, bits: int) -> Images:
+    """Returns an image inverted (bit 1), flipped left to right (2), upside down (4)."""
+    flipped = image[:: -1 if bits & 4 else 1, :: -1 if bits & 2 else 1]
+    return 255 - flipped if bits & 1 else flipped
 
 
 def _compare_values(row: Agreement, got: Outputs, expected: Outputs, task: Task) -> None:
