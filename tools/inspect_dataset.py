@@ -29,6 +29,7 @@ from pathlib import Path
 # What Detectron2's own imports say would otherwise be the first thing that the tool shows.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
+from arguments import add_data_flags  # noqa: E402
 from detectron2.config import CfgNode  # noqa: E402
 
 from qbheat_det.analysis.dataset_inspection import (  # noqa: E402
@@ -46,7 +47,6 @@ from qbheat_det.analysis.dataset_report import (  # noqa: E402
 from qbheat_det.analysis.html_report import Picture, write_report  # noqa: E402
 from qbheat_det.config import load_config  # noqa: E402
 from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
-from qbheat_det.engine import add_data_flags  # noqa: E402
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,7 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Which class is taken for which: a picture for two classes as for a thousand."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 
+from qbheat_det.core.files import write_atomically
 from qbheat_det.evaluation import find_confusions
 
 from .charts import INK, Format, Theme, encode, style_axes, to_text, to_texts
@@ -81,6 +84,19 @@ def plot_confusion(
         linespacing=1.5,
     )
     return encode(figure, theme, format)
+
+
+def draw_confusion(classification_json: Path, output_png: Path) -> None:
+    """Draws the confusion matrix of a ``classification.json`` of the evaluator."""
+    content = json.loads(classification_json.read_text(encoding="utf-8"))
+    classes = content["classes"]
+    index = {row["name"]: i for i, row in enumerate(classes)}
+    counts = np.diag([round(row["images"] * (row["top1"] or 0) / 100) for row in classes])
+    for row in content["confusions"]:
+        counts[index[row["class"]], index[row["taken_for"]]] = row["images"]
+    title = f"{content['dataset']}: top-1 {content['top1'] or 0:.1f} %"
+    picture = plot_confusion(counts, list(index), title=title)
+    write_atomically(output_png, lambda stream: stream.write(picture))
 
 
 def _draw_matrix(axes: Axes, confusion: Counts, names: Sequence[str], theme: Theme) -> None:

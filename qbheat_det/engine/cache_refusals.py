@@ -2,16 +2,19 @@
 """What cannot be trained from cached features: each a sentence that says why, and what to do."""
 
 from detectron2.config import CfgNode
-from detectron2.modeling import Backbone
+from detectron2.modeling import Backbone, GeneralizedRCNN
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchvision.ops import StochasticDepth
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.pretrain import PretrainingModel
-
-from .knn_look import names_neighbours
+from qbheat_det.engine.hooks.knn import scores_neighbours
+from qbheat_det.modeling.contracts import (
+    PretrainingObjective,
+    get_freeze_all,
+    keeps_backbone_in_eval,
+)
 
 _WAY_OUT = "set MODEL.CACHE_FEATURES.ENABLED False"
 
@@ -49,7 +52,7 @@ def check_cacheable(cfg: CfgNode) -> None:
                 f"MODEL.CACHE_FEATURES keeps boxes and classes, but {key} needs {what}: switch it "
                 f"off, or {_WAY_OUT}"
             )
-    if names_neighbours(cfg):
+    if scores_neighbours(cfg):
         raise UserError(
             "TEST.KNN scores the encoder, which is not run where its features are cached, and "
             "which does not change while it is frozen: leave TEST.KNN empty and score it once with "
@@ -74,20 +77,25 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
         UserError: the model pre-trains its encoder, or part of the encoder changes in training, or
             draws random numbers.
     """
-    if isinstance(model, PretrainingModel):
+    if isinstance(model, PretrainingObjective):
         raise UserError(
             f"MODEL.CACHE_FEATURES is for heads on a frozen encoder, but {type(model).__name__} "
             f"pre-trains its encoder: {_WAY_OUT}"
         )
+    if isinstance(model, GeneralizedRCNN):
+        raise UserError(
+            f"MODEL.CACHE_FEATURES is for MF-DETR, RetinaNet, FCOS and classifiers: Detectron2's "
+            f"{type(model).__name__} reads pixels alone, so {_WAY_OUT}"
+        )
     learning = [name for name, p in encoder.named_parameters() if p.requires_grad]
-    stays_in_evaluation = getattr(model, "is_frozen", False) and not learning
+    stays_in_evaluation = keeps_backbone_in_eval(model) and not learning
     modules = [] if stays_in_evaluation else list(encoder.named_modules())
     moving = [name for name, module in modules if isinstance(module, _BatchNorm)]
     if not learning and not moving:
         _check_not_random(encoder, modules)
         return
     changing = f"'{(learning or moving)[0]}' and {len(learning or moving) - 1} more"
-    last = getattr(encoder, "freezes_all", 5)
+    last = get_freeze_all(encoder)
     raise UserError(
         f"MODEL.CACHE_FEATURES needs an encoder that is frozen to its end, but in this "
         f"{type(encoder).__name__} {changing} change in training (MODEL.BACKBONE.FREEZE_AT is "

@@ -39,6 +39,7 @@ from qbheat_det.data import (
     open_feature_store,
 )
 from qbheat_det.modeling.backbone import CachedBackbone
+from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
 from .cache_estimate import CacheEstimate, estimate_sets, sample_views, tell_estimate
 from .cache_refusals import check_cacheable, check_frozen
@@ -173,7 +174,7 @@ class CachedFeatures:
             outputs=self._backbone.outputs,
             pixel_mean=cfg.MODEL.PIXEL_MEAN,
             pixel_std=cfg.MODEL.PIXEL_STD,
-            size_divisibility=getattr(self._model, "backbone", encoder).size_divisibility,
+            size_divisibility=(get_backbone(self._model) or encoder).size_divisibility,
             dtype=cfg.MODEL.CACHE_FEATURES.DTYPE,
             count=views.count,
             views_seed=views.seed,
@@ -251,7 +252,7 @@ def swap_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
         raise UserError(
             f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', but must be one of {', '.join(DTYPES)}"
         )
-    backbone = getattr(model, "backbone", None)
+    backbone = get_backbone(model)
     if backbone is None:
         raise UserError(
             f"MODEL.CACHE_FEATURES needs a model with a backbone, and {type(model).__name__} has "
@@ -261,7 +262,7 @@ def swap_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
     encoder = backbone.bottom_up if has_pyramid else backbone
     check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
     reader = backbone if has_pyramid else model
-    read = getattr(reader, "head_in_features", None) or getattr(reader, "in_features", None)
+    read = get_in_features(reader)
     cached = CachedBackbone(
         encoder=encoder.to("cpu"),
         outputs=list(read or encoder.output_shape()),
@@ -271,5 +272,4 @@ def swap_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
         backbone.bottom_up = cached
     else:
         model.backbone = cached
-    cached.attach(model)
     return cached

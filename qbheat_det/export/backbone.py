@@ -19,8 +19,8 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import load_image_folders
-from qbheat_det.engine.recalibrate import read_whole_images, recalibrate_bn, training_records
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
 
 def export_backbone(

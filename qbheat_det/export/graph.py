@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from qbheat_det.config import dump_config, get_cfg
-from qbheat_det.modeling.meta_arch import ImageClassifier
+from qbheat_det.modeling.classification import ImageClassifier
+from qbheat_det.modeling.contracts import get_backbone
 
 from .heads import Head, Suppress, build_head, suppress_overlaps
 from .metadata import ExportInfo
@@ -58,7 +59,8 @@ def build_exportable(
         UserError: the model's boxes cannot be computed in a graph.
     """
     head = build_head(model.eval(), suppress)
-    backbone: Any = model.backbone
+    backbone = get_backbone(model)
+    assert backbone is not None  # all of ``build_head`` have one
     resize: ShortestEdge | CenterCrop
     if isinstance(model, ImageClassifier):
         resize = CenterCrop(model.image_size, share=cfg.INPUT.CLASSIFY.TEST_CROP)

@@ -6,7 +6,6 @@ tables of fixed size, in which a score of -1 marks an empty row.
 """
 
 from collections.abc import Callable, Mapping
-from typing import cast
 
 import torch
 from detectron2.modeling import RetinaNet
@@ -17,8 +16,9 @@ from torchvision.ops import box_convert, nms
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers import halve, padding_mask
-from qbheat_det.modeling.image_model import ImageModel
-from qbheat_det.modeling.meta_arch import MFDETR, ImageClassifier
+from qbheat_det.modeling.classification import ImageClassifier
+from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
+from qbheat_det.modeling.detr import MFDETR
 
 from .metadata import TASK_OUTPUTS, Task
 
@@ -239,8 +239,9 @@ def build_head(model: nn.Module, suppress: Suppress) -> Head:
         return DenseHead(model, suppress=suppress)
     if isinstance(model, ImageClassifier):
         return ClassifierHead(model)
-    if isinstance(model, ImageModel):
-        return FeatureHead(list(cast(Mapping[str, object], model.backbone.output_shape())))
+    backbone = get_backbone(model)
+    if backbone is not None and isinstance(model, FixedSizeModel):
+        return FeatureHead(list(backbone.output_shape()))
     raise UserError(
         f"{type(model).__name__} cannot be exported; MF-DETR, RetinaNet, FCOS, classifiers and "
         "pre-trained backbones can"

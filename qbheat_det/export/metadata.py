@@ -4,7 +4,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from qbheat_det.core.errors import UserError
 
@@ -74,9 +74,10 @@ class ExportInfo:
             UserError: it is not a description of this version's exports.
         """
         try:
-            content = json.loads(text)
+            content: Any = json.loads(text)
             is_known = type(content["format"]) is int and content.pop("format") == _FORMAT
-            info = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
+            lists = {key: tuple(v) for key, v in content.items() if isinstance(v, list)}
+            info = cls(**(content | lists))
             is_known = is_known and info._is_valid()
         except (ValueError, TypeError, AttributeError, KeyError):
             is_known = False

@@ -15,6 +15,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors
 from qbheat_det.core.text import join_first
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.contracts import get_encoder
 
 from .graph import ExportableModel
 from .preprocessing import Preprocessing
@@ -105,7 +106,7 @@ def split_models(
     Raises:
         UserError: their backbones or their preprocessing differ.
     """
-    backbones = {name: _bottom_up(model) for name, model in models.items()}
+    backbones = {name: get_encoder(model.backbone) for name, model in models.items()}
     # Outputs such as s16_expanded have tensors of their own, which not every head needs.
     fullest = max(backbones, key=lambda name: len(backbones[name].state_dict()))
     for name, model in models.items():
@@ -125,23 +126,18 @@ def split_models(
     return SharedEncoder(preprocessing, backbone, names, multiple_of).eval(), heads
 
 
-def _bottom_up(model: ExportableModel) -> Backbone:
-    backbone = model.backbone
-    return backbone.bottom_up if isinstance(backbone, FPN) else backbone
-
-
 def _check_shared(one: str, model: ExportableModel, other: str, another: ExportableModel) -> None:
     own, theirs = model.preprocessing, another.preprocessing
+    backbones = [get_encoder(each.backbone) for each in (model, another)]
     differences = {
         "INPUT.FORMAT": model.info.pixel_format != another.info.pixel_format,
         "MODEL.PIXEL_MEAN": not own.mean.equal(theirs.mean),
         "MODEL.PIXEL_STD": not own.std.equal(theirs.std),
         "the size of test images": own.resize != theirs.resize,
-        "the type of the backbone": type(_bottom_up(model)) is not type(_bottom_up(another)),
+        "the type of the backbone": type(backbones[0]) is not type(backbones[1]),
     }
     found = [key for key, differs in differences.items() if differs]
-    if not found:
-        found = _differing(_weights(_bottom_up(model)), _weights(_bottom_up(another)))
+    found = found or _differing(*backbones)
     if found:
         raise UserError(
             f"'{one}' and '{other}' cannot share an encoder: {join_first(found)} differ. Train "
@@ -155,9 +151,14 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {k: tensor for k, tensor in state.items() if not k.endswith("num_batches_tracked")}
 
 
-def _differing(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """Returns names of ``theirs`` that ``mine`` does not have, or with other values."""
-    return [name for name, x in theirs.items() if name not in mine or not x.equal(mine[name])]
+def _differing(full: nn.Module, other: nn.Module) -> list[str]:
+    """Returns names of tensors of ``other`` that ``full`` does not have, or with other values."""
+    weights = _weights(full)
+    return [
+        name
+        for name, x in _weights(other).items()
+        if name not in weights or not x.equal(weights[name])
+    ]
 
 
 def _build_backbone(
@@ -165,8 +166,9 @@ def _build_backbone(
 ) -> Backbone:
     """Returns the shared backbone with all outputs that the heads read."""
     for model in models.values():
-        if set(names) <= set(_bottom_up(model).output_shape()):
-            return _bottom_up(model)
+        backbone = get_encoder(model.backbone)
+        if set(names) <= set(backbone.output_shape()):
+            return backbone
     for name, model in models.items():
         if isinstance(model.backbone, FPN):
             continue  # its config's OUT_FEATURES do not count
@@ -175,7 +177,7 @@ def _build_backbone(
             node.OUT_FEATURES = list(names)
         backbone = build_bare_backbone(cfg).eval()
         backbone.load_state_dict(fullest.state_dict(), strict=False)
-        if not _differing(_weights(fullest), _weights(backbone)):
+        if not _differing(fullest, backbone):
             return backbone
     raise UserError(
         f"no backbone of these models gives all of {', '.join(names)}, which the heads read "

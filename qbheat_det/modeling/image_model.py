@@ -9,6 +9,7 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.layers.cached_images import find_cached_images
 
 
 class ImageModel(nn.Module):
@@ -18,8 +19,7 @@ class ImageModel(nn.Module):
 
     Attributes:
         backbone: gives the map.
-        in_features: the name of the map that stands for the backbone, in a list as detectors have
-            it: what is scored and looked at.
+        in_feature: name of the map that stands for the backbone, which k-NN and figures read.
         head_in_features: names of all outputs of the backbone that the model reads, tokens too, as
             Detectron2's RetinaNet has it. Where it reads all, no parameter is without gradient.
         image_size: S, rows and columns of the images.
@@ -49,7 +49,7 @@ class ImageModel(nn.Module):
         """
         super().__init__()
         self.backbone = backbone
-        self.in_features = [in_feature]
+        self.in_feature = in_feature
         self.head_in_features = list(head_in_features)
         self.image_size = image_size
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
@@ -91,8 +91,8 @@ class ImageModel(nn.Module):
                     f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}' crops images to "
                     "INPUT.PRETRAIN.SIZE"
                 )
-        if all("features" in entry for entry in batched_inputs):  # nothing reads the pixels
-            return self.pixel_mean.new_zeros(()).expand(len(batched_inputs), *expected)
+        if (cached := find_cached_images(batched_inputs, 0, self.device)) is not None:
+            return cached.tensor
         # Stacked first, so that a batch goes to the device at once, a byte a value.
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)

@@ -16,7 +16,7 @@ from qbheat_det.data import (
     register_image_folders,
     with_places,
 )
-from qbheat_det.modeling.pretrain import PLACES_OF
+from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
 from .pictures import draw, save
 
@@ -95,10 +95,10 @@ def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None
     assert records == [{"image_id": i} for i in range(6)]
 
 
-@pytest.mark.parametrize("visible", sorted(PLACES_OF))
+@pytest.mark.parametrize("visible", sorted(QUADRANTS_OF))
 def test_the_views_are_the_places_that_the_objective_knows(visible: str) -> None:
     seen = with_places([{"image_id": i} for i in range(4)], visible)
-    assert {entry["place"] for entry in seen} == set(PLACES_OF[visible])
+    assert {entry["place"] for entry in seen} == set(QUADRANTS_OF[visible])
     assert len(seen) == {"corner": 4, "centre": 4, "both": 8}[visible]
 
 

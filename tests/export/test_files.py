@@ -15,8 +15,7 @@ from torch import nn
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.export import ExportedModel, export_model
-from qbheat_det.export import api as export_api
-from qbheat_det.export.graph import ExportableModel
+from qbheat_det.export.graph import ExportableModel, build_exportable
 from tests.export.tiny_models import build, make_config, save, save_model, save_photos
 from tests.tool_modules import load_tool
 
@@ -138,14 +137,12 @@ def test_pickles_and_libraries_in_a_program_are_not_run(
 def test_a_file_that_does_not_agree_is_not_written(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_exportable = export_api.build_exportable
-
     def build_another(model: nn.Module, *args: object, **kwargs: object) -> ExportableModel:
         exportable = build_exportable(model, *args, **kwargs)  # type: ignore[arg-type]
         exportable.preprocessing.mean.add_(100)
         return exportable
 
-    monkeypatch.setattr(export_api, "build_exportable", build_another)
+    monkeypatch.setattr("qbheat_det.export.api.build_exportable", build_another)
     cfg = load_run_config(save(root / "other", "classifier"), device="cpu")
     with pytest.raises(UserError, match=r"--tolerance(?s:.*)differs"):
         export_model(cfg, root / "new" / "x.pt2", images=[str(root / "photos")])

@@ -20,7 +20,7 @@ from qbheat_det.export.graph import build_exportable, trace
 from qbheat_det.export.heads import EMPTY, suppress_overlaps
 from qbheat_det.export.onnx import suppress_operator, write_onnx
 from qbheat_det.export.runtime import to_instances
-from tests.export.tiny_models import build, make_config, save
+from tests.export.tiny_models import TwoMaps, build, make_config, save
 
 
 def _noise(number: int, height: int, width: int) -> np.ndarray:
@@ -68,19 +68,16 @@ def test_fcos_gives_what_detectron2_gives() -> None:
             torch.testing.assert_close(labels[index, :count], expected.pred_classes)
 
 
-def test_mf_detr_on_a_backbone_that_needs_padding() -> None:
+def test_mf_detr_on_a_backbone_that_needs_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = make_config("mf_detr", MODEL__BACKBONE__NAME="TwoMaps")
     cfg.MODEL.MF_DETR.IN_FEATURES = ["s8", "s16"]
+    monkeypatch.setattr(TwoMaps, "size_divisibility", 32)
     model = build(cfg)
-    type(model.backbone).size_divisibility = 32  # type: ignore[method-assign]
-    try:
-        with torch.no_grad():
-            images = _noise(2, 64, 75)
-            boxes, scores, _, _ = build_exportable(model, cfg)(torch.from_numpy(images))
-            entry = {"image": torch.from_numpy(images[1]).permute(2, 0, 1)}
-            expected = model([entry])[0]["instances"]
-    finally:
-        del type(model.backbone).size_divisibility
+    images = _noise(2, 64, 75)
+    with torch.no_grad():
+        boxes, scores, _, _ = build_exportable(model, cfg)(torch.from_numpy(images))
+        entry = {"image": torch.from_numpy(images[1]).permute(2, 0, 1)}
+        expected = model([entry])[0]["instances"]
     order = expected.scores.argsort(descending=True)
     torch.testing.assert_close(scores[1], expected.scores[order])
     torch.testing.assert_close(boxes[1], expected.pred_boxes.tensor[order], rtol=1e-5, atol=1e-4)

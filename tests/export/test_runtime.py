@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,9 +114,7 @@ def test_other_suffixes_and_devices_are_refused(
         {"surprise": 1},
     ],
 )
-def test_descriptions_with_other_types_are_refused(
-    tmp_path: Path, changes: dict[str, object]
-) -> None:
+def test_descriptions_with_other_types_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = write(tmp_path / "x.onnx", DETECTOR, **describe(**changes))
     with pytest.raises(UserError, match=re.escape(str(path))):
         ExportedModel.open(path)
@@ -129,9 +128,9 @@ def test_other_images_and_failures_inside_are_errors(tmp_path: Path) -> None:
             model(strange)
     (found,) = model(images[:1])
     assert found.pred_boxes.tensor.tolist() == [[0, 0, 5, 4]]
-    model._run = lambda images: {}["boxes"]  # as a program with an error inside
+    fails = ExportedModel(model.path, model.info, lambda images: {"boxes": images[9]})
     with pytest.raises(UserError, match=r"x\.onnx"):
-        model(images)
+        fails(images)
 
 
 def test_unreadable_images_are_skipped_and_rotated_ones_turned_upright(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qbheat_det.analysis import CountingRule, count_madds
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import Fault, build_mapper
+from qbheat_det.modeling.contracts import get_backbone
 
 from ..trainer import Trainer
 
@@ -48,8 +49,8 @@ def count_training_madds(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> flo
     cfg.MODEL.DEVICE = "cpu"
     batch = _draw_batch(cfg, records)
     model = Trainer.build_model(cfg).train()
-    backbone = getattr(model, "backbone", None)
-    if not isinstance(backbone, Backbone):
+    backbone = get_backbone(model)
+    if backbone is None:
         raise UserError(f"{cfg.MODEL.META_ARCHITECTURE} has no encoder named 'backbone' to count")
     with EventStorage(0), _counted_calls(model, type(backbone)) as sizes:
         model(batch)

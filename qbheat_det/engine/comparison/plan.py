@@ -16,8 +16,8 @@ from typing import Any
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import fingerprint_records, load_image_folders, unite_labels
+from qbheat_det.engine.resume import contains_run
 
-from ..resuming import holds_run
 from ..writers import METRICS_FILE
 from .figures import (
     WEIGHTS,
@@ -261,7 +261,7 @@ class _Row:
         def command() -> list[str]:
             return [
                 *self._tool("train_net.py", "--config-file", config, *data),
-                *(["--resume"] if holds_run(str(folder)) else []),
+                *(["--resume"] if contains_run(str(folder)) else []),
                 *("MODEL.WEIGHTS", str(self.weights[RECALIBRATED]), "SEED", str(self.seed)),
                 *("OUTPUT_DIR", str(folder), *opts),
             ]

@@ -29,7 +29,7 @@ from qbheat_det.core.errors import UserError
 
 from .options import SightOptions
 from .refusal import NothingToSee
-from .run_sets import read_data_flags
+from .run_sets import read_sources
 from .subject import Subject
 
 Curves = Mapping[str, tuple[list[float], list[float]]]
@@ -134,12 +134,12 @@ def _read_recipe(subject: Subject) -> str:
     try:
         text = (subject.folder / "config.yaml").read_text(encoding="utf-8")
         config = yaml.safe_load(text)
-        flags = read_data_flags(subject.folder)
+        sources = read_sources(subject.folder)
         for part, names in _SCHEDULE.items():
             node = config[part] if part else config
             for name in names:
                 node.pop(name, None)
-        return json.dumps([config, vars(flags) if flags else None], sort_keys=True, default=str)
+        return json.dumps([config, sources], sort_keys=True, default=str)
     except (OSError, ValueError, yaml.YAMLError, LookupError, AttributeError, TypeError,
             RecursionError, NothingToSee, UserError):  # fmt: skip
         return ""
