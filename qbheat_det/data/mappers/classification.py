@@ -20,9 +20,9 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.errors import DataError
 
-from .faults import Fault
-from .pretraining_mapper import PretrainingMapper
+from .pretraining import PretrainingMapper
 
 _LARGEST_MAGNITUDE = 10  # timm's scale
 # At the very end of it no bit of a posterised image would be left, which Pillow refuses.
@@ -39,7 +39,7 @@ class ClassificationMapper:
     pixels of the image whose shorter side was resized to S over the
     crop's ``test_crop``.
 
-    An image that cannot be read is a ``Fault``.
+    An image that cannot be read is a ``DataError``.
     """
 
     @configurable
@@ -104,9 +104,9 @@ class ClassificationMapper:
         """See ``PretrainingMapper.prepare``."""
         self._crop.prepare(dataset_dicts)
 
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault:
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         entry = self._crop(dataset_dict)
-        if isinstance(entry, Fault):
+        if isinstance(entry, DataError):
             return entry
         if self._augment is not None:
             entry["image"] = self._rand_augment(entry["image"])

@@ -15,9 +15,9 @@ from detectron2.utils import comm
 from torch import Tensor, nn
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import Fault, register_image_folders
+from qbheat_det.data import DataError, register_image_folders
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.broken_images import FAULTS_FILE, BrokenImages
+from qbheat_det.engine.hooks.skipped_images import SKIPPED_FILE, SkippedImages
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs
@@ -25,8 +25,8 @@ from .conftest import forget_runs
 NAME = "broken_images_of_a_test"
 
 
-def fault(name: str) -> Fault:
-    return Fault("unreadable image", f"image '{name}'", "no image at all")
+def fault(name: str) -> DataError:
+    return DataError("unreadable image", f"image '{name}'", "no image at all")
 
 
 def make_trainer(folder: Path, max_iter: int = 4) -> Any:
@@ -35,12 +35,12 @@ def make_trainer(folder: Path, max_iter: int = 4) -> Any:
         iter=0,
         max_iter=max_iter,
         cfg=SimpleNamespace(OUTPUT_DIR=str(folder)),
-        data_loader=SimpleNamespace(faults={}, num_images=1000),
+        data_loader=SimpleNamespace(skipped={}, num_images=1000),
     )
 
 
-def make_hook(trainer: Any, period: int = 0) -> BrokenImages:
-    hook = BrokenImages(period=period)
+def make_hook(trainer: Any, period: int = 0) -> SkippedImages:
+    hook = SkippedImages(period=period)
     hook.trainer = trainer
     return hook
 
@@ -53,14 +53,14 @@ def test_new_images_are_named_in_the_period_and_all_at_the_end(
     named = []
     for trainer.iter, name in enumerate("abca"):
         caplog.clear()
-        trainer.data_loader.faults[f"image '{name}'"] = fault(name)
+        trainer.data_loader.skipped[f"image '{name}'"] = fault(name)
         hook.after_step()
         named.append([name for name in "abc" if f"image '{name}'" in caplog.text])
     assert named == [[], ["a", "b"], [], ["c"]]
     caplog.clear()
     hook.after_train()
-    assert "3 of 1,000 images were left out: image 'a': no image at all; image 'b'" in caplog.text
-    lines = (tmp_path / FAULTS_FILE).read_text().splitlines()
+    assert "3 of 1,000 images were skipped: image 'a': no image at all; image 'b'" in caplog.text
+    lines = (tmp_path / SKIPPED_FILE).read_text().splitlines()
     assert lines == [f"image '{name}': no image at all" for name in "abc"]
 
 
@@ -69,19 +69,19 @@ def test_the_log_stays_short_and_the_file_is_whole(
 ) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.faults = {str(i): fault(f"{i:04d}") for i in range(300)}
+    trainer.data_loader.skipped = {str(i): fault(f"{i:04d}") for i in range(300)}
     hook.after_step()
-    assert "; and 290 more" in caplog.text
+    assert " and 290 more" in caplog.text
     assert "0010" not in caplog.text
-    assert len((tmp_path / FAULTS_FILE).read_text().splitlines()) == 300
+    assert len((tmp_path / SKIPPED_FILE).read_text().splitlines()) == 300
 
 
 def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.faults = {"a": Fault("unreadable image", "image 'a\udcff'", "")}
+    trainer.data_loader.skipped = {"a": DataError("unreadable image", "image 'a\udcff'", "")}
     hook.after_step()
-    assert "udcff" in (tmp_path / FAULTS_FILE).read_text()
+    assert "udcff" in (tmp_path / SKIPPED_FILE).read_text()
 
 
 def test_without_broken_images_nothing_is_said_and_written(
@@ -99,13 +99,13 @@ def test_what_other_processes_met_is_known_to_all(
 ) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.faults = {"a": fault("a")}
+    trainer.data_loader.skipped = {"a": fault("a")}
     monkeypatch.setattr(comm, "all_gather", lambda met: [met, [fault("b")], [fault("a")]])
     hook.after_step()
-    assert sorted(hook.faults) == ["image 'a'", "image 'b'"]
+    assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
     again = make_hook(trainer)
     again.load_state_dict(hook.state_dict())
-    assert again.faults == hook.faults
+    assert again.errors == hook.errors
 
 
 @META_ARCH_REGISTRY.register()
@@ -149,7 +149,7 @@ def make_run(output: Path, images: Path, max_iter: int) -> Trainer:
     cfg.OUTPUT_DIR = str(output)
     register_image_folders(NAME, [images])
     trainer = Trainer(cfg)
-    if not any(isinstance(hook, BrokenImages) for hook in trainer._hooks):
+    if not any(isinstance(hook, SkippedImages) for hook in trainer._hooks):
         trainer._hooks.insert(-1, make_hook(trainer))
     return trainer
 
@@ -161,10 +161,10 @@ def test_a_run_on_images_with_broken_ones_ends_well_and_a_resumed_one_still_know
     output.mkdir()
     with caplog.at_level(logging.WARNING, "qbheat_det"):
         make_run(output, images, 4).train()  # two epochs
-    assert "2 of 6 images were left out: image " in caplog.text
-    lines = (output / FAULTS_FILE).read_text().splitlines()
+    assert "2 of 6 images were skipped: image " in caplog.text
+    lines = (output / SKIPPED_FILE).read_text().splitlines()
     assert [Path(line.split("'")[1]).name for line in lines] == ["1.jpg", "4.jpg"]
     resumed = make_run(output, images, 5)
     resumed.resume_or_load(resume=True)
-    (hook,) = (hook for hook in resumed._hooks if isinstance(hook, BrokenImages))
+    (hook,) = (hook for hook in resumed._hooks if isinstance(hook, SkippedImages))
     assert [fault.where.rpartition("/")[2] for fault in hook._sorted()] == ["1.jpg'", "4.jpg'"]

@@ -1,12 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Whether a cache of features fits on its disk, and what others of them take."""
+"""Whether a cache of features fits on its disk, and what others beside it take."""
 
 import shutil
 from pathlib import Path
 
 from qbheat_det.core.errors import UserError
-
-_GIB = 2**30
+from qbheat_det.core.text import format_bytes
 
 
 def check_space(folder: Path, needed: float) -> int:
@@ -29,7 +28,7 @@ def check_space(folder: Path, needed: float) -> int:
 
 
 def explain_full_disk(folder: Path, needed: float) -> str:
-    """Returns the sentence for a disk that has no room for ``needed`` further bytes."""
+    """Returns the message for a disk that has no room for ``needed`` further bytes."""
     return (
         f"the features to cache need {format_bytes(needed)}, but the disk of '{folder}' has "
         f"{format_bytes(_free_bytes(folder))} free: free some space, set "
@@ -39,28 +38,15 @@ def explain_full_disk(folder: Path, needed: float) -> str:
 
 
 def measure_caches(root: Path) -> dict[str, int]:
-    """Returns the bytes that each cache below a folder takes, by name."""
-    if not root.is_dir():
-        return {}
+    """Returns the bytes of the complete files of each cache below a folder, by name."""
+    folders = sorted(root.iterdir()) if root.is_dir() else []
     return {
-        folder.name: sum(_size(file) for file in folder.iterdir())
-        for folder in sorted(root.iterdir())
+        folder.name: sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        for folder in folders
         if (folder / "meta.json").is_file()
     }
-
-
-def format_bytes(count: float) -> str:
-    """Returns "1.23 GiB (1,320,702,444 bytes)"."""
-    return f"{count / _GIB:.2f} GiB ({count:,.0f} bytes)"
 
 
 def _free_bytes(folder: Path) -> int:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:  # a temporary name that is gone by now
-        return 0

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Image files of which only a part is wanted, at no more pixels than are needed.
+"""Reading a part of an image file, with no more pixels than are needed.
 
 The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2,
 1/4 or 1/8 of its size, which libjpeg does from fewer coefficients (Pillow's ``draft``).
@@ -24,11 +24,13 @@ from torch import Tensor
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
 
+ORIENTATION = 0x0112
+"""EXIF tag; from 5 on, width and height change places."""
+
 # What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
 # another program.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _REDUCTIONS: tuple[int, ...] = (8, 4, 2)
-_ORIENTATION = 0x0112  # EXIF tag; from 5 on, width and height change places
 _UPRIGHT = {  # as in Detectron2's reading of images
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -40,8 +42,8 @@ _UPRIGHT = {  # as in Detectron2's reading of images
 }
 
 
-class Picture(Protocol):
-    """An image that can be cut, in a file or in memory."""
+class ReadableImage(Protocol):
+    """An image that can be cropped, in a file or in memory."""
 
     @property
     def width(self) -> int: ...
@@ -53,13 +55,13 @@ class Picture(Protocol):
         """Returns the part in a box: (h, w, 3), uint8, RGB.
 
         Args:
-            box: what to cut out.
+            box: the part.
             at_least: h and w may be smaller than those of the box, but not than this.
         """
 
 
-class UprightImage:
-    """An open image file, seen as its EXIF orientation says."""
+class ImageFile:
+    """An open image file, rotated as its EXIF orientation says."""
 
     def __init__(self, image: Image.Image) -> None:
         """
@@ -69,19 +71,12 @@ class UprightImage:
         if image.format not in ("JPEG", "MPO"):
             image.load()  # a PNG may have its EXIF last, and a TIFF turns itself
         self._image = image
-        self._orientation = _find_orientation(image)
-        self._turned = self._orientation in (5, 6, 7, 8)
-
-    @property
-    def width(self) -> int:
-        return self._image.size[1 if self._turned else 0]
-
-    @property
-    def height(self) -> int:
-        return self._image.size[0 if self._turned else 1]
+        self._orientation = find_orientation(image)
+        turned = self._orientation in (5, 6, 7, 8)
+        self.width, self.height = image.size[::-1] if turned else image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """See ``Picture``; to be called once."""
+        """See ``ReadableImage``; to be called once."""
         stored = _find_stored(box, self._orientation, (self.width, self.height))
         side = min(stored[2] - stored[0], stored[3] - stored[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
@@ -98,16 +93,16 @@ class UprightImage:
 
 
 @contextmanager
-def open_upright(path: str) -> Iterator[UprightImage]:
+def open_image(path: str) -> Iterator[ImageFile]:
     """Opens an image file; what a broken one raises depends on its format's decoder."""
     with PathManager.open(path, "rb") as file, Image.open(file, formats=_FORMATS) as image:
-        yield UprightImage(image)
+        yield ImageFile(image)
 
 
-class PictureInMemory:
-    """A decoded image, which may have fewer pixels than the ``width`` and ``height`` it stands for.
+class ImageInMemory:
+    """A decoded image, which may have fewer pixels than its file.
 
-    Boxes are in pixels of the latter.
+    Boxes are in pixels of the file.
     """
 
     def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
@@ -121,7 +116,7 @@ class PictureInMemory:
         self.height = height
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """See ``Picture``; a view, as large as it is."""
+        """See ``ReadableImage``; a view of all pixels that there are."""
         height, width = self._pixels.shape[:2]
         left, top, right, bottom = _scale(box, width / self.width, height / self.height)
         return self._pixels[top:bottom, left:right]
@@ -134,21 +129,16 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0]
 
 
-def _find_orientation(image: Image.Image) -> int:
+def find_orientation(image: Image.Image) -> int:
+    """Returns EXIF's number; 1, upright, for a broken EXIF block, as in Detectron2."""
     try:
-        return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # Detectron2 takes a broken EXIF block for none
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:
         return 1
 
 
 def _find_stored(box: Box, orientation: int, size: tuple[int, int]) -> Box:
-    """Returns where a box of the upright image lies in the image as it is stored.
-
-    Args:
-        box: in the upright image.
-        orientation: EXIF's number.
-        size: width and height of the upright image.
-    """
+    """Returns where a box of the upright image, of a width and height, is in the stored image."""
     left, top, right, bottom = box
     if orientation in (2, 3, 6, 7):  # upright x runs against its stored axis
         left, right = size[0] - right, size[0] - left

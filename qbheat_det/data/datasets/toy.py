@@ -2,7 +2,7 @@
 """The built-in toy set: drawn on first use, for the quick start and for tests.
 
 ``qbheat_toy_train`` and ``qbheat_toy_val`` are registered when the package is imported; the
-pictures are drawn into the cache folder when one of them is first loaded. Each set is a
+images are drawn into the cache folder when one of them is first loaded. Each set is a
 folder with ``annotations.json`` (COCO format) and ``images/``.
 
 What an annotation holds: ``bbox`` is tight around the *visible* pixels, as in COCO, ``area``
@@ -24,17 +24,17 @@ import cv2
 import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
-from iopath.common.file_io import file_lock
 from numpy.typing import NDArray
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import file_lock
 
 from .toy_scenes import CLASS_NAMES, Scene, sample_scene
 
 CATEGORY_IDS = (1, 2, 4, 7, 9, 12)  # in the order of CLASS_NAMES
 ANNOTATION_FILE = "annotations.json"
 
-# To be raised with every change of the pictures or the annotations: old caches are then unused.
+# To be raised with every change of the images or the annotations: old caches are then unused.
 _GENERATOR_VERSION = 2
 _JPEG_QUALITY = 95
 
@@ -45,8 +45,8 @@ class ToySpec:
 
     Attributes:
         name: makes two sets of the same seed differ, such as ``"train"`` and ``"val"``.
-        num_images: how many pictures.
-        image_size: side of the square pictures, in pixels.
+        num_images: how many images.
+        image_size: side of the square images, in pixels.
         seed: any non-negative integer.
     """
 
@@ -105,7 +105,7 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
         return folder
     try:
         make_cache_folder(cache)
-        with file_lock(str(folder)):
+        with file_lock(f"{folder}.lock"):
             if not folder.is_dir():
                 _draw_atomically(spec, folder)
     except OSError as error:
@@ -147,7 +147,7 @@ def sample_scenes(spec: ToySpec) -> Iterator[Scene]:
     """Yields the scenes of a set in the order of its images."""
     split = int.from_bytes(hashlib.sha256(spec.name.encode()).digest()[:4], "big")
     for index in range(spec.num_images):
-        # A generator of its own makes a picture independent of how many come before it.
+        # A generator of its own makes an image independent of how many come before it.
         yield sample_scene(np.random.default_rng([spec.seed, split, index]), spec.image_size)
 
 

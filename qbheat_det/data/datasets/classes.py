@@ -1,65 +1,51 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Sets of labelled images whose labels mean the same, as the names of their classes say."""
+"""Labels of several sets of class folders, brought to one numbering by the names of the classes.
 
-from collections.abc import Mapping, Sequence
+Sets that lack a class number the others differently, so a label alone means nothing.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
-
-from .image_batches import ImageBatches
-from .mappers import build_mapper
-
-_SHOWN = 5  # classes that a sentence names
+from qbheat_det.core.text import join_first
 
 Records = list[dict[str, Any]]
 Labelled = tuple[Records, Sequence[str]]
 """Records with "label", and the names of the classes."""
 
+_SHOWN = 5  # classes that a message names
+
 
 def list_classes(sets: Sequence[str]) -> list[str]:
-    """Returns the names of all classes that registered sets have images of, in their order.
+    """Returns the sorted names of all classes that registered sets have images of.
 
     Raises:
         UserError: a set has no labels, or cannot be listed.
     """
-    return sorted({class_name for name in sets for _, class_name in _named([_load(name)])})
+    return sorted({class_name for _, class_name in _pair(map(_load, sets))})
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
-    """Returns the records of registered sets, one after another, "label" counting in a list.
+    """Returns the records of registered sets, one after another, with "label" as in a list.
 
     Args:
         sets: names of sets; "image_id" is the number of an image among all of them.
-        class_names: what labels stand for.
+        class_names: of label 0, 1, 2, …
 
     Raises:
         UserError: a set has no labels, or images of a class that is not in the list.
     """
-    pairs = _named([_load(name) for name in sets])
-    labels = {class_name: label for label, class_name in enumerate(class_names)}
-    if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
+    pairs = _pair(map(_load, sets))
+    if unknown := sorted({class_name for _, class_name in pairs} - set(class_names)):
         raise UserError(
             f"'{' and '.join(sets)}' has images of {len(unknown)} classes that the classifier does "
-            f"not know ({_shown(unknown)}): it knows the {len(labels)} classes "
-            f"{_shown(list(class_names))}"
+            f"not know ({join_first(unknown, _SHOWN)}): it knows the {len(class_names)} classes "
+            f"{join_first(class_names, _SHOWN)}"
         )
-    return _label(pairs, labels)
-
-
-def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says.
-
-    Raises:
-        UserError: see ``load_classes``.
-    """
-    return ImageBatches(
-        load_classes([dataset_name], cfg.MODEL.CLASS_NAMES),
-        mapper=build_mapper(cfg, is_train=False),
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
-    )
+    return _label(pairs, class_names)
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
@@ -72,11 +58,8 @@ def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Record
     Raises:
         UserError: a set has no labels, or ``unite_labels`` raises.
     """
-    return unite_labels(
-        [_load(name) for name in train],
-        [_load(name) for name in val],
-        names=(" and ".join(train), " and ".join(val)),
-    )
+    names = " and ".join(train), " and ".join(val)
+    return unite_labels([*map(_load, train)], [*map(_load, val)], names=names)
 
 
 def unite_labels(
@@ -84,41 +67,35 @@ def unite_labels(
 ) -> tuple[Records, Records]:
     """Returns records with "file_name", "image_id" and "label", by the names of the classes.
 
-    Sets that lack a class count the others differently, so a label alone means nothing.
-
     Args:
         train: sets to learn from.
-        val: sets to ask about.
-        names: of both, for the sentence.
+        val: sets to classify.
+        names: of both, for the message.
 
     Raises:
-        UserError: ``val`` asks about a class that ``train`` does not have, or there is one class.
+        UserError: ``val`` has a class that ``train`` does not have, or there is one class.
     """
-    known, asked = _named(train), _named(val)
+    known, asked = _pair(train), _pair(val)
     class_names = sorted({class_name for _, class_name in known})
     if unknown := sorted({class_name for _, class_name in asked} - set(class_names)):
         raise UserError(
             f"'{names[1]}' has images of {len(unknown)} classes that '{names[0]}' lacks "
-            f"({_shown(unknown)}): both must be folders of the same classes"
+            f"({join_first(unknown, _SHOWN)}): both must be folders of the same classes"
         )
     if len(class_names) < 2:
         raise UserError(
             f"'{names[0]}' holds images of one class alone, '{class_names[0]}', so that every "
             "answer is right: the folders right below it are the classes"
         )
+    return _label(known, class_names), _label(asked, class_names)
+
+
+def _label(pairs: Sequence[tuple[str, str]], class_names: Sequence[str]) -> Records:
     labels = {class_name: label for label, class_name in enumerate(class_names)}
-    return _label(known, labels), _label(asked, labels)
-
-
-def _label(pairs: Sequence[tuple[str, str]], labels: Mapping[str, int]) -> Records:
     return [
         {"file_name": path, "image_id": i, "label": labels[class_name]}
         for i, (path, class_name) in enumerate(pairs)
     ]
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join([*names[:_SHOWN], *(["…"] if len(names) > _SHOWN else [])])
 
 
 def _load(name: str) -> Labelled:
@@ -134,7 +111,7 @@ def _load(name: str) -> Labelled:
     return records, class_names
 
 
-def _named(sets: Sequence[Labelled]) -> list[tuple[str, str]]:
+def _pair(sets: Iterable[Labelled]) -> list[tuple[str, str]]:
     return [
         (record["file_name"], class_names[record["label"]])
         for records, class_names in sets

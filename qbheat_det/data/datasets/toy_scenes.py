@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pictures of the toy set: textured shapes of six classes before a cluttered background.
+"""Images of the toy set: textured shapes of six classes before a cluttered background.
 
 Only the outline tells the class: colours, textures, sizes and rotations are drawn alike for
 all of them, and bars and blobs of no class are drawn with the same textures. Outlines are
@@ -18,7 +18,7 @@ ByteArray = NDArray[np.uint8]
 FloatArray = NDArray[np.float64]
 
 # An object is painted only if this share of it stays in view, outside the image and behind
-# later objects counted as hidden. Nothing in a picture is therefore left without annotation.
+# later objects counted as hidden. Nothing in an image is therefore left without annotation.
 MIN_VISIBLE = 0.5
 MIN_PIXELS = 24
 SIZE_RANGE = (0.11, 0.55)  # diameter of an object relative to the side of the image
@@ -140,7 +140,7 @@ class Scene:
         return True
 
     def render(self) -> ByteArray:
-        """Returns the picture, (S, S, 3) RGB."""
+        """Returns the image, (S, S, 3) RGB."""
         image = self.background.copy()
         for item in self.items:
             image_part, patch_part = _overlap(item, len(image))
@@ -155,7 +155,7 @@ def sample_scene(rng: np.random.Generator, size: int) -> Scene:
 
     Args:
         rng: the only source of randomness.
-        size: side S of the square picture, in pixels.
+        size: side S of the square image, in pixels.
     """
     amplitude = int(rng.integers(2, 13))
     noise = rng.integers(-amplitude, amplitude + 1, size=(size, size, 3), dtype=np.int16)

@@ -1,10 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training a head on what a frozen encoder makes of each view, computed once and read from a disk.
+"""Training a head on the outputs of a frozen encoder, computed once and read from the disk.
 
-The encoder's place in the model is taken before the optimizer is built; the cache is made when the
+The encoder is replaced in the model before the optimizer is built; the cache is made when the
 weights are loaded, and shared by every run that has the same encoder, images and views.
 """
 
+import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,40 +15,43 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader, get_detection_dataset_dicts
 from detectron2.data.samplers import InferenceSampler
-from detectron2.modeling.backbone import FPN
 from detectron2.utils import comm
 from torch import nn
 
-from qbheat_det.config import find_memory_format
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import format_bytes, format_duration
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     VIEWS_PER_CHUNK,
     CachedViews,
-    Fault,
     FeatureStore,
     FixedViews,
     ImageBatches,
+    Stored,
     TrainStream,
-    View,
     build_mapper,
-    describe_arithmetic,
-    describe_cache,
+    check_space,
     get_cache_dir,
     load_classes,
-    name_cache,
+    measure_caches,
     number_records,
-    open_feature_store,
 )
 from qbheat_det.modeling.backbone import CachedBackbone
-from qbheat_det.modeling.contracts import get_backbone, get_in_features
+from qbheat_det.modeling.contracts import get_backbone
 
-from .cache_estimate import CacheEstimate, estimate_sets, sample_views, tell_estimate
-from .cache_refusals import check_cacheable, check_frozen
-from .evaluation import TestLoader
-from .feature_build import CachedSet, ViewEncoder, ViewsOf, fill
+from .cacheable import DTYPES, check_cacheable, replace_encoder
+from .feature_build import (
+    AllViews,
+    CachedSet,
+    CacheEstimate,
+    ViewEncoder,
+    estimate_sets,
+    fill,
+    sample_views,
+)
+from .feature_key import describe_cache, name_cache
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+logger = logging.getLogger(__name__)
 
 
 class CachedFeatures:
@@ -60,7 +65,7 @@ class CachedFeatures:
         """
         Args:
             cfg: of the run.
-            model: in which ``backbone`` stands.
+            model: that ``backbone`` is a part of.
             backbone: gives the features.
         """
         self._cfg = cfg
@@ -79,11 +84,15 @@ class CachedFeatures:
         named = self._cfg.MODEL.CACHE_FEATURES.FOLDER
         return Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
     def rehearse(self, folder: Path, test_sets: Sequence[str]) -> None:
-        """Makes ``prepare`` encode a sample of the training set, and show it in place of all views.
+        """Makes ``prepare`` encode a sample of the training set and repeat it as all views.
 
         Args:
-            folder: of what is encoded; that of all caches is only looked at.
+            folder: of what is encoded; that of all caches is only read.
             test_sets: those of the whole run, which the estimate is about.
         """
         self._rehearsal, self._planned = folder, test_sets
@@ -94,28 +103,27 @@ class CachedFeatures:
         To be called on all processes, after the weights are loaded and before the first batch.
 
         Args:
-            stream: of the run; its mapper is exchanged.
+            stream: of the run; its mapper is replaced.
 
         Raises:
             UserError: the disk is too small, or the features cannot be kept.
         """
         if self._views is None:
-            assert isinstance(stream.mapper, FixedViews)  # check_cacheable saw to it
+            assert isinstance(stream.mapper, FixedViews)  # see check_cacheable
             self._views = stream.mapper
-        views = self._views
-        with self._backbone.encoding(next(self._model.parameters()).device):
+        with self._backbone.encoding(self._device):
             self._share_weights()
-            training = self._open("training set", stream.dataset, views, is_train=True)
+            training = self._open("training set", stream.dataset, self._views, is_train=True)
             self._make([training])
-        stream.mapper = CachedViews(training.store, views.count)
+        stream.mapper = CachedViews(training.store, self._views.count)
 
-    def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> TestLoader:
+    def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
         """As ``Trainer.build_test_loader``, with features in the place of images.
 
         Without ``prepare``, as where nothing is left to train, the test sets alone are encoded.
         """
         if not (self._backbone.is_trusted and dataset_name in self._tests):
-            with self._backbone.encoding(next(self._model.parameters()).device):
+            with self._backbone.encoding(self._device):
                 self._share_weights()
                 self._make([])
         cached = self._tests[dataset_name]
@@ -123,10 +131,9 @@ class CachedFeatures:
         workers = cfg.DATALOADER.NUM_WORKERS
         if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
             return ImageBatches(records, mapper=mapper, num_workers=workers)
-        loader: TestLoader = build_detection_test_loader(
+        return build_detection_test_loader(
             records, mapper=mapper, sampler=InferenceSampler(len(records)), num_workers=workers
         )
-        return loader
 
     def _make(self, training: Sequence[CachedSet]) -> None:
         """Estimates and encodes what is missing, of test sets too."""
@@ -135,7 +142,7 @@ class CachedFeatures:
         planned = [self._open_test_set(name) for name in self._planned]
         sets = [*training, *(planned or tests)]
         self.estimate = estimate_sets(sets)
-        tell_estimate(self.estimate, self.folder, used=[s.store.folder.name for s in sets])
+        log_estimate(self.estimate, self.folder, used=[s.store.folder.name for s in sets])
         if self._rehearsal:
             for cached in training:
                 cached.store = self._sample_store(self._rehearsal, cached)
@@ -148,7 +155,7 @@ class CachedFeatures:
         self._backbone.trust()
 
     def _share_weights(self) -> None:
-        """Gives all processes the main one's encoder, which differs where no weights are loaded."""
+        """Gives all processes the main one's encoder, which differs if no weights are loaded."""
         if comm.get_world_size() > 1:
             for tensor in self._backbone.encoder.state_dict().values():
                 sent = tensor.contiguous()  # not every layout can be sent
@@ -167,36 +174,30 @@ class CachedFeatures:
     def _open(
         self, title: str, records: Sequence[dict[str, Any]], views: FixedViews, *, is_train: bool
     ) -> CachedSet:
-        cfg, encoder = self._cfg, self._backbone.encoder
+        whole: Any = get_backbone(self._model)
         description = describe_cache(
-            weights=encoder.state_dict(),
-            encoder=repr(encoder),
-            outputs=self._backbone.outputs,
-            pixel_mean=cfg.MODEL.PIXEL_MEAN,
-            pixel_std=cfg.MODEL.PIXEL_STD,
-            size_divisibility=(get_backbone(self._model) or encoder).size_divisibility,
-            dtype=cfg.MODEL.CACHE_FEATURES.DTYPE,
-            count=views.count,
-            views_seed=views.seed,
+            self._cfg,
+            self._backbone,
+            records,
+            views=views,
             is_train=is_train,
-            input_config=cfg.INPUT,
-            arithmetic=describe_arithmetic(cfg, next(self._model.parameters()).device),
-            records=records,
+            device=self._device,
+            size_divisibility=whole.size_divisibility,
         )
-        num_views = len(records) * views.count
-        if self._rehearsal:  # looks at what is there, and leaves nothing behind
-            folder = self.folder / name_cache(description)
-            store = FeatureStore(folder, num_views, dtype=self._dtype)
-        else:
-            store = open_feature_store(self.folder, description, num_views, dtype=self._dtype)
-        encoder_of = ViewEncoder(
+        folder = self.folder / name_cache(description)
+        about = folder / "meta.json"
+        if not self._rehearsal and not about.is_file():
+            text = json.dumps(description, indent=2, sort_keys=True)
+            write_atomically(about, lambda stream: stream.write(text.encode()))
+        encoder = ViewEncoder(
             self._model,
             self._backbone,
             at_once=self._count_at_once(is_train),
             is_train=is_train,
             is_exact=self._dtype == torch.float32,
         )
-        return CachedSet(f"Encoding the {title}", ViewsOf(records, views), store, encoder_of)
+        store = FeatureStore(folder, len(records) * views.count, dtype=self._dtype)
+        return CachedSet(f"Encoding the {title}", AllViews(records, views), store, encoder)
 
     def _count_at_once(self, is_train: bool) -> int:
         """Returns how many images the model would encode at once without a cache."""
@@ -208,10 +209,10 @@ class CachedFeatures:
         return VIEWS_PER_CHUNK if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
 
     def _sample_store(self, folder: Path, training: CachedSet) -> FeatureStore:
-        """Returns a store of a few views, that shows them in the place of all."""
+        """Returns a store of a few views, which it repeats in the place of all."""
         sampled = sample_views(range(training.store.num_views))
         store = _Repeating(folder / "sample", len(sampled), dtype=self._dtype)
-        # All processes write the same, whole or not at all.
+        # All processes write the same, complete or not at all.
         for chunk in range(store.num_chunks):
             views = [training.views[sampled[index]] for index in store.views_of(chunk)]
             store.write(chunk, training.encoder(views))
@@ -221,55 +222,52 @@ class CachedFeatures:
 class _Repeating(FeatureStore):
     """Gives the views that it has in turn, whatever their index."""
 
-    def read(self, view_index: int) -> View | Fault | None:
+    def read(self, view_index: int) -> Stored:
         return super().read(view_index % self.num_views)
 
 
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
-    """Puts a ``CachedBackbone`` in the place of a model's encoder, where the config asks for it.
+    """Replaces a model's encoder by a ``CachedBackbone``, if the config asks for it.
 
     Args:
         cfg: ``MODEL.CACHE_FEATURES`` and ``INPUT.FIXED_VIEWS``.
-        model: changed in place; no optimizer, wrapper or copy has seen it.
+        model: changed in place, before an optimizer, wrapper or copy is made of it.
 
     Raises:
-        UserError: this cannot be trained from a cache; the sentence says why.
+        UserError: this cannot be trained from a cache; the message says why.
     """
     if not cfg.MODEL.CACHE_FEATURES.ENABLED:
         return None
     check_cacheable(cfg)
-    return CachedFeatures(cfg, model, swap_encoder(cfg, model))
+    return CachedFeatures(cfg, model, replace_encoder(cfg, model))
 
 
-def swap_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
-    """Does the exchange; returns what stands in the model now, with the encoder inside.
+def log_estimate(estimate: CacheEstimate, folder: Path, *, used: Sequence[str]) -> None:
+    """Logs where the caches are, what they take, and what others beside them take.
+
+    Args:
+        estimate: of all caches of the run.
+        folder: of all caches.
+        used: names of those of the run.
 
     Raises:
-        UserError: the model has no frozen encoder.
+        UserError: the disk has no room for what is missing.
     """
-    dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
-    if dtype not in DTYPES:
-        raise UserError(
-            f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', but must be one of {', '.join(DTYPES)}"
-        )
-    backbone = get_backbone(model)
-    if backbone is None:
-        raise UserError(
-            f"MODEL.CACHE_FEATURES needs a model with a backbone, and {type(model).__name__} has "
-            "none: set MODEL.CACHE_FEATURES.ENABLED False"
-        )
-    has_pyramid = isinstance(backbone, FPN)
-    encoder = backbone.bottom_up if has_pyramid else backbone
-    check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
-    reader = backbone if has_pyramid else model
-    read = get_in_features(reader)
-    cached = CachedBackbone(
-        encoder=encoder.to("cpu"),
-        outputs=list(read or encoder.output_shape()),
-        channels_last=find_memory_format(cfg) == torch.channels_last,
+    free = check_space(folder, estimate.missing_bytes)
+    if not comm.is_main_process():
+        return
+    logger.info(
+        f"Cached features of {estimate.num_views:,} views in '{folder}' ({', '.join(used)}): "
+        f"{format_bytes(estimate.num_bytes)}, free are {format_bytes(free)}"
     )
-    if has_pyramid:
-        backbone.bottom_up = cached
-    else:
-        model.backbone = cached
-    return cached
+    if estimate.num_missing:
+        seconds = estimate.seconds / comm.get_world_size()
+        logger.info(
+            f"{estimate.num_missing:,} views are to be encoded: about {format_duration(seconds)}"
+        )
+    others = {name: size for name, size in measure_caches(folder).items() if name not in used}
+    if others:
+        logger.info(
+            f"{len(others)} other caches in '{folder}', of other weights, images or settings, take "
+            f"{format_bytes(sum(others.values()))}; each is a folder that can be removed"
+        )

@@ -18,9 +18,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.errors import DataError
 
-from .faults import Fault
-from .pretraining_mapper import PretrainingMapper
+from .pretraining import PretrainingMapper
 
 _REACH = 3.0  # standard deviations that a blur looks to each side
 
@@ -31,7 +31,7 @@ class TwoViewMapper:
     Returns what ``PretrainingMapper`` returns, and in training beside ``image`` a second view,
     ``image_key`` (3, S, S), uint8, drawn independently. In inference there is the one square in
     the middle, and nothing is done to its colours. All that is drawn is drawn from torch's global
-    generator. An image that cannot be read is a ``Fault``.
+    generator. An image that cannot be read is a ``DataError``.
 
     An image that is not in memory is read from its file once for each view, each time only as
     much of it as the view needs.
@@ -97,12 +97,12 @@ class TwoViewMapper:
         """See ``PretrainingMapper.prepare``."""
         self._crop.prepare(dataset_dicts)
 
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault:
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         entry = self._crop(dataset_dict)
-        if isinstance(entry, Fault) or not self._crop.is_train:
+        if isinstance(entry, DataError) or not self._crop.is_train:
             return entry
         other = self._crop(dataset_dict)
-        if isinstance(other, Fault):
+        if isinstance(other, DataError):
             return other
         views = {"image": entry["image"], "image_key": other["image"]}
         return {**entry, **{key: self.augment(view) for key, view in views.items()}}

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Dataset mappers by name."""
+"""Dataset mappers by the name in the config."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,13 @@ from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.errors import DataError
 
-from .classification_mapper import ClassificationMapper
-from .detr_mapper import DetrDatasetMapper
-from .faults import Fault
-from .pretraining_mapper import PretrainingMapper
-from .two_view_mapper import TwoViewMapper
-
-Mapper = Callable[[dict[str, Any]], dict[str, Any] | Fault | None]
-"""From a record to what the model takes; None leaves an image out, a fault also reports why."""
+from .classification import ClassificationMapper
+from .detr import DetrDatasetMapper
+from .fixed_views import Mapper
+from .pretraining import PretrainingMapper
+from .two_views import TwoViewMapper
 
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
     "default": DatasetMapper,
@@ -32,7 +30,7 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
 
 To add one, before the data loader is built: ``DATASET_MAPPERS["mine"] = MyMapper``. A
 subclass of Detectron2's ``DatasetMapper`` fits as it is. Before training, a method ``prepare``
-gets all records, where the mapper has one.
+gets all records, if the mapper has one.
 """
 
 MAPPERS_OF_IMAGES = {"pretrain", "classify", "two_views"}
@@ -42,14 +40,14 @@ MAPPERS_OF_CLASSES = {"classify"}
 """Those among them for images that have the class of their folder as "label"."""
 
 
-def build_mapper(cfg: CfgNode, is_train: bool) -> "CheckedMapper":
+def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
     """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
-    Called on an image that cannot be read, or is not of the size that the annotations say, it
-    raises a ``UserError`` that names the file.
+    Called on an image that cannot be read, or is not of the annotated size, it raises a
+    ``UserError`` that names the file.
 
     Raises:
-        UserError: there is no mapper of that name; the sentence lists the right ones.
+        UserError: there is no mapper of that name; the message lists the right ones.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
@@ -57,21 +55,21 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "CheckedMapper":
             f"INPUT.DATASET_MAPPER_NAME is '{name}', but the mappers are "
             f"{', '.join(sorted(DATASET_MAPPERS))}"
         )
-    return CheckedMapper(DATASET_MAPPERS[name](cfg, is_train))
+    return NamingMapper(DATASET_MAPPERS[name](cfg, is_train))
 
 
 @dataclass(frozen=True)
-class CheckedMapper:
+class NamingMapper:
     """Calls a mapper, and names the image that it fails on."""
 
     mapper: Mapper
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Shows all records to a mapper that wants to see them before training."""
+        """Gives all records to a mapper that has a ``prepare``."""
         if hasattr(self.mapper, "prepare"):
             self.mapper.prepare(dataset_dicts)
 
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault | None:
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
         try:
             return self.mapper(dataset_dict)
         except (OSError, SyntaxError, SizeMismatchError, DecompressionBombError) as error:

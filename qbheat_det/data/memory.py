@@ -19,12 +19,12 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from .upright_image import PictureInMemory, open_upright, resize
+from .images import ImageInMemory, open_image, resize
 
 logger = logging.getLogger(__name__)
 
 Size = tuple[int, int]
-_SAMPLED = 64  # headers from which the size of a set is guessed, before all are read
+_SAMPLED = 64  # headers from which the size of a set is estimated, before all are read
 _CHANNELS = 3
 _SECONDS_WITHOUT_BAR = 2.0
 
@@ -54,48 +54,39 @@ class DecodedImages:
             end += _count_bytes(size, shorter_side)
         # Never written to again, so forked workers share its pages.
         self._pixels = torch.empty(end, dtype=torch.uint8)
-        self._places: dict[str, tuple[int, Size, Size]] = {}
+        self._images: dict[str, tuple[Tensor, Size]] = {}
         with ThreadPoolExecutor(num_threads) as pool:
-            places = pool.map(self._decode, starts, starts.values(), sizes.values())
-            for file_name, place in zip(
-                sizes,
-                tqdm(
-                    places,
-                    desc="Decoding images into memory",
-                    total=len(sizes),
-                    unit=" files",
-                    delay=_SECONDS_WITHOUT_BAR,
-                    disable=not progress,
-                ),
-                strict=True,
-            ):
-                if place is not None:
-                    self._places[file_name] = place
+            decoded = tqdm(
+                pool.map(self._decode, starts, starts.values(), sizes.values()),
+                desc="Decoding images into memory",
+                total=len(sizes),
+                unit=" files",
+                delay=_SECONDS_WITHOUT_BAR,
+                disable=not progress,
+            )
+            for file_name, image in zip(sizes, decoded, strict=True):
+                if image is not None:
+                    self._images[file_name] = image
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._images)
 
     @property
     def num_bytes(self) -> int:
         """Size of all pixels."""
         return self._pixels.numel()
 
-    def get(self, file_name: str) -> PictureInMemory | None:
-        """Returns an image, or None where it is not in memory."""
-        if file_name not in self._places:
+    def get(self, file_name: str) -> ImageInMemory | None:
+        """Returns an image, or None if it is not in memory."""
+        if file_name not in self._images:
             return None
-        start, (width, height), full = self._places[file_name]
-        pixels = self._view(start, height, width)
-        return PictureInMemory(pixels, width=full[0], height=full[1])
+        pixels, (width, height) = self._images[file_name]
+        return ImageInMemory(pixels, width=width, height=height)
 
-    def _view(self, start: int, height: int, width: int) -> Tensor:
-        flat = self._pixels[start : start + height * width * _CHANNELS]
-        return flat.view(height, width, _CHANNELS)
-
-    def _decode(self, file_name: str, start: int, size: Size) -> tuple[int, Size, Size] | None:
-        """Decodes an image to its place; returns place, size in memory and size in the file."""
+    def _decode(self, file_name: str, start: int, size: Size) -> tuple[Tensor, Size] | None:
+        """Decodes an image into the memory from ``start`` on; returns it and the file's size."""
         try:
-            with open_upright(file_name) as image:
+            with open_image(file_name) as image:
                 full = image.width, image.height
                 if sorted(full) != sorted(size):
                     return None  # another file than a moment ago
@@ -107,11 +98,12 @@ class DecodedImages:
         width, height = _find_kept_size(full, self._shorter_side)
         if pixels.shape[:2] != (height, width):
             pixels = resize(pixels, height, width).permute(1, 2, 0)
-        self._view(start, height, width).copy_(pixels)
-        return start, (width, height), full
+        kept = self._pixels[start : start + height * width * _CHANNELS]
+        kept = kept.view(height, width, _CHANNELS).copy_(pixels)
+        return kept, full
 
 
-# Two loaders of one set, such as that which gathers BatchNorm's statistics, share its images.
+# Two loaders of one set, such as that which recalibrates BatchNorm, share its images.
 _IN_USE: weakref.WeakValueDictionary[tuple[int, int], DecodedImages] = weakref.WeakValueDictionary()
 
 
@@ -140,19 +132,19 @@ def decode_if_small(
     copies = f" in each of {processes} processes" if processes > 1 else ""
     if needed * processes > budget:
         logger.info(
-            f"Images are read from their files: decoded, they would take {_gb(needed)} of memory"
-            f"{copies}, more than INPUT.PRETRAIN.MEMORY_GB {budget / 1e9:g}"
+            f"Images are read from their files: decoded, they would take {needed / 1e9:.2f} GB of "
+            f"memory{copies}, more than INPUT.PRETRAIN.MEMORY_GB {budget / 1e9:g}"
         )
         return None
     began = time.perf_counter()
     decoded = DecodedImages(
         sizes, shorter_side=shorter_side, num_threads=threads, progress=comm.is_main_process()
     )
-    seconds = time.perf_counter() - began
     logger.info(
         f"{len(decoded):,} of {len(file_names):,} images are kept decoded in "
-        f"{_gb(decoded.num_bytes)} of memory{copies} (decoded in {seconds:.1f} s, the shorter side "
-        f"no more than {shorter_side} pixels; INPUT.PRETRAIN.MEMORY_GB 0 reads files instead)"
+        f"{decoded.num_bytes / 1e9:.2f} GB of memory{copies} (decoded in "
+        f"{time.perf_counter() - began:.1f} s, the shorter side no more than {shorter_side} "
+        "pixels; INPUT.PRETRAIN.MEMORY_GB 0 reads files instead)"
     )
     _IN_USE[key] = decoded
     return decoded
@@ -160,10 +152,8 @@ def decode_if_small(
 
 def _read_sizes(file_names: Sequence[str], num_threads: int) -> dict[str, Size]:
     with ThreadPoolExecutor(num_threads) as pool:
-        sizes = pool.map(_read_size, file_names)
-        return {
-            name: size for name, size in zip(file_names, sizes, strict=True) if size is not None
-        }
+        sizes = zip(file_names, pool.map(_read_size, file_names), strict=True)
+        return {name: size for name, size in sizes if size is not None}
 
 
 def _read_size(file_name: str) -> Size | None:
@@ -188,7 +178,3 @@ def _find_kept_size(size: Size, shorter_side: int) -> Size:
     """Returns a size scaled down to a shorter side; the same for both orientations."""
     factor = min(1.0, shorter_side / min(size))
     return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Folders of images as data sets: nested or flat, with class folders or without any labels.
 
-A folder is listed when its set is first loaded, without a look at the single files: a million
-in a thousand folders on a local disk take 2.1 seconds, records with labels 3.2, so no listing is
-kept that could grow old. The order is that of the names and the same on every machine.
+A folder is listed when its set is first loaded, without opening single files: a million in a
+thousand folders on a local disk take 2.1 seconds, records with labels 3.2, so no listing is kept
+that could grow old. The order is that of the names and the same on every machine.
 """
 
 import logging
@@ -16,13 +16,14 @@ from typing import Any
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
 
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
 """Endings of the files that count as images, in small letters."""
 _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
-_SHOWN = 5  # kinds of files that a sentence names
+_SHOWN = 5  # kinds of files, or folders, that a message names
 
 PathLike = str | os.PathLike[str]
 
@@ -79,16 +80,13 @@ def load_image_folders(
     Raises:
         UserError: a folder does not exist or holds no image, or an image lies in no class folder.
     """
-    roots = [os.fspath(folder) for folder in folders]
-    paths = [list_images(root) for root in roots]
-    if not labelled:
-        names = (path for listed in paths for path in listed)
-        return [{"file_name": path, "image_id": i} for i, path in enumerate(names)], []
     pairs = [
-        (path, _class_of(path, root))
-        for root, listed in zip(roots, paths, strict=True)
-        for path in listed
+        (path, _class_of(path, root) if labelled else "")
+        for root in map(os.fspath, folders)
+        for path in list_images(root)
     ]
+    if not labelled:
+        return [{"file_name": path, "image_id": i} for i, (path, _) in enumerate(pairs)], []
     class_names = sorted({class_name for _, class_name in pairs})
     labels = {class_name: index for index, class_name in enumerate(class_names)}
     records: list[dict[str, Any]] = [
@@ -102,11 +100,11 @@ def list_images(folder: PathLike) -> list[str]:
     """Returns the paths of all images in a folder and below it: the files of a folder before those
     of the folders in it, both by name.
 
-    An image is a file whose name ends as ``IMAGE_SUFFIXES`` say, large or small letters alike.
-    What is hidden (begins with a dot) is left out. Links are followed, but not in circles.
+    An image is a file whose name ends as in ``IMAGE_SUFFIXES``, in large or small letters. Hidden
+    names, which begin with a dot, are left out. Links are followed, but not in circles.
 
     Raises:
-        UserError: the folder does not exist, cannot be read, or holds no image; the sentence says
+        UserError: the folder does not exist, cannot be read, or holds no image; the message says
             what it holds instead.
     """
     images = [path for images, _ in _walk(_existing(folder)) for path in images]
@@ -116,7 +114,7 @@ def list_images(folder: PathLike) -> list[str]:
 
 
 def check_image_folder(folder: PathLike) -> None:
-    """Looks for one image in a folder, which takes no time where there are any.
+    """Searches for one image in a folder, which takes no time if there are any.
 
     Raises:
         UserError: as ``list_images``.
@@ -126,12 +124,10 @@ def check_image_folder(folder: PathLike) -> None:
         if images:
             return
         others.update(os.path.splitext(name)[1].lower() or "no ending" for name in names)
+    found = "and no other file that is not hidden"
     if others:
-        kinds = [f"{count:,} with {kind}" for kind, count in others.most_common(_SHOWN)]
-        more = ["others"] * (len(others) > _SHOWN)
-        found = f"but {others.total():,} other files: {', '.join(kinds + more)}"
-    else:
-        found = "and no other file that is not hidden"
+        kinds = [f"{count:,} with {kind}" for kind, count in others.most_common()]
+        found = f"but {others.total():,} other files: {join_first(kinds, _SHOWN)}"
     raise UserError(
         f"there is no image in the folder '{os.fspath(folder)}' or below it, {found} (looked for "
         f"{' '.join(_ENDINGS)})"
@@ -144,15 +140,12 @@ def _existing(folder: PathLike) -> str:
         return path
     if os.path.exists(path):
         raise UserError(f"'{path}' is a file, but must be a folder of images")
-    parent = Path(os.path.abspath(path)).parent
-    while not parent.is_dir():
-        parent = parent.parent
+    parent = next(above for above in Path(os.path.abspath(path)).parents if above.is_dir())
     names = (entry.name for entry in os.scandir(parent) if entry.is_dir())
     found = sorted(name for name in names if not name.startswith("."))
-    shown = ", ".join([*found[:_SHOWN], *(["…"] if len(found) > _SHOWN else [])])
     raise UserError(
         f"the image folder '{path}' does not exist; '{parent}' holds "
-        f"{f'the folders {shown}' if found else 'no folders'}"
+        f"{f'the folders {join_first(found, _SHOWN)}' if found else 'no folders'}"
     )
 
 
@@ -160,7 +153,7 @@ def _walk(root: str) -> Iterator[tuple[list[str], list[str]]]:
     """Yields, for each folder, the paths of its images and the names of its other files."""
     waiting: list[tuple[str, tuple[str, ...]]] = [(root, (os.path.realpath(root),))]
     while waiting:
-        folder, chain = waiting.pop()  # and, of the links followed on the way, what they lead to
+        folder, chain = waiting.pop()  # and, of the links followed on the way, where they lead
         images, others, below = [], [], []
         try:
             with os.scandir(folder) as entries:
@@ -168,7 +161,7 @@ def _walk(root: str) -> Iterator[tuple[list[str], list[str]]]:
                     name = entry.name
                     if name.startswith("."):
                         continue
-                    # The type stands in the listing itself, but not that of a link's target.
+                    # The listing itself has the type, but not that of a link's target.
                     linked = entry.is_symlink()
                     if name.lower().endswith(_ENDINGS) and (linked or entry.is_file()):
                         images.append(name)

@@ -27,11 +27,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
 
-from .faults import Fault
-from .fixed_views import FixedViews, number_records
-from .image_files import check_some_readable
-from .labelled_images import list_classes, load_classes
-from .mappers import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, CheckedMapper, Mapper, build_mapper
+from .datasets import list_classes, load_classes
+from .errors import DataError
+from .image_checks import check_some_readable
+from .mappers import (
+    MAPPERS_OF_CLASSES,
+    MAPPERS_OF_IMAGES,
+    FixedViews,
+    Mapper,
+    NamingMapper,
+    build_mapper,
+    number_records,
+)
 from .seeding import IMAGE, preserved_randomness, seed_place
 
 Entry = tuple[int, int]
@@ -39,12 +46,12 @@ Entry = tuple[int, int]
 BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler]
 T = TypeVar("T")
 
-_FAULTS = "faults"  # under which the dict of an image brings those of the images that it replaces
+_SKIPPED = "skipped"  # key of an image's dict: the errors of the images that it replaces
 MAX_TRIES = 1000  # of a mapper that returns None for images that it does not want
 
 
 class TrainStream(Iterable[list[dict[str, Any]]]):
-    """This process's share of every batch, for ever; workers live as long as the iterator."""
+    """This process's share of every batch, without end; workers live as long as the iterator."""
 
     def __init__(
         self,
@@ -61,7 +68,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """
         Args:
             dataset: Detectron2's dicts of images.
-            mapper: from a dict to what the model takes; None or a fault leaves an image out, and
+            mapper: from a dict to what the model takes; None or an error skips an image, and
                 another, drawn under the same seed, takes its place.
             build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
             batch_size: images of one step over all processes. Shares may differ by one.
@@ -85,10 +92,11 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.batch_size = batch_size
         self.seed = seed
         self.fingerprint = fingerprint_records(dataset)
+        """Of the images; a run resumes only on the same."""
         self.start = 0
-        """Step that the next iterator begins with; ``fingerprint`` tells other images apart."""
-        self.faults: dict[str, Fault] = {}
-        """What is wrong with the images that this process has met and left out."""
+        """Step that the next iterator begins with."""
+        self.skipped: dict[str, DataError] = {}
+        """What is wrong with the images that this process has met and skipped, by image."""
         self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
         # One array of bytes, which forked workers share instead of copying.
         self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
@@ -113,7 +121,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         )
         for batch in batches:
             for image in batch:
-                self.faults.update({fault.where: fault for fault in image.pop(_FAULTS, ())})
+                self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
             yield batch
 
     def batches(self) -> Iterator[list[Entry]]:
@@ -157,15 +165,15 @@ class _SeededImages(Dataset[dict[str, Any]]):
             return [self._draw(position, index) for position, index in entries]
 
     def _draw(self, position: int, index: int) -> dict[str, Any]:
-        faults: list[Fault] = []
+        errors: list[DataError] = []
         seed_place(self._seed, IMAGE, position)
         for chosen in itertools.islice(self._choose(position, index), MAX_TRIES):
             mapped = self._mapper(self._dataset[chosen])
-            if isinstance(mapped, Fault):
-                faults.append(mapped)
+            if isinstance(mapped, DataError):
+                errors.append(mapped)
             elif mapped is not None:
-                return {**mapped, _FAULTS: faults} if faults else mapped
-        last = f"; the last fault is {faults[-1].sentence}" if faults else ""
+                return {**mapped, _SKIPPED: errors} if errors else mapped
+        last = f"; the last error is {errors[-1].message}" if errors else ""
         raise UserError(
             f"the mapper wanted none of {MAX_TRIES} images drawn from {len(self._dataset)}{last}"
         )
@@ -212,7 +220,7 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
     )
 
 
-def _build_training_mapper(cfg: CfgNode) -> CheckedMapper | FixedViews:
+def _build_training_mapper(cfg: CfgNode) -> NamingMapper | FixedViews:
     mapper, views = build_mapper(cfg, is_train=True), cfg.INPUT.FIXED_VIEWS
     return FixedViews(mapper, views.COUNT, views.SEED) if views.COUNT else mapper
 

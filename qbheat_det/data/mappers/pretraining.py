@@ -2,7 +2,7 @@
 """The mapper of pre-training: a random part of an image, resized to a square, sometimes flipped.
 
 "Going deeper with convolutions", arXiv:1409.4842, as torchvision's ``RandomResizedCrop`` draws it.
-An image that cannot be read is left out and reported, not fatal.
+An image that cannot be read is skipped and reported, not fatal.
 """
 
 import math
@@ -15,10 +15,9 @@ from detectron2.config import CfgNode, configurable
 from torchvision.transforms import RandomResizedCrop
 
 from qbheat_det.core.errors import UserError
-
-from .decoded_images import DecodedImages, decode_if_small
-from .faults import Fault
-from .upright_image import Box, Picture, open_upright, resize
+from qbheat_det.data.errors import DataError
+from qbheat_det.data.images import Box, ReadableImage, open_image, resize
+from qbheat_det.data.memory import DecodedImages, decode_if_small
 
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _FORMATS = ("RGB", "BGR")
@@ -32,7 +31,7 @@ class PretrainingMapper:
     is to be visible), as far as it has them, and ``image`` (3, S, S), uint8, in the channel order
     of ``INPUT.FORMAT``. In training, the part, the flip and nothing else are drawn, from torch's
     global generator; in inference the part is the largest square in the middle, or a share of it.
-    An image that cannot be read is a ``Fault``.
+    An image that cannot be read is a ``DataError``.
     """
 
     @configurable
@@ -62,13 +61,18 @@ class PretrainingMapper:
         Raises:
             UserError: a value makes no sense.
         """
-        _check(size=size, scale=scale, ratio=ratio, flip=flip, pixel_format=pixel_format)
-        if not 0 < test_crop <= 1:
-            raise UserError(
-                f"INPUT.CLASSIFY.TEST_CROP is a share of a side, above 0 to 1, but is {test_crop}"
-            )
-        if memory_gb < 0:
-            raise UserError(f"INPUT.PRETRAIN.MEMORY_GB must not be negative, but is {memory_gb}")
+        _check(scale=scale, ratio=ratio, flip=flip, pixel_format=pixel_format)
+        for key, value, valid in (
+            ("INPUT.PRETRAIN.SIZE must be at least 1 pixel", size, size >= 1),
+            ("INPUT.PRETRAIN.MEMORY_GB must not be negative", memory_gb, memory_gb >= 0),
+            (
+                "INPUT.CLASSIFY.TEST_CROP is a share of a side, above 0 to 1",
+                test_crop,
+                0 < test_crop <= 1,
+            ),
+        ):
+            if not valid:
+                raise UserError(f"{key}, but is {value}")
         self.size = size
         self.scale = scale[0], scale[1]
         self.ratio = ratio[0], ratio[1]
@@ -106,7 +110,7 @@ class PretrainingMapper:
             budget=self._memory_gb * 1e9,
         )
 
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | Fault:
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         file_name = dataset_dict["file_name"]
         try:
             with self._open(file_name) as picture:
@@ -116,16 +120,16 @@ class PretrainingMapper:
             raise
         except Exception as error:  # what a broken file raises depends on its format's decoder
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            return Fault("unreadable image", f"image {file_name!r}", reason)
+            return DataError("unreadable image", f"image {file_name!r}", reason)
         reverse = self._reversed + (self._flipped if self._is_to_be_flipped() else ())
         image = resize(pixels, self.size, self.size)
         image = image.flip(reverse) if reverse else image
         kept = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
         return {**kept, "image": image.contiguous()}
 
-    def _open(self, file_name: str) -> AbstractContextManager[Picture]:
+    def _open(self, file_name: str) -> AbstractContextManager[ReadableImage]:
         picture = self._memory.get(file_name) if self._memory is not None else None
-        return open_upright(file_name) if picture is None else nullcontext(picture)
+        return open_image(file_name) if picture is None else nullcontext(picture)
 
     def _choose_box(self, width: int, height: int) -> Box:
         if not self.is_train:
@@ -142,11 +146,7 @@ class PretrainingMapper:
         return self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
 
 
-def _check(
-    *, size: int, scale: Sequence[float], ratio: Sequence[float], flip: str, pixel_format: str
-) -> None:
-    if size < 1:
-        raise UserError(f"INPUT.PRETRAIN.SIZE must be at least 1 pixel, but is {size}")
+def _check(*, scale: Sequence[float], ratio: Sequence[float], flip: str, pixel_format: str) -> None:
     if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
         raise UserError(
             f"INPUT.PRETRAIN.SCALE must be [min, max] with 0 < min <= max <= 1, but is {scale}"
