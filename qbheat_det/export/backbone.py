@@ -69,7 +69,7 @@ def export_backbone(
         backbone = _recalibrate(backbone, weights, cfg, images)
     # The rest of the description is about the model around it.
     info = dataclasses.replace(
-        info or WeightsInfo(), class_names=(), category_ids=(), left_behind=()
+        info or WeightsInfo(), class_names=(), category_ids=(), pretrain_only_modules=()
     )
     save_weights(str(output), backbone, info)
     return len(backbone), len(images)
