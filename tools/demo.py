@@ -47,7 +47,7 @@ from qbheat_det.config import get_config_path  # noqa: E402
 from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine import Trainer, build_config, setup  # noqa: E402
 from qbheat_det.engine.media import read_bgr, write_image  # noqa: E402
-from qbheat_det.engine.prediction import build_predictor  # noqa: E402
+from qbheat_det.engine.predict import build_predictor  # noqa: E402
 from qbheat_det.export import export_backbone  # noqa: E402
 
 NUM_PICTURES = 12

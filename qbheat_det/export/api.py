@@ -14,7 +14,7 @@ from torch import nn
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.engine.media import UnreadableMedia, find_media, read_bgr
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 
 from .agreement import ExportReport, build_reference, measure_agreement
 from .graph import build_exportable, trace_images

@@ -21,7 +21,7 @@ from torch.export import Dim
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 
 from .agreement import ExportReport, build_reference, measure_agreement
 from .api import TOLERANCE, on_cpu, read_images

@@ -14,7 +14,7 @@ from torch.export import Dim
 from torchvision.ops import nms
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import build_exportable, trace
 from qbheat_det.export.heads import EMPTY, suppress_overlaps

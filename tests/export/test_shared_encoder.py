@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.image_classes import is_classifier
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.classify import is_classifier
+from qbheat_det.engine.predict import build_predictor
 from qbheat_det.export import SharedEncoderModel, name_heads
 from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import ExportableModel, build_exportable
