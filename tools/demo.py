@@ -48,7 +48,7 @@ from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine import Trainer, build_config, setup  # noqa: E402
 from qbheat_det.engine.backbone_export import export_backbone  # noqa: E402
 from qbheat_det.engine.media import read_bgr, write_image  # noqa: E402
-from qbheat_det.engine.prediction import build_predictor  # noqa: E402
+from qbheat_det.engine.predict import build_predictor  # noqa: E402
 
 NUM_PICTURES = 12
 NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
