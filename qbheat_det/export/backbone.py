@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The bare backbone of trained weights as a file of its own."""
+"""The bare backbone of trained weights as a weights file."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import load_image_folders
-from qbheat_det.modeling.backbone.bare import build_bare_backbone as build_bare_backbone
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
 
@@ -35,62 +35,56 @@ def export_backbone(
     """Writes the backbone of ``weights``, names without prefix, with its description.
 
     Args:
-        weights: of any model with a child ``backbone``; of a pyramid, it is what stands below.
-        output: a ``.safetensors``; ``MODEL.WEIGHTS`` of any config with this backbone can name it.
+        weights: of any model with a child ``backbone``; of an FPN, its ``bottom_up`` is taken.
+        output: a ``.safetensors``, which any config with this backbone takes as ``MODEL.WEIGHTS``.
         overwrite: whether ``output`` may exist.
-        num_images: where not 0, estimate BatchNorm's statistics anew on that many whole images.
-        image_folders: where these images are; the training set of the weights' config if empty.
+        num_images: if not 0, recalibrate BatchNorm on this many whole images.
+        image_folders: of these images; by default the training set of the weights' config.
         opts: overrides of that config, ``KEY VALUE``.
 
     Returns:
-        The number of tensors written, and of images that statistics were estimated on.
+        The number of tensors written, and of images used.
 
     Raises:
-        UserError: the weights hold no backbone, cannot be read, or ``output`` is not to be written.
+        UserError: the weights have no backbone or cannot be read, or ``output`` cannot be written.
     """
-    _check_output(output, overwrite=overwrite)
+    if output.suffix != ".safetensors":
+        raise UserError(f"'{output}' must end in .safetensors")
+    if output.exists() and not overwrite:
+        raise UserError(f"'{output}' exists: choose another name, or pass --overwrite")
     if (image_folders or opts) and not num_images:
-        raise UserError("images and config keys are only used to estimate BatchNorm's statistics")
+        raise UserError("--image-folder and config overrides need --recalibrate-bn")
     state, info = read_weights(weights)
     names = bare_backbone(state)
     if not names:
         raise UserError(
-            f"'{weights}' has no tensors named 'backbone.…', such as checkpoints of training have"
+            f"'{weights}' has no tensors named 'backbone.…', as checkpoints of training have"
         )
-    bare = {short: state[name] for name, short in names.items()}
+    backbone = {short: state[name] for name, short in names.items()}
     images: list[Tensor] = []
     if num_images:
         cfg = load_run_config(weights, opts=opts)
         records = load_image_folders(image_folders)[0] if image_folders else training_records(cfg)
         images = read_whole_images(cfg, records, num_images)
-        bare = _recalibrate(bare, weights, cfg, images)
-    # What belongs to the model around it is not in the file.
+        backbone = _recalibrate(backbone, weights, cfg, images)
+    # The rest of the description is about the model around it.
     info = dataclasses.replace(
         info or WeightsInfo(), class_names=(), category_ids=(), pretrain_only_modules=()
     )
-    save_weights(str(output), bare, info)
-    return len(bare), len(images)
-
-
-def _check_output(output: Path, *, overwrite: bool) -> None:
-    if output.suffix != ".safetensors":
-        raise UserError(f"'{output}' must end in .safetensors")
-    if output.is_dir():
-        raise UserError(f"'{output}' is a folder: name a file in it")
-    if output.exists() and not overwrite:
-        raise UserError(f"'{output}' exists: name another file, or ask for it with --overwrite")
+    save_weights(str(output), backbone, info)
+    return len(backbone), len(images)
 
 
 def _recalibrate(
-    bare: Mapping[str, Tensor], weights: str, cfg: CfgNode, images: Sequence[Tensor]
+    state: Mapping[str, Tensor], weights: str, cfg: CfgNode, images: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     backbone = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
-    fitting, report = fit_weights(bare, backbone.state_dict(), file=weights)
+    fitting, report = fit_weights(state, backbone.state_dict(), file=weights)
     check_exact(report, "name the config that belongs to these weights")
     backbone.load_state_dict(fitting, strict=False)
     num_norms = recalibrate_bn(
         backbone, images, pixel_mean=cfg.MODEL.PIXEL_MEAN, pixel_std=cfg.MODEL.PIXEL_STD
     )
     if not num_norms:
-        raise UserError(f"the backbone of '{weights}' has no BatchNorm whose statistics could move")
+        raise UserError(f"the backbone of '{weights}' has no BatchNorm to recalibrate")
     return dict(backbone.state_dict())

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files that are wrong in one way each do not agree, whatever their tables hold."""
+"""Files with one error each do not agree with PyTorch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,23 +8,14 @@ import numpy as np
 import pytest
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.exporting import ExportedModel, ExportInfo
-from qbheat_det.engine.exporting.agreement import (
-    Agreement,
-    compare_boxes,
-    measure_agreement,
-    table_of,
-)
-from qbheat_det.engine.exporting.export_info import DETECTION_OUTPUTS, Task
-from qbheat_det.engine.exporting.exported_model import Outputs
-from qbheat_det.engine.media import Image
+from qbheat_det.export import ExportedModel, ExportInfo, ExportReport
+from qbheat_det.export.agreement import Agreement, compare_detections, measure_agreement
+from qbheat_det.export.metadata import TASK_OUTPUTS, Task
+from qbheat_det.export.runtime import Images as Image
+from qbheat_det.export.runtime import Outputs
 
 _ROWS = 6
-_OUTPUTS: dict[Task, tuple[str, ...]] = {
-    "detection": DETECTION_OUTPUTS,
-    "classification": ("scores",),
-    "features": ("s8",),
-}
+Reference = Callable[[Image], Outputs]
 Change = Callable[[Outputs], None]
 
 
@@ -46,7 +37,7 @@ def _detect(image: Image, num_found: int = 3) -> Outputs:
     }
 
 
-def _detect_in_a_full_table(image: Image) -> Outputs:
+def _detect_full_table(image: Image) -> Outputs:
     return _detect(image, _ROWS)
 
 
@@ -62,56 +53,45 @@ def _map(image: Image) -> Outputs:
     return {"s8": image[:1, :1].astype(np.float64)}
 
 
-class _File(ExportedModel):
-    """Gives what the reference gives of each image, and then spoils it."""
+def _measure(
+    task: Task, reference: Reference, change: Change | None = None, number: int = 5
+) -> ExportReport:
+    """Measures a file that gives what the reference gives of each image, changed afterwards."""
 
-    def __init__(
-        self, task: Task, reference: Callable[[Image], Outputs], change: Change | None = None
-    ) -> None:
-        self.path = Path("wrong.onnx")
-        self.info = ExportInfo(task, _OUTPUTS[task], "RGB", score_threshold=0.05)
-        self._reference = reference
-        self._change = change
-
-    def _run(self, images: Image) -> Outputs:
-        found = [self._reference(image) for image in images]
+    def run(images: Image) -> Outputs:
+        found = [reference(image) for image in images]
         outputs = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
-        if self._change is not None:
-            self._change(outputs)
+        if change is not None:
+            change(outputs)
         return outputs
 
-
-def _images(number: int) -> list[Image]:
     sizes = [(40, 50), (31, 64), (70, 33), (1, 200), (44, 40)][:number]
     rng = np.random.default_rng(0)
-    return [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
-
-
-def _measure(
-    model: _File, reference: Callable[[Image], Outputs], number: int = 5
-) -> list[Agreement]:
-    return measure_agreement(model, reference, _images(number), tolerance=1e-4)
+    images = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    info = ExportInfo(task, TASK_OUTPUTS.get(task, ("s8",)), "RGB", score_threshold=0.05)
+    model = ExportedModel(Path("x.onnx"), info, run)
+    return measure_agreement(model, reference, images, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(
     ("task", "reference"),
     [
         ("detection", _detect),
-        ("detection", _detect_in_a_full_table),
+        ("detection", _detect_full_table),
         ("classification", _mean),
         ("features", _map),
     ],
 )
 @pytest.mark.parametrize("number", [1, 5])
-def test_the_same_answers_agree_and_every_image_is_in_a_batch(
-    task: Task, reference: Callable[[Image], Outputs], number: int
+def test_equal_results_agree_and_every_image_is_in_a_batch(
+    task: Task, reference: Reference, number: int
 ) -> None:
-    rows = _measure(_File(task, reference), reference, number)
-    assert [row.num_images for row in rows] == ([1, 2, 8] if number == 1 else [5, 6, 8])
-    for row in rows:
-        assert row.holds(1e-4)
+    report = _measure(task, reference, number=number)
+    report.check()
+    assert [row.num_images for row in report.rows] == ([1, 2, 8] if number == 1 else [5, 6, 8])
+    for row in report.rows:
         assert row.score == row.box == 0
-        found = _ROWS if reference is _detect_in_a_full_table else 3
+        found = _ROWS if reference is _detect_full_table else 3
         assert row.num_values == found * row.num_images
 
 
@@ -145,7 +125,7 @@ def _swap_axes(outputs: Outputs) -> None:
     outputs["boxes"][:] = outputs["boxes"][..., [1, 0, 3, 2]]
 
 
-@pytest.mark.parametrize("reference", [_detect, _detect_in_a_full_table])
+@pytest.mark.parametrize("reference", [_detect, _detect_full_table])
 @pytest.mark.parametrize(
     "change",
     [
@@ -159,50 +139,48 @@ def _swap_axes(outputs: Outputs) -> None:
         _reverse,
     ],
 )
-def test_a_detector_that_is_wrong_in_one_thing_does_not_agree(
-    reference: Callable[[Image], Outputs], change: Change
-) -> None:
-    if change is _lose_a_row and reference is _detect_in_a_full_table:
-        change = _spoil("boxes", 0)  # the last of a full table may be another
-    for row in _measure(_File("detection", reference, change), reference):
-        assert not row.holds(1e-4)
-        assert "differs" in table_of([row], "detection", 1e-4)
+def test_a_detector_with_one_error_does_not_agree(reference: Reference, change: Change) -> None:
+    if change is _lose_a_row and reference is _detect_full_table:
+        change = _spoil("boxes", 0)  # the last row of a full table may differ
+    report = _measure("detection", reference, change)
+    assert not any(row.holds(1e-4) for row in report.rows)
+    assert str(report).count("differs") == 3
+    with pytest.raises(UserError):
+        report.check()
 
 
 @pytest.mark.parametrize(
     ("task", "reference"), [("classification", _mean), ("features", _map), ("detection", _detect)]
 )
 @pytest.mark.parametrize("number", [1, 5])
-def test_a_file_that_answers_for_the_first_image_of_a_batch_does_not_agree(
-    task: Task, reference: Callable[[Image], Outputs], number: int
+def test_repeating_the_first_image_of_a_batch_does_not_agree(
+    task: Task, reference: Reference, number: int
 ) -> None:
     def repeat_first(outputs: Outputs) -> None:
         for values in outputs.values():
             values[:] = values[:1].copy()
 
-    rows = _measure(_File(task, reference, repeat_first), reference, number)
+    rows = _measure(task, reference, repeat_first, number).rows
     assert [row.holds(1e-4) for row in rows] == [True, False, False]
 
 
 @pytest.mark.parametrize(("task", "reference"), [("classification", _mean), ("features", _map)])
-def test_what_is_no_number_does_not_agree(
-    task: Task, reference: Callable[[Image], Outputs]
-) -> None:
-    def nothing(outputs: Outputs) -> None:
+def test_nan_does_not_agree(task: Task, reference: Reference) -> None:
+    def spoil(outputs: Outputs) -> None:
         for values in outputs.values():
             values[:] = np.nan
 
-    rows = _measure(_File(task, reference, nothing), reference)
-    assert not any(row.holds(1e9) for row in rows)
-    assert "inf" in table_of(rows, task, 1e-4)
+    report = _measure(task, reference, spoil)
+    assert not any(row.holds(1e9) for row in report.rows)
+    assert "inf" in str(report)
 
 
-def test_images_on_which_nothing_is_found_are_refused() -> None:
-    with pytest.raises(UserError, match=r"nothing is found on any of the 5 images.*--images"):
-        _measure(_File("detection", _detect_nothing), _detect_nothing)
+def test_images_without_detections_prove_nothing() -> None:
+    with pytest.raises(UserError, match="--images"):
+        _measure("detection", _detect_nothing).check()
 
 
-def test_detections_that_one_side_lacks_are_counted_but_at_the_threshold() -> None:
+def test_unmatched_detections_are_counted_except_at_the_threshold() -> None:
     row = Agreement(1)
     boxes = np.array([[[0, 0, 10, 10], [20, 0, 30, 10], [0, 20, 10, 30.0]]])
     mine = {
@@ -217,11 +195,10 @@ def test_detections_that_one_side_lacks_are_counted_but_at_the_threshold() -> No
         "labels": np.array([[0, 0]]),
         "counts": np.array([2]),
     }
-    compare_boxes(row, mine, theirs, 0.05, (100, 50), 0.2)
+    compare_detections(row, mine, theirs, 0.05, (100, 50), 0.2)
     # The first box has a partner, 0.1 and half a pixel off; the second is of two labels.
     assert (row.num_values, row.unmatched) == (1, 2)
     assert (row.score, row.box, row.relative_box) == pytest.approx((0.1, 0.5, 0.005))
-    assert "differs" in table_of([row], "detection", 0.2)
     above = Agreement(1)
-    compare_boxes(above, mine, theirs, 0.75, (100, 50), 0.2)
+    compare_detections(above, mine, theirs, 0.75, (100, 50), 0.2)
     assert above.unmatched == 0

@@ -1,13 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Tiny detectors on one frozen Mobile-Former, for tests of split exports."""
+"""Tiny models on one frozen Mobile-Former, or on two convolutions where the exporter is slow."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_model
+from PIL import Image
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
@@ -46,7 +48,7 @@ _MF_DETR: dict[str, Any] = {
     "MODEL.CLASS_NAMES": ["cat", "dog"],
     "MODEL.CATEGORY_IDS": [17, 18],
 }
-# Few operators, since writing ONNX takes its time for each.
+# Few operators, because the exporter takes time for each.
 _TWO_MAPS: dict[str, Any] = {
     **_RETINANET,
     "MODEL.BACKBONE.NAME": "build_fpn_backbone",
@@ -58,6 +60,16 @@ _TWO_CLASSES: dict[str, Any] = {
     "MODEL.CLASS_NAMES": ["cat", "dog"],
     "MODEL.CATEGORY_IDS": [17, 18],
 }
+_FCOS: dict[str, Any] = {
+    **_TWO_MAPS,
+    "MODEL.META_ARCHITECTURE": "SyncFCOS",
+    "MODEL.FCOS.NUM_CLASSES": 3,
+    "MODEL.FCOS.NUM_CONVS": 1,
+    "MODEL.FCOS.IN_FEATURES": ["p3", "p4"],
+    "MODEL.FCOS.NORM": "",
+    "MODEL.FCOS.PRIOR_PROB": 0.5,
+}
+_QB_HEAT: dict[str, Any] = {"MODEL.MOBILE_FORMER.VARIANT": "custom", "INPUT.MIN_SIZE_TEST": 48}
 _CLASSIFIER: dict[str, Any] = {
     "MODEL.META_ARCHITECTURE": "ImageClassifier",
     "MODEL.BACKBONE.NAME": "TwoMaps",
@@ -79,12 +91,14 @@ KINDS = {
     "mf_detr": _MF_DETR,
     "two_maps": _TWO_MAPS,
     "two_classes": _TWO_CLASSES,
+    "fcos": _FCOS,
+    "qb_heat": _QB_HEAT,
 }
 
 
 @BACKBONE_REGISTRY.register()
 class TwoMaps(Backbone):
-    """The least that a pyramid stands on: two convolutions."""
+    """Two convolutions, the least that an FPN needs."""
 
     def __init__(self, cfg: CfgNode, input_shape: ShapeSpec) -> None:
         super().__init__()
@@ -100,15 +114,16 @@ class TwoMaps(Backbone):
 
 
 def make_config(kind: str, **changes: Any) -> CfgNode:
-    """Returns the config of a tiny detector; ``changes`` name keys with ``__`` for dots."""
+    """Returns the config of a tiny model; ``changes`` name keys with ``__`` for dots."""
     opts = {**_SHARED, **KINDS[kind]}
     opts |= {key.replace("__", "."): value for key, value in changes.items()}
     words = [word for key, value in opts.items() for word in (key, str(value))]
-    return load_config(get_config_path("demo/toy_retinanet.yaml"), words)
+    base = "qb_heat" if kind == "qb_heat" else "retinanet"
+    return load_config(get_config_path(f"demo/toy_{base}.yaml"), words)
 
 
 def build(cfg: CfgNode, *, head_seed: int = 0, backbone_seed: int = 0) -> nn.Module:
-    """Builds a detector whose backbone depends on its own seed alone, statistics included."""
+    """Builds a model whose backbone depends only on its own seed, statistics included."""
     torch.manual_seed(head_seed)
     model = build_model(cfg).eval()
     backbone = getattr(model.backbone, "bottom_up", model.backbone)
@@ -126,10 +141,24 @@ def build(cfg: CfgNode, *, head_seed: int = 0, backbone_seed: int = 0) -> nn.Mod
 
 
 def save(folder: Path, kind: str, **seeds: int) -> str:
-    """Writes what training leaves behind; returns the path of the weights."""
-    cfg = make_config(kind)
+    """Writes the weights that training writes; returns their path."""
+    return save_model(folder, make_config(kind), **seeds)
+
+
+def save_model(folder: Path, cfg: CfgNode, **seeds: int) -> str:
+    """As ``save``, of a config."""
     path = folder / "model_final.safetensors"
     folder.mkdir(parents=True)
     info = WeightsInfo.from_config(cfg, iteration=1, commit="")
     save_weights(str(path), build(cfg, **seeds).state_dict(), info)
     return str(path)
+
+
+def save_photos(folder: Path) -> str:
+    """Writes images of noise, of three sizes; returns the folder."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for index, (width, height) in enumerate([(90, 75), (61, 100), (130, 40)]):
+        noise = rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((width, height)).save(folder / f"{index}.png")
+    return str(folder)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pixels inside a graph: Detectron2's resize to the bit, crop, normalisation, padding."""
+"""Preprocessing inside the graph: Detectron2's resize to the bit, crop, normalisation, padding."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from detectron2.data.transforms import ResizeShortestEdge
 from PIL import Image
 
-from qbheat_det.engine.exporting.pixels import CentreSquare, Normalisation, ShortestEdge
+from qbheat_det.export.preprocessing import CenterCrop, Preprocessing, ShortestEdge
 
 
 def _noise(height: int, width: int) -> np.ndarray:
@@ -34,46 +34,47 @@ def test_the_shortest_edge_is_detectron2s_to_the_bit(
 ) -> None:
     image = _noise(height, width)
     resize = ResizeShortestEdge([min_size, min_size], max_size).get_transform(image)
-    wanted = resize.apply_image(image)
-    planes, sizes = ShortestEdge(min_size=min_size, max_size=max_size)(
-        torch.from_numpy(image)[None]
-    )
-    torch.testing.assert_close(planes, _as_planes(wanted), rtol=0, atol=0)
-    assert sizes.tolist() == [height, width, *wanted.shape[:2]]
+    expected = resize.apply_image(image)
+    planes, sizes = ShortestEdge(min_size, max_size)(torch.from_numpy(image)[None])
+    torch.testing.assert_close(planes, _as_planes(expected), rtol=0, atol=0)
+    assert sizes.tolist() == [height, width, *expected.shape[:2]]
 
 
 def test_the_size_is_detectron2s_for_every_image_size() -> None:
-    shortest = ShortestEdge(min_size=37, max_size=61)
+    shortest = ShortestEdge(37, 61)
     for height in range(1, 90, 17):
         for width in range(1, 90, 11):
-            wanted = ResizeShortestEdge.get_output_shape(height, width, 37, 61)
-            if min(wanted):
+            expected = ResizeShortestEdge.get_output_shape(height, width, 37, 61)
+            if min(expected):
                 image = torch.zeros(1, height, width, 3, dtype=torch.uint8)
-                assert tuple(shortest(image)[1][2:].tolist()) == wanted
+                assert tuple(shortest(image)[1][2:].tolist()) == expected
 
 
-def test_without_a_length_images_stay_as_they_are() -> None:
+def test_a_length_of_0_does_not_resize() -> None:
     image = _noise(5, 7)
-    planes, sizes = ShortestEdge(min_size=0, max_size=3)(torch.from_numpy(image)[None])
+    planes, sizes = ShortestEdge(0, 3)(torch.from_numpy(image)[None])
     torch.testing.assert_close(planes, _as_planes(image), rtol=0, atol=0)
     assert sizes.tolist() == [5, 7, 5, 7]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.875])
 @pytest.mark.parametrize(("height", "width"), [(40, 61), (75, 36)])
-def test_the_square_in_the_middle_is_pillows(height: int, width: int, share: float) -> None:
+def test_the_center_crop_is_pillows(height: int, width: int, share: float) -> None:
     image = _noise(height, width)
     side = round(share * min(height, width))
     top, left = (height - side) // 2, (width - side) // 2
     square = Image.fromarray(image[top : top + side, left : left + side])
-    wanted = np.asarray(square.resize((32, 32), Image.Resampling.BILINEAR))
-    planes, _ = CentreSquare(size=32, share=share)(torch.from_numpy(image)[None])
-    torch.testing.assert_close(planes, _as_planes(wanted), rtol=0, atol=0)
+    expected = np.asarray(square.resize((32, 32), Image.Resampling.BILINEAR))
+    planes, _ = CenterCrop(32, share)(torch.from_numpy(image)[None])
+    torch.testing.assert_close(planes, _as_planes(expected), rtol=0, atol=0)
 
 
 def test_images_are_normalised_and_then_padded_with_zeros() -> None:
-    normalise = Normalisation(mean=[1.0, 2.0, 3.0], std=[2.0, 4.0, 8.0], size_divisibility=4)
-    padded = normalise(torch.full((1, 3, 5, 8), 11.0), torch.tensor([5, 8, 5, 8]))
-    wanted = torch.zeros(1, 3, 8, 8)
-    wanted[0, 0, :5], wanted[0, 1, :5], wanted[0, 2, :5] = 5.0, 2.25, 1.0
-    torch.testing.assert_close(padded, wanted)
+    preprocessing = Preprocessing(
+        ShortestEdge(0, 0), mean=[1.0, 2.0, 3.0], std=[2.0, 4.0, 8.0], size_divisibility=4
+    )
+    padded, sizes = preprocessing(torch.full((1, 5, 8, 3), 11, dtype=torch.uint8))
+    expected = torch.zeros(1, 3, 8, 8)
+    expected[0, 0, :5], expected[0, 1, :5], expected[0, 2, :5] = 5.0, 2.25, 1.0
+    torch.testing.assert_close(padded, expected)
+    assert sizes.tolist() == [5, 8, 5, 8]
