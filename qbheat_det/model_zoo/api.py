@@ -144,17 +144,6 @@ class ZooWeights(PathHandler):
         entry = find_entry(path)
         return str(_write_pytorch(fetch(entry), cache_folder(entry)))
 
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
-        if set(mode) - set("rbt"):
-            raise UserError(f"'{path}' can only be read")
-        return open(self._get_local_path(path), mode, buffering)
-
-    def _exists(self, path: str, **kwargs: Any) -> bool:
-        return path.removeprefix(PREFIX) in list_names()
-
-    def _isfile(self, path: str, **kwargs: Any) -> bool:
-        return self._exists(path)
-
 
 @functools.lru_cache
 def _write_pytorch(source: Path, folder: Path) -> Path:
