@@ -82,7 +82,8 @@ def take_steps(
     """Makes steps of a second each."""
     hook.trainer = run
     hook.before_train()
-    for run.iter in range(run.start_iter, until or run.max_iter):
+    for iteration in range(run.start_iter, until or run.max_iter):
+        run.iter = iteration
         if clock is not None:
             clock.now += 1
         hook.after_step()
@@ -189,11 +190,14 @@ def test_modes_and_random_generators_are_restored() -> None:
 def test_figures_go_to_the_folder_the_log_and_tensorboard(tmp_path: Path) -> None:
     pixels = np.zeros((4, 6, 3), np.uint8)
     pixels[..., 0] = 200  # red
-    png = cv2.imencode(".png", pixels[..., ::-1])[1].tobytes()
+    png = Image(cv2.imencode(".png", pixels[..., ::-1])[1].tobytes(), "image/png", "red")
     figure = Figure(
         "red",
         "Red",
-        images={"all": Image(png, "image/png", "red"), "svg": Image(b"<svg/>", "image/svg+xml", "")},
+        images={
+            "all": Image(png, "image/png", "red"),
+            "svg": Image(b"<svg/>", "image/svg+xml", ""),
+        },
         data={"values": [1, 2]},
         scalars={"a/b": 2.0, "a/c": math.nan},
     )
