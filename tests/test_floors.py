@@ -18,7 +18,7 @@ FLOORS = {
     "engine": 7,
     "analysis": 6,
     "probing": 6,
-    "modeling.meta_arch": 5,
+    "modeling.dense": 4,
     "deployment": 4,
     "modeling.pretrain": 4,
     "modeling.detr": 4,
@@ -147,7 +147,7 @@ def test_an_import_up_or_sideways_is_seen(
     [
         ("layers/a.py", "from .b import x\nfrom . import c"),
         ("modeling/detr/a.py", "from qbheat_det.layers import x\nfrom ..backbone import y"),
-        ("modeling/meta_arch/a.py", "from qbheat_det.core.errors import UserError\nimport torch"),
+        ("modeling/pretrain/a.py", "from qbheat_det.core.errors import UserError\nimport torch"),
         ("engine/__init__.py", "from .trainer import Trainer"),
     ],
 )

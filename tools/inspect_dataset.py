@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     samples = draw_training_images(inspections, cfg, args.num_samples)
     write_report(describe_datasets(report, samples), args.output / "report.html")
-    lines = "".join(f"{fault.sentence}\n" for fault in report.faults)
+    lines = "".join(f"{fault.message}\n" for fault in report.faults)
     (args.output / "faults.txt").write_text(lines, encoding="utf-8", errors="backslashreplace")
     print(format_report(report))
     print(f"\nopen  {(args.output / 'report.html').resolve()}")

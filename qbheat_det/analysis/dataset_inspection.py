@@ -18,16 +18,16 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.coco_file import quote
-from qbheat_det.data.coco_json import (
+from qbheat_det.data.datasets.coco import (
     CocoContent,
     CocoSummary,
     check_same_classes,
+    quote,
     read_coco_json,
 )
-from qbheat_det.data.faults import Fault
-from qbheat_det.data.image_files import find_image_faults
-from qbheat_det.data.record_checks import find_object_faults, find_record_faults
+from qbheat_det.data.errors import DataError
+from qbheat_det.data.image_checks import find_image_errors
+from qbheat_det.data.record_checks import find_object_errors, find_record_errors
 
 from .dataset_statistics import DatasetStatistics
 
@@ -69,7 +69,7 @@ class Inspection:
     source: DatasetSource
     records: list[dict[str, Any]]
     statistics: DatasetStatistics
-    faults: list[Fault]
+    faults: list[DataError]
     warnings: list[str] = field(default_factory=list)
     summary: CocoSummary | None = None
 
@@ -91,15 +91,15 @@ def inspect_dataset(
     """
     json_file, image_root = _locate(source)
     content = None
-    faults: list[Fault] = []
+    faults: list[DataError] = []
     if json_file is not None and image_root is not None:
         try:
             content = read_coco_json(json_file, image_root)
         except UserError as error:
             sentence = str(error).removeprefix(f"{json_file}").lstrip(": ")
-            faults.append(Fault("annotation file that cannot be used", json_file, sentence))
+            faults.append(DataError("annotation file that cannot be used", json_file, sentence))
             return _conclude(source, [], (), faults, None)
-        faults += content.faults
+        faults += content.errors
         records = _load_sound(json_file, image_root, content)
         class_names: Sequence[str] = content.summary.class_names
     else:
@@ -107,7 +107,7 @@ def inspect_dataset(
         class_names = MetadataCatalog.get(source.name).get("thing_classes") or ()
         if not class_names:
             raise UserError(f"the metadata of dataset '{source.name}' has no 'thing_classes'")
-    found = find_record_faults(
+    found = find_record_errors(
         source.name,
         records,
         num_classes=len(class_names),
@@ -120,17 +120,17 @@ def inspect_dataset(
         faults += found
     else:  # that nothing is left after the faults is none of its own
         faults += [fault for fault in found if fault.kind not in ("empty dataset", "no boxes")]
-    faults += find_image_faults(records, num_threads=num_threads, progress=progress)
+    faults += find_image_errors(records, num_threads=num_threads, progress=progress)
     return _conclude(source, records, class_names, faults, content)
 
 
-def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[Fault], list[str]]:
+def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
     """Returns faults and warnings of training and evaluation sets taken together.
 
     Faults are classes that differ, and pictures of a training set that are in an evaluation set
     too, byte for byte and under any name. A set that is named for both is a warning.
     """
-    faults: list[Fault] = []
+    faults: list[DataError] = []
     warnings: list[str] = []
     by_role = {role: [i for i in inspections if i.source.role == role] for role in ("train", "val")}
     for train, val in itertools.product(by_role["train"], by_role["val"]):
@@ -139,7 +139,7 @@ def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[Fault], li
             try:
                 check_same_classes(train.summary, val.summary)
             except UserError as error:
-                faults.append(Fault("classes that differ", names, str(error)))
+                faults.append(DataError("classes that differ", names, str(error)))
         warnings += _compare_class_counts(train, val)
         if _is_same_data(train, val):
             warnings.append(f"{names} are the same data, so AP will not tell how it generalises")
@@ -187,7 +187,7 @@ def _load_sound(json_file: str, image_root: str, content: CocoContent) -> list[d
     if not all(parts[key] for key in ("images", "categories")):
         return []
     try:
-        if not content.faults:
+        if not content.errors:
             return list(load_coco_json(json_file, image_root, name))
         with tempfile.TemporaryDirectory() as folder:
             sound = Path(folder) / "sound.json"
@@ -203,7 +203,7 @@ def _without_unsound_objects(record: dict[str, Any], num_classes: int) -> dict[s
         annotation
         for annotation in record.get("annotations", ())
         if annotation.get("iscrowd", 0)
-        or next(find_object_faults(annotation, record, num_classes, None), None) is None
+        or next(find_object_errors(annotation, record, num_classes, None), None) is None
     ]
     return {**record, "annotations": sound}
 
@@ -212,7 +212,7 @@ def _conclude(
     source: DatasetSource,
     records: list[dict[str, Any]],
     class_names: Sequence[str],
-    faults: list[Fault],
+    faults: list[DataError],
     content: CocoContent | None,
 ) -> Inspection:
     return Inspection(
@@ -250,7 +250,7 @@ def _compare_class_counts(train: Inspection, val: Inspection) -> list[str]:
     return warnings
 
 
-def _find_leaks(train: Inspection, val: Inspection) -> list[Fault]:
+def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
     """Compares files of equal size by their last bytes, and those that agree wholly."""
     files: dict[int, list[str]] = defaultdict(list)
     for record in train.records:
@@ -266,7 +266,7 @@ def _find_leaks(train: Inspection, val: Inspection) -> list[Fault]:
             if tails[path] == tails[other] and filecmp.cmp(path, other, shallow=False):
                 where = f"image {path!r} (image id {record['image_id']}) of '{val.source.name}'"
                 reason = f"'{train.source.name}' trains on the same picture, as {other!r}"
-                faults.append(Fault("picture in training and evaluation", where, reason))
+                faults.append(DataError("picture in training and evaluation", where, reason))
                 break
     return faults
 

@@ -11,7 +11,7 @@ import numpy as np
 from detectron2.config import CfgNode
 from numpy.typing import NDArray
 
-from qbheat_det.data.faults import Fault
+from qbheat_det.data.errors import DataError
 
 from .dataset_charts import plot_counts, plot_distribution
 from .dataset_inspection import Inspection
@@ -39,7 +39,7 @@ class DatasetReport:
 
     title: str
     inspections: Sequence[Inspection]
-    faults: Sequence[Fault]
+    faults: Sequence[DataError]
     warnings: Sequence[str]
     cfg: CfgNode
 
@@ -64,7 +64,7 @@ def describe_datasets(report: DatasetReport, samples: Sequence[Picture]) -> Repo
             f"Faults ({num_faults:,})",
             paragraphs=["Each stops training, or silently spoils what it learns or measures."],
             table=Table(("Kind", "Number"), [(kind, f"{n:,}") for kind, n in kinds.items()]),
-            commands=[fault.sentence for fault in report.faults[:_FAULTS_ON_PAGE]],
+            commands=[fault.message for fault in report.faults[:_FAULTS_ON_PAGE]],
         )
         if report.faults
         else None,
@@ -186,17 +186,17 @@ def _format_classes(report: DatasetReport) -> Iterator[str]:
         yield f"  and {len(first) - _CLASSES_SHOWN} more classes, on the page"
 
 
-def _format_faults(faults: Sequence[Fault]) -> Iterator[str]:
+def _format_faults(faults: Sequence[DataError]) -> Iterator[str]:
     if not faults:
         yield "No faults."
         return
-    by_kind: dict[str, list[Fault]] = defaultdict(list)
+    by_kind: dict[str, list[DataError]] = defaultdict(list)
     for fault in faults:
         by_kind[fault.kind].append(fault)
     yield f"{len(faults):,} fault{'s' * (len(faults) > 1)}"
     for kind, alike in by_kind.items():
         yield f"  {kind}: {len(alike):,}"
-        yield from (f"    {fault.sentence}" for fault in alike[:_FAULTS_SHOWN])
+        yield from (f"    {fault.message}" for fault in alike[:_FAULTS_SHOWN])
         if len(alike) > _FAULTS_SHOWN:
             yield f"    and {len(alike) - _FAULTS_SHOWN:,} more like it"
 

@@ -26,9 +26,9 @@ from torch import nn
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
+from qbheat_det.engine.feature_build import CacheEstimate
 from qbheat_det.engine.hooks.monitors import MOST_WAITING, describe_waiting
 
-from .cache_estimate import CacheEstimate
 from .dry_run_report import DryRunReport
 from .loader_speed import measure_loader
 from .memory import resident_with_workers, total_memory

@@ -14,14 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
-    Fault,
+    DataError,
     ImageBatches,
     build_class_batches,
     build_image_batches,
     build_mapper,
+    join_messages,
 )
-
-from .broken_images import name_faults
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
@@ -70,14 +69,14 @@ class Evaluation:
         loader, evaluator = self._parts[name]
         results = dict(inference_on_dataset(model, loader, evaluator) or {})
         if isinstance(loader, ImageBatches):
-            self._warn_of_skipped_images(name, loader.faults)
+            self._warn_of_skipped_images(name, loader.skipped)
         if comm.is_main_process():
             print_csv_format(results)
         return results
 
-    def _warn_of_skipped_images(self, name: str, faults: dict[str, Fault]) -> None:
+    def _warn_of_skipped_images(self, name: str, faults: dict[str, DataError]) -> None:
         """Names the images that all processes left out, once for each data set."""
-        everywhere: dict[str, Fault] = {}
+        everywhere: dict[str, DataError] = {}
         for part in comm.all_gather(faults):
             everywhere.update(part)
         if not everywhere or name in self._warned:
@@ -86,7 +85,7 @@ class Evaluation:
         if comm.is_main_process():
             logger.warning(
                 f"{len(everywhere):,} images are left out of the evaluation on '{name}': "
-                f"{name_faults([everywhere[where] for where in sorted(everywhere)])}"
+                f"{join_messages([everywhere[where] for where in sorted(everywhere)])}"
             )
 
 

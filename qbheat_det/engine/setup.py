@@ -26,12 +26,13 @@ from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
     check_image_files,
     check_image_folder,
-    check_records,
     check_some_readable,
+    find_record_errors,
+    raise_first,
 )
+from qbheat_det.engine.cacheable import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .cache_refusals import check_cacheable
 from .class_folders import use_classes_of_folders
 from .data_flags import use_data_flags
 from .hooks import check_neighbours, scores_neighbours
@@ -255,13 +256,14 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
     for name in labelled:
         records = DatasetCatalog.get(name)
         is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # several are filtered together
-        check_records(
+        errors = find_record_errors(
             name,
             records,
             num_classes=len(cfg.MODEL.CLASS_NAMES),
             filter_empty=is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
             mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
         )
+        raise_first(errors)
         if cfg.DATASETS.CHECK_IMAGES:
             check_image_files(records, progress=True)
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):

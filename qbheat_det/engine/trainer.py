@@ -31,6 +31,8 @@ from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
+from qbheat_det.engine.feature_cache import use_cached_features
+from qbheat_det.engine.hooks.skipped_images import SkippedImages
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
@@ -45,8 +47,6 @@ from qbheat_det.solver import (
 )
 
 from .block_modes import apply_step_keys
-from .broken_images import BrokenImages
-from .cached_features import use_cached_features
 from .device_batches import BatchedInputs
 from .evaluation import Evaluation, TestLoader, build_test_loader
 from .failure import report_failure
@@ -222,7 +222,7 @@ class Trainer(DefaultTrainer):
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             PeriodicWriter(self.open_writers, period) if main else None,
-            BrokenImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
+            SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),

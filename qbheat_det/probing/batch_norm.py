@@ -20,8 +20,7 @@ from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import Fault, build_mapper, raise_first
-from qbheat_det.engine.broken_images import name_faults
+from qbheat_det.data import DataError, build_mapper, join_messages, raise_first
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +114,9 @@ def read_whole_images(
         chosen, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
     images: list[Tensor] = []
-    faults: list[Fault] = []
+    faults: list[DataError] = []
     for entry in itertools.chain.from_iterable(loader):
-        if isinstance(entry, Fault):
+        if isinstance(entry, DataError):
             faults.append(entry)
         else:  # copied, since what workers send is an open file each, and a process may have few
             images.append(entry["image"].clone())
@@ -125,7 +124,7 @@ def read_whole_images(
         raise_first(faults)
     if faults:
         logger.warning(
-            "%d of %d images are left out: %s", len(faults), len(chosen), name_faults(faults)
+            "%d of %d images are left out: %s", len(faults), len(chosen), join_messages(faults)
         )
     return images
 

@@ -24,11 +24,11 @@ from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
     fingerprint_records,
+    join_messages,
     load_image_folders,
     preserved_randomness,
     unite_labels,
 )
-from qbheat_det.engine.broken_images import name_faults
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
 
 from .backbones import count_images_seen, find_feature, load_backbone
@@ -263,10 +263,10 @@ class BackboneProbe:
                 yield _counted(batches, bar)
 
     def _log_skipped(self) -> None:
-        faults = [fault for batches in self._images for fault in batches.faults.values()]
+        faults = [fault for batches in self._images for fault in batches.skipped.values()]
         self.results.broken_images = len(faults)
         if faults and not self._named:
-            logger.warning(f"Left out, {len(faults):,} in all: {name_faults(faults)}")
+            logger.warning(f"Left out, {len(faults):,} in all: {join_messages(faults)}")
         self._named = True
 
 

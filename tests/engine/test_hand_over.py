@@ -14,7 +14,7 @@ from qbheat_det.checkpoint import SafeCheckpointer, info_of
 from qbheat_det.config import get_cfg
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import Trainer
-from qbheat_det.modeling.meta_arch import QBHeat
+from qbheat_det.modeling.pretrain import QBHeat
 
 # Each backbone with the key of its outputs, and its maps at strides 8 and 16.
 BACKBONES = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qbheat_det.analysis import CountingRule, count_madds
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import Fault, build_mapper
+from qbheat_det.data import DataError, build_mapper
 from qbheat_det.modeling.contracts import get_backbone
 
 from ..trainer import Trainer
@@ -90,7 +90,7 @@ def _draw_batch(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> list[dict[st
     batch: list[dict[str, Any]] = []
     for index in order:
         entry = mapper(dict(records[index]))
-        if entry is not None and not isinstance(entry, Fault):
+        if entry is not None and not isinstance(entry, DataError):
             batch.append(entry)
         if len(batch) == cfg.SOLVER.IMS_PER_BATCH:
             break

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
-from qbheat_det.modeling.meta_arch import ImageClassifier
 
 from .detector_heads import Suppress, build_head
 from .export_info import DETECTION_OUTPUTS, ExportInfo, Task

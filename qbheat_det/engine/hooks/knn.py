@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure
-from qbheat_det.data import ImageBatches, build_mapper, load_labelled_sets
+from qbheat_det.data import ImageBatches, build_mapper, join_messages, load_labelled_sets
 from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
-
-from ..broken_images import name_faults
 
 logger = logging.getLogger(__name__)
 _MAX_IMAGES_DISTRIBUTED = 100_000
@@ -118,10 +116,10 @@ class NeighbourScorer:
         )
 
     def _warn_of_skipped_images(self) -> None:
-        faults = [fault for batches in self._batches or () for fault in batches.faults.values()]
+        faults = [fault for batches in self._batches or () for fault in batches.skipped.values()]
         if faults and not self._has_warned:
             logger.warning(
                 f"{len(faults):,} images are left out of the nearest-neighbour score: "
-                f"{name_faults(faults)}"
+                f"{join_messages(faults)}"
             )
         self._has_warned = True
