@@ -7,18 +7,9 @@ from pathlib import Path
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer
 
-from .gradient_cases import BLOCKS
-from .tiny_training import parse_run, start_run
+from .tiny_training import TINY_ENCODER, parse_run, start_run
 
 RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
-TINY_ENCODER = {
-    "MODEL.MOBILE_FORMER.VARIANT": "custom",
-    "MODEL.MOBILE_FORMER.BLOCKS": str(BLOCKS),
-    "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
-    "MODEL.MOBILE_FORMER.TOKEN_DIM": "16",
-    "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": "32",
-}
-"""Overrides that replace a recipe's Mobile-Former by one of some thousand parameters."""
 OPTS = {
     **TINY_ENCODER,
     "MODEL.DEVICE": "cpu",

@@ -17,8 +17,19 @@ from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, build_config, setup
 from tools.train_net import parse_args
 
+from .gradient_cases import BLOCKS
+
 CONFIG = get_config_path("demo/toy_retinanet.yaml")
+TINY_ENCODER = {
+    "MODEL.MOBILE_FORMER.VARIANT": "custom",
+    "MODEL.MOBILE_FORMER.BLOCKS": str(BLOCKS),
+    "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
+    "MODEL.MOBILE_FORMER.TOKEN_DIM": "16",
+    "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": "32",
+}
+"""Overrides that replace a recipe's Mobile-Former by one of some thousand parameters."""
 TINY = {
+    **TINY_ENCODER,
     "SOLVER.IMS_PER_BATCH": "2",
     "SOLVER.LOG_PERIOD": "1",
     "SOLVER.WARMUP_ITERS": "2",
