@@ -1,0 +1,80 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The entries in ``MODEL_ZOO.md`` follow from the index, and its links lead to configs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
+from qbheat_det.model_zoo import Metric, index, sources
+from qbheat_det.model_zoo.table import (
+    ZOO_FILE,
+    format_briefly,
+    format_metric,
+    render_entries,
+    write_table,
+)
+
+from .conftest import MakeEntry, make_entry
+
+
+def test_the_file_of_the_repository_has_the_entries_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = Path(index.__file__).parent
+    monkeypatch.setattr(sources, "SHIPPED", package / "weights")
+    monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
+    text = ZOO_FILE.read_text(encoding="utf-8")
+    (tmp_path / "ZOO.md").write_text(text, encoding="utf-8")
+    updated = write_table(tmp_path / "ZOO.md").read_text(encoding="utf-8")
+    assert text == updated, "run: python tools/zoo.py table"
+    links = re.findall(r"\]\(configs/([^)]+)\)", text)
+    assert len(links) > 27  # of the paper's results
+    for link in links:
+        get_config_path(link)
+
+
+def test_all_fields_of_an_entry_are_rendered(ship: MakeEntry) -> None:
+    # A command must not close its code block.
+    entry = ship(command="echo '```'\n````\nrm x")
+    text = render_entries([entry])
+    for word in (
+        *(entry.summary, entry.file, entry.sha256, entry.data, entry.data_licence, entry.licence),
+        *(entry.commit, entry.date, f"(configs/{entry.config})", "MB, shipped |"),
+        *("[`retinanet/tiny`](#retinanettiny)", "| AP 12.5 % |"),
+        "- AP 12.5 % on toy val (by chance)",
+        f"\n`````sh\n{entry.command}\n`````",
+    ):
+        assert word in text
+
+
+def test_unknown_recipes_and_files_without_the_section_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml"):
+        render_entries([make_entry(config="none.yaml")])
+    for text in (None, "# Model zoo"):
+        if text:
+            (tmp_path / "ZOO.md").write_text(text)
+        with pytest.raises(UserError, match=r"ZOO\.md"):
+            write_table(tmp_path / "ZOO.md")
+
+
+@pytest.mark.parametrize(
+    ("metric", "brief", "full"),
+    [
+        (
+            Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds"),
+            "kNN top-1 61.2 ± 0.4 %",
+            "kNN top-1 61.25 ± 0.4 % on val (±: the standard error; 3 seeds)",
+        ),
+        (
+            Metric("loss", 0.8094, "", "toy", "0.1 to 0.9"),
+            "loss 0.8094",
+            "loss 0.8094 on toy (spread: 0.1 to 0.9)",
+        ),
+        (Metric("AP", 2.0, "", "toy", "±1"), "AP 2 ± 1", "AP 2 ± 1 on toy"),
+    ],
+)
+def test_metrics_are_written_in_brief_and_in_full(metric: Metric, brief: str, full: str) -> None:
+    assert (format_briefly(metric), format_metric(metric)) == (brief, full)
