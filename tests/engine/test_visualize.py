@@ -194,10 +194,7 @@ def test_figures_go_to_the_folder_the_log_and_tensorboard(tmp_path: Path) -> Non
     figure = Figure(
         "red",
         "Red",
-        images={
-            "all": Image(png, "image/png", "red"),
-            "svg": Image(b"<svg/>", "image/svg+xml", ""),
-        },
+        images={"all": png, "svg": Image(b"<svg/>", "image/svg+xml", "")},
         data={"values": [1, 2]},
         scalars={"a/b": 2.0, "a/c": math.nan},
     )
