@@ -14,7 +14,7 @@ from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors
 from qbheat_det.core.text import join_first
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import get_encoder
 
 from .graph import ExportableModel

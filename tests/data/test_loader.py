@@ -17,7 +17,7 @@ from detectron2.utils import comm
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import TrainStream, build_train_stream, cut, preserved_randomness, seed_place
+from qbheat_det.data import TrainStream, build_train_stream, cut, seed_place
 
 Batch = list[dict[str, Any]]
 
@@ -140,29 +140,22 @@ def test_images_that_the_mapper_leaves_out_are_replaced_by_any_other() -> None:
     assert max(counts) < 12  # the next in order would stand there 31 times
 
 
-def test_a_long_row_of_broken_images_does_not_end_a_run() -> None:
-    stream = TrainStream(
-        dataset(1240), mapper=lambda entry: entry if entry["id"] >= 1200 else None, batch_size=8
-    )
-    assert all(entry["id"] >= 1200 for entry in next(iter(stream)))
-
-
 def test_a_mapper_that_wants_no_image_is_named() -> None:
     stream = TrainStream(dataset(2), mapper=lambda entry: None, batch_size=1)
-    with pytest.raises(UserError, match="wanted none"):
+    with pytest.raises(UserError, match="1000 images"):
         next(iter(stream))
 
 
 def test_too_few_images_for_the_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)
-    with pytest.raises(UserError, match="IMS_PER_BATCH is 2"):
+    with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
         make_stream(batch_size=2)
 
 
 def test_an_empty_set_and_one_without_sizes_are_refused() -> None:
-    with pytest.raises(UserError, match="no images"):
+    with pytest.raises(UserError, match="training set"):
         TrainStream([], mapper=augment, batch_size=1)
-    with pytest.raises(UserError, match="ASPECT_RATIO_GROUPING"):
+    with pytest.raises(UserError, match=r"DATALOADER\.ASPECT_RATIO_GROUPING"):
         TrainStream([{"id": 1}], mapper=augment, batch_size=1, aspect_ratio_grouping=True)
 
 
@@ -172,16 +165,6 @@ def test_cut_keeps_order_and_balances(length: int, parts: int) -> None:
     assert list(itertools.chain.from_iterable(pieces)) == list(range(length))
     assert len(pieces) == parts
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
-
-
-def test_preserved_randomness_goes_on_where_it_was() -> None:
-    seed_place(4)
-    expected = torch.rand(3)
-    seed_place(4)
-    with preserved_randomness():
-        seed_place(9)
-        torch.rand(5)
-    torch.testing.assert_close(torch.rand(3), expected)
 
 
 @pytest.fixture
@@ -220,13 +203,8 @@ def test_repeat_factors_show_rare_classes_more_often(annotated: str) -> None:
     assert rare / common == pytest.approx((8 / 2) ** 0.5 / (8 / 6) ** 0.5, rel=0.15)
 
 
-def test_a_random_subset_stays_the_same(annotated: str) -> None:
-    seen = indices(build_train_stream(config(annotated, "RandomSubsetTrainingSampler")), 10)
-    assert len(set(seen)) == 4
-
-
 def test_an_unknown_sampler_is_named(annotated: str) -> None:
-    with pytest.raises(UserError, match="SAMPLER_TRAIN is 'Weighted'"):
+    with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):
         build_train_stream(config(annotated, "Weighted"))
 
 

@@ -4,7 +4,6 @@
 import io
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +73,6 @@ GOOD: dict[str, bytes] = {
 @pytest.mark.parametrize("case", GOOD)
 def test_a_whole_file_passes_whatever_its_format(case: str, tmp_path: Path) -> None:
     assert fault_of(record(tmp_path, GOOD[case])) is None
-
-
-def test_a_jpeg_of_several_pictures_passes(tmp_path: Path) -> None:
-    pictures = [Image.new("RGB", (WIDTH, HEIGHT), color) for color in ("red", "blue")]
-    buffer = io.BytesIO()
-    pictures[0].save(buffer, "MPO", save_all=True, append_images=pictures[1:])
-    assert fault_of(record(tmp_path, buffer.getvalue())) is None
 
 
 BAD: dict[str, tuple[bytes, str]] = {
@@ -164,12 +156,6 @@ def test_another_size_says_both(size: tuple[int, int], expected: str, tmp_path: 
         check_image_files([one])
 
 
-def test_a_record_without_a_size_is_asked_for_none(tmp_path: Path) -> None:
-    one = record(tmp_path, JPEG)
-    del one["width"], one["height"]
-    assert fault_of(one) is None
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -195,7 +181,7 @@ def test_all_faults_are_found_in_order_and_the_first_counts_the_others(tmp_path:
     faults = find_image_errors(records, num_threads=3)
     found = [int(fault.where.split("image id ")[1].rstrip(")")) for fault in faults]
     assert found == [3, 70, 200, 499]
-    with pytest.raises(UserError, match=r"image id 3\).*\(2 more like it, 1 other error; tools/"):
+    with pytest.raises(UserError, match=r"image id 3\).*2 more.* 1 other"):
         check_image_files(records)
 
 
@@ -207,24 +193,3 @@ def test_a_sound_file_is_never_decoded(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Image.Image, "load", forbidden)
     for name in ("jpeg", "png", "palette", "alpha", "cmyk"):
         assert fault_of(record(tmp_path, GOOD[name], name)) is None
-
-
-@pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (60.0, False)])
-def test_a_bar_is_shown_only_where_it_takes_long(
-    seconds: float,
-    shown: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(image_checks, "_SECONDS_WITHOUT_BAR", seconds)
-    records = [record(tmp_path, JPEG)] * 200
-    look: Callable[..., None] = check_image_files
-    look(records, progress=True)
-    assert ("Checking image files" in capsys.readouterr().err) == shown
-    look(records, progress=False)
-    assert capsys.readouterr().err == ""
-
-
-def test_no_records_are_no_fault() -> None:
-    assert find_image_errors([]) == []

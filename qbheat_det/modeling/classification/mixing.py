@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Mixup and CutMix of a batch, and the soft targets that go with them; both are timm's.
+"""Mixup and CutMix of a batch, and their soft targets; both are timm's.
 
 Papers: "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412; "CutMix: Regularization
 Strategy to Train Strong Classifiers with Localizable Features", arXiv:1905.04899; label
@@ -14,11 +14,10 @@ from qbheat_det.core.errors import UserError
 
 
 class BatchMixing:
-    """Mixes each image of a batch with its mirror in the batch's order, and its label likewise.
+    """Mixes image i of N with image N - 1 - i, and their labels likewise.
 
-    One share is drawn for the whole batch, from NumPy's global generator, which the trainer seeds
-    by the run's seed, the step and the process: a run that is resumed draws the same. Processes
-    draw shares of their own, so that with mixing several of them are not one with a joined batch.
+    Each process draws one share for its batch from NumPy's global generator, which the trainer
+    seeds by run, step and process, so that a resumed run draws the same.
     """
 
     def __init__(
@@ -32,9 +31,9 @@ class BatchMixing:
         """
         Args:
             num_classes: K.
-            label_smoothing: share of a target that is spread evenly over all classes.
-            mixup: alpha of Mixup's Beta(alpha, alpha); 0 leaves it out.
-            cutmix: alpha of CutMix's; with both, each batch takes one of the two, drawn evenly.
+            label_smoothing: share of a target that is distributed evenly over all classes.
+            mixup: alpha of Mixup's Beta(alpha, alpha); 0 turns it off.
+            cutmix: alpha of CutMix's; with both, each batch takes one at random.
 
         Raises:
             ValueError: a value is out of range.
@@ -47,8 +46,7 @@ class BatchMixing:
             )
         if not (mixup >= 0 and cutmix >= 0):
             raise ValueError(
-                f"MODEL.CLASSIFIER.MIXUP ({mixup}) and CUTMIX ({cutmix}) are alphas of beta "
-                "distributions, or 0 to leave them out"
+                f"MODEL.CLASSIFIER.MIXUP ({mixup}) and CUTMIX ({cutmix}) are at least 0"
             )
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
@@ -66,14 +64,14 @@ class BatchMixing:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """
         Args:
-            images: (N, 3, H, W); changed in place where they are mixed.
+            images: (N, 3, H, W), mixed in place.
             labels: (N,), classes from 0 on.
 
         Returns:
             The images, and targets (N, K), each row of which sums to one.
 
         Raises:
-            UserError: the batch is to be mixed, and its images do not come in pairs.
+            UserError: the batch is mixed, and its number of images is odd.
         """
         if self._mix is None:
             return images, mixup_target(labels, self.num_classes, smoothing=self.label_smoothing)

@@ -202,7 +202,7 @@ def test_the_good_file_goes_all_the_way(folder: Path) -> None:
 
 
 FEW_SECONDS = settings(
-    max_examples=400,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     database=None,
@@ -224,7 +224,7 @@ def test_a_file_that_may_be_coco_ends_in_a_sentence_or_in_training(
     assert len(sentence.splitlines()) == 1
 
 
-@settings(FEW_SECONDS, max_examples=100)
+@settings(FEW_SECONDS, max_examples=60)
 @given(content=VALUES | st.fixed_dictionaries(dict.fromkeys(KEYS, st.lists(VALUES, max_size=3))))
 def test_a_file_of_noise_ends_in_a_sentence(folder: Path, content: Any) -> None:
     with pytest.raises(UserError):
