@@ -35,6 +35,9 @@ FLOORS = {
 }
 # These collect what is below them, for registration, and belong to no floor.
 EXEMPT = ("__init__.py", "modeling/__init__.py")
+# While figures move from engine to analysis, these two import each other; the end state is analysis
+# above engine.
+MOVING = ("analysis", "engine")
 MAX_LINES = 350
 TABLES = ("qbheat_det/config/defaults.py",)  # every key with its comment, in one place
 MAX_FUNCTION_LINES = 60
@@ -85,7 +88,11 @@ def floor_violations(root: Path) -> list[str]:
             target = unit_of(name)
             if target is None:
                 found.append(f"{relative} imports {name}, which stands on no floor")
-            elif target != unit and FLOORS[target] >= FLOORS[unit]:
+            elif (
+                target != unit
+                and FLOORS[target] >= FLOORS[unit]
+                and not {target, unit} <= set(MOVING)
+            ):
                 found.append(f"{relative} imports {name}")
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
+sys.path.append(str(TOOLS))  # tools share modules there
 
 
 def load_tool(name: str) -> ModuleType:

@@ -1,6 +1,30 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a model costs and what it has learned."""
+"""What a model costs, what it has learned, and how runs compare: the figures of the paper."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+from qbheat_det.core.figures import FIGURES, Figure
 
 from .complexity import CountingRule, MAdds, count_detector_madds, count_madds, count_parameters
 
-__all__ = ["CountingRule", "MAdds", "count_detector_madds", "count_madds", "count_parameters"]
+__all__ = [
+    "CountingRule",
+    "MAdds",
+    "count_detector_madds",
+    "count_madds",
+    "count_parameters",
+    "load_figures",
+]
+
+_MODULES: tuple[str, ...] = ()
+
+
+def load_figures() -> dict[str, Callable[..., Figure]]:
+    """Imports all modules that draw figures, which registers them, and returns ``FIGURES``.
+
+    A training that is to be visualized calls it too.
+    """
+    for module in _MODULES:
+        import_module(f"{__name__}.{module}")
+    return FIGURES

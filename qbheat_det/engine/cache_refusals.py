@@ -2,7 +2,7 @@
 """What cannot be trained from cached features: each a sentence that says why, and what to do."""
 
 from detectron2.config import CfgNode
-from detectron2.modeling import Backbone
+from detectron2.modeling import Backbone, GeneralizedRCNN
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -78,6 +78,11 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
         raise UserError(
             f"MODEL.CACHE_FEATURES is for heads on a frozen encoder, but {type(model).__name__} "
             f"pre-trains its encoder: {_WAY_OUT}"
+        )
+    if isinstance(model, GeneralizedRCNN):
+        raise UserError(
+            f"MODEL.CACHE_FEATURES is for MF-DETR, RetinaNet, FCOS and classifiers: Detectron2's "
+            f"{type(model).__name__} reads pixels alone, so {_WAY_OUT}"
         )
     learning = [name for name, p in encoder.named_parameters() if p.requires_grad]
     stays_in_evaluation = getattr(model, "is_frozen", False) and not learning

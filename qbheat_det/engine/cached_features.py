@@ -271,5 +271,4 @@ def swap_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
         backbone.bottom_up = cached
     else:
         model.backbone = cached
-    cached.attach(model)
     return cached

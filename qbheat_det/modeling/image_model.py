@@ -9,6 +9,7 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.layers.cached_images import find_cached_images
 
 
 class ImageModel(nn.Module):
@@ -91,8 +92,8 @@ class ImageModel(nn.Module):
                     f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}' crops images to "
                     "INPUT.PRETRAIN.SIZE"
                 )
-        if all("features" in entry for entry in batched_inputs):  # nothing reads the pixels
-            return self.pixel_mean.new_zeros(()).expand(len(batched_inputs), *expected)
+        if (cached := find_cached_images(batched_inputs, 0, self.device)) is not None:
+            return cached.tensor
         # Stacked first, so that a batch goes to the device at once, a byte a value.
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Backbones; importing this package registers them."""
 
-from .cached_backbone import CachedBackbone
+from .cached import CachedBackbone
 from .fpn import build_fpn_backbone, build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer
 from .mobile_former_archs import (

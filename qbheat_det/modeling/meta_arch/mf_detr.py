@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
+from qbheat_det.layers.cached_images import find_cached_images
 from qbheat_det.modeling.detr import (
     DecoderWidths,
     Denoising,
@@ -205,11 +206,8 @@ class MFDETR(nn.Module):
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""
         divisibility = self.backbone.size_divisibility
-        if all("features" in entry for entry in batched_inputs):  # nothing reads the pixels
-            shapes = [torch.empty(entry["image"].shape, device="meta") for entry in batched_inputs]
-            padded = ImageList.from_tensors(shapes, divisibility)
-            zeros = self.pixel_mean.new_zeros(()).expand(padded.tensor.shape)
-            return ImageList(zeros, padded.image_sizes)
+        if (cached := find_cached_images(batched_inputs, divisibility, self.device)) is not None:
+            return cached
         images = [
             (entry["image"].to(self.device) - self.pixel_mean) / self.pixel_std
             for entry in batched_inputs

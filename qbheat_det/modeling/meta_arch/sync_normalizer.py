@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from detectron2.modeling.meta_arch.dense_detector import DenseDetector
+from detectron2.structures import ImageList
 from detectron2.utils import comm
 from torch import Tensor
+
+from qbheat_det.layers.cached_images import find_cached_images
 
 
 class SyncNormalizer(DenseDetector):
@@ -49,6 +52,12 @@ class SyncNormalizer(DenseDetector):
         """
         self._normalizers = normalizers
         return super().forward(batched_inputs)
+
+    def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
+        """As in the detector; entries with "features" become a ``CachedImages``."""
+        divisibility = self.backbone.size_divisibility
+        cached = find_cached_images(batched_inputs, divisibility, self.device)
+        return super().preprocess_image(batched_inputs) if cached is None else cached
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns (1,): the positive anchors of a batch, by labelling alone."""

@@ -1,0 +1,226 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What all figures of runs share: their options, the loop over runs, and the images for all runs.
+
+Runs are compared on the same images, cropped to squares as each run's encoder takes them.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import FPN, Backbone
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import NotApplicable
+from qbheat_det.core.text import join_first
+from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
+from qbheat_det.engine.spread_images import SpreadEntries, read_spread
+
+from .run import Run
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+Entries = list[dict[str, Any]]
+
+_BATCH_SIZE = 32
+_MOST_POSITIONS = 256  # of maps that are written to JSON: 16 x 16
+
+
+@dataclass(frozen=True)
+class FigureOptions:
+    """What every figure takes.
+
+    Attributes:
+        images: folder of images to use; None for the run's own data.
+        num_images: how many are drawn; figures that average may use more.
+        seed: of everything random, such as controls.
+    """
+
+    images: Path | None = None
+    num_images: int = 6
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RunResults(Generic[Found]):
+    """Results of several runs.
+
+    Attributes:
+        found: by label, in the order of the runs; at least one.
+        left_out: why each of the other runs has none.
+    """
+
+    found: dict[str, Found]
+    left_out: list[str]
+
+    def explain(self) -> list[str]:
+        """Returns a paragraph about the runs that were left out, if any were."""
+        return [f"Left out: {'; '.join(self.left_out)}."] if self.left_out else []
+
+
+def run_each(
+    runs: Sequence[Run],
+    compute: Callable[[Run], Found],
+    *,
+    nothing: str,
+    needs_weights: bool = True,
+) -> RunResults[Found]:
+    """Calls a function for each run, and leaves out the runs for which it fails.
+
+    Args:
+        runs: with different labels.
+        compute: raises ``NotApplicable`` or ``UserError``.
+        nothing: begins the message if no run is left, such as "no reconstructions".
+        needs_weights: leave out runs without a checkpoint.
+
+    Raises:
+        NotApplicable: all runs were left out, none because of an error.
+        UserError: all runs were left out, one because of an error.
+    """
+    found: dict[str, Found] = {}
+    left_out, errors = [], []
+    for run in runs:
+        try:
+            if needs_weights:
+                _ = run.weights
+            found[run.label] = compute(run)
+        except NotApplicable as reason:
+            left_out.append(str(reason))
+        except UserError as error:
+            text, label = str(error), f"'{run.label}'"
+            errors.append(text if label in text else f"{label}: {text}")
+            left_out.append(errors[-1])
+    left_out = list(dict.fromkeys(left_out))
+    if not found:
+        message = f"{nothing}: {'; '.join(left_out)}"
+        raise UserError(message) if errors else NotApplicable(message)
+    for error_text in errors:
+        logger.warning("left out: %s", error_text)
+    return RunResults(found, left_out)
+
+
+class SharedImages:
+    """Image files that all runs are compared on, chosen when the first run needs them."""
+
+    def __init__(self, runs: Sequence[Run], number: int, folder: Path | None) -> None:
+        """
+        Args:
+            runs: all that may be compared.
+            number: how many files.
+            folder: to take them from; None takes the data of the first run that has any.
+
+        Raises:
+            UserError: the folder does not exist or has no image.
+        """
+        self._runs = runs
+        self._number = number
+        self._folder = folder
+        self._entries = SpreadEntries()
+        if folder is not None:
+            load_image_folders([folder])
+
+    @property
+    def files(self) -> list[str]:
+        """The files that were chosen."""
+        return [str(entry["file_name"]) for entry in self._entries]
+
+    def choose(self, run: Run) -> list[str]:
+        """Returns the files, from the data of ``run`` if none were chosen before.
+
+        Raises:
+            NotApplicable: no folder is given, and no run has data on this machine.
+            UserError: none of the images can be read.
+        """
+        reasons: list[str] = []
+        for candidate in () if self._entries else (run, *self._runs):
+            try:
+                self._entries = candidate.load_images(self._number, self._folder)
+            except (NotApplicable, UserError) as reason:
+                reasons.append(str(reason))
+            else:
+                break
+        if not self._entries:
+            message = "; ".join(dict.fromkeys(reasons))
+            raise UserError(message) if self._folder else NotApplicable(message)
+        return self.files
+
+    def explain(self) -> list[str]:
+        """Returns a paragraph about unreadable images, if there were any."""
+        broken = [Path(name).name for name in self._entries.unreadable]
+        if not broken:
+            return []
+        return [f"Unreadable and replaced by the next image: {join_first(broken)}."]
+
+
+def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
+    """Returns entries of the run's mapper in inference, "image" (3, S, S).
+
+    Detectors have no mapper of squares; theirs is that of pre-training.
+
+    Args:
+        cfg: of the run.
+        files: readable images.
+        size: S; None takes ``INPUT.PRETRAIN.SIZE``.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
+        cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    if size is not None:
+        cfg.INPUT.PRETRAIN.SIZE = size
+    records = [{"file_name": name} for name in files]
+    return read_spread(records, build_mapper(cfg, is_train=False), len(records))
+
+
+def find_sizes(runs: Sequence[Run]) -> list[int]:
+    """Returns the image side in pixels of each run that takes squares."""
+    sizes = []
+    for run in runs:
+        try:
+            if run.kind != "detector":
+                sizes.append(int(run.cfg.INPUT.PRETRAIN.SIZE))
+        except (NotApplicable, UserError):  # reported where the run is used
+            continue
+    return sizes
+
+
+def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
+    """Yields normalised images (n, 3, S, S) on the model's device, with a bar if it takes long.
+
+    Args:
+        model: with ``pixel_mean`` and ``pixel_std``.
+        entries: with images of one size.
+        label: of the bar.
+    """
+    mean, std = (
+        cast(Tensor, value).view(-1, 1, 1) for value in (model.pixel_mean, model.pixel_std)
+    )
+    starts = range(0, len(entries), _BATCH_SIZE)
+    for start in tqdm(starts, unit="batch", desc=label, delay=2, leave=False):
+        images = torch.stack([entry["image"] for entry in entries[start : start + _BATCH_SIZE]])
+        yield (images.to(mean.device) - mean) / std
+
+
+def find_encoder(model: nn.Module) -> Backbone:
+    """Returns the backbone of any model; without the feature pyramid around it, if any."""
+    backbone = cast(Backbone, model.backbone)
+    return backbone.bottom_up if isinstance(backbone, FPN) else backbone
+
+
+def list_map(values: npt.ArrayLike) -> list[Any] | None:
+    """Returns maps (..., H, W) as lists with 4 significant digits; None if they are large."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape[-2] * array.shape[-1] > _MOST_POSITIONS:
+        return None
+    rounded = [float(f"{value:.4g}") for value in array.ravel().tolist()]
+    listed: list[Any] = np.array(rounded).reshape(array.shape).tolist()
+    return listed

@@ -1,0 +1,212 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Charts and grids of images in the package's one matplotlib theme.
+
+Every function that draws is decorated with ``@themed`` and returns a matplotlib figure;
+``chart_image`` encodes it. RGB images are (H, W, 3) uint8.
+"""
+
+import io
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from qbheat_det.core.figures import Image
+
+RGBImage = npt.NDArray[np.uint8]
+Format = Literal["svg", "png", "jpg"]
+
+INK, QUIET, LINE = "#1c1e21", "#63676e", "#e4e4e1"
+"""Colours of text, of axes, and of grid lines."""
+COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
+"""Of lines, in the order of their use; any two differ for readers with any colour blindness."""
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DASHES = ("-", "--", ":", "-.")
+_LONGEST_NAME = 40
+_GAP = 4  # pixels between the images of a grid
+_DPI = {"svg": 160, "png": 160, "jpg": 100}
+_MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png", "jpg": "image/jpeg"}
+
+themed = matplotlib.rc_context(
+    {
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "axes.labelcolor": QUIET,
+        "axes.prop_cycle": cycler(color=COLORS),
+        "axes.spines.left": False,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.edgecolor": LINE,
+        "axes.titlecolor": INK,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 10,
+        "figure.facecolor": "#ffffff",
+        "font.size": 9,
+        "grid.color": LINE,
+        "legend.fontsize": 8,
+        "legend.frameon": False,
+        "legend.labelcolor": INK,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 4,
+        "savefig.facecolor": "#ffffff",
+        "svg.hashsalt": "qbheat_det",  # the same figure is the same bytes
+        "text.color": INK,
+        "xtick.color": QUIET,
+        "xtick.major.size": 0,
+        "xtick.minor.size": 0,
+        "ytick.color": QUIET,
+        "ytick.major.size": 0,
+        "ytick.minor.size": 0,
+    }
+)
+"""Decorates a function that draws: matplotlib's settings are the theme's within it."""
+
+
+@themed
+def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
+    """Returns a figure of that many inches with one pair of axes."""
+    figure = start_figure(height=height, width=width)
+    return figure, figure.add_subplot()
+
+
+@themed
+def start_figure(*, height: float, width: float) -> Figure:
+    """Returns an empty figure of that many inches.
+
+    It does not belong to pyplot, which keeps global state and looks for a window system.
+    """
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
+    return figure
+
+
+def list_styles(number: int) -> list[dict[str, Any]]:
+    """Returns colour, dash and marker of so many lines; the first 24 all differ."""
+    return [
+        {
+            "color": COLORS[index % len(COLORS)],
+            "linestyle": _DASHES[index // len(COLORS) % len(_DASHES)],
+            "marker": _MARKERS[index % len(_MARKERS)],
+        }
+        for index in range(number)
+    ]
+
+
+def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
+    """Returns the name of a run, a class or a file as text that matplotlib draws as it is.
+
+    matplotlib reads text between dollar signs as a formula and leaves names with a leading
+    underscore out of legends. Long names lose their middle, because runs often differ at the end.
+    """
+    text = " ".join(name.encode(errors="backslashreplace").decode().split())
+    if len(text) > longest:
+        end = (longest - 1) // 2
+        text = f"{text[: longest - 1 - end]}…{text[-end:]}"
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def to_texts(names: Iterable[str], *, longest: int = _LONGEST_NAME) -> list[str]:
+    """Returns names as ``to_text`` does; all in full if two would be shortened to the same text."""
+    names = list(names)
+    texts = [to_text(name, longest=longest) for name in names]
+    if len(set(texts)) < len(set(names)):
+        return [to_text(name, longest=max(map(len, names))) for name in names]
+    return texts
+
+
+@themed
+def add_legend(figure: Figure, axes: Axes) -> None:
+    """Adds a legend below all axes if there are several entries; the figure grows by its height."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < 2:
+        return
+    width, height = figure.get_size_inches()
+    columns = int(min(3, len(labels), max(1, width // (0.6 + 0.075 * max(map(len, labels))))))
+    figure.set_size_inches(width, height + 0.2 * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+@themed
+def plot_grid(
+    rows: Sequence[Sequence[RGBImage]],
+    *,
+    column_names: Sequence[str],
+    row_names: Sequence[str] = (),
+    title: str = "",
+    note: str = "",
+) -> Figure:
+    """Draws images of one size in rows and columns, pixel by pixel at 100 dots per inch.
+
+    Args:
+        rows: images (H, W, 3); a row that is shorter than the others ends with empty cells.
+        column_names: above the columns.
+        row_names: on the left, if any; lines are separated by newlines.
+        title: above everything.
+        note: a line below.
+    """
+    height, width = rows[0][0].shape[:2]
+    step_y, step_x = height + _GAP, width + _GAP
+    mosaic = np.full((len(rows) * step_y, len(column_names) * step_x, 3), 255, dtype=np.uint8)
+    for i, row in enumerate(rows):
+        for j, image in enumerate(row):
+            mosaic[i * step_y :, j * step_x :][:height, :width] = image
+    mosaic = mosaic[:-_GAP, :-_GAP]
+    figure = Figure(figsize=(mosaic.shape[1] / _DPI["jpg"], mosaic.shape[0] / _DPI["jpg"]))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.imshow(mosaic, interpolation="none", aspect="auto")
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.xaxis.tick_top()
+    names = [to_text(name) for name in column_names]
+    axes.set_xticks([j * step_x + width / 2 for j in range(len(names))], names)
+    axes.set_yticks([i * step_y + height / 2 for i in range(len(row_names))], row_names)
+    axes.tick_params(length=0, labelsize=8, labelcolor=INK)
+    if title:
+        axes.set_title(title, pad=12)
+    if note:
+        axes.set_xlabel(note, loc="left", fontsize=8)
+    return figure
+
+
+@themed
+def chart_image(
+    figure: Figure,
+    *,
+    alt: str = "",
+    caption: str = "",
+    format: Literal["svg", "png", "jpg"] = "svg",
+) -> Image:
+    """Encodes a matplotlib figure; the same figure is the same bytes each time.
+
+    Args:
+        figure: of ``start_chart`` or ``plot_grid``.
+        alt: describes it to readers who cannot see it; the caption where it is empty.
+        caption: below it.
+        format: "svg" for charts on pages, "png" for charts in TensorBoard, "jpg" for photographs.
+    """
+    buffer = io.BytesIO()
+    metadata = {"svg": {"Date": None}}.get(format)
+    options = {"pil_kwargs": {"quality": 90}} if format == "jpg" else {}
+    tight = {} if figure.get_layout_engine() else {"bbox_inches": "tight", "pad_inches": 0.08}
+    with warnings.catch_warnings():
+        # A name in letters that the font lacks, and a legend longer than its chart.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+")
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
+        figure.savefig(
+            buffer, format=format, dpi=_DPI[format], metadata=metadata, **options, **tight
+        )
+    return Image(buffer.getvalue(), _MEDIA_TYPES[format], alt or caption, caption)
+
+
+def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
+    """From (3, H, W) in a mapper's channels ("RGB" or "BGR") to (H, W, 3), RGB, float32."""
+    pixels: npt.NDArray[np.float32] = image.detach().cpu().float().permute(1, 2, 0).numpy()
+    return pixels[..., ::-1] if pixel_format == "BGR" else pixels

@@ -1,0 +1,335 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A run or a checkpoint, each part of it loaded on first use: config, metrics, model, images."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from torch import nn
+
+from qbheat_det.checkpoint import load_run_config, local_weights
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import NotApplicable
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
+from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.seeing.run_sets import Split, find_run_set
+from qbheat_det.engine.spread_images import SpreadEntries, read_spread
+
+Kind = Literal["pretraining", "detector", "classifier"]
+
+PROBE_FILES = ("probes.json", "comparison.json")
+"""Names of files with results of probes, in the folder of a run and of a comparison."""
+_FINAL = ("model_final.safetensors", "model_final.pth")
+_RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
+_SUFFIXES = (".safetensors", ".pth")
+
+
+@dataclass
+class Run:
+    """A run's folder, a checkpoint, or a file with results of probes; see ``open``.
+
+    Attributes:
+        label: for legends and headings.
+        path: as the user named it.
+        folder: ``OUTPUT_DIR`` of a run; None for a file.
+        probe_file: results of probes; None where there are none. A ``Run`` without folder and
+            checkpoint has nothing but these.
+    """
+
+    label: str
+    path: Path
+    folder: Path | None
+    probe_file: Path | None
+    _checkpoint: Path | None
+    _config_file: str | None
+    _device: str | None
+    _opts: tuple[str, ...]
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        label: str | None = None,
+        config_file: str | None = None,
+        device: str | None = None,
+        opts: Sequence[str] = (),
+    ) -> "Run":
+        """Finds the files of a run; reads nothing yet.
+
+        Args:
+            path: ``OUTPUT_DIR`` of a run, whose checkpoint is ``model_final`` or else the last one;
+                a checkpoint (``.safetensors``, ``.pth``, or an address such as ``qbheat://NAME``);
+                results of probes (``.json``); or the folder of a comparison of objectives.
+            label: None takes the names of folder and file.
+            config_file: YAML of the model; None takes ``config.yaml`` of the run, or the config in
+                or beside the checkpoint.
+            device: "cpu" or "cuda"; None takes the GPU if there is one.
+            opts: alternating keys and values that override the config.
+
+        Raises:
+            UserError: no such file, a failed download, or a folder that is not a run's.
+        """
+        if "://" in str(path):
+            address = str(path)
+            path, label = local_weights(address), label or address.partition("://")[2]
+        given = Path(path)
+        files = _search_folder(given) if given.is_dir() else _identify_file(given)
+        own_config = given / "config.yaml"
+        if config_file is None and own_config.is_file():
+            config_file = str(own_config)
+        return cls(
+            label=label or files.name,
+            path=given,
+            folder=files.folder,
+            probe_file=files.probe_file,
+            _checkpoint=files.checkpoint,
+            _config_file=config_file,
+            _device=device,
+            _opts=tuple(opts),
+        )
+
+    @property
+    def weights(self) -> Path:
+        """The checkpoint.
+
+        Raises:
+            NotApplicable: there is none.
+        """
+        if self._checkpoint is None:
+            what = "no checkpoint yet" if self.folder else "results of probes and no model"
+            raise NotApplicable(f"'{self.label}' has {what}")
+        return self._checkpoint
+
+    @cached_property
+    def cfg(self) -> CfgNode:
+        """The config; ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` are where the files are now.
+
+        Raises:
+            NotApplicable: there are only results of probes.
+            UserError: there is no config, or it is not valid.
+        """
+        if self.folder is None and self._checkpoint is None:
+            raise NotApplicable(f"'{self.label}' has results of probes and no model")
+        weights = str(self._checkpoint or "")
+        if not weights and self._config_file is None:
+            raise UserError(
+                f"'{self.folder}' has neither config.yaml nor a checkpoint: use --config-file"
+            )
+        cfg = load_run_config(weights, self._config_file, device=self._device, opts=self._opts)
+        if self.folder is not None:
+            cfg.OUTPUT_DIR = str(self.folder)
+        return cfg
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Records of ``metrics.json``; none for a checkpoint, or where the file is missing."""
+        path = self.folder / "metrics.json" if self.folder is not None else None
+        return read_metrics(path) if path is not None and path.is_file() else []
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The complete model with these weights, frozen and in eval mode, on ``MODEL.DEVICE``.
+
+        Raises:
+            NotApplicable: there is no checkpoint.
+            UserError: it cannot be read, or does not fit the config's model.
+        """
+        _ = self.weights
+        model: nn.Module = build_predictor(self.cfg).model
+        return model.eval().requires_grad_(False)
+
+    @property
+    def kind(self) -> Kind:
+        """What the model is for; raises as ``cfg``."""
+        mapper = self.cfg.INPUT.DATASET_MAPPER_NAME
+        if mapper in MAPPERS_OF_CLASSES:
+            return "classifier"
+        return "pretraining" if mapper in MAPPERS_OF_IMAGES else "detector"
+
+    def require_kind(self, kind: Kind) -> None:
+        """
+        Raises:
+            NotApplicable: the model is for something else.
+            UserError: as ``cfg``.
+        """
+        if self.kind != kind:
+            raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
+
+    def find_set(self, split: Split = "test") -> str:
+        """Returns the name under which the run's data are registered, see ``find_run_set``.
+
+        Raises:
+            NotApplicable: the run had none, or they are not on this machine.
+        """
+        return find_run_set(self.cfg, self.folder or self.weights.parent, split)
+
+    def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
+        """Returns entries of the run's mapper in inference, spread evenly over all images.
+
+        Args:
+            number: how many; all, where there are fewer.
+            images: folder to search, with its subfolders; None takes the run's test set, or else
+                its training set.
+
+        Raises:
+            NotApplicable: no folder is given, and the run's data are not on this machine.
+            UserError: the folder has no image, or none can be read.
+        """
+        if images is not None:
+            records, source = load_image_folders([images])[0], f"'{images}'"
+        else:
+            name = self._find_any_set()
+            records, source = DatasetCatalog.get(name), f"the data set '{name}'"
+        entries = read_spread(records, build_mapper(self.cfg, is_train=False), number)
+        if not entries:
+            raise UserError(f"{source} has no readable image")
+        return entries
+
+    def _find_any_set(self) -> str:
+        try:
+            return self.find_set("test")
+        except NotApplicable as test:
+            try:
+                return self.find_set("train")
+            except NotApplicable as train:
+                raise NotApplicable(
+                    f"no images for '{self.label}' ({test}; {train}): use --images"
+                ) from train
+
+
+def open_runs(
+    paths: Sequence[str],
+    *,
+    config_file: str | None = None,
+    device: str | None = None,
+    opts: Sequence[str] = (),
+) -> list[Run]:
+    """Opens several runs under different labels.
+
+    Args:
+        paths: as of ``Run.open``; ``LABEL=PATH`` sets the label.
+        config_file: of all runs.
+        device: of all runs.
+        opts: of all runs.
+
+    Raises:
+        UserError: as ``Run.open``; two runs have one label; or no run can take ``config_file`` and
+            ``opts``.
+    """
+    runs, unnamed = [], []
+    for path in paths:
+        label, equals, behind = path.partition("=")
+        named = bool(equals) and not Path(path).exists()
+        settings: dict[str, Any] = {"config_file": config_file, "device": device, "opts": opts}
+        run = Run.open(behind if named else path, label=label if named else None, **settings)
+        runs.append(run)
+        if not (named and label):
+            unnamed.append(run)
+    _make_labels_unique(unnamed)
+    labels = [run.label for run in runs]
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise UserError(f"two runs are called '{twice}': label them as LABEL=PATH")
+    if config_file or opts:  # a misspelt key is an error; one damaged run of several is not
+        _check_configs(runs)
+    return runs
+
+
+def _check_configs(runs: Sequence[Run]) -> None:
+    errors = []
+    for run in runs:
+        try:
+            _ = run.cfg
+        except NotApplicable:
+            continue
+        except UserError as error:
+            errors.append(error)
+        else:
+            return
+    if errors:
+        raise errors[0]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the records of ``metrics.json``, one a line; broken lines are skipped."""
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _make_labels_unique(runs: Sequence[Run]) -> None:
+    """Prepends parent folders to equal labels until they differ, or the paths end."""
+    while True:
+        labels = [run.label for run in runs]
+        equal = [run for run in runs if labels.count(run.label) > 1]
+        longer = [_prepend_parent(run) for run in equal]
+        if longer == [run.label for run in equal]:
+            return
+        for run, label in zip(equal, longer, strict=True):
+            run.label = label
+
+
+def _prepend_parent(run: Run) -> str:
+    path = run.path.resolve()
+    parts = path.parts if path.is_dir() else path.with_suffix("").parts
+    number = run.label.count("/") + 2
+    return "/".join(parts[-number:]) if number < len(parts) else run.label
+
+
+class _Files(NamedTuple):
+    """The files of a run, and the name for its label."""
+
+    name: str
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    probe_file: Path | None = None
+
+
+def _search_folder(given: Path) -> _Files:
+    probe_file = next((given / name for name in PROBE_FILES if (given / name).is_file()), None)
+    is_run = any((given / name).exists() for name in _RUN_FILES)
+    if not is_run and probe_file is None:
+        raise UserError(
+            f"'{given}' is not the folder of a run, which has config.yaml, metrics.json and "
+            "checkpoints: name an OUTPUT_DIR or a checkpoint (.safetensors, .pth)"
+        )
+    folder = given if is_run else None
+    return _Files(given.resolve().name, folder, _find_checkpoint(given), probe_file)
+
+
+def _identify_file(given: Path) -> _Files:
+    if not given.is_file():
+        raise UserError(f"'{given}' does not exist: name the OUTPUT_DIR of a run or a checkpoint")
+    name = f"{given.resolve().parent.name}/{given.stem}"
+    if given.suffix in _SUFFIXES:
+        return _Files(name, checkpoint=given)
+    if given.suffix == ".json":
+        return _Files(name, probe_file=given)
+    raise UserError(
+        f"'{given}' is neither a run's folder, a checkpoint ({', '.join(_SUFFIXES)}) nor results "
+        "of probes (.json)"
+    )
+
+
+def _find_checkpoint(folder: Path) -> Path | None:
+    for name in _FINAL:
+        if (folder / name).is_file():
+            return folder / name
+    try:
+        tag = (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    last = folder / Path(tag).name
+    return last if last.is_file() else None

@@ -1,0 +1,205 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Takes the place of a frozen encoder whose outputs were computed before training.
+
+A head trained on it receives what it would receive from the encoder, with one exception: in a batch
+of differently sized images, the encoder's receptive field reaches the padding, whereas cached
+features are those of each image alone, with zeros at the right and the bottom. Heads that mask the
+padding (MF-DETR) give the same either way; RetinaNet and FCOS do not.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone
+from torch import Tensor, nn
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.layers.cached_images import CachedImages
+
+_OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
+
+
+class CachedBackbone(Backbone):
+    """Batches the features that come with the images, instead of running the encoder.
+
+    The model's ``preprocess_image`` hands over a ``CachedImages`` where it would hand over pixels.
+
+    The encoder stays on the CPU and is no child module: neither the optimizer, nor the device, nor
+    a wrapper for several processes sees it. Its weights are loaded and saved under the names that
+    they have without a cache. Copies of the model share it.
+
+    Features are trusted only for the weights that they were computed with: before ``trust``, and
+    once other weights are loaded, ``forward`` raises.
+    """
+
+    def __init__(
+        self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
+    ) -> None:
+        """
+        Args:
+            encoder: the network that is replaced, entirely frozen.
+            outputs: names of the outputs that the model reads.
+            channels_last: whether the encoder's maps have their channels innermost in memory.
+        """
+        super().__init__()
+        self.outputs = list(outputs)
+        self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self._shared = _Shared(encoder)
+        self._is_encoding = False
+        # Of parts that the config leaves out, which files may hold.
+        self.unbuilt = tuple(
+            f"{path}.{child}".lstrip(".")
+            for path, module in encoder.named_modules()
+            for child in getattr(module, "unbuilt", ())
+        )
+
+    @property
+    def encoder(self) -> Backbone:
+        """The network itself."""
+        return self._shared.encoder
+
+    @property
+    def size_divisibility(self) -> int:
+        """The encoder's."""
+        return int(self.encoder.size_divisibility)
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        """The encoder's."""
+        return dict(self._shapes)
+
+    def train(self, mode: bool = True) -> "CachedBackbone":
+        """Sets the encoder's mode too, as if it were a child."""
+        super().train(mode)
+        self.encoder.train(mode)
+        return self
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether features are those of the encoder's present weights."""
+        return self._shared.trusted
+
+    def trust(self) -> None:
+        """Declares that features to come are those of the encoder's present weights."""
+        self._shared.trusted = True
+
+    def forward(
+        self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            x: images with features; pixels (N, 3, H, W) only within ``encode``.
+            image_sizes: (N, 2), for encoders that mask padding; features need no mask.
+
+        Returns:
+            The outputs by name: maps (N, C, ceil(H / s), ceil(W / s)) and "tokens" (N, M, D),
+            float32.
+
+        Raises:
+            UserError: the images come without features, or these are of other weights or images.
+        """
+        if self._is_encoding:
+            raise _Encoded(self.encoder(x) if image_sizes is None else self.encoder(x, image_sizes))
+        if not self.is_trusted:
+            raise UserError(
+                "the encoder's weights are not those that the cached features were computed with: "
+                f"train through qbheat_det.engine.Trainer, which computes them after loading, or "
+                f"{_OFF}"
+            )
+        if not isinstance(x, CachedImages):
+            raise UserError(
+                "images come without cached features: the model was built with "
+                f"MODEL.CACHE_FEATURES.ENABLED, which is for training; {_OFF}"
+            )
+        return {
+            name: x.batch(name, self._shapes[name].stride, self._layout) for name in self.outputs
+        }
+
+    @contextmanager
+    def encoding(self, device: torch.device) -> Iterator[None]:
+        """Keeps the encoder on a device, for ``encode``."""
+        self.encoder.to(device)
+        try:
+            yield
+        finally:
+            self.encoder.to("cpu")
+
+    def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Returns what the encoder gives where ``model``, in its present mode, runs it on a batch.
+
+        The model itself prepares the images, so that they are normalised, padded and masked as
+        without a cache; its forward pass ends behind the encoder.
+
+        Args:
+            model: that this is a part of.
+            batch: N entries of a dataset mapper, images of one size.
+
+        Returns:
+            The outputs by name, with N in front.
+        """
+        self._is_encoding = True
+        try:
+            # On CPUs, kernels are chosen, and round, by whether gradients are on, needed or not.
+            with torch.set_grad_enabled(model.training):
+                model(list(batch))
+        except _Encoded as encoded:
+            return {name: encoded.outputs[name] for name in self.outputs}
+        finally:
+            self._is_encoding = False
+        raise RuntimeError(f"{type(model).__name__} did not run its backbone")
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.encoder.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # Not the base class's: it would call every name unexpected that is of no child.
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+        before = self.encoder.state_dict()
+        self._shared.trusted &= all(
+            name in before and torch.equal(before[name].cpu(), value.cpu())
+            for name, value in own.items()
+        )
+        try:
+            found = self.encoder.load_state_dict(own, strict=False)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys.extend(prefix + name for name in found.missing_keys)
+        unexpected_keys.extend(prefix + name for name in found.unexpected_keys)
+
+
+class _Shared:
+    """What copies of a cached backbone have in common."""
+
+    def __init__(self, encoder: Backbone) -> None:
+        self.encoder = encoder
+        self.trusted = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
+        return self
+
+
+class _Encoded(Exception):
+    """Ends a model's forward pass behind its encoder, and holds the encoder's outputs."""
+
+    def __init__(self, outputs: Mapping[str, Tensor]) -> None:
+        super().__init__("the encoder has run")
+        self.outputs = outputs

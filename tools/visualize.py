@@ -1,0 +1,92 @@
+#!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Draw a figure of runs or checkpoints: images, and the numbers behind them as JSON.
+
+examples:
+  # all figures
+  python tools/visualize.py --list
+
+  # losses, AP and learning rate of two runs on one axis
+  python tools/visualize.py curves output/run_a output/run_b --axis minutes --output output/figures
+
+  # the flags of one figure
+  python tools/visualize.py curves --help
+
+A run is the folder that a training wrote (OUTPUT_DIR), or a checkpoint (.safetensors, .pth).
+Several runs are drawn side by side; LABEL=PATH sets a label. --images names a folder of images;
+without it they are those of the run's test set.
+
+exit code: 0; 1 if the figure does not exist for these runs (the message says why); 2 if a run or a
+flag is wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from figure_flags import FIGURES, add_figure_flags, add_run_flags, read_keywords
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    summary, examples = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        description=summary,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--list", action="store_true", help="list the figures and exit")
+    figures = parser.add_subparsers(dest="figure", metavar="FIGURE", title="figures")
+    for name, description in FIGURES.items():
+        own = figures.add_parser(name, help=description, description=f"{description}.")
+        add_run_flags(own)
+        own.add_argument(
+            "--output",
+            type=Path,
+            default=Path("output/figures"),
+            metavar="DIR",
+            help="folder for the images and the JSON (default: output/figures)",
+        )
+        add_figure_flags(name, own)
+    args = parser.parse_args(argv)
+    if not (args.list or args.figure):
+        parser.error(f"name a figure ({', '.join(FIGURES)}), or --list")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.list:
+        width = max(map(len, FIGURES))
+        print("\n".join(f"{name:<{width}}  {summary}" for name, summary in FIGURES.items()))
+        return 0
+    from qbheat_det.core.errors import exit_on_user_error
+
+    return exit_on_user_error(visualize)(args)
+
+
+def visualize(args: argparse.Namespace) -> int:
+    """Draws the figure and prints the paths of its files; returns the exit code."""
+    from qbheat_det.analysis import load_figures
+    from qbheat_det.analysis.figure import FigureOptions
+    from qbheat_det.analysis.run import open_runs
+    from qbheat_det.core.figures import NotApplicable, write_figure
+    from qbheat_det.core.files import check_writable
+
+    check_writable(args.output / f"{args.figure}.json")
+    draw = load_figures()[args.figure]
+    runs = open_runs(args.runs, config_file=args.config_file, device=args.device, opts=args.opts)
+    options = FigureOptions(args.images, args.num_images, args.seed)
+    try:
+        figure = draw(runs, options, **read_keywords(args.figure, args))
+    except NotApplicable as reason:
+        print(f"no figure: {reason}", file=sys.stderr)
+        return 1
+    for path in write_figure(figure, args.output):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
