@@ -39,7 +39,8 @@ import torch
 from detectron2.config import CfgNode
 
 import qbheat_det  # noqa: F401  (registers models and data sets)
-from qbheat_det.analysis.probe_charts import plot_probes
+from qbheat_det.analysis.plotting import chart_image
+from qbheat_det.analysis.probes import plot_probes
 from qbheat_det.checkpoint import check_weights_file, load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, exit_on_user_error
@@ -202,8 +203,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     print_closing(result)
     if args.plot is not None:
-        picture = plot_probes(result["rows"], format=args.plot.suffix[1:])
-        write_atomically(args.plot, lambda stream: stream.write(picture))
+        chart = chart_image(plot_probes(result), format=args.plot.suffix[1:])
+        write_atomically(args.plot, lambda stream: stream.write(chart.content))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from detectron2.engine import default_argument_parser  # noqa: E402
 from detectron2.utils import comm  # noqa: E402
 
 import qbheat_det  # noqa: E402, F401  registers models and data
-from qbheat_det.analysis.training_curves import draw_training_curves  # noqa: E402
+from qbheat_det.analysis.curves import draw_training_curves  # noqa: E402
 from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine import (  # noqa: E402
     Trainer,

@@ -17,7 +17,7 @@ __all__ = [
     "load_figures",
 ]
 
-_MODULES: tuple[str, ...] = ()
+_MODULES: tuple[str, ...] = ("confusion_matrix", "curves", "detections", "probes")
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:

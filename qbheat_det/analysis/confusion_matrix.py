@@ -18,8 +18,9 @@ from qbheat_det.core.files import write_atomically
 from qbheat_det.engine.trainer import Trainer
 from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
 
-from .figure import FigureOptions, Run, run_each
+from .figure import FigureOptions, run_each
 from .plotting import INK, chart_image, start_figure, themed, to_text, to_texts
+from .run import Run
 
 Counts = npt.NDArray[np.int64]
 _MOST_NUMBERED, _MOST_NAMED = 16, 110  # classes whose cells, or rows, have room for text

@@ -17,12 +17,11 @@ from typing import Any, Literal
 
 import yaml
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as MplFigure
 
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.core.files import write_atomically
 
-from .figure import FigureOptions, Run, read_metrics
+from .figure import FigureOptions
 from .plotting import (
     add_legend,
     chart_image,
@@ -32,6 +31,7 @@ from .plotting import (
     themed,
     to_text,
 )
+from .run import Run, read_metrics
 
 Axis = Literal["epochs", "images", "minutes", "steps"]
 Curve = tuple[list[float], list[float]]
@@ -246,7 +246,9 @@ def _draw_quantity(
     axes.set_xlabel(AXES[axis])
     axes.set_ylabel(quantity.label)
     add_legend(figure, axes)
-    ends = "; ".join(f"{label} ends at {_last(values):.4g}" for label, (_, values) in curves.items())
+    ends = "; ".join(
+        f"{label} ends at {_last(values):.4g}" for label, (_, values) in curves.items()
+    )
     return chart_image(figure, alt=f"{title} over {AXES[axis]}: {ends}", caption=f"{ends}.")
 
 
@@ -334,21 +336,23 @@ def _last(values: Sequence[float]) -> float:
     return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
 
 
-def _read_config(run: Run) -> dict[str, Any]:
-    """Returns ``config.yaml`` of a run, its keys dotted; empty if it cannot be read."""
-    try:
-        tree = yaml.safe_load((run.folder or run.path).joinpath("config.yaml").read_bytes())
-        nodes = list(tree.items())
-    except (OSError, yaml.YAMLError, AttributeError, RecursionError):
-        return {}
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the leaves of a nested mapping, such as a config, by dotted key."""
     leaves: dict[str, Any] = {}
-    while nodes:
-        key, value = nodes.pop()
-        if isinstance(value, dict):
-            nodes += [(f"{key}.{name}", child) for name, child in value.items()]
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= {f"{key}.{name}": leaf for name, leaf in flatten(value).items()}
         else:
             leaves[key] = value
     return leaves
+
+
+def _read_config(run: Run) -> dict[str, Any]:
+    """Returns ``config.yaml`` of a run, its keys dotted; empty if it cannot be read."""
+    try:
+        return flatten(yaml.safe_load((run.path / "config.yaml").read_bytes()))
+    except (OSError, yaml.YAMLError, AttributeError, RecursionError):
+        return {}
 
 
 def _read_recipe(run: Run) -> str:

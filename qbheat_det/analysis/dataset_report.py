@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_image_to_rgb
 from matplotlib.figure import Figure as MplFigure
 from numpy.typing import NDArray
-from tabulate import tabulate
+from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Image, Table
@@ -194,7 +194,7 @@ def plot_distribution(
     figure, axes = start_chart(height=2.6)
     for name, own in values.items():
         weights = np.full(len(own), 100 / len(own))
-        axes.hist(own, edges, weights=weights, histtype="step", lw=1.8, label=to_text(name))
+        axes.hist(own, edges.tolist(), weights=weights, histtype="step", lw=1.8, label=to_text(name))
     if log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

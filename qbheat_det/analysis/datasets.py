@@ -112,7 +112,8 @@ def inspect_dataset(
         UserError: there is no such dataset, annotation file or image folder.
     """
     json_file, image_root = _locate(source)
-    content, errors = None, []
+    content: CocoContent | None = None
+    errors: list[Fault] = []
     if json_file is not None and image_root is not None:
         try:
             content = read_coco_json(json_file, image_root)

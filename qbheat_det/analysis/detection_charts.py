@@ -2,7 +2,7 @@
 """Charts of detection metrics, several runs in each: AP by size and class, precision-recall."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -142,13 +142,13 @@ def _draw_bars(axes: Axes, values: Mapping[str, Array], direction: str = "vertic
         draw = axes.bar if direction == "vertical" else axes.barh
         bars = draw(positions, np.nan_to_num(own), 0.92 * width, edgecolor="none", **style)
         if direction == "horizontal" or len(values) <= 3:
-            texts = ["–" if np.isnan(value) else f"{value:.1f}" for value in own]
+            texts = ["-" if np.isnan(value) else f"{value:.1f}" for value in own]
             axes.bar_label(bars, texts, fontsize=7, padding=2)
 
 
 def _name_classes(
-    class_names: Sequence[str], num_boxes: Sequence[int], order: Sequence[int]
+    class_names: Sequence[str], num_boxes: Iterable[int], order: Sequence[int]
 ) -> list[str]:
     """Returns the names of classes with their numbers of boxes."""
-    names = to_texts([class_names[k] for k in order], longest=24)
-    return [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
+    names, numbers = to_texts([class_names[k] for k in order], longest=24), list(num_boxes)
+    return [f"{name} ({numbers[k]:,})" for name, k in zip(names, order, strict=True)]

@@ -47,7 +47,9 @@ class Boxes:
     xyxy: Array
 
     @classmethod
-    def from_coco(cls, entries: Sequence[Mapping[str, Any]], category_ids: Sequence[int]) -> "Boxes":
+    def from_coco(
+        cls, entries: Sequence[Mapping[str, Any]], category_ids: Sequence[int]
+    ) -> "Boxes":
         """Reads annotations or results in COCO's format."""
         xyxy = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
         xyxy[:, 2:] += xyxy[:, :2]

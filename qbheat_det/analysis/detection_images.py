@@ -89,8 +89,10 @@ def draw_predictions(
         for label, (errors, threshold) in runs.items():
             found = errors.found
             kept = (found.image_ids == record["id"]) & (errors.scores >= threshold)
-            names = [f"{get_class_name(class_names, k)} {score:.2f}"
-                     for k, score in zip(found.classes[kept], errors.scores[kept], strict=True)]  # fmt: skip
+            names = [
+                f"{get_class_name(class_names, k)} {score:.2f}"
+                for k, score in zip(found.classes[kept], errors.scores[kept], strict=True)
+            ]
             title = f"{label}, scores from {threshold:.2g}"
             panels.append(_draw_panel(small, title, found.xyxy[kept] * scale,
                                       found.classes[kept], names))  # fmt: skip
@@ -120,10 +122,14 @@ def draw_missed_boxes(
         box, image_id = errors.truth.xyxy[b], int(errors.truth.image_ids[b])
         area = by_id[image_id]["width"] * by_id[image_id]["height"]
         share = 100 * float(np.prod(box[2:] - box[:2])) / area
-        first = f"{get_class_name(class_names, int(errors.truth.classes[b]))}, {share:.2g} % of image"
+        first = (
+            f"{get_class_name(class_names, int(errors.truth.classes[b]))}, {share:.2g} % of image"
+        )
         best = find_best_cover(errors, b)
         if best is None:
-            return Crop(image_id, box, box[None], box[None][:0], (first, "no detection at any score"))
+            return Crop(
+                image_id, box, box[None], box[None][:0], (first, "no detection at any score")
+            )
         d, iou = best
         name = get_class_name(class_names, int(errors.found.classes[d]))
         second = f"best: {name} {errors.scores[d]:.2f}, IoU {iou:.2f}"
@@ -144,7 +150,9 @@ def draw_false_alarms(
 
     def describe(d: int) -> Crop:
         box = errors.found.xyxy[d]
-        first = f"{get_class_name(class_names, int(errors.found.classes[d]))} {errors.scores[d]:.2f}"
+        first = (
+            f"{get_class_name(class_names, int(errors.found.classes[d]))} {errors.scores[d]:.2f}"
+        )
         near = int(errors.nearest[d])
         truth, second = box[None][:0], "overlaps no box"
         if near >= 0 and errors.ious[d] > 0:
@@ -168,7 +176,7 @@ def draw_crop(image: RGBImage, crop: Crop) -> RGBImage:
     side = math.ceil(max(min(max(_CONTEXT * own, _LEAST_CROP), max(image.shape[:2])), own))
     left = _fit(round((x0 + x1 - side) / 2), side, image.shape[1])
     top = _fit(round((y0 + y1 - side) / 2), side, image.shape[0])
-    shift = np.float64([[1, 0, -left], [0, 1, -top]])
+    shift = np.array([[1, 0, -left], [0, 1, -top]], dtype=np.float64)
     part = cv2.warpAffine(image, shift, (side, side), borderValue=BACKGROUND)
     smoothing = cv2.INTER_AREA if side > _CROP_SIDE else cv2.INTER_LINEAR
     part = np.asarray(cv2.resize(part, (_CROP_SIDE, _CROP_SIDE), interpolation=smoothing))

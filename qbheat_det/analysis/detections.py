@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
@@ -17,7 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.core.text import join_first
-from qbheat_det.engine.data_sources import register_source
+from qbheat_det.engine.data_flags import register_coco_file
 from qbheat_det.engine.trainer import Trainer
 
 from .detection_charts import (
@@ -45,8 +44,9 @@ from .detection_scores import (
     evaluate_boxes,
     score_detections,
 )
-from .figure import FigureOptions, Run, run_each
+from .figure import FigureOptions, run_each
 from .plotting import chart_image
+from .run import Run
 
 logger = logging.getLogger(__name__)
 RESULTS_FILE = "coco_instances_results.json"
@@ -174,8 +174,7 @@ def read_detection_set(name: str) -> DetectionSet:
 def _register_given(json_file: str, image_root: str) -> str:
     name = f"given: {Path(json_file).resolve()} with {Path(image_root).resolve()}"
     if name not in DatasetCatalog:
-        source = {"json_file": json_file, "image_root": image_root, "labelled": True}
-        register_source(name, source)
+        register_coco_file(name, json_file, image_root)
     return name
 
 

@@ -17,7 +17,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.probing import depth_of, width_of
 
-from .figure import PROBE_FILES, FigureOptions, Run, run_each
+from .figure import FigureOptions, run_each
 from .plotting import (
     add_legend,
     chart_image,
@@ -27,6 +27,7 @@ from .plotting import (
     themed,
     to_text,
 )
+from .run import PROBE_FILES, Run
 
 RANDOM = "random"
 _Key = TypeVar("_Key", bound=Hashable)
@@ -153,14 +154,17 @@ def read_probes(file: Path) -> ProbeFile:
         UserError: the file cannot be read, or has no results.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        setting, rows = dict(content["setting"]), list(content["rows"])
-        results = list(_read_rows(rows, setting))
+        setting, results = _read_content(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"'{file}' has no results of probes: {error!r}") from error
     if not results:
         raise UserError(f"'{file}' has no results of probes")
     return ProbeFile(results, setting)
+
+
+def plot_probes(content: Mapping[str, Any]) -> MplFigure:
+    """Draws the content of such a file as ``plot_by_images`` does."""
+    return plot_by_images(choose_statistics(_read_content(content)[1]))
 
 
 @themed
@@ -294,6 +298,11 @@ def _read_file_of(run: Run) -> ProbeFile:
             f"'{run.label}' has no {PROBE_FILES[0]} (tools/probe_backbone.py --json)"
         )
     return read_probes(run.probe_file)
+
+
+def _read_content(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[ProbeResult]]:
+    setting = dict(content["setting"])
+    return setting, list(_read_rows(list(content["rows"]), setting))
 
 
 def _read_rows(

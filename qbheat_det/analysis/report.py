@@ -24,8 +24,9 @@ from qbheat_det.core.figures import (
 from qbheat_det.core.files import write_atomically
 
 from .curves import has_step
-from .figure import FigureOptions, Run
+from .figure import FigureOptions
 from .page import Fact, Page, Section, write_page
+from .run import Run
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "unknown"

@@ -13,7 +13,6 @@ from detectron2.utils import comm
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from qbheat_det.analysis.confusion_matrix import plot_confusion
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
@@ -103,8 +102,12 @@ def draw_confusion(dataset_name: str, evaluator: ClassificationEvaluator) -> Non
     try:
         right = int(evaluator.confusion.trace()) / max(1, int(evaluator.confusion.sum()))
         title = f"{dataset_name}: top-1 {100 * right:.1f} %"
-        picture = plot_confusion(evaluator.confusion, evaluator.class_names, title=title)
-        write_atomically(path, lambda stream: stream.write(picture))
+        from qbheat_det.analysis.confusion_matrix import plot_confusion  # imports this package
+        from qbheat_det.analysis.plotting import chart_image
+
+        chart = plot_confusion(evaluator.confusion, evaluator.class_names, title=title)
+        image = chart_image(chart, format="png")
+        write_atomically(path, lambda stream: stream.write(image.content))
     except Exception:
         logger.exception(f"'{path}' could not be drawn")
 

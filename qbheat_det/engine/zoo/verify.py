@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qbheat_det.analysis.comparison_table import render_table
+from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
+
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo.download import check_hash
@@ -98,7 +99,8 @@ def describe(verdicts: Sequence[Verdict]) -> str:
         f"{sound} of {len(verdicts)} verified: raw outputs may differ by {TOLERANCE:g} of their "
         "standard deviation."
     )
-    return "\n".join([render_table(headers, rows), *faults, end])
+    table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return "\n".join([table, *faults, end])
 
 
 def _check_file(entry: ZooEntry) -> Path:

@@ -1,0 +1,7 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Comparisons of pre-training objectives: the commands, their execution, tables and chart."""
+
+from .execute import compare, is_done
+from .plan import DETECTORS, Comparison, list_jobs, load_objectives
+
+__all__ = ["DETECTORS", "Comparison", "compare", "is_done", "list_jobs", "load_objectives"]
