@@ -27,7 +27,7 @@ from PIL import Image
 from torchvision import transforms
 
 from qbheat_det.core.errors import exit_on_user_error
-from qbheat_det.data import PretrainingMapper, list_images, upright_image
+from qbheat_det.data import PretrainingMapper, images, list_images
 
 PASSES = 3
 
@@ -85,12 +85,12 @@ def make_torchvision_reader(size: int) -> Callable[[str], object]:
 
 def measure_whole_decoding(size: int, paths: list[str]) -> float:
     """As ``measure``, with every JPEG decoded at full size."""
-    reductions = upright_image._REDUCTIONS
-    upright_image._REDUCTIONS = ()
+    reductions = images._REDUCTIONS
+    images._REDUCTIONS = ()
     try:
         return measure(make_reader(size), paths)
     finally:
-        upright_image._REDUCTIONS = reductions
+        images._REDUCTIONS = reductions
 
 
 def measure(read: Callable[[str], object], paths: list[str]) -> float:

@@ -23,13 +23,8 @@ from torch.nn import functional as F
 
 from qbheat_det.layers import MobileFormerBlock
 from qbheat_det.modeling.backbone import MobileFormer
-from qbheat_det.modeling.pretrain import (
-    ReconstructionDecoder,
-    ReconstructionLoss,
-    hidden_positions,
-    patchify,
-    take,
-)
+from qbheat_det.modeling.pretrain import ReconstructionDecoder, ReconstructionLoss, patchify, take
+from qbheat_det.modeling.pretrain.pixel_decoder import masked_positions
 
 
 class TokenDroppingEncoder(nn.Module):
@@ -152,7 +147,7 @@ class MaskedReconstruction(nn.Module):
         z = self.fill(self.projection(self.encoder(images, visible)), visible)
         # As in QB-Heat, whose loss looks at hidden patches alone.
         shown = ~hidden_patches(visible, num_patches)
-        hidden = hidden_positions(shown, num_patches - visible.shape[1])
+        hidden = masked_positions(shown, num_patches - visible.shape[1])
         patches = patchify(images, self.decoder.patch_size, hidden)
         loss = self.loss.over_batch(self.decoder(z, hidden), patches)
         return {"loss_reconstruction": loss}

@@ -136,7 +136,7 @@ def make_config(variant: str, setting: Setting) -> CfgNode:
 
 def build(contender: Contender, setting: Setting) -> nn.Module:
     """Builds a model on the CPU; all of a setting have the same decoder and loss."""
-    from qbheat_det.modeling.meta_arch import QBHeat
+    from qbheat_det.modeling.pretrain import QBHeat
 
     parts = QBHeat.from_config(make_config(contender.variant, setting))
     model: nn.Module
@@ -177,7 +177,7 @@ def prepare(
         device: where it runs.
         encoder_batch: images of the encoder's part; None for those of a step.
     """
-    from qbheat_det.engine.compiled_training import compile_blocks
+    from qbheat_det.engine.block_modes import compile_blocks
     from qbheat_det.solver import build_optimizer
 
     model = build(contender, setting).to(device)
@@ -213,12 +213,12 @@ def encoder_of(
     model: Any, contender: Contender, setting: Setting, *, batch: int, device: torch.device
 ) -> Callable[[], Tensor]:
     """Returns the encoder's part of the forward pass, with what it does to hide patches."""
-    from qbheat_det.modeling.pretrain import PLACES, VisibleQuarters
+    from qbheat_det.modeling.pretrain import QUADRANTS, VisibleQuarters
 
     images = torch.randn(batch, 3, setting.size, setting.size, device=device)
     if contender.method == "quarter":
         half = ["centre"] * (batch // 2)
-        corners = [PLACES[i % 4] for i in range(batch - len(half))]
+        corners = [QUADRANTS[i % 4] for i in range(batch - len(half))]
         quarters = VisibleQuarters.at([*corners, *half], device=device)
         return lambda: model.backbone(quarters.crop(images))["s16_expanded"]
     if contender.method == "whole":
@@ -240,7 +240,7 @@ def peak_memory(name: str, setting: str, size: int, batch: int, threads: int) ->
     process.
     """
     set_threads(threads)
-    import qbheat_det.modeling.meta_arch  # before memory is looked at
+    import qbheat_det.modeling.pretrain  # before memory is looked at
     import qbheat_det.solver  # noqa: F401
 
     torch.nn.functional.conv2d(torch.zeros(1, 3, 9, 9), torch.zeros(1, 3, 3, 3))

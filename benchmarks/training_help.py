@@ -35,8 +35,8 @@ from benchmarks.timing import (
 from qbheat_det.analysis.complexity import CountingRule, count_madds
 from qbheat_det.config import get_cfg
 from qbheat_det.modeling.detr import MFDecoder, Targets
-from qbheat_det.modeling.detr.extra_queries import ExtraQueries
-from qbheat_det.modeling.meta_arch.mf_detr import MFDETR
+from qbheat_det.modeling.detr.mf_detr import MFDETR
+from qbheat_det.modeling.detr.query_set import QuerySet
 
 BATCH, NUM_BOXES, NUM_CLASSES = 4, 8, 7
 DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 5)
@@ -153,7 +153,7 @@ class _WithQueries(nn.Module):
             len(fine), self.num_queries, self.decoder.query_position.embedding_dim
         )
         hidden = torch.zeros(1, self.num_queries, self.num_queries, dtype=torch.bool)
-        extra = ExtraQueries(zeros, zeros, hidden, hidden[0, 0])
+        extra = QuerySet(zeros, zeros, hidden, hidden[0, 0])
         return self.decoder.refine_queries([fine, coarse], extra=extra)
 
 

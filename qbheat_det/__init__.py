@@ -13,6 +13,7 @@ require_detectron2()  # a sentence that says how to get it, before the imports t
 from . import data, model_zoo, modeling  # noqa: E402
 from .config import add_qbheat_config, get_cfg  # noqa: E402
 from .deployment import deploy  # noqa: E402
+from .modeling import backbone, classification, dense, detr, pretrain  # noqa: E402, F401
 
 __all__ = ["add_qbheat_config", "data", "deploy", "get_cfg", "model_zoo", "modeling"]
 __version__ = "0.1.0"

@@ -39,6 +39,6 @@ def _seeds() -> None:
 @pytest.fixture(autouse=True)
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves malloc alone: what trains sets it for a whole process, and tests share one."""
-    from qbheat_det.engine import step_keys  # after $QBHEAT_CACHE is set
+    from qbheat_det.engine import block_modes
 
-    monkeypatch.setattr(step_keys, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(block_modes, "keep_freed_memory", lambda: True)

@@ -18,12 +18,13 @@ FLOORS = {
     "engine": 7,
     "analysis": 6,
     "probing": 6,
-    "modeling.meta_arch": 5,
+    "modeling.dense": 4,
     "deployment": 4,
     "modeling.pretrain": 4,
     "modeling.detr": 4,
     "modeling.classification": 4,
     "modeling.image_model": 3,
+    "modeling.contracts": 1,
     "modeling.backbone": 3,
     "data": 3,
     "solver": 3,
@@ -37,7 +38,7 @@ FLOORS = {
 EXEMPT = ("__init__.py", "modeling/__init__.py")
 # While figures move from engine to analysis, these two import each other; the end state is analysis
 # above engine.
-MOVING = ("analysis", "engine")
+MOVING = ("analysis", "engine", "probing")
 MAX_LINES = 350
 TABLES = ("qbheat_det/config/defaults.py",)  # every key with its comment, in one place
 MAX_FUNCTION_LINES = 60
@@ -146,7 +147,7 @@ def test_an_import_up_or_sideways_is_seen(
     [
         ("layers/a.py", "from .b import x\nfrom . import c"),
         ("modeling/detr/a.py", "from qbheat_det.layers import x\nfrom ..backbone import y"),
-        ("modeling/meta_arch/a.py", "from qbheat_det.core.errors import UserError\nimport torch"),
+        ("modeling/pretrain/a.py", "from qbheat_det.core.errors import UserError\nimport torch"),
         ("engine/__init__.py", "from .trainer import Trainer"),
     ],
 )

@@ -21,6 +21,7 @@ from qbheat_det.analysis import CountingRule, count_detector_madds
 from qbheat_det.analysis.paper_tables import PaperCell, compare_with_paper
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, exit_on_user_error
+from qbheat_det.modeling.contracts import train_only_modules
 
 
 @exit_on_user_error
@@ -94,7 +95,7 @@ def _report_config(file: str, opts: Sequence[str], size: tuple[int, int], depth:
         raise UserError(f"--size wants a height and a width of at least 32, not {size}")
     cfg = load_config(file, ["MODEL.DEVICE", "cpu", *opts])
     model = build_model(cfg).eval()
-    for name in getattr(model, "training_only", ()):
+    for name in train_only_modules(model):
         setattr(model, name, None)  # counted is the network of inference
     madds = count_detector_madds(model, *size)
     params = parameter_count(model)

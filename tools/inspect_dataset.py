@@ -89,7 +89,7 @@ def inspect(args: argparse.Namespace) -> int:
     )
     write_page(build_page(report, draw_samples(report, args.num_samples)),
                args.output / "report.html")  # fmt: skip
-    lines = "".join(f"{error.sentence}\n" for error in report.errors)
+    lines = "".join(f"{error.message}\n" for error in report.errors)
     (args.output / "errors.txt").write_text(lines, encoding="utf-8", errors="backslashreplace")
     print(format_report(report))
     print(f"\nopen  {(args.output / 'report.html').resolve()}")

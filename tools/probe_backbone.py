@@ -20,7 +20,7 @@ examples:
       --train-folder flowers/train --val-folder flowers/val --probes knn linear \\
       INPUT.PRETRAIN.SIZE 224
 
-  # does a wider decoder find more? figures that tools/see.py probes draws, as Fig. 8 of the paper
+  # wider decoders; tools/visualize.py probes draws the results as Fig. 8 of the paper
   python tools/probe_backbone.py --weights output/pretraining/model_final.pth \\
       --train-folder flowers/train --val-folder flowers/val --widths 192 384 768 \\
       --json output/pretraining/probes.json
@@ -29,25 +29,15 @@ With --json, a command that was stopped and is repeated goes on with the rows th
 """
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from detectron2.config import CfgNode
+if TYPE_CHECKING:  # imported by main, after the arguments were parsed
+    from detectron2.config import CfgNode
 
-import qbheat_det  # noqa: F401  (registers models and data sets)
-from qbheat_det.analysis.plotting import chart_image
-from qbheat_det.analysis.probes import plot_probes
-from qbheat_det.checkpoint import check_weights_file, load_run_config
-from qbheat_det.config import load_config
-from qbheat_det.core.errors import UserError, exit_on_user_error
-from qbheat_det.core.files import write_atomically
-from qbheat_det.engine.backbone_probe import probe_backbone
-from qbheat_det.engine.probe_figures import ProbeRow
-from qbheat_det.probing import PROBES, check_probes, spread_widths
+    from qbheat_det.probing import ProbeRow
 
 _HEADERS = ("backbone", "images seen", "BatchNorm", "probe", "top-1, %", "top-5, %", "chosen")
 
@@ -76,7 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="PROBE",
         nargs="+",
         default=["knn", "linear", "tran-1"],
-        help=f"of {', '.join(PROBES)}; the first three by default",
+        help="of knn, linear, tran-1 and tran-4; the first three by default",
     )
     add(
         "--widths",
@@ -112,8 +102,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def load(args: argparse.Namespace) -> CfgNode:
+def load(args: argparse.Namespace) -> "CfgNode":
     """Returns the config that the arguments ask for, or that the first weights hold."""
+    import torch
+
+    from qbheat_det.checkpoint import load_run_config
+    from qbheat_det.config import load_config
+    from qbheat_det.core.errors import UserError
+
     if args.config_file:
         cfg = load_config(args.config_file, args.opts)
     elif args.weights:
@@ -133,18 +129,20 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UserError: an argument is not sound.
     """
+    from qbheat_det.checkpoint import check_weights_file
+    from qbheat_det.core.errors import UserError
+
     if args.recalibrate_bn < 0:
         raise UserError(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
-    check_probes(spread_widths(args.probes, args.widths))
     if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
-        raise UserError(f"--plot names a picture, .svg or .png, not '{args.plot}'")
+        raise UserError(f"--plot names an image, .svg or .png, not '{args.plot}'")
     for file in args.weights:
         check_weights_file(file)
     if not (args.weights or args.random or args.random_seeds):
         raise UserError("name what to probe: --weights FILE, --random or --random-seeds 1 2 3")
 
 
-def describe(row: ProbeRow) -> tuple[str, ...]:
+def describe(row: "ProbeRow") -> tuple[str, ...]:
     """Returns the cells of a row, in the order of the headers."""
     tried = {
         key: f"{value:.2g}" if isinstance(value, float) else value
@@ -178,29 +176,47 @@ def print_closing(result: dict[str, Any]) -> None:
     )
 
 
-@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    from qbheat_det.core.errors import exit_on_user_error
+
+    exit_on_user_error(run)(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Probes one backbone after another, and prints a row for each probe."""
+    import logging
+
+    from qbheat_det.analysis.plotting import chart_image
+    from qbheat_det.analysis.probes import plot_probes
+    from qbheat_det.core.files import write_atomically
+    from qbheat_det.probing import BackboneProbe, spread_widths
+
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     check(args)
+    probes = spread_widths(args.probes, args.widths)
     cfg = load(args)
-    print_line(_HEADERS)
-    print_line(["---"] * len(_HEADERS))
-    result = probe_backbone(
+    seed = max(cfg.SEED, 0)
+    probe = BackboneProbe(
         cfg,
         args.train_folder,
         args.val_folder,
-        weights=args.weights,
-        random_seeds=[*([max(cfg.SEED, 0)] if args.random else []), *args.random_seeds],
-        probes=spread_widths(args.probes, args.widths),
+        probes=probes,
         num_recalibrated=args.recalibrate_bn,
         feature=args.feature,
         json_file=args.json,
-        seed=max(cfg.SEED, 0),
+        seed=seed,
         memory_gb=args.memory_gb,
         on_row=lambda row: print_line(describe(row)),
         progress=True,
     )
+    print_line(_HEADERS)
+    print_line(["---"] * len(_HEADERS))
+    for file in args.weights:
+        probe.probe_weights(file)
+    for number in [*([seed] if args.random else []), *args.random_seeds]:
+        probe.probe_random(number)
+    result = probe.results.to_dict()
     print_closing(result)
     if args.plot is not None:
         chart = chart_image(plot_probes(result), format=args.plot.suffix[1:])

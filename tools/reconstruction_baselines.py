@@ -52,7 +52,8 @@ from qbheat_det.checkpoint import ExactCheckpointer, load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, exit_on_user_error
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_places
+from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_views
+from qbheat_det.modeling.contracts import get_views
 
 _NAMED = 10  # images that cannot be read, on the terminal
 
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"images. Learned from {report.num_images:,} images ({report.num_rows:,} with crops and "
         f"mirror images) in {seconds:.0f} s."
     )
-    _print_faults([fault.sentence for fault in report.faults.values()])
+    _print_faults([fault.message for fault in report.faults.values()])
     if args.json:
         content = _as_json(losses, report, cfg, seconds)
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +200,7 @@ def evaluate_weights(cfg: CfgNode, held_out: Records) -> HeldOutLosses:
     model = build_model(cfg).eval()
     ExactCheckpointer(model).load(cfg.MODEL.WEIGHTS)
     batches = ImageBatches(
-        with_places(held_out, cfg.MODEL.QB_HEAT.VISIBLE),
+        with_views(held_out, get_views(cfg).values()),
         mapper=build_mapper(cfg, is_train=False),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )

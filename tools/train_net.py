@@ -1,25 +1,25 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains or evaluates whatever a config names.
+"""Trains or evaluates the model that a config names.
 
 Examples:
   Train on the built-in toy set:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
-  Train on boxes of your own (COCO format; class names and count come from the file):
+  Train on a custom dataset in COCO format (class names and count come from the file):
     tools/train_net.py --config-file configs/custom/retinanet_285M_scratch.yaml \\
         --train-json train.json --train-images images/ --val-json val.json --val-images images/
-  Evaluate (with the same --val-json and --val-images, where the data are your own):
+  Evaluate (a custom dataset with the same --val-json and --val-images):
     tools/train_net.py --config-file output/config.yaml --eval-only \\
         MODEL.WEIGHTS output/model_final.pth
-  Pre-train on images of your own, and watch the loss on images that are held out:
+  Pre-train on custom images, and log the loss on held-out images:
     tools/train_net.py --config-file configs/custom/qb_heat_285M_cpu.yaml --image-folder photos/ \\
         --val-image-folder others/ TEST.EVAL_EPOCHS 5
-  Train a classifier on class folders of your own, here on a frozen encoder:
+  Train a classifier on class folders, here on a frozen encoder:
     tools/train_net.py --config-file configs/custom/tran1_285M_probe.yaml \\
         --train-folder train/ --val-folder val/ MODEL.WEIGHTS output/model_final.safetensors
-  See in seconds whether a run will work, and how long it will take:
+  Check in seconds whether a run will work, and how long it will take:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --dry-run
-  Continue a run that was stopped, exactly:
+  Continue a run that was stopped, to the same bits:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --resume
   Eight GPUs, or two processes on the CPU:
     tools/train_net.py --config-file configs/coco/mf_detr_211_285M_probe.yaml --num-gpus 8
@@ -34,36 +34,49 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# What Detectron2's own imports say would otherwise be the first lines of every run.
-warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-warnings.filterwarnings("ignore", message="torch.meshgrid")
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import add_data_flags, add_image_flags, add_training_flags
 
-from detectron2.engine import default_argument_parser  # noqa: E402
-from detectron2.utils import comm  # noqa: E402
 
-import qbheat_det  # noqa: E402, F401  registers models and data
-from qbheat_det.analysis.curves import draw_training_curves  # noqa: E402
-from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
-from qbheat_det.engine import (  # noqa: E402
-    Trainer,
-    add_data_flags,
-    add_image_flags,
-    build_config,
-    evaluate,
-    run_distributed,
-    setup,
-    write_run_record,
-)
-from qbheat_det.engine.dry_run import dry_run  # noqa: E402
-from qbheat_det.engine.replay import replay_failure  # noqa: E402
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_training_flags(parser)
+    add_data_flags(parser)
+    add_image_flags(parser)
+    group = parser.add_argument_group("checks and recovery")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build everything, train a few steps, evaluate a few images, save and reload in a "
+        "temporary folder; print the time, memory and disk space that the whole run will take",
+    )
+    group.add_argument(
+        "--allow-partial",
+        action="store_true",
+        help="start from MODEL.WEIGHTS even if part of the file fits nowhere in the model",
+    )
+    group.add_argument(
+        "--replay", metavar="FILE", help="run a step again whose loss was not finite: failure_*.pt"
+    )
+    return parser.parse_intermixed_args(argv)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains or evaluates in one process; returns the results of the last evaluation."""
+    from detectron2.utils import comm
+
+    from qbheat_det.analysis import load_figures
+    from qbheat_det.core.errors import UserError
+    from qbheat_det.engine import Trainer, build_config, setup, write_run_record
+    from qbheat_det.engine.data_sources import find_sources
+    from qbheat_det.engine.dry_run import dry_run
+
     if args.dry_run and args.eval_only:
         raise UserError("--dry-run rehearses training: leave out --eval-only")
     if not (args.config_file or args.eval_only):
-        raise UserError("name what to train with --config-file; configs/ holds recipes")
+        raise UserError("--config-file must name what to train; configs/ has recipes")
     cfg = build_config(args)
     if args.dry_run:
         report = dry_run(cfg, functools.partial(Trainer, allow_partial=args.allow_partial))
@@ -73,6 +86,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     setup(cfg, args)
     if args.eval_only:
         return evaluate(cfg, resume=args.resume)
+    load_figures()
     trainer = Trainer(cfg, allow_partial=args.allow_partial)
     trainer.resume_or_load(resume=args.resume)
     if comm.is_main_process():
@@ -83,56 +97,58 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             device=trainer.cfg.MODEL.DEVICE,
             processes=comm.get_world_size(),
             seed=trainer.seed,
+            data=find_sources(trainer.cfg),
         )
     results = trainer.train()
     if comm.is_main_process():
-        folder = Path(trainer.cfg.OUTPUT_DIR)
-        draw_training_curves(folder / "metrics.json", folder / "curves.png")
+        draw_results(Path(trainer.cfg.OUTPUT_DIR))
     return results
 
 
-@exit_on_user_error
-def invoke_main() -> None:
-    args = parse_args()
-    if args.replay:
-        print(replay_failure(args.replay))
-        return
-    run_distributed(main, args)
+def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
+    """Evaluates weights, deployed if ``MODEL.DEPLOY.ENABLED``."""
+    import qbheat_det.engine
+    from qbheat_det.deployment import deploy_by_config
+
+    def deploy(model: Any) -> Any:
+        deployed = deploy_by_config(model, cfg.MODEL.DEPLOY)
+        logging.getLogger("qbheat_det").info(f"Deployed:\n{deployed.report}")
+        return deployed
+
+    prepare = deploy if cfg.MODEL.DEPLOY.ENABLED else None
+    results = qbheat_det.engine.evaluate(cfg, resume=resume, prepare=prepare)
+    draw_results(Path(cfg.OUTPUT_DIR))
+    return results
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = default_argument_parser(epilog=__doc__)
-    add_data_flags(parser)
-    add_image_flags(parser)
-    add_run_flags(parser)
-    ours = {
-        "opts": "overrides of the config: KEY VALUE pairs, such as SOLVER.IMS_PER_BATCH 4",
-        "resume": "continue the run in OUTPUT_DIR; start it where there is none",
-        "eval_only": "evaluate MODEL.WEIGHTS, or with --resume the last checkpoint of OUTPUT_DIR",
-    }
-    for action in parser._actions:
-        action.help = ours.get(action.dest, action.help)
-        if action.dest == "opts":  # Detectron2 would take flags that follow for overrides
-            action.nargs, action.default = "*", []
-    return parser.parse_intermixed_args(argv)
+def draw_results(output_dir: Path) -> None:
+    """Writes ``curves.png`` and, for classifiers, ``confusion.png`` beside each result."""
+    from qbheat_det.analysis.confusion_matrix import draw_confusion
+    from qbheat_det.analysis.curves import draw_training_curves
+
+    draw_training_curves(output_dir / "metrics.json", output_dir / "curves.png")
+    for path in output_dir.glob("inference/*/classification.json"):
+        draw_confusion(path, path.with_name("confusion.png"))
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("runs that can be trusted")
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="build everything, train a few steps, evaluate a few images, save and reload, in a "
-        "folder that is removed; say what time, memory and disk the whole run will take",
-    )
-    group.add_argument(
-        "--allow-partial",
-        action="store_true",
-        help="start from MODEL.WEIGHTS even if part of the file fits nowhere in the model",
-    )
-    group.add_argument(
-        "--replay", metavar="FILE", help="run a step again whose loss was not finite: failure_*.pt"
-    )
+def invoke_main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    # Detectron2's imports would otherwise print the first lines of every run.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    warnings.filterwarnings("ignore", message="torch.meshgrid")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    from qbheat_det.core.errors import exit_on_user_error
+    from qbheat_det.engine import run_distributed
+    from qbheat_det.engine.replay import replay_failure
+
+    @exit_on_user_error
+    def run() -> None:
+        if args.replay:
+            print(replay_failure(args.replay))
+        else:
+            run_distributed(main, args)
+
+    run()
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def add_add(parser: argparse.ArgumentParser) -> None:
-    from qbheat_det.engine.data_flags import add_data_flags, add_image_flags
+    from arguments import add_data_flags, add_image_flags
 
     need = functools.partial(parser.add_argument, required=True)
     need("--weights", metavar="FILE", help="of a trained model or a bare backbone")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qbheat_det.modeling.classification import LinearDecoder
-from qbheat_det.modeling.meta_arch.image_classifier import ImageClassifier
+from qbheat_det.modeling.classification.image_classifier import ImageClassifier
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Image, Table
 from qbheat_det.data import build_mapper, preserved_randomness, seed_place
-from qbheat_det.data.faults import Fault
+from qbheat_det.data.errors import DataError
 
 from .box_drawing import draw_instances
 from .dataset_statistics import DatasetStatistics
@@ -45,7 +45,7 @@ class DatasetReport:
 
     title: str
     inspections: Sequence[Inspection]
-    errors: Sequence[Fault]
+    errors: Sequence[DataError]
     warnings: Sequence[str]
     cfg: CfgNode
 
@@ -79,7 +79,7 @@ def build_page(report: DatasetReport, samples: Sequence[Image]) -> Page:
             Section(
                 f"Errors ({len(report.errors):,})",
                 ["Each stops training, or silently spoils what is learned or measured."],
-                code=[error.sentence for error in report.errors[:_ERRORS_ON_PAGE]],
+                code=[error.message for error in report.errors[:_ERRORS_ON_PAGE]],
             )
         )
     if report.warnings:
@@ -194,7 +194,9 @@ def plot_distribution(
     figure, axes = start_chart(height=2.6)
     for name, own in values.items():
         weights = np.full(len(own), 100 / len(own))
-        axes.hist(own, edges.tolist(), weights=weights, histtype="step", lw=1.8, label=to_text(name))
+        axes.hist(
+            own, edges.tolist(), weights=weights, histtype="step", lw=1.8, label=to_text(name)
+        )
     if log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -269,14 +271,14 @@ def _count_classes(report: DatasetReport) -> dict[str, dict[str, int]]:
     return {dataset: {name: own[name] for name in order} for dataset, own in counts.items()}
 
 
-def _format_errors(errors: Sequence[Fault]) -> Iterator[str]:
-    by_kind: dict[str, list[Fault]] = defaultdict(list)
+def _format_errors(errors: Sequence[DataError]) -> Iterator[str]:
+    by_kind: dict[str, list[DataError]] = defaultdict(list)
     for error in errors:
         by_kind[error.kind].append(error)
     yield f"{len(errors):,} errors" if errors else "No errors."
     for kind, own in by_kind.items():
         yield f"  {kind}: {len(own):,}"
-        yield from (f"    {error.sentence}" for error in own[:_ERRORS_SHOWN])
+        yield from (f"    {error.message}" for error in own[:_ERRORS_SHOWN])
         if len(own) > _ERRORS_SHOWN:
             yield f"    and {len(own) - _ERRORS_SHOWN:,} more"
 

@@ -18,15 +18,15 @@ from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data.coco_json import (
+from qbheat_det.data.datasets.coco import (
     CocoContent,
     CocoSummary,
     check_same_classes,
     read_coco_json,
 )
-from qbheat_det.data.faults import Fault
-from qbheat_det.data.image_files import find_image_faults
-from qbheat_det.data.record_checks import find_object_faults, find_record_faults
+from qbheat_det.data.errors import DataError
+from qbheat_det.data.image_checks import find_image_errors
+from qbheat_det.data.record_checks import find_object_errors, find_record_errors
 
 from .dataset_statistics import DatasetStatistics
 
@@ -66,7 +66,7 @@ class Inspection:
     source: DatasetSource
     records: list[dict[str, Any]]
     statistics: DatasetStatistics
-    errors: list[Fault]
+    errors: list[DataError]
     warnings: list[str] = field(default_factory=list)
     summary: CocoSummary | None = None
 
@@ -113,15 +113,15 @@ def inspect_dataset(
     """
     json_file, image_root = _locate(source)
     content: CocoContent | None = None
-    errors: list[Fault] = []
+    errors: list[DataError] = []
     if json_file is not None and image_root is not None:
         try:
             content = read_coco_json(json_file, image_root)
         except UserError as error:
             reason = str(error).removeprefix(json_file).lstrip(": ")
-            unusable = Fault("annotation file that cannot be used", json_file, reason)
+            unusable = DataError("annotation file that cannot be used", json_file, reason)
             return Inspection(source, [], DatasetStatistics.from_records([], ()), [unusable])
-        errors += content.faults
+        errors += content.errors
         records = _load_valid(json_file, image_root, content)
         class_names: Sequence[str] = content.summary.class_names
     else:
@@ -129,7 +129,7 @@ def inspect_dataset(
         class_names = MetadataCatalog.get(source.name).get("thing_classes") or ()
         if not class_names:
             raise UserError(f"the metadata of dataset '{source.name}' has no 'thing_classes'")
-    found = find_record_faults(
+    found = find_record_errors(
         source.name,
         records,
         num_classes=len(class_names),
@@ -141,7 +141,7 @@ def inspect_dataset(
     if errors:  # which explain why nothing is left
         found = [error for error in found if error.kind not in ("empty dataset", "no boxes")]
     errors += found
-    errors += find_image_faults(records, num_threads=num_threads, progress=progress)
+    errors += find_image_errors(records, num_threads=num_threads, progress=progress)
     return Inspection(
         source,
         records,
@@ -152,13 +152,13 @@ def inspect_dataset(
     )
 
 
-def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[Fault], list[str]]:
+def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
     """Returns errors and warnings of training and evaluation sets taken together.
 
     Errors are classes that differ, and images of a training set that are in an evaluation set too,
     byte for byte and under any name. One dataset for both is a warning.
     """
-    errors: list[Fault] = []
+    errors: list[DataError] = []
     warnings: list[str] = []
     roles = [[one for one in inspections if one.source.role == role] for role in ("train", "val")]
     for train, val in itertools.product(*roles):
@@ -170,7 +170,7 @@ def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[Fault], li
             try:
                 check_same_classes(train.summary, val.summary)
             except UserError as error:
-                errors.append(Fault("classes that differ", names, str(error)))
+                errors.append(DataError("classes that differ", names, str(error)))
         warnings += _compare_class_counts(train, val) + _compare_class_counts(val, train)
         if same:
             warnings.append(f"{names} are the same data, so AP does not measure generalization")
@@ -206,7 +206,7 @@ def _load_valid(json_file: str, image_root: str, content: CocoContent) -> list[d
     if not (content.images and content.categories):
         return []
     try:
-        if not content.faults:
+        if not content.errors:
             return list(load_coco_json(json_file, image_root, name))
         with tempfile.TemporaryDirectory() as folder:
             valid = Path(folder) / "valid.json"
@@ -222,7 +222,7 @@ def _drop_invalid_objects(record: dict[str, Any], num_classes: int) -> dict[str,
         annotation
         for annotation in record.get("annotations", ())
         if annotation.get("iscrowd", 0)
-        or next(find_object_faults(annotation, record, num_classes, None), None) is None
+        or next(find_object_errors(annotation, record, num_classes, None), None) is None
     ]
     return {**record, "annotations": valid}
 
@@ -241,7 +241,7 @@ def _compare_class_counts(one: Inspection, other: Inspection) -> list[str]:
     return [f"'{other.source.name}' has no box of {names}, '{one.source.name}' has {total:,}"]
 
 
-def _find_leaks(train: Inspection, val: Inspection) -> list[Fault]:
+def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
     """Compares the content of image files of equal size."""
     files: dict[int, list[str]] = defaultdict(list)
     for record in train.records:
@@ -253,7 +253,7 @@ def _find_leaks(train: Inspection, val: Inspection) -> list[Fault]:
             if filecmp.cmp(path, other, shallow=False):  # reads no further than they agree
                 where = f"image {path!r} (image id {record['image_id']}) of '{val.source.name}'"
                 reason = f"'{train.source.name}' trains on the same image, as {other!r}"
-                errors.append(Fault("image in training and evaluation", where, reason))
+                errors.append(DataError("image in training and evaluation", where, reason))
                 break
     return errors
 

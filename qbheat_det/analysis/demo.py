@@ -26,6 +26,7 @@ from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.media import read_bgr, write_image
 from qbheat_det.engine.prediction import build_predictor
 
+from . import load_figures
 from .box_drawing import add_heading, draw_instances, tile_images
 from .demo_report import NOTE, PRETRAINED, RANDOM, DemoReport, Probe, build_page, list_scores
 from .page import write_page
@@ -81,6 +82,7 @@ def run_demo(
     Raises:
         UserError: the folder has something else in it, or an override is not valid.
     """
+    load_figures()  # for the visualizations of pre-training
     start, page = time.monotonic(), output / "report.html"
     if page.exists():
         print(f"{page} exists: training again, and replacing it at the end")

@@ -13,6 +13,7 @@ from detectron2.config import CfgNode
 
 from qbheat_det.core.figures import Image, Table
 from qbheat_det.core.text import format_duration
+from qbheat_det.engine.hooks.visualize import VISUALIZATIONS_DIR
 from qbheat_det.engine.run_record import list_versions
 
 from .curves import read_series
@@ -118,7 +119,7 @@ def _build_sections(report: DemoReport, predictions: Sequence[Image]) -> list[Se
                 "The encoder sees only one quarter of the image. Linear models propagate its "
                 "features to the masked quarters, and a small transformer decodes them to pixels."
             ],
-            [*_find_visualization(pretraining, "reconstructions", "png"),
+            [*_find_visualizations(pretraining, "reconstructions"),
              *_plot(losses, "loss", "Loss on the masked positions of new images.")],
         ),
         Section(
@@ -128,7 +129,7 @@ def _build_sections(report: DemoReport, predictions: Sequence[Image]) -> list[Se
                 "an image and over a quarter; in grey, matrices with the same singular values in "
                 "random directions."
             ],
-            _find_visualization(pretraining, "spectrum", "svg"),
+            _find_visualizations(pretraining, "spectrum"),
         ),
         Section(
             "Predictions on new images",
@@ -154,12 +155,18 @@ def _build_sections(report: DemoReport, predictions: Sequence[Image]) -> list[Se
     ]  # fmt: skip
 
 
-def _find_visualization(cfg: CfgNode, name: str, suffix: str) -> list[Image]:
-    """Returns the last one of a kind that the run drew, if any."""
-    folder = Path(cfg.OUTPUT_DIR) / "visualizations"
-    media_type = {"png": "image/png", "svg": "image/svg+xml"}[suffix]
-    paths = sorted(folder.glob(f"{name}*.{suffix}"))[-1:]
-    return [Image(path.read_bytes(), media_type, name, path.stem) for path in paths]
+def _find_visualizations(cfg: CfgNode, name: str) -> list[Image]:
+    """Returns the images of a figure that the run drew last, if any."""
+    media_types = {".svg": "image/svg+xml", ".png": "image/png", ".jpg": "image/jpeg"}
+    by_steps: dict[int, list[Path]] = {}
+    for path in sorted((Path(cfg.OUTPUT_DIR) / VISUALIZATIONS_DIR).glob(f"{name}_*")):
+        if path.suffix in media_types:
+            by_steps.setdefault(int(path.stem.rsplit("_", 1)[-1]), []).append(path)
+    return [
+        Image(path.read_bytes(), media_types[path.suffix], name, f"After {steps:,} steps.")
+        for steps in sorted(by_steps)[-1:]
+        for path in by_steps[steps]
+    ]
 
 
 def _read(cfg: CfgNode, key: str) -> tuple[list[float], list[float]]:

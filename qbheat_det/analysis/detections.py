@@ -16,7 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.core.text import join_first
-from qbheat_det.engine.data_flags import register_coco_file
+from qbheat_det.engine.data_sources import register_source
 from qbheat_det.engine.trainer import Trainer
 
 from .detection_charts import (
@@ -174,7 +174,8 @@ def read_detection_set(name: str) -> DetectionSet:
 def _register_given(json_file: str, image_root: str) -> str:
     name = f"given: {Path(json_file).resolve()} with {Path(image_root).resolve()}"
     if name not in DatasetCatalog:
-        register_coco_file(name, json_file, image_root)
+        source = {"json_file": json_file, "image_root": image_root, "labelled": True}
+        register_source(name, source)
     return name
 
 

@@ -22,7 +22,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.core.text import join_first
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.spread_images import SpreadEntries, read_spread
+from qbheat_det.engine.sample_images import SpreadEntries, read_spread
 
 from .run import Run
 

@@ -14,7 +14,7 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 
 from qbheat_det.layers import read_attention
-from qbheat_det.modeling.meta_arch.mf_detr import MFDETR
+from qbheat_det.modeling.detr.mf_detr import MFDETR
 
 _COARSEST = 32  # stride of the first level; each next one has half of it
 

@@ -18,14 +18,15 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    Fault,
+    DataError,
     ImageBatches,
     build_mapper,
     preserved_randomness,
     seed_place,
-    with_places,
+    with_views,
 )
 from qbheat_det.data.mappers import Mapper
+from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import patchify
 
 from .held_out_losses import HeldOutLosses
@@ -57,7 +58,7 @@ class BaselineReport:
     penalties: dict[str, list[float]] = field(default_factory=dict)
     num_images: int = 0
     num_rows: int = 0
-    faults: dict[str, Fault] = field(default_factory=dict)
+    faults: dict[str, DataError] = field(default_factory=dict)
 
 
 def compute_baselines(
@@ -102,7 +103,7 @@ def compute_baselines(
         ImageBatches(train, mapper=mapper, batch_size=size, num_workers=workers)
         for mapper in mappers
     ]
-    views = with_places(held_out, task.visible)
+    views = with_views(held_out, get_views(cfg).values())
     evaluation = ImageBatches(views, mapper=squares, num_workers=workers)
     report = BaselineReport()
     shares = _count_shares(task, memory_gb)
@@ -204,7 +205,7 @@ def _gather(
             for regression in regressions.values():
                 regression.add(images, target, rows)
             bar.update(len(entries))
-        report.faults.update(batches.faults)
+        report.faults.update(batches.skipped)
     report.num_images = len(ranks)
     if len(ranks) < 2:
         raise UserError(
@@ -240,9 +241,9 @@ def _evaluate(
                 losses = task.loss(predicted, patches, all_counted) * regression.weight
                 report.losses[name].add(entries, losses)
         bar.update(len(batch))
-    report.faults.update(evaluation.faults)
+    report.faults.update(evaluation.skipped)
     if not report.losses["zero"].num_images:
-        raise UserError(f"none of the held-out images can be read{_name_one(evaluation.faults)}")
+        raise UserError(f"none of the held-out images can be read{_name_one(evaluation.skipped)}")
 
 
 class _SeededMapper:
@@ -252,7 +253,7 @@ class _SeededMapper:
         self._mapper = mapper
         self._number = number
 
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault | None:
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError | None:
         with preserved_randomness():
             # 1 keeps apart numbers that differ by zeros at the end.
             seed_place(self._number, int(record["image_id"]), 1)
@@ -282,5 +283,5 @@ def _check_apart(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str, A
             )
 
 
-def _name_one(faults: Mapping[str, Fault]) -> str:
-    return f": {next(iter(faults.values())).sentence}" if faults else ""
+def _name_one(faults: Mapping[str, DataError]) -> str:
+    return f": {next(iter(faults.values())).message}" if faults else ""

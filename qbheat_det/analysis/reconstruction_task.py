@@ -13,8 +13,8 @@ from torch import Tensor
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import preserved_randomness
 from qbheat_det.modeling.pretrain import (
-    PLACES,
-    PLACES_OF,
+    QUADRANTS,
+    QUADRANTS_OF,
     ReconstructionLoss,
     VisibleQuarters,
     find_map,
@@ -33,7 +33,7 @@ class ReconstructionTask:
     Attributes:
         image_size: S, in pixels.
         patch_size: side of a patch, in pixels.
-        visible: where the visible quarter can be, a key of ``PLACES_OF``.
+        visible: where the visible quarter can be, a key of ``QUADRANTS_OF``.
         flip: "none", or "horizontal" or "vertical" where training flips images.
         loss: compares patches.
         pixel_mean, pixel_std: of each channel, in the mapper's pixel format.
@@ -61,7 +61,7 @@ class ReconstructionTask:
             )
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
         for key, value, known in (
-            ("MODEL.QB_HEAT.VISIBLE", node.VISIBLE, tuple(PLACES_OF)),
+            ("MODEL.QB_HEAT.VISIBLE", node.VISIBLE, tuple(QUADRANTS_OF)),
             ("INPUT.RANDOM_FLIP", cfg.INPUT.RANDOM_FLIP, tuple(_AXES)),
         ):
             if value not in known:
@@ -96,7 +96,7 @@ class ReconstructionTask:
     @property
     def places(self) -> list[str]:
         """The places that ``align`` leaves."""
-        partners = [self._align_place(place) for place in PLACES_OF[self.visible]]
+        partners = [self._align_place(place) for place in QUADRANTS_OF[self.visible]]
         return list(dict.fromkeys(partners))
 
     def preprocess(self, images: Sequence[Tensor]) -> Tensor:
@@ -126,7 +126,7 @@ class ReconstructionTask:
     def find_counted(self, place: str) -> Tensor:
         """Returns the indices of the patches that the loss counts."""
         grid = self.image_size // self.patch_size
-        visible = visible_positions(grid)[PLACES.index(place)].flatten()
+        visible = visible_positions(grid)[QUADRANTS.index(place)].flatten()
         counted = torch.ones_like(visible) if self.loss.positions == "all" else ~visible
         return counted.nonzero().flatten()
 

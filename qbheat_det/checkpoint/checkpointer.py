@@ -17,6 +17,11 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers, write_atomically
+from qbheat_det.modeling.contracts import (
+    equivalent_configs,
+    get_pixel_statistics,
+    pretrain_only_modules,
+)
 
 from .fitting import (
     find_left_behind,
@@ -218,7 +223,7 @@ class SafeCheckpointer(DetectionCheckpointer):
                 *find_left_behind(self.model, info.left_behind if info else ()),
                 *skipped,
             ],
-            private=getattr(self.model, "left_behind", ()),
+            private=pretrain_only_modules(self.model),
         )
         self._file = WeightsFile({})
         self._check(report)
@@ -248,9 +253,9 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def _compare_pixels(self) -> None:
         """Warns where the model sees other pixel values than the weights were trained on."""
-        for name in ("pixel_mean", "pixel_std"):
-            trained, now = getattr(self.info, name, ()), getattr(self.model, name, None)
-            if not trained or not torch.is_tensor(now):
+        for name, now in get_pixel_statistics(self.model).items():
+            trained = getattr(self.info, name, ())
+            if not trained:
                 continue
             values = now.detach().cpu().double().flatten()
             expected = torch.tensor(trained, dtype=torch.float64)
@@ -270,7 +275,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         name = type(self.model).__name__
         if self.info is None or self.info.value_of("MODEL.META_ARCHITECTURE") != name:
             return
-        for key, alike in getattr(self.model, "alike", {}).items():
+        for key, alike in equivalent_configs(self.model).items():
             trained = self.info.value_of(key)
             if trained is not None and trained not in alike:
                 self.logger.warning(

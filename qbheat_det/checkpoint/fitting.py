@@ -8,6 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import (
+    optional_modules,
+    pretrain_only_modules,
+    train_only_modules,
+)
 
 from .class_rows import ClassChange, carry_over_rows, compare_classes, is_class_layer
 from .load_report import GroupReport, LoadReport
@@ -87,14 +92,14 @@ def fit_weights(
 def find_left_behind(model: nn.Module, written: Sequence[str]) -> Sequence[str]:
     """Returns which parts of a file ``model`` does not take over.
 
-    A pre-training method says in ``left_behind`` which of its children serve it alone, and its
-    files repeat that. Only a model that says the same, as it does when it goes on, takes them.
+    A pre-training method says in ``pretrain_only_modules`` which of its children serve it alone,
+    and its files repeat that. Only a model that says the same, as when it goes on, takes them.
 
     Args:
         model: to load into.
         written: what the file says.
     """
-    return () if tuple(getattr(model, "left_behind", ())) == tuple(written) else written
+    return () if pretrain_only_modules(model) == tuple(written) else written
 
 
 def find_training_only(
@@ -102,8 +107,8 @@ def find_training_only(
 ) -> list[str]:
     """Returns which parts that serve training alone are neither taken over nor missed.
 
-    A model names them in ``training_only``: nothing that it predicts depends on them, and no file
-    of trained weights has them, but a checkpoint does.
+    A model names them in ``train_only_modules``: nothing that it predicts depends on them, and no
+    file of trained weights has them, but a checkpoint does.
 
     Args:
         model: to load into.
@@ -113,7 +118,7 @@ def find_training_only(
     state = model.state_dict()
     return [
         name
-        for name in getattr(model, "training_only", ())
+        for name in train_only_modules(model)
         if not (keep_equal and _shapes_of(name, state) == _shapes_of(name, stored))
     ]
 
@@ -130,13 +135,9 @@ def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> di
 def find_unbuilt(model: nn.Module) -> list[str]:
     """Beginnings of the names of what a model leaves out, and files for it may hold.
 
-    A module says so in ``unbuilt``, a sequence of the names of its children that are not there.
+    A module names its own missing children in ``optional_modules``.
     """
-    return [
-        f"{path}.{child}.".lstrip(".")
-        for path, module in model.named_modules()
-        for child in getattr(module, "unbuilt", ())
-    ]
+    return [f"{path}." for path in optional_modules(model)]
 
 
 def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:

@@ -2,10 +2,12 @@
 """What surrounds the package: Detectron2, the user's own modules, and other libraries' logs."""
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import logging
 import os
+import platform
 import warnings
 from collections.abc import Iterator
 
@@ -65,3 +67,17 @@ def quiet(*names: str) -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def keep_freed_memory() -> bool:
+    """Has this process keep freed memory for what comes next; False where malloc is not glibc's.
+
+    glibc returns large blocks to the system and asks for new ones, which the kernel fills with
+    zeros page by page: for maps of tens of megabytes that takes as long as the arithmetic on them.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    most_kept = 2**31 - 1  # bytes; of more free memory some goes back
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, most_kept))

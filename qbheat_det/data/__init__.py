@@ -1,49 +1,60 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data: the built-in toy set, annotation files and folders of one's own, and dataset mappers.
+"""Data: sets of images, mappers, the streams of batches, and the cache of features.
 
-Importing this package registers ``qbheat_toy_train`` and ``qbheat_toy_val``, and the sets of
-pre-training that ``register_pretraining_sets`` lists.
+Importing this package registers the built-in sets, see ``register_builtin_sets``.
 """
 
-from .cache_space import check_space, format_bytes, measure_caches
 from .cached_views import CachedViews
-from .classification_mapper import ClassificationMapper
-from .coco_images import load_coco_images, register_coco_images
-from .coco_json import CocoSummary, check_coco_json, check_same_classes, register_coco_json
-from .decoded_images import DecodedImages, decode_if_small
-from .detr_mapper import DetrDatasetMapper, build_detr_crop
-from .faults import Fault, raise_first
-from .feature_chunk import Stored, View, make_view
-from .feature_key import describe_arithmetic, describe_cache, name_cache
-from .feature_store import VIEWS_PER_CHUNK, FeatureStore, open_feature_store
-from .fixed_views import VIEW_ROW, FixedViews, number_records
-from .image_batches import ImageBatches, build_image_batches, with_places
-from .image_files import check_image_files, check_some_readable
-from .image_folder import (
+from .datasets import (
     IMAGE_SUFFIXES,
+    TOY_SETS,
+    CocoSummary,
+    ToySpec,
+    check_coco_json,
     check_image_folder,
-    list_images,
-    load_image_folders,
-    register_image_folders,
-)
-from .labelled_images import (
-    build_class_batches,
+    check_same_classes,
+    get_cache_dir,
     list_classes,
+    list_images,
     load_classes,
+    load_coco_images,
+    load_image_folders,
     load_labelled_sets,
+    prepare_toy_set,
+    register_builtin_sets,
+    register_coco_images,
+    register_coco_json,
+    register_image_folders,
+    register_toy_set,
     unite_labels,
 )
-from .mappers import DATASET_MAPPERS, MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper
-from .pretraining_mapper import PretrainingMapper
-from .pretraining_sets import register_pretraining_sets
-from .record_checks import check_records
+from .disk_space import check_space, measure_caches
+from .errors import DataError, join_messages, printable, raise_first
+from .feature_store import FORMAT_VERSION, VIEWS_PER_CHUNK, FeatureStore, Stored, View
+from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
+from .image_checks import check_image_files, check_some_readable, find_image_errors
+from .loader import TrainStream, build_train_stream, cut, fingerprint_records
+from .mappers import (
+    DATASET_MAPPERS,
+    MAPPERS_OF_CLASSES,
+    MAPPERS_OF_IMAGES,
+    VIEW_ROW,
+    ClassificationMapper,
+    DetrDatasetMapper,
+    FixedViews,
+    Mapper,
+    PretrainingMapper,
+    TwoViewMapper,
+    build_detr_crop,
+    build_mapper,
+    number_records,
+)
+from .record_checks import find_object_errors, find_record_errors
 from .seeding import STEP, preserved_randomness, seed_place
-from .stream import TrainStream, build_train_stream, cut, fingerprint_records
-from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
-from .two_view_mapper import TwoViewMapper
 
 __all__ = [
     "DATASET_MAPPERS",
+    "FORMAT_VERSION",
     "IMAGE_SUFFIXES",
     "MAPPERS_OF_CLASSES",
     "MAPPERS_OF_IMAGES",
@@ -54,12 +65,12 @@ __all__ = [
     "CachedViews",
     "ClassificationMapper",
     "CocoSummary",
-    "DecodedImages",
+    "DataError",
     "DetrDatasetMapper",
-    "Fault",
     "FeatureStore",
     "FixedViews",
     "ImageBatches",
+    "Mapper",
     "PretrainingMapper",
     "Stored",
     "ToySpec",
@@ -74,41 +85,35 @@ __all__ = [
     "check_coco_json",
     "check_image_files",
     "check_image_folder",
-    "check_records",
     "check_same_classes",
     "check_some_readable",
     "check_space",
     "cut",
-    "decode_if_small",
-    "describe_arithmetic",
-    "describe_cache",
+    "find_image_errors",
+    "find_object_errors",
+    "find_record_errors",
     "fingerprint_records",
-    "format_bytes",
     "get_cache_dir",
+    "join_messages",
     "list_classes",
     "list_images",
     "load_classes",
     "load_coco_images",
     "load_image_folders",
     "load_labelled_sets",
-    "make_view",
     "measure_caches",
-    "name_cache",
     "number_records",
-    "open_feature_store",
     "prepare_toy_set",
     "preserved_randomness",
+    "printable",
     "raise_first",
     "register_coco_images",
     "register_coco_json",
     "register_image_folders",
-    "register_pretraining_sets",
     "register_toy_set",
     "seed_place",
     "unite_labels",
-    "with_places",
+    "with_views",
 ]
 
-for _name, _spec in TOY_SETS.items():
-    register_toy_set(_name, _spec)
-register_pretraining_sets()
+register_builtin_sets()

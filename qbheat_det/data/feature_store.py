@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a frozen encoder made of every view of a data set, on the disk.
+"""The outputs of a frozen encoder for every view of a data set, on the disk.
 
-A folder of files of 32 views each. A file takes its name when it is whole, so that a build that
-was interrupted goes on where it was, and processes share the work and the result: each file is
-claimed with a lock, which the system frees when its holder ends, however that happens.
+A folder of safetensors files of 32 views each. A file takes its name when it is complete, so that
+an interrupted build resumes where it stopped, and processes share the work and the result: each
+file is claimed with a lock, which the system frees when its holder ends, however that happens.
 """
 
 import contextlib
@@ -11,29 +11,57 @@ import errno
 import json
 import logging
 import os
-import sys
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 
-from .cache_space import explain_full_disk
-from .feature_chunk import FeatureChunk, Stored, pack_views
-from .feature_key import name_cache
-
-if sys.platform != "win32":
-    import fcntl
+from .disk_space import explain_full_disk
+from .errors import DataError
 
 logger = logging.getLogger(__name__)
 
+# To be raised whenever a file's layout changes, and whenever a view is drawn or encoded otherwise
+# than before: the key of a cache knows settings and weights, not the code that reads them.
+FORMAT_VERSION = 3
 VIEWS_PER_CHUNK = 32
+_METADATA_KEY = "qbheat_det"
+_CHECKSUM_DIGITS = 8
 _OPEN_CHUNKS = 1024  # headers of files that a process keeps
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
+
+
+@dataclass(frozen=True)
+class View:
+    """An encoder's outputs for one view of an image, and what the mapper said of that view.
+
+    Attributes:
+        features: by the name of the output, a map (C, h, w) or tokens (M, D) each.
+        image_size: height and width of the view, in pixels.
+        ground_truth: "gt_boxes" (B, 4), xyxy in pixels of the view, and "gt_classes" (B,); or
+            "label" (); or nothing.
+        full_size: height and width of the image that the view is of, in pixels, to which detections
+            are scaled; None if the mapper gave none.
+    """
+
+    features: dict[str, Tensor]
+    image_size: tuple[int, int]
+    ground_truth: dict[str, Tensor]
+    full_size: tuple[int, int] | None = None
+
+
+Stored = View | DataError | None
+"""A view, or what the mapper gave in its place."""
 
 
 class FeatureStore:
@@ -51,8 +79,8 @@ class FeatureStore:
         self.folder = Path(folder)
         self.num_views = num_views
         self.dtype = dtype
-        self._whole: set[int] = set()
-        self._open: OrderedDict[int, FeatureChunk] = OrderedDict()
+        self._complete: set[int] = set()
+        self._open: OrderedDict[int, _Chunk] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker reads the headers itself.
@@ -73,8 +101,8 @@ class FeatureStore:
         return self.folder / f"{chunk:06d}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the chunks that are not there; a file that is damaged or foreign is not."""
-        return [chunk for chunk in range(self.num_chunks) if not self._is_whole(chunk)]
+        """Returns the chunks that are to be written; files of other caches or damaged ones too."""
+        return [chunk for chunk in range(self.num_chunks) if not self._is_complete(chunk)]
 
     def read(self, view_index: int) -> Stored:
         """Returns a view, or what the mapper gave in its place.
@@ -91,9 +119,9 @@ class FeatureStore:
             view = chunk.read(view_index)
         except ValueError as error:
             raise UserError(
-                f"the cached features in '{self.folder}' are no longer whole: {error}; remove that "
-                "file, if it is there, and start the run again, with --resume to go on: it is made "
-                "again"
+                f"the cached features in '{self.folder}' are incomplete: {error}; remove that "
+                "file, if it is there, and start the run again, with --resume to continue it: the "
+                "file is written anew"
             ) from error
         self._open[number] = chunk  # the last to go
         if len(self._open) > _OPEN_CHUNKS:
@@ -101,122 +129,206 @@ class FeatureStore:
         return view
 
     def write(self, chunk: int, views: Sequence[Stored]) -> None:
-        """Writes the views of a file, whole or not at all.
+        """Writes the views of a file, complete or not at all.
 
         Raises:
             UserError: the disk is full, the folder cannot be written, or a feature is not finite
                 in the store's dtype.
         """
-        indices = self.views_of(chunk)
-        content = pack_views(
-            dict(zip(indices, views, strict=True)), cache=self.folder.name, dtype=self.dtype
-        )
+        by_index = dict(zip(self.views_of(chunk), views, strict=True))
+        content = _pack(by_index, cache=self.folder.name, dtype=self.dtype)
         try:
             write_atomically(self.path_of(chunk), lambda stream: stream.write(content))
         except UserError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
-                left = self.num_chunks - len(self._whole)
+            reason = getattr(error.__cause__, "errno", None)
+            if reason in (errno.ENOSPC, errno.EDQUOT):
+                left = self.num_chunks - len(self._complete)
                 raise UserError(explain_full_disk(self.folder, left * len(content))) from error
-            raise _naming_the_key(error) from error
+            raise UserError(f"{error}: {_OTHER_FOLDER}") from error
         self._open.pop(chunk, None)
-        self._whole.add(chunk)
+        self._complete.add(chunk)
 
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[bool]:
-        """Yields whether this process is to write a chunk: it is missing and no one else does."""
-        if self._is_whole(chunk):
+        """Yields whether this process is to write a chunk: it is missing, and no one else does.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        if self._is_complete(chunk):
             yield False
             return
-        with _locked(self.path_of(chunk).with_suffix(".lock")) as path:
-            # Another may have written it since, and have let go.
-            yield path is not None and not self._is_whole(chunk)
-            if path is not None and self._is_whole(chunk):
+        path = self.path_of(chunk).with_suffix(".lock")
+        lock = FileLock(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:  # another process holds it
+            yield False
+            return
+        except NotImplementedError:  # not every file system has locks
+            pass
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(
+                f"cannot write to '{path.parent}' ({reason}): {_OTHER_FOLDER}"
+            ) from error
+        try:
+            yield not self._is_complete(chunk)  # another may have written it since
+        finally:
+            if chunk in self._complete:
                 # Who waits for the lock of a file that is gone finds the chunk written.
                 path.unlink(missing_ok=True)
+            lock.release()
 
-    def _is_whole(self, chunk: int) -> bool:
-        if chunk in self._whole:
-            return True
-        if not self.path_of(chunk).is_file():
-            return False
+    def _is_complete(self, chunk: int) -> bool:
+        if chunk not in self._complete and self.path_of(chunk).is_file():
+            try:
+                self._load(chunk)
+                self._complete.add(chunk)
+            except ValueError as error:
+                logger.warning(f"Cached features are written anew: {error}")
+        return chunk in self._complete
+
+    def _load(self, chunk: int) -> "_Chunk":
+        views = self.views_of(chunk)
+        return _Chunk(self.path_of(chunk), cache=self.folder.name, views=views, dtype=self.dtype)
+
+
+class _Chunk:
+    """A file of views, whose header is in memory.
+
+    Views are read, not mapped: a file that is cut short under a map ends the process. It is not
+    kept open, as a process may have about a thousand open files.
+    """
+
+    def __init__(self, path: Path, *, cache: str, views: range, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            ValueError: there is no such file, or it is damaged or another cache's.
+        """
+        self._path = path
+        self._dtype = dtype
         try:
-            self._load(chunk)
-        except ValueError as error:
-            logger.warning(f"Cached features are made again: {error}")
-            return False
-        self._whole.add(chunk)
-        return True
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._begin = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(self._begin - 8)) if self._begin <= size else {}
+        except OSError as error:
+            raise ValueError(f"'{path}' cannot be read: {error}") from error
+        text = header.pop("__metadata__", {}).get(_METADATA_KEY, "")
+        checksum, text = text[:_CHECKSUM_DIGITS], text[_CHECKSUM_DIGITS:]
+        if checksum != _hex(zlib.crc32(text.encode())):
+            raise ValueError(f"'{path}' does not belong there, or is damaged")
+        about = json.loads(text)
+        if (about["format"], about["cache"]) != (FORMAT_VERSION, cache):
+            raise ValueError(f"'{path}' does not belong there")
+        self._views: dict[str, dict[str, Any] | None] = about["views"]
+        if list(self._views) != [str(index) for index in views]:
+            raise ValueError(f"'{path}' holds other views than its name says")
+        self._tensors: dict[str, dict[str, Any]] = header
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        if self._begin + end != size:
+            raise ValueError(f"'{path}' was cut short")
+        self._verified: set[int] = set()
 
-    def _load(self, chunk: int) -> FeatureChunk:
-        return FeatureChunk(self.path_of(chunk), cache=self.folder.name, views=self.views_of(chunk))
+    def read(self, index: int) -> Stored:
+        """Returns a view, in memory of its own.
+
+        Raises:
+            ValueError: the file is gone, or was changed after it was written.
+        """
+        about = self._views[str(index)]
+        if about is None:
+            return None
+        if "error" in about:
+            return DataError(**about["error"])
+        tensors = {name: self._tensors[f"{index}/{name}"] for name in about["outputs"]}
+        # The tensors of a view lie side by side. One block for all: what a worker sends takes an
+        # open file a block.
+        first = min((tensor["data_offsets"][0] for tensor in tensors.values()), default=0)
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        block = bytearray(end - first)
+        try:
+            with open(self._path, "rb", buffering=0) as file:
+                file.seek(self._begin + first)
+                if file.readinto(block) != len(block):
+                    raise ValueError(f"'{self._path}' was cut short")
+        except OSError as error:
+            raise ValueError(f"'{self._path}' cannot be read: {error}") from error
+        if index not in self._verified:  # once is enough, while the header is kept
+            if zlib.crc32(block) != about["checksum"]:
+                raise ValueError(f"'{self._path}' is damaged")
+            self._verified.add(index)
+        values = torch.frombuffer(block or bytearray(8), dtype=self._dtype)
+        features = {}
+        for name, tensor in tensors.items():
+            start, stop = ((offset - first) // values.itemsize for offset in tensor["data_offsets"])
+            features[name] = values[start:stop].view(tensor["shape"])
+        height, width = about["image_size"]
+        full = about["full_size"]
+        return View(
+            features, (height, width), _read_truth(about["ground_truth"]), full and tuple(full)
+        )
 
 
-def open_feature_store(
-    root: str | os.PathLike[str],
-    description: Mapping[str, Any],
-    num_views: int,
-    *,
-    dtype: torch.dtype = torch.float16,
-) -> FeatureStore:
-    """Opens the cache of a description below ``root``, and writes it into ``meta.json`` there.
+def _pack(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -> bytes:
+    """Returns the content of a file: features as its tensors, "<index>/<output>", all else JSON.
 
-    Args:
-        root: folder of all caches.
-        description: see ``describe_cache``.
-        num_views: of all images.
-        dtype: of the features.
+    The JSON is in the file's metadata, where one name holds it with its checksum.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: a feature is not finite in ``dtype``.
     """
-    folder = Path(root) / name_cache(description)
-    text = json.dumps(description, indent=2, sort_keys=True)
-    if not (folder / "meta.json").is_file():
-        try:
-            write_atomically(folder / "meta.json", lambda stream: stream.write(text.encode()))
-        except UserError as error:
-            raise _naming_the_key(error) from error
-    return FeatureStore(folder, num_views, dtype=dtype)
+    tensors: dict[str, Tensor] = {}
+    about: dict[str, dict[str, Any] | None] = {}
+    for index, view in views.items():
+        if not isinstance(view, View):
+            about[str(index)] = None if view is None else {"error": asdict(view)}
+            continue
+        checksum = 0
+        for name, feature in sorted(view.features.items()):  # as safetensors orders them
+            rounded = _round(feature, dtype, f"the encoder's output '{name}' for view {index}")
+            checksum = zlib.crc32(rounded.view(-1).view(torch.uint8).numpy().data, checksum)
+            tensors[f"{index}/{name}"] = rounded
+        about[str(index)] = {
+            "outputs": list(view.features),
+            "checksum": checksum,
+            "image_size": view.image_size,
+            "full_size": view.full_size,
+            # A number in single precision is the same after JSON, which has double.
+            "ground_truth": {name: tensor.tolist() for name, tensor in view.ground_truth.items()},
+        }
+    text = json.dumps({"format": FORMAT_VERSION, "cache": cache, "views": about})
+    return safetensors.torch.save(tensors, {_METADATA_KEY: _hex(zlib.crc32(text.encode())) + text})
 
 
-def _naming_the_key(error: UserError) -> UserError:
-    return UserError(
-        f"{error}: set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
+def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
+    """Returns a contiguous copy on the CPU; slices of a batch share memory, which no file can."""
+    rounded = torch.empty(feature.shape, dtype=dtype).copy_(feature.detach())
+    # Rounding keeps the order, so that the extremes suffice, which are faster to find.
+    extremes = torch.stack(feature.detach().aminmax()) if feature.numel() else feature.detach()
+    if extremes.to(dtype).isfinite().all():
+        return rounded
+    if extremes.isfinite().all():
+        raise UserError(
+            f"{named} reaches {float(extremes.abs().max()):.4g}, beyond the range of "
+            f"{str(dtype).removeprefix('torch.')}: set MODEL.CACHE_FEATURES.DTYPE to bfloat16 or "
+            "float32"
+        )
+    raise UserError(
+        f"{named} is not finite: check the weights, or that they were trained for images "
+        "normalised as here (MODEL.PIXEL_MEAN, MODEL.PIXEL_STD, INPUT.FORMAT)"
     )
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[Path | None]:
-    """Yields the path if its lock is ours now, or None if another process holds it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the cache of features to '{path.parent}' ({error.strerror or error}): "
-            "set MODEL.CACHE_FEATURES.FOLDER to a folder that can be written"
-        ) from error
-    try:
-        yield path if _try_lock(descriptor) else None
-    finally:
-        # Not by closing alone: a worker forked meanwhile has the file open, too.
-        _unlock(descriptor)
-        os.close(descriptor)
+def _read_truth(truth: Mapping[str, Any]) -> dict[str, Tensor]:
+    found = {name: torch.tensor(truth[name]) for name in truth if name == "label"}
+    if "gt_boxes" in truth:
+        found["gt_boxes"] = torch.tensor(truth["gt_boxes"], dtype=torch.float32).reshape(-1, 4)
+        found["gt_classes"] = torch.tensor(truth["gt_classes"], dtype=torch.int64)
+    return found
 
 
-def _try_lock(descriptor: int) -> bool:
-    if sys.platform == "win32":
-        return True  # two processes may do the same work, and both write the same
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # not every file system has locks
-    return True
-
-
-def _unlock(descriptor: int) -> None:
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+def _hex(checksum: int) -> str:
+    return f"{checksum:0{_CHECKSUM_DIGITS}x}"

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Image sets in evaluation: whole images in batches, and held-out images from two views each.
+"""Image sets in evaluation: whole images in batches, each from one or several views.
 
-Which view an image is seen from is its "place", that of the quarter which stays visible.
+The view of an image is its "place", that of the quarter which stays visible.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,29 +15,24 @@ from detectron2.data.samplers import InferenceSampler
 from torch import is_tensor
 from torch.utils.data import DataLoader
 
-from .faults import Fault
+from qbheat_det.modeling.contracts import get_views
+
+from .datasets import load_classes
+from .errors import DataError
 from .mappers import Mapper, build_mapper
 
 BATCH_SIZE = 64
 """Images that a process evaluates at once."""
 
-# In evaluation nothing is drawn: the images of a set take these in turn.
-_CORNERS = ("top_left", "top_right", "bottom_left", "bottom_right")
-_PLACES: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "corner": (_CORNERS,),
-    "centre": (("centre",),),
-    "both": (_CORNERS, ("centre",)),
-}
-
 
 class ImageBatches(Iterable[list[dict[str, Any]]]):
     """Images of a set in batches and in order, as often as wanted.
 
-    Images that cannot be read are left out, and never end a run. Entries can be kept, any number of
+    Images that cannot be read are skipped, and never end a run. Entries can be kept, any number of
     them: what workers send is copied out of the memory that they share.
 
     Attributes:
-        faults: what is wrong with the images of this process that were left out, by image.
+        skipped: what is wrong with the images of this process that were skipped, by image.
     """
 
     def __init__(
@@ -53,7 +48,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         """
         Args:
             records: dicts for the mapper.
-            mapper: gives a ``Fault`` for an image that cannot be read.
+            mapper: returns a ``DataError`` for an image that cannot be read.
             batch_size: the most images of a batch.
             num_workers: processes that load ahead; without memory they wait for the next pass.
             shared: whether each process of a run takes its part; else each takes all.
@@ -69,61 +64,72 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             generator=torch.Generator(),  # else it draws from the global one
         )
         self._budget = 1e9 * memory_gb
-        self._kept: list[list[dict[str, Any]]] = []
-        self._all_kept = False
-        self.faults: dict[str, Fault] = {}
+        self._kept: list[list[dict[str, Any]]] | None = None
+        self.skipped: dict[str, DataError] = {}
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        if self._all_kept:
+        if self._kept is not None:
             yield from self._kept
             return
         keeping = self._budget > 0
         kept: list[list[dict[str, Any]]] = []
         for batch in self._loader:
-            broken = [entry for entry in batch if isinstance(entry, Fault)]
-            self.faults.update({fault.where: fault for fault in broken})
-            if whole := [_own(entry) for entry in batch if not isinstance(entry, Fault)]:
+            self.skipped.update({e.where: e for e in batch if isinstance(e, DataError)})
+            if whole := [_own(entry) for entry in batch if not isinstance(entry, DataError)]:
                 keeping = keeping and _bytes(whole) * len(self) <= self._budget
                 if keeping:
                     kept.append(whole)
                 else:
                     kept.clear()
                 yield whole
-        self._kept, self._all_kept = kept, keeping
+        self._kept = kept if keeping else None
 
 
 def build_image_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, from all views that the objective trains on.
+    """Builds the batches of a registered set of images, from all views that the model trains on.
 
-    With ``MODEL.QB_HEAT.VISIBLE`` "both", every image comes twice: with a corner visible, the
-    four in turn over the images, and with the centre visible. Other models than QB-Heat, which have
-    no places, get every image once.
+    See ``get_views`` of the model's contracts: QB-Heat with a corner and the centre visible gets
+    every image twice, a model without views once.
     """
-    records = DatasetCatalog.get(dataset_name)
-    if cfg.MODEL.META_ARCHITECTURE == "QBHeat":
-        records = with_places(records, cfg.MODEL.QB_HEAT.VISIBLE)
     return ImageBatches(
-        records,
+        with_views(DatasetCatalog.get(dataset_name), get_views(cfg).values()),
         mapper=build_mapper(cfg, is_train=False),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )
 
 
-def with_places(records: Sequence[dict[str, Any]], visible: str) -> list[dict[str, Any]]:
+def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
+    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says.
+
+    Raises:
+        UserError: see ``load_classes``.
+    """
+    return ImageBatches(
+        load_classes([dataset_name], cfg.MODEL.CLASS_NAMES),
+        mapper=build_mapper(cfg, is_train=False),
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+    )
+
+
+def with_views(
+    records: Sequence[dict[str, Any]], views: Iterable[Sequence[str]]
+) -> list[dict[str, Any]]:
     """Returns each record once for each view, with "place", the views of an image side by side.
+
+    Nothing is drawn: the images of a set take the places of a view in turn.
 
     Args:
         records: of a data set.
-        visible: "corner", "centre" or "both".
+        views: names of places for each view; without any, the record gets no "place".
     """
-    views = _PLACES[visible]
+    kinds = list(views)
     return [
-        {**record, "place": places[i % len(places)]}
+        {**record, "place": places[i % len(places)]} if places else record
         for i, record in enumerate(records)
-        for places in views
+        for places in kinds
     ]
 
 

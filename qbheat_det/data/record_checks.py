@@ -10,77 +10,52 @@ from typing import Any, Literal
 
 from detectron2.structures import BoxMode
 
-from .faults import Fault, raise_first
+from .errors import DataError
 
 Record = dict[str, Any]
 MaskFormat = Literal["polygon", "bitmask"]
 
 
-def check_records(
+def find_record_errors(
     name: str,
     dataset_dicts: Sequence[Record],
     *,
     num_classes: int,
     filter_empty: bool = False,
     mask_format: MaskFormat | None = None,
-) -> None:
-    """Checks the loaded records of a dataset; see ``find_record_faults``.
-
-    Raises:
-        UserError: there is nothing to train on, a box or class makes no sense, or an object has
-            no mask where masks are trained; the sentence names dataset and image id.
-    """
-    raise_first(
-        find_record_faults(
-            name,
-            dataset_dicts,
-            num_classes=num_classes,
-            filter_empty=filter_empty,
-            mask_format=mask_format,
-        )
-    )
-
-
-def find_record_faults(
-    name: str,
-    dataset_dicts: Sequence[Record],
-    *,
-    num_classes: int,
-    filter_empty: bool = False,
-    mask_format: MaskFormat | None = None,
-) -> list[Fault]:
+) -> list[DataError]:
     """Returns all that is wrong with the loaded records of a dataset.
 
     Args:
-        name: of the dataset, for the sentences.
+        name: of the dataset, for the messages.
         dataset_dicts: records of Detectron2.
         num_classes: contiguous class indices are below this.
         filter_empty: whether images without boxes are left out, as
             ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` does in training.
-        mask_format: ``INPUT.MASK_FORMAT`` where masks are trained or evaluated
-            (``MODEL.MASK_ON``), else None.
+        mask_format: ``INPUT.MASK_FORMAT`` if masks are trained or evaluated (``MODEL.MASK_ON``),
+            else None.
     """
     if not dataset_dicts:
-        return [Fault("empty dataset", f"dataset '{name}'", "it has no images")]
-    faults = []
+        return [DataError("empty dataset", f"dataset '{name}'", "it has no images")]
+    errors = []
     num_objects = 0
     for record in dataset_dicts:
         objects = [a for a in record.get("annotations", ()) if not a.get("iscrowd", 0)]
         num_objects += len(objects)
         where = f"dataset '{name}': image id {record.get('image_id')!r} ({record['file_name']!r})"
         for position, annotation in enumerate(objects):
-            for kind, reason in find_object_faults(annotation, record, num_classes, mask_format):
-                faults.append(Fault(kind, f"{where}, object {position + 1}", reason))
+            for kind, reason in find_object_errors(annotation, record, num_classes, mask_format):
+                errors.append(DataError(kind, f"{where}, object {position + 1}", reason))
     if filter_empty and not num_objects:
         reason = (
             f"none of its {len(dataset_dicts)} images has a box that is no crowd, and "
             "DATALOADER.FILTER_EMPTY_ANNOTATIONS leaves out images without"
         )
-        faults.append(Fault("no boxes", f"dataset '{name}'", reason))
-    return faults
+        errors.append(DataError("no boxes", f"dataset '{name}'", reason))
+    return errors
 
 
-def find_object_faults(
+def find_object_errors(
     annotation: dict[str, Any], record: Record, num_classes: int, mask_format: MaskFormat | None
 ) -> Iterator[tuple[str, str]]:
     """Yields kind and reason of all that is wrong with one object of a record."""
@@ -88,26 +63,23 @@ def find_object_faults(
     if type(class_index) is not int or not 0 <= class_index < num_classes:
         unknown = f"category_id {class_index!r} is none of the {num_classes} classes, 0 and up"
         yield "unknown category", unknown
-    reason = _find_box_fault(annotation, record)
-    if reason:
+    if reason := _find_box_error(annotation, record):
         yield "box that cannot be trained on", f"bbox {annotation.get('bbox')!r} {reason}"
-    if mask_format is None:
-        return
     segmentation = annotation.get("segmentation")
-    if not segmentation:
+    if mask_format is not None and not segmentation:
         yield (
             "object without a mask",
             "it has no 'segmentation', but MODEL.MASK_ON asks for a mask of every object: add "
             "masks, or train a detector of boxes",
         )
-    elif isinstance(segmentation, dict) and mask_format == "polygon":
+    elif mask_format == "polygon" and isinstance(segmentation, dict):
         yield (
             "mask of another format",
             "its segmentation is RLE, but INPUT.MASK_FORMAT is polygon: set it to bitmask",
         )
 
 
-def _find_box_fault(annotation: dict[str, Any], record: Record) -> str | None:
+def _find_box_error(annotation: dict[str, Any], record: Record) -> str | None:
     mode = annotation.get("bbox_mode")
     if mode not in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS):
         return None if mode in tuple(BoxMode) else f"has no bbox_mode of Detectron2, but {mode!r}"

@@ -12,13 +12,14 @@ import torch
 from detectron2.modeling import Backbone
 from torch import nn
 
+from qbheat_det.core.environment import keep_freed_memory
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers.quick_blocks import quicken_blocks
+from qbheat_det.modeling.contracts import masks_padding
 
 from .compiled_call import CompiledCall, find_fault
 from .compiled_part import CompiledForward
 from .folding import fold_batch_norms
-from .memory import keep_freed_memory
 from .part_forwards import autocast_all, replace_forward, restore_forwards
 from .part_programs import MOST_COMPILED, PartPrograms, Plan, first_line
 from .precision import choose_precision
@@ -70,7 +71,7 @@ class Deployed:
             if getattr(self, "_records_graphs", False):  # the last call's results were taken
                 torch.compiler.cudagraph_mark_step_begin()
             # Such a model gives for a padded batch what its images give alone: so they go alone.
-            alone = getattr(self, "_masks_padding", False)
+            alone = masks_padding(self)
             if (
                 alone
                 and isinstance(inputs, list)

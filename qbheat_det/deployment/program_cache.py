@@ -24,7 +24,7 @@ from iopath.common.file_io import file_lock
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data.toy import get_cache_dir, make_cache_folder
+from qbheat_det.data.datasets.toy import get_cache_dir, make_cache_folder
 
 _MOST_BYTES = 4 * 2**30  # of all packages; the ones that were not used for longest go
 _LONGEST_BUILD = 24 * 3600  # seconds; older leftovers are of processes that were killed

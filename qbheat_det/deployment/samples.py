@@ -10,6 +10,7 @@ from detectron2.modeling import Backbone
 from torch import nn
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import FixedSizeModel
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 
@@ -39,10 +40,9 @@ def input_size(model: nn.Module, size: Sequence[int]) -> tuple[int, int]:
 
     A classifier has one size; a backbone alone takes what a detector's padding would make.
     """
-    side = getattr(model, "image_size", None)
-    if isinstance(side, int):
-        return side, side
-    step = int(getattr(model, "size_divisibility", 0)) or 1
+    if isinstance(model, FixedSizeModel):
+        return model.image_size, model.image_size
+    step = model.size_divisibility or 1 if isinstance(model, Backbone) else 1
     height, width = (-(-length // step) * step for length in size)
     return height, width
 

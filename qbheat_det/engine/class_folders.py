@@ -17,7 +17,7 @@ from qbheat_det.data import (
     register_image_folders,
 )
 
-from .resuming import find_last_checkpoint
+from .resume import find_last_checkpoint
 
 logger = logging.getLogger(__name__)
 LABELLED_TRAIN, LABELLED_VAL = "custom_labelled_train", "custom_labelled_val"
@@ -26,25 +26,6 @@ _OTHER_DATA = (
     *("image_folder", "val_image_folder"),
     *("train_json", "train_images", "val_json", "val_images"),
 )
-
-
-def add_class_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that train and evaluate a classifier on class folders of one's own."""
-    group = parser.add_argument_group("images of your own in class folders, for classifiers")
-    group.add_argument(
-        "--train-folder",
-        metavar="DIR",
-        help="train on the images below this folder; the folders right below it are the classes",
-    )
-    group.add_argument(
-        "--val-folder", metavar="DIR", help="class folders to evaluate on, of the same classes"
-    )
-    group.add_argument(
-        "--knn",
-        action="store_true",
-        help="score the backbone by nearest neighbours as well: images of --train-folder vote, "
-        "those of --val-folder are classified",
-    )
 
 
 def use_class_folders(cfg: CfgNode, args: argparse.Namespace) -> bool:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The flags that name data of one's own, and the data sets that they become."""
+"""The data sets that the flags of ``tools/arguments.py`` name."""
 
 import argparse
 import logging
@@ -21,7 +21,7 @@ from qbheat_det.data import (
     register_image_folders,
 )
 
-from .class_folders import LABELLED_TRAIN, LABELLED_VAL, add_class_flags, use_class_folders
+from .class_folders import LABELLED_TRAIN, LABELLED_VAL, use_class_folders
 
 logger = logging.getLogger(__name__)
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
@@ -35,50 +35,12 @@ CUSTOM_SETS = (
 )
 
 
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the four flags that train on COCO-format data of one's own."""
-    group = parser.add_argument_group("data of your own, in COCO format")
-    group.add_argument("--train-json", metavar="FILE", help="annotations to train on")
-    group.add_argument("--train-images", metavar="DIR", help="folder of their images")
-    group.add_argument(
-        "--val-json", metavar="FILE", help="annotations to evaluate on; training needs them too"
-    )
-    group.add_argument("--val-images", metavar="DIR", help="folder of their images")
-
-
-def add_image_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that pre-train, look at what is learnt, and classify images of one's own."""
-    group = parser.add_argument_group("images of your own, for pre-training")
-    group.add_argument(
-        "--image-folder",
-        metavar="DIR",
-        action="append",
-        help="take every image in this folder and below it, without labels; can be given again. "
-        "--train-json and --train-images alone take the images of an annotation file",
-    )
-    group.add_argument(
-        "--val-image-folder",
-        metavar="DIR",
-        action="append",
-        help="held-out images, for the loss on what was never trained on; can be given again",
-    )
-    group.add_argument(
-        "--knn-train-folder",
-        metavar="DIR",
-        help="class folders whose images vote in a nearest-neighbour score of the backbone",
-    )
-    group.add_argument(
-        "--knn-val-folder", metavar="DIR", help="class folders whose images are classified by it"
-    )
-    add_class_flags(parser)
-
-
 def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
     """Registers the data that flags name, and names them in the config, in place.
 
     Args:
         cfg: not frozen.
-        args: the four data flags and, where the tool has them, those of ``add_image_flags``.
+        args: the four data flags and, where the tool has them, those for images.
 
     Raises:
         UserError: flags contradict each other or the config, or data are not sound.

@@ -26,13 +26,13 @@ from torch import nn
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
+from qbheat_det.engine.feature_build import CacheEstimate
+from qbheat_det.engine.hooks.monitors import MOST_WAITING, describe_waiting
 
-from .cache_estimate import CacheEstimate
 from .dry_run_report import DryRunReport
 from .loader_speed import measure_loader
 from .memory import resident_with_workers, total_memory
-from .setup import leave_out_noise
-from .step_watch import MOST_WAITING, describe_waiting
+from .setup import filter_detectron2_logs
 from .writers import check_wandb
 
 _ENDING = "_dry_run"
@@ -56,7 +56,7 @@ def dry_run(
         UserError: whatever the whole run would end with at its beginning.
         RuntimeError: a tensor does not come back from a checkpoint as it was.
     """
-    leave_out_noise()
+    filter_detectron2_logs()
     if cfg.SOLVER.WANDB_PROJECT:
         check_wandb()
     start = time.perf_counter()

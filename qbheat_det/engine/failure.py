@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A loss that is not finite leaves one file from which the step can be run again.
-
-The file holds tensors, numbers and strings only, so reading it runs nothing.
-"""
+"""A loss that is not finite: the error, and the file from which the step can be replayed."""
 
 import math
 import os
@@ -11,48 +8,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
+from detectron2.structures import (
+    BitMasks,
+    Boxes,
+    Instances,
+    Keypoints,
+    PolygonMasks,
+    ROIMasks,
+    RotatedBoxes,
+)
 from detectron2.utils import comm
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import join_first
 
 from .device_batches import BatchedInputs
-from .plain_data import from_plain, to_plain
 
-_FORMAT = "qbheat_det failed step, 1"
+_FORMAT = "qbheat_det failed step, 2"
+_STRUCTURES = [BitMasks, Boxes, Instances, Keypoints, PolygonMasks, ROIMasks, RotatedBoxes]
+_ARRAYS = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
+# What reading the file may call, besides what torch.load allows for tensors and containers.
+_ALLOWED = [*_STRUCTURES, *_ARRAYS, np.empty(0).__reduce__()[0]]
 
 
 class NonFiniteLoss(UserError):
-    """Training cannot go on: a loss is infinite or not a number."""
+    """A loss is infinite or not a number, so training cannot go on."""
 
     def __init__(
         self, iteration: int, losses: Mapping[str, float], path: str | os.PathLike[str]
     ) -> None:
         """
         Args:
-            iteration: number of the step.
+            iteration: of the step.
             losses: by name.
-            path: the file that ``dump_failure`` wrote, or a sentence that says why there is none.
+            path: file that ``dump_failure`` wrote, or why there is none.
         """
         bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
-        values = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        found = f"a loss is not finite at iteration {iteration} ({values or 'no loss was reached'})"
+        found = (
+            f"a loss is not finite at iteration {iteration} "
+            f"({join_first(bad) or 'before any loss was computed'})"
+        )
         if os.path.isfile(path):
             found += (
-                f"; the batch, the config and the gradients are in '{path}': "
-                f"'python tools/train_net.py --replay {path}' runs the step again and names "
-                "the first module that fails"
+                f"; '{path}' has the batch, the config and the gradients: 'python "
+                f"tools/train_net.py --replay {path}' runs the step again and names the first "
+                "module that fails"
             )
         else:
             found += f"; {path}"
         super().__init__(
-            f"{found}. Usual cures: a lower SOLVER.BASE_LR or a longer warm-up, "
-            "SOLVER.CLIP_GRADIENTS.ENABLED True, and SOLVER.AMP.PRECISION bfloat16 in place of "
+            f"{found}. Usual remedies: a lower SOLVER.BASE_LR or a longer warm-up, "
+            "SOLVER.CLIP_GRADIENTS.ENABLED True, and SOLVER.AMP.PRECISION bfloat16 instead of "
             "float16"
         )
         self.iteration = iteration
@@ -60,14 +72,50 @@ class NonFiniteLoss(UserError):
         self.path = str(path)
 
 
-def failed_step(output_dir: str, *, iteration: int, rank: int, **state: Any) -> NonFiniteLoss:
-    """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns what is to be raised.
+@dataclass(frozen=True)
+class FailedStep:
+    """A step as ``dump_failure`` writes it.
 
-    A disk that is full does not hide the failure: the sentence then says that no file was written.
+    Attributes:
+        config: YAML of the resolved config.
+        iteration: of the step.
+        seed: of the run.
+        rank: of the process.
+        num_processes: of the run.
+        device: type of the device, such as "cpu".
+        scale: factor on the loss before the backward pass (float16).
+        losses: of the last micro-batch on this process, weighted as in the sum, by name.
+        normalizers: second argument of the model's ``forward``, if any.
+        batches: micro-batches of this process up to the one that failed. The earlier ones are
+            needed because they draw random numbers.
+        weights: state dict from before the step.
+        buffers: those that are not in ``weights``.
+        gradients: by parameter, the last ones; None where there are none.
+    """
+
+    config: str
+    iteration: int
+    seed: int
+    rank: int
+    num_processes: int
+    device: str
+    scale: float
+    losses: dict[str, float]
+    normalizers: Tensor | None
+    batches: list[BatchedInputs]
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> NonFiniteLoss:
+    """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns the error to raise.
+
+    If the file cannot be written, the error says so.
 
     Args:
         output_dir: folder of the run.
-        iteration: number of the step.
+        iteration: of the step.
         rank: of this process.
         state: the other arguments of ``dump_failure``.
     """
@@ -92,26 +140,18 @@ def dump_failure(
     normalizers: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Writes a step that failed, in one file that is whole or not there.
+    """Writes a failed step atomically.
 
     Args:
         path: file to write.
         cfg: resolved config.
-        model: with the weights from before the step; in ``.grad`` the last gradients there are.
-        batched_inputs: micro-batches of this process from the first to the one that failed. The
-            earlier ones are needed because they draw random numbers.
-        iteration: number of the step.
-        seed: of the run, as in ``seed_step``.
-        rank: of this process.
-        losses: of the last micro-batch on this process, by name, as they entered the sum.
-        normalizers: what the model's ``forward`` was given beside the batch, if anything.
-        scale: factor on the loss before the backward pass (fp16).
+        model: without a wrapper; weights from before the step, ``.grad`` as far as it came.
+        batched_inputs: see ``FailedStep.batches``; the other arguments have their names there.
 
     Raises:
         UserError: the file cannot be written.
     """
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
-    weights = bare.state_dict()
+    weights = model.state_dict()
     content = {
         "format": _FORMAT,
         "config": dump_config(cfg),
@@ -119,43 +159,20 @@ def dump_failure(
         "seed": int(seed),
         "rank": int(rank),
         "num_processes": comm.get_world_size(),
-        "device": next((p.device.type for p in bare.parameters()), "cpu"),
+        "device": next((p.device.type for p in model.parameters()), "cpu"),
         "scale": float(scale),
         "losses": {name: float(value) for name, value in (losses or {}).items()},
-        "normalizers": to_plain(normalizers),
-        "batches": [to_plain(batch) for batch in batched_inputs],
-        "weights": to_plain(weights),
-        "buffers": to_plain({k: v for k, v in bare.named_buffers() if k not in weights}),
-        "gradients": {name: to_plain(p.grad) for name, p in bare.named_parameters()},
+        "normalizers": _to_storable(normalizers),
+        "batches": [_to_storable(batch) for batch in batched_inputs],
+        "weights": _to_storable(dict(weights)),
+        "buffers": _to_storable({k: v for k, v in model.named_buffers() if k not in weights}),
+        "gradients": {name: _to_storable(p.grad) for name, p in model.named_parameters()},
     }
     write_atomically(path, lambda stream: torch.save(content, stream))
 
 
-@dataclass(frozen=True)
-class FailedStep:
-    """What ``dump_failure`` wrote; the attributes are its arguments, ``config`` is YAML.
-
-    ``buffers`` are those that are not part of ``weights``; ``gradients`` are None where there
-    were none.
-    """
-
-    config: str
-    iteration: int
-    seed: int
-    rank: int
-    num_processes: int
-    device: str
-    scale: float
-    losses: dict[str, float]
-    normalizers: Tensor | None
-    batches: list[BatchedInputs]
-    weights: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]
-
-
 def read_failure(path: str | os.PathLike[str]) -> FailedStep:
-    """Reads what ``dump_failure`` wrote, as tensors only.
+    """Reads what ``dump_failure`` wrote, without running code that the file may contain.
 
     Raises:
         UserError: the file is missing, broken, or something else.
@@ -163,18 +180,42 @@ def read_failure(path: str | os.PathLike[str]) -> FailedStep:
     if not Path(path).is_file():
         raise UserError(f"there is no file '{path}' to replay")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file can raise anything on its way through zip
+        with torch.serialization.safe_globals(_ALLOWED):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file can raise anything while it is unzipped
         raise UserError(
-            f"'{path}' cannot be read: it is truncated, or no failure_*.pt at all "
-            f"({type(error).__name__})"
+            f"'{path}' cannot be read: it is truncated, or no failure_*.pt ({type(error).__name__})"
         ) from error
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise UserError(
-            f"'{path}' is no failed step: --replay takes the failure_*.pt that training leaves "
-            "in OUTPUT_DIR"
+            f"'{path}' is no failed step: --replay takes the failure_*.pt that training writes to "
+            "OUTPUT_DIR"
         )
     try:
-        return FailedStep(**{**content, "batches": from_plain(content["batches"])})
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' does not hold what a failed step does: {error}") from error
+        return FailedStep(**content)
+    except TypeError as error:
+        raise UserError(f"'{path}' does not contain a failed step: {error}") from error
+
+
+def _to_storable(value: Any) -> Any:
+    """Copies nested data to the CPU; what ``read_failure`` does not read becomes its ``repr``."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.generic):
+        return _to_storable(value.item())
+    if isinstance(value, np.ndarray) and type(value.dtype) in _ARRAYS:
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: _to_storable(element) for key, element in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_storable(element) for element in value]
+    if isinstance(value, Instances):
+        fields = {name: _to_storable(field) for name, field in value.get_fields().items()}
+        return Instances(tuple(map(int, value.image_size)), **fields)
+    if isinstance(value, PolygonMasks):
+        return PolygonMasks(value.polygons)
+    if type(value) in _STRUCTURES:
+        return type(value)(value.tensor.detach().to("cpu", copy=True))
+    return repr(value)

@@ -1,16 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Encodes the views of a set of images and fills a store with them, beside others who do the same.
+"""Encodes the views of a set of images and fills a store with them, in one or many processes.
 
 Views of one size are encoded together, as many at once as a step of training has: how matrix
-products are rounded depends on the number of images, while an image's place in the batch and what
-the others show do not matter. (On CPUs batches of 1, 2, a few and 16 or more were seen to differ.)
+products are rounded depends on the number of images, while an image's place in the batch and the
+other images do not matter. (On CPUs batches of 1, 2, a few and 16 or more were seen to differ.)
 """
 
 import contextlib
-import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
@@ -22,97 +21,87 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers
-from qbheat_det.data import Fault, FeatureStore, FixedViews, Stored, cut, make_view
+from qbheat_det.data import DataError, FeatureStore, FixedViews, Stored, View, cut
 from qbheat_det.modeling.backbone import CachedBackbone
 
-from .dry_run_report import format_duration
+Mapped = dict[str, Any] | DataError | None
 
-logger = logging.getLogger(__name__)
-Mapped = dict[str, Any] | Fault | None
-
-_SECONDS_BETWEEN_COUNTS = 30  # of files, and so lines of the log where no terminal shows a bar
-_SECONDS_BETWEEN_LOOKS = 0.5  # for what other processes have written
+_SECONDS_BETWEEN_CHECKS = 0.5  # of what other processes have written
+_SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
 _NOT_KEPT = {"sem_seg", "proposals"}
+_FULL_SIZE = {"height", "width"}
+_SAMPLED = 32  # views of a set that are encoded for an estimate, from all over it
+_MAX_SECONDS = 5.0  # for each set, after which no further batch of them is encoded
 
 
+@dataclass(frozen=True)
 class ViewEncoder:
-    """Turns entries of a mapper into views of a store, through a model's own encoder."""
+    """Turns entries of a mapper into views of a store, through a model's own encoder.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        backbone: CachedBackbone,
-        *,
-        at_once: int,
-        is_train: bool,
-        is_exact: bool,
-    ) -> None:
-        """
-        Args:
-            model: a meta-architecture.
-            backbone: that stands in it; ``encoding`` holds while views are encoded.
-            at_once: images of a batch, at most.
-            is_train: the mode of the model. Attention is computed otherwise in evaluation, and
-                rounded otherwise.
-            is_exact: whether the last bits are wanted: where all views are of one size, a batch
-                that is too small is then filled up by repetition. Else batches are cut evenly.
-        """
-        self._model = model
-        self._backbone = backbone
-        self.at_once = at_once
-        self._is_train = is_train
-        self._is_exact = is_exact
+    Attributes:
+        model: a meta-architecture.
+        backbone: that is a part of it; ``encoding`` holds while views are encoded.
+        at_once: images of a batch, at most.
+        is_train: the mode of the model. Attention is computed otherwise in evaluation, and
+            rounded otherwise.
+        is_exact: whether the last bits matter: if all views are of one size, a batch that is too
+            small is then filled up by repetition. Else batches are cut evenly.
+    """
+
+    model: nn.Module
+    backbone: CachedBackbone
+    at_once: int
+    is_train: bool
+    is_exact: bool
 
     def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
-        """Returns a view for each entry; a fault, or None, stays what it is.
+        """Returns a view for each entry; an error, or None, stays what it is.
 
         Raises:
             UserError: an entry holds what a store does not keep.
         """
-        was_training = self._model.training
-        self._model.train(self._is_train)
+        was_training = self.model.training
+        self.model.train(self.is_train)
         try:
             return self._encode_by_size(entries)
         finally:
-            self._model.train(was_training)
+            self.model.train(was_training)
 
     def _encode_by_size(self, entries: Sequence[Mapped]) -> list[Stored]:
         views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
+        images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
         of_size: dict[tuple[int, ...], list[int]] = {}
-        for index, entry in enumerate(entries):
-            if isinstance(entry, dict):
-                of_size.setdefault(tuple(entry["image"].shape), []).append(index)
+        for index, entry in images.items():
+            check_keepable(entry)
+            of_size.setdefault(tuple(entry["image"].shape), []).append(index)
         for indices in of_size.values():
-            is_filled = self._is_exact and len(of_size) == 1
+            is_filled = self.is_exact and len(of_size) == 1
             for part in cut(indices, -(-len(indices) // self.at_once)):
                 filled = self.at_once if is_filled else len(part)
-                batch = [check_keepable(entries[i]) for i in islice(cycle(part), filled)]
-                for index, features in zip(part, self._encode(batch), strict=False):
-                    views[index] = make_view(check_keepable(entries[index]), features)
+                batch = [images[i] for i in islice(cycle(part), filled)]
+                outputs = self.backbone.encode(self.model, batch)
+                outputs = {name: v.float().cpu().contiguous() for name, v in outputs.items()}
+                for position, index in enumerate(part):
+                    features = {name: value[position] for name, value in outputs.items()}
+                    views[index] = make_view(images[index], features)
         return views
 
-    def _encode(self, batch: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
-        outputs = self._backbone.encode(self._model, batch)
-        here = {name: value.float().cpu().contiguous() for name, value in outputs.items()}
-        return [{name: value[i] for name, value in here.items()} for i in range(len(batch))]
 
-
-def check_keepable(entry: Mapped) -> dict[str, Any]:
-    """Returns the entry itself.
+def check_keepable(entry: Mapping[str, Any]) -> None:
+    """Checks that a mapper's entry holds no more than boxes, classes and a label.
 
     Raises:
-        UserError: it holds more than boxes, classes and a label, such as masks.
+        UserError: it holds others, such as masks.
     """
-    assert isinstance(entry, dict)
     instances = entry.get("instances")
     fields = instances.get_fields() if isinstance(instances, Instances) else {}
     others = [*(entry.keys() & _NOT_KEPT), *sorted(fields.keys() - _BOX_FIELDS)]
-    if "gt_boxes" in fields and not isinstance(fields["gt_boxes"], Boxes):
+    if not isinstance(fields.get("gt_boxes"), Boxes | None):
         others.append(type(fields["gt_boxes"]).__name__)
     if others:
         raise UserError(
@@ -120,10 +109,28 @@ def check_keepable(entry: Mapped) -> dict[str, Any]:
             "MODEL.CACHE_FEATURES keeps boxes, classes and labels alone: set "
             "MODEL.CACHE_FEATURES.ENABLED False"
         )
-    return entry
 
 
-class ViewsOf(Dataset[Mapped]):
+def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
+    """Returns a view of a mapper's entry.
+
+    Args:
+        entry: with "image" (3, H, W) and, if they are to be kept, "instances" or "label", and the
+            "height" and "width" of the whole image.
+        features: the encoder's outputs for that image.
+    """
+    height, width = entry["image"].shape[-2:]
+    truth: dict[str, Tensor] = {}
+    if "instances" in entry:
+        truth["gt_boxes"] = entry["instances"].gt_boxes.tensor.float()
+        truth["gt_classes"] = entry["instances"].gt_classes.long()
+    if "label" in entry:
+        truth["label"] = torch.tensor(int(entry["label"]))
+    full = (int(entry["height"]), int(entry["width"])) if entry.keys() >= _FULL_SIZE else None
+    return View(dict(features), (int(height), int(width)), truth, full)
+
+
+class AllViews(Dataset[Mapped]):
     """All views of a set by number: that of a record's first view is the record's row times K.
 
     Attributes:
@@ -154,7 +161,7 @@ class ViewsOf(Dataset[Mapped]):
         return self._draw(self.records[row], number)
 
     def load(self, indices: Iterable[int], num_workers: int) -> Iterator[Mapped]:
-        """Yields views in the order asked for, loaded ahead where there are workers."""
+        """Yields views in the order of the indices, loaded ahead if there are workers."""
         loader: DataLoader[Any] = DataLoader(
             self,
             batch_size=None,
@@ -178,7 +185,7 @@ class CachedSet:
     """
 
     title: str
-    views: ViewsOf
+    views: AllViews
     store: FeatureStore
     encoder: ViewEncoder
 
@@ -189,38 +196,45 @@ def fill(cached: CachedSet, *, num_workers: int) -> None:
     Returns when nothing is missing, whoever wrote it.
 
     Args:
-        cached: set of images.
-        num_workers: processes that load ahead.
+        cached: the set.
+        num_workers: processes that load views ahead.
 
     Raises:
         UserError: the store cannot be written, or cannot hold what there is.
     """
     store = cached.store
     remove_leftovers(store.folder)
-    with _Progress(store, cached.title) as progress:
+    with tqdm(
+        total=store.num_views,
+        desc=cached.title,
+        unit=" views",
+        mininterval=0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES,
+        disable=not comm.is_main_process(),
+    ) as bar:
         while missing := store.missing():
+            left = sum(len(store.views_of(chunk)) for chunk in missing)
+            bar.update(store.num_views - left - bar.n)
             with contextlib.closing(_Claims(store, missing)) as claims:
                 first = list(islice(claims, 1))
                 if not first:  # others are at work on all of them
-                    time.sleep(_SECONDS_BETWEEN_LOOKS)
-                    progress.tell()
+                    time.sleep(_SECONDS_BETWEEN_CHECKS)
                     continue
                 loaded = cached.views.load(chain(first, claims), num_workers)
                 while (chunk := claims.next_chunk(loaded)) is not None:
                     number, entries = chunk
                     store.write(number, cached.encoder(entries))
                     claims.release(number)
-                    progress.tell(len(entries))
+                    bar.update(len(entries))
+        bar.update(store.num_views - bar.n)
 
 
 class _Claims(Iterator[int]):
-    """Claims chunks as their views are asked for, and gives their numbers to a loader."""
+    """Claims chunks as their views are asked for, and gives the views' numbers to a loader."""
 
     def __init__(self, store: FeatureStore, chunks: Sequence[int]) -> None:
         self._store = store
         self._chunks = iter(chunks)
-        self._held: dict[int, contextlib.ExitStack] = {}
-        self._waiting: list[int] = []
+        self._held: dict[int, contextlib.ExitStack] = {}  # in the order of the views
         self._indices: Iterator[int] = iter(())
 
     def __next__(self) -> int:
@@ -232,15 +246,14 @@ class _Claims(Iterator[int]):
                 stack.close()
                 continue
             self._held[chunk] = stack
-            self._waiting.append(chunk)
             self._indices = iter(self._store.views_of(chunk))
             return next(self._indices)
         raise StopIteration
 
     def next_chunk(self, loaded: Iterator[Mapped]) -> tuple[int, list[Mapped]] | None:
-        """Returns the next chunk that is held, with its views; None where there are no more."""
+        """Returns the next chunk that is held, with its views; None if there are no more."""
         for first in loaded:
-            chunk = self._waiting.pop(0)
+            chunk = next(iter(self._held))
             return chunk, [first, *(next(loaded) for _ in self._store.views_of(chunk)[1:])]
         return None
 
@@ -254,52 +267,76 @@ class _Claims(Iterator[int]):
             stack.close()
 
 
-class _Progress:
-    """A bar where a terminal shows one, else lines of the log; on the main process."""
+@dataclass(frozen=True)
+class CacheEstimate:
+    """What the caches of several sets take.
 
-    def __init__(self, store: FeatureStore, title: str) -> None:
-        self._store = store
-        self._title = title
-        self._total = store.num_views
-        self._before = self._left = self._count_missing()
-        self._started = self._counted = time.perf_counter()
-        self._is_main = comm.is_main_process()
-        self._bar = tqdm(
-            total=self._total,
-            initial=self._total - self._left,
-            desc=title,
-            unit=" views",
-            disable=not (self._is_main and sys.stderr.isatty()),
-        )
+    Attributes:
+        num_views: of all images.
+        num_missing: that are still to be encoded.
+        num_bytes: of all features on the disk.
+        missing_bytes: of those that are still to be written.
+        seconds: that the missing ones take one process.
+    """
 
-    def __enter__(self) -> "_Progress":
-        return self
+    num_views: int = 0
+    num_missing: int = 0
+    num_bytes: float = 0.0
+    missing_bytes: float = 0.0
+    seconds: float = 0.0
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
 
-    def tell(self, written: int = 0) -> None:
-        """Shows what is done, and the time left.
+def estimate_sets(sets: Sequence[CachedSet]) -> CacheEstimate:
+    """Encodes a few of the views that each set lacks, on the main process, and keeps nothing.
 
-        What other processes have written is looked for now and then: it takes a look at each file.
+    Returns:
+        What all sets take together, on all processes.
 
-        Args:
-            written: views that this process wrote since the last call.
-        """
-        if not self._is_main:
-            return
-        self._left -= written
-        now = time.perf_counter()
-        if is_due := now - self._counted >= _SECONDS_BETWEEN_COUNTS:
-            self._counted, self._left = now, self._count_missing()
-        self._bar.update(self._total - self._left - self._bar.n)
-        if self._bar.disable and is_due:
-            done = max(1, self._before - self._left)
-            left = (now - self._started) * self._left / done
-            logger.info(
-                f"{self._title}: {self._total - self._left:,} of {self._total:,} views, "
-                f"{format_duration(left)} left"
-            )
+    Raises:
+        UserError: a view cannot be encoded.
+    """
+    found: CacheEstimate | UserError | None = None
+    if comm.is_main_process():
+        try:
+            rows = [_estimate_set(cached) for cached in sets]
+            found = CacheEstimate(*map(sum, zip(*rows, strict=True)))
+        except UserError as error:  # which the others are to end with, too
+            found = error
+    found = comm.all_gather(found)[0]
+    if not isinstance(found, CacheEstimate):
+        raise found or RuntimeError("the main process sent no estimate")
+    return found
 
-    def _count_missing(self) -> int:
-        return sum(len(self._store.views_of(chunk)) for chunk in self._store.missing())
+
+def sample_views(views: Sequence[int]) -> Sequence[int]:
+    """Returns a few of them, evenly spread."""
+    return views[:: max(1, -(-len(views) // _SAMPLED))]
+
+
+def _estimate_set(cached: CachedSet) -> tuple[float, ...]:
+    """Returns the attributes of ``CacheEstimate`` for one set."""
+    store = cached.store
+    files = list(store.folder.glob("*.safetensors"))
+    there = sum(file.stat().st_size for file in files)
+    # Without files there is nothing to search for: K may be a number too large to list.
+    missing: Sequence[int] = range(store.num_views)
+    if files:
+        missing = [view for chunk in store.missing() for view in store.views_of(chunk)]
+    if not missing:
+        return store.num_views, 0, there, 0.0, 0.0
+    sampled = sample_views(missing)
+    values = done = 0
+    num_parts = -(-len(sampled) // cached.encoder.at_once)
+    start = time.perf_counter()
+    for part in range(num_parts):
+        indices = sampled[part::num_parts]  # from all over the set
+        views = cached.encoder([cached.views[index] for index in indices])
+        stored = [view for view in views if isinstance(view, View)]
+        values += sum(value.numel() for view in stored for value in view.features.values())
+        done += len(indices)
+        if time.perf_counter() - start > _MAX_SECONDS:
+            break
+    scale = len(missing) / done
+    needed = values * store.dtype.itemsize * scale
+    seconds = (time.perf_counter() - start) * scale
+    return store.num_views, len(missing), there + needed, needed, seconds

@@ -77,7 +77,7 @@ def classify_files(
                 found.results.append({"file_name": file_name, "classes": likeliest})
             bar.update(len(batch))
     for file in images:
-        fault = batches.faults.get(f"image {str(file.path)!r}")
+        fault = batches.skipped.get(f"image {str(file.path)!r}")
         if fault is not None:
             found.skipped.append((str(file.path), fault.reason))
     return found

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One process or many: torchrun's environment, or Detectron2's ``launch``; models for many."""
+"""Starting a function in one process or many, by torchrun or by Detectron2's ``launch``."""
 
 import argparse
 import os
@@ -18,6 +18,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, find_user_message
+from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
 R = TypeVar("R")
 
@@ -30,19 +31,19 @@ _TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distribute
 def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R | None:
     """Calls ``main(args)`` in every process that the command line or torchrun asks for.
 
-    Under torchrun this process joins the others: by NCCL where the config uses GPUs, else by
-    gloo. Otherwise Detectron2 starts ``args.num_gpus`` processes on this machine.
+    Under torchrun this process joins the others, by NCCL if the config uses GPUs, else by gloo.
+    Otherwise Detectron2 starts ``args.num_gpus`` processes on this machine.
 
     Args:
         main: a function of a module, since started processes import it.
-        args: those of Detectron2's ``default_argument_parser``.
+        args: with the flags of Detectron2's ``default_argument_parser``.
 
     Returns:
-        What ``main`` returned in this process; None where others were started for it.
+        What ``main`` returned in this process; None if others were started for it.
 
     Raises:
-        UserError: the processes asked for cannot be had, or one of them met bad input. Of
-            several processes under torchrun that met it, one raises, the rest exit with code 2.
+        UserError: these processes cannot be started, or one of them met bad input. Of several
+            processes under torchrun that met it, one raises and the rest exit with code 2.
     """
     if all(name in os.environ for name in _RANK_VARIABLES):
         return _run_as_rank(main, args)
@@ -50,46 +51,41 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
     if args.num_gpus * args.num_machines <= 1:
         return main(args)
     # Detectron2's default port is the same for every run of a user: take a free one.
-    local = args.num_machines == 1 and args.dist_url.startswith("tcp://127.0.0.1")
+    is_local = args.num_machines == 1 and args.dist_url.startswith("tcp://127.0.0.1")
     try:
         launch(
             main,
             args.num_gpus,
             num_machines=args.num_machines,
             machine_rank=args.machine_rank,
-            dist_url="auto" if local else args.dist_url,
+            dist_url="auto" if is_local else args.dist_url,
             args=(args,),
         )
     except ProcessRaisedException as error:
-        sentence = find_user_message(str(error))
-        if sentence is None:
+        message = find_user_message(str(error))
+        if message is None:
             raise
-        raise UserError(sentence) from error
+        raise UserError(message) from error
     return None
 
 
 def _check_launch(args: argparse.Namespace) -> None:
-    if min(args.num_gpus, args.num_machines) < 1:
+    gpus, machines, available = args.num_gpus, args.num_machines, torch.cuda.device_count()
+    if min(gpus, machines) < 1:
         raise UserError("--num-gpus and --num-machines must be at least 1")
-    if args.num_gpus * args.num_machines <= 1:
+    if gpus * machines <= 1:
         return
-    there = torch.cuda.device_count()
-    if args.num_gpus > there:
+    if gpus > available or not _uses_gpus(args):
+        found = f"PyTorch finds {available}" if gpus > available else "MODEL.DEVICE is not 'cuda'"
         raise UserError(
-            f"--num-gpus {args.num_gpus}, but PyTorch sees {there} on this machine; processes on "
-            f"the CPU are started by {_TORCHRUN}"
+            f"--num-gpus {gpus}, but {found}; processes on the CPU are started by {_TORCHRUN}"
         )
-    if not _uses_gpus(args):
+    if not 0 <= args.machine_rank < machines:
         raise UserError(
-            f"--num-gpus {args.num_gpus}, but MODEL.DEVICE is not 'cuda'; processes on the CPU "
-            f"are started by {_TORCHRUN}"
+            f"--machine-rank must be in 0 to {machines - 1} for --num-machines {machines}, but is "
+            f"{args.machine_rank}"
         )
-    if not 0 <= args.machine_rank < args.num_machines:
-        raise UserError(
-            f"--machine-rank {args.machine_rank} is not one of 0 to {args.num_machines - 1}, "
-            f"the ranks of --num-machines {args.num_machines}"
-        )
-    if args.num_machines > 1 and args.dist_url == "auto":
+    if machines > 1 and args.dist_url == "auto":
         raise UserError("--dist-url auto is for one machine: name tcp://HOST:PORT of machine 0")
 
 
@@ -102,7 +98,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
     missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(
-            f"RANK is set, but {' and '.join(missing)} is not: start with {_TORCHRUN}, or unset it"
+            f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}, or unset RANK"
         )
     store, rank, world_size = next(rendezvous("env://"))
     try:
@@ -115,31 +111,29 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         result = main(args)
         comm.synchronize()
     except UserError:
-        # Most bad input is met by every process: the first to come here says it.
+        # Most bad input is met by every process: the first one reports it.
         if store.add("qbheat_det/user_error", 1) == 1:
             raise
-        time.sleep(1)  # torchrun ends all processes after the first exit: let it speak
+        time.sleep(1)  # torchrun ends all processes after the first exit, so let that one report
         raise SystemExit(2) from None
     _leave_process_group()
     return result
 
 
 def _choose_backend(args: argparse.Namespace) -> str:
-    """Returns the backend's name, with this process's GPU made the current one."""
+    """Returns the backend's name, and makes this process's GPU the current one."""
     if args.num_gpus > 1 or args.num_machines > 1:
-        raise UserError(
-            "torchrun starts the processes itself: leave out --num-gpus and --num-machines"
-        )
+        raise UserError("torchrun starts the processes: leave out --num-gpus and --num-machines")
     local_rank, local_size = (int(os.environ[name]) for name in _RANK_VARIABLES[2:])
     if int(os.environ["WORLD_SIZE"]) % local_size:
-        raise UserError("every machine must run equally many processes: --nproc-per-node differs")
+        raise UserError("--nproc-per-node must be the same on every machine")
     if not _uses_gpus(args):
         return "gloo"
-    there = torch.cuda.device_count()
-    if local_size > there:
+    available = torch.cuda.device_count()
+    if local_size > available:
         raise UserError(
-            f"torchrun started {local_size} processes, but PyTorch sees {there} GPUs on this "
-            f"machine: --nproc-per-node {there}, or MODEL.DEVICE cpu"
+            f"torchrun started {local_size} processes, but PyTorch finds {available} GPUs on this "
+            f"machine: --nproc-per-node {available}, or MODEL.DEVICE cpu"
         )
     torch.cuda.set_device(local_rank)
     return "nccl"
@@ -152,14 +146,14 @@ def _create_local_process_group(size: int) -> None:
         return
     machine = dist.get_rank() // size
     for index in range(dist.get_world_size() // size):
-        # Every process takes part in making every group, also those that it is not in.
+        # Every process takes part in creating every group.
         group = dist.new_group(list(range(index * size, (index + 1) * size)))
         if index == machine:
             comm._LOCAL_PROCESS_GROUP = group
 
 
 def _leave_process_group() -> None:
-    """Undoes all, so that the same Python process could join another group."""
+    """Undoes everything, so that this Python process could join another group."""
     dist.destroy_process_group()
     comm._LOCAL_PROCESS_GROUP = None
     for name in ("create_local_process_group", "_get_global_gloo_group"):
@@ -169,19 +163,22 @@ def _leave_process_group() -> None:
 
 
 def distribute(model: nn.Module) -> nn.Module:
-    """Wraps a model for several processes, where there are any."""
+    """Wraps a model in ``DistributedDataParallel`` if there are several processes."""
     on_gpu = next(model.parameters()).device.type == "cuda"
-    # A model on the CPU has no device ids; Detectron2 gives it one unless told.
+    # A model on the CPU has no device ids, but Detectron2 passes one by default.
     device_ids = {} if on_gpu else {"device_ids": None}
-    # To look for them costs a walk through the graph in every step.
-    unused = _may_have_unused_parameters(model)
     return create_ddp_model(
-        model, broadcast_buffers=False, find_unused_parameters=unused, **device_ids
+        model,
+        broadcast_buffers=False,
+        find_unused_parameters=may_have_unused_parameters(model),
+        **device_ids,
     )
 
 
-def _may_have_unused_parameters(model: nn.Module) -> bool:
-    """Whether the backbone makes maps, with weights of their own, that the head does not read."""
-    backbone = getattr(model, "backbone", None)
-    read = getattr(model, "head_in_features", None) or getattr(model, "in_features", None)
-    return backbone is None or read is None or set(backbone.output_shape()) != set(read)
+def may_have_unused_parameters(model: nn.Module) -> bool:
+    """Whether the backbone may have outputs, with weights of their own, that no head reads.
+
+    Finding unused parameters costs a walk through the graph in every step.
+    """
+    backbone, names = get_backbone(model), get_in_features(model)
+    return backbone is None or names is None or set(backbone.output_shape()) != set(names)

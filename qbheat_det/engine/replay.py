@@ -19,13 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine.cacheable import replace_encoder
+from qbheat_det.engine.step import seed_step
 from qbheat_det.layers import NormedConv2d
+from qbheat_det.modeling.contracts import SupportsLossNormalizers
 
-from .cached_features import swap_encoder
 from .device_batches import BatchedInputs
 from .failure import FailedStep, read_failure
 from .replay_report import ImageReport, ReplayReport, describe_image
-from .seeding import seed_step
 from .step import choose_precision, compute_losses, loss_weight
 
 
@@ -73,7 +74,7 @@ def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str])
     try:
         model: nn.Module = build_model(cfg)
         model = model.to(memory_format=find_memory_format(cfg))  # another adds in another order
-        cached = swap_encoder(cfg, model) if cfg.MODEL.CACHE_FEATURES.ENABLED else None
+        cached = replace_encoder(cfg, model) if cfg.MODEL.CACHE_FEATURES.ENABLED else None
         _restore(model, failed)
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
         raise UserError(
@@ -90,10 +91,9 @@ def _check_normalizers(model: nn.Module, failed: FailedStep, path: str | os.Path
     Raises:
         UserError: the model divides its losses by other counts than when the step failed.
     """
-    count = getattr(model, "loss_counts", None)
-    if failed.normalizers is None or count is None:
+    if failed.normalizers is None or not isinstance(model, SupportsLossNormalizers):
         return
-    wanted = count(failed.batches[0]).shape
+    wanted = model.loss_counts(failed.batches[0]).shape
     if failed.normalizers.shape != wanted:
         raise UserError(
             f"'{path}' was written by an older qbheat_det, whose losses were divided by counts of "

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Which command, code and libraries made a run: ``run.json`` in its folder."""
+"""The record of a run's starts, ``OUTPUT_DIR/run.json``: command, data, code, versions, device."""
 
 import functools
 import importlib
@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,27 +41,30 @@ def write_run_record(
     device: str = "cpu",
     processes: int = 1,
     seed: int | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Adds this start to the list in ``OUTPUT_DIR/run.json``, which has one entry a start.
+    """Appends this start to the list in ``OUTPUT_DIR/run.json``.
 
-    To be called by the main process. Nothing of the environment is written but versions.
+    To be called on the main process. Versions are all that is written of the environment.
 
     Args:
         output_dir: folder of the run.
-        command: the command line, one string an argument.
-        resumed_from: checkpoint that the run continues from; None where it begins.
+        command: arguments of the command line, the program first.
+        resumed_from: checkpoint that the run continues from; None if it begins.
         device: ``MODEL.DEVICE``.
-        processes: how many train together.
+        processes: number of training processes.
         seed: of the run.
+        data: see ``find_sources``.
 
     Raises:
-        UserError: the file cannot be written, or is something else than a list of starts.
+        UserError: the file cannot be written, or is no list of starts.
     """
     path = Path(output_dir) / RUN_FILE
     code = find_code_version()
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
+        "data": dict(data or {}),
         "resumed_from": resumed_from,
         "commit": code.commit if code else None,
         "dirty": code.dirty if code else None,
@@ -70,18 +73,15 @@ def write_run_record(
         "processes": processes,
         "seed": seed,
     }
-    content = json.dumps([*read_run_record(path), start], indent=2) + "\n"
-    write_atomically(path, lambda stream: stream.write(content.encode()))
+    _write(path, [*read_run_record(path), start])
 
 
-def add_to_run_record(output_dir: str | os.PathLike[str], **known: Any) -> None:
-    """Adds what is known only once a run is under way to its last start; to be called as above.
-
-    Where there is no ``run.json``, as of a trainer that a program runs, nothing is written.
+def add_to_run_record(output_dir: str | os.PathLike[str], **values: Any) -> None:
+    """Adds values to the last start, on the main process; nothing if there is no ``run.json``.
 
     Args:
         output_dir: folder of the run.
-        known: values by name.
+        values: by name.
 
     Raises:
         UserError: as ``write_run_record``.
@@ -89,13 +89,12 @@ def add_to_run_record(output_dir: str | os.PathLike[str], **known: Any) -> None:
     path = Path(output_dir) / RUN_FILE
     starts = read_run_record(path)
     if starts:
-        starts[-1].update(known)
-        content = json.dumps(starts, indent=2) + "\n"
-        write_atomically(path, lambda stream: stream.write(content.encode()))
+        starts[-1].update(values)
+        _write(path, starts)
 
 
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the starts in a ``run.json``, oldest first; none where there is no file.
+    """Returns the starts in a ``run.json``, oldest first; none if there is no file.
 
     Raises:
         UserError: the file holds something else.
@@ -107,8 +106,7 @@ def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     except ValueError:
         starts = None
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise UserError(f"'{path}' is no list of a run's starts: move it away, or choose another "
-                        "OUTPUT_DIR")  # fmt: skip
+        raise UserError(f"'{path}' is no list of starts: move it, or choose another OUTPUT_DIR")
     return starts
 
 
@@ -141,6 +139,11 @@ def find_code_version(checkout: Path = _CHECKOUT) -> CodeVersion | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return CodeVersion(commit, bool(changes.strip()))
+
+
+def _write(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
+    text = json.dumps(starts, indent=2) + "\n"
+    write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
 def _git(folder: Path, *arguments: str) -> str:

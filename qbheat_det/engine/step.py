@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One optimizer step: micro-batches, precision, losses normalised over the effective batch.
+"""One optimizer step: micro-batches, autocast, losses normalised over the effective batch.
 
-Detectron2's ``SimpleTrainer`` and ``AMPTrainer`` in one, with what their users ask for. The
-effective batch is what all processes and all micro-batches of a step see together; gradients are
-those of one process that takes it whole. What stays local is the statistics of BatchNorm.
+Joins Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is what all processes
+and all micro-batches of a step see together; gradients are those of one process that takes it
+whole. Only the statistics of BatchNorm stay local.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
@@ -22,32 +23,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import cut
+from qbheat_det.data import STEP, cut, seed_place
+from qbheat_det.modeling.contracts import (
+    SupportsAfterStep,
+    SupportsLossNormalizers,
+    get_metrics,
+)
 
 from .device_batches import BatchedInputs, BatchSource, LossReading
-from .seeding import seed_step
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], None]
+_CUDA = 3  # last number of the seed, so that the GPU does not repeat the CPU's numbers
 
 
 class StepTrainer(SimpleTrainer):
-    """Takes one batch of the loader and makes one step of the optimizer.
+    """Takes a batch from the loader and makes one optimizer step.
 
-    A model that divides its losses by counts, such as that of the boxes, offers two methods:
-    ``loss_counts(batched_inputs) -> Tensor`` (D,), the counts of a batch, and
-    ``loss_normalizers(counts, parts) -> Tensor`` (D,), what each part of an effective batch is to
-    divide by, from the sum of all counts. Where a step is cut into micro-batches, ``forward`` gets
-    the latter as its second argument; where it is not, the model sums over processes by itself.
-    The losses of a model without these are taken for means over images.
-
-    What a model changes between steps besides its weights, such as a queue or a copy that follows
-    them, it changes in ``after_step()``, which is called once a step, after the optimizer's: not
-    once a micro-batch, and not where a loss is not finite, which ends training. Where the scaler
-    of float16 leaves the optimizer's step out, it is called none the less.
-
-    A model may also tell what is no loss, such as an accuracy: its attribute ``figures``, 0-d
-    tensors by name, of the last batch of this process. They are read where something is logged.
+    What a model may offer, from loss normalizers to metrics, is in ``modeling/contracts.py``.
     """
 
     def __init__(
@@ -65,18 +58,18 @@ class StepTrainer(SimpleTrainer):
     ) -> None:
         """
         Args:
-            model: a meta-architecture, wrapped for distributed training where there are several
+            model: a meta-architecture, wrapped for distributed training if there are several
                 processes.
             data_loader: gives this process's share of each batch.
             optimizer: over the model's parameters.
             batch_size: images of a step over all processes.
             accumulate: micro-batches that a share is cut into.
-            precision: of autocast; None computes as the weights are.
-            seed: of what is random in the model.
-            log_period: iterations between two readings of what would cost a synchronisation.
-            on_failure: called where a loss is not finite on this process, before weights change,
-                and but on a GPU before gradients do: with the micro-batches up to that one, its
-                losses, and what the model was given to divide them by.
+            precision: of autocast; None computes in the type of the weights.
+            seed: of the randomness in the model.
+            log_period: iterations between two readings of values that need a synchronisation.
+            on_failure: called if a loss is not finite on this process, before the weights change
+                and, on the CPU, before the gradients do. Gets the micro-batches up to that one,
+                its losses, and its normalizers.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -85,14 +78,14 @@ class StepTrainer(SimpleTrainer):
         self.seed = seed
         self.log_period = log_period
         self.on_failure = on_failure
-        self._bare: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
         half = precision == torch.float16
         self.grad_scaler = torch.amp.GradScaler(self._device.type, enabled=half)
 
     def run_step(self) -> None:
-        """Draws a batch, sums up the gradients of its parts, steps, and logs.
+        """Draws a batch, accumulates the gradients of its micro-batches, steps, and logs.
 
         Raises:
             UserError: the share has fewer images than micro-batches, or a loss is not finite on
@@ -113,29 +106,28 @@ class StepTrainer(SimpleTrainer):
                     self.optimizer.zero_grad()
                 total = torch.stack(list(losses.values())).sum()
                 self.grad_scaler.scale(total).backward()
-                if reading.is_late:  # a GPU computes gradients meanwhile
+                if reading.is_late:  # the GPU computes gradients meanwhile
                     self._check(reading, seen, normalizers, logged)
-        self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees gradients proper
+        self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees true gradients
         self.grad_scaler.update()
-        if hasattr(self._bare, "after_step"):
+        if isinstance(self._bare, SupportsAfterStep):
             self._bare.after_step()
         self._source.load_ahead()
         self._log(logged, data_time)
 
     def close(self) -> None:
         """Ends the workers of the loader, if it has any."""
-        iterator = getattr(self, "_data_loader_iter_obj", None) or vars(self).get(
-            "_data_loader_iter"
-        )
-        if isinstance(iterator, Generator):
-            iterator.close()
+        names = ("_data_loader_iter_obj", "_data_loader_iter")  # of Detectron2's releases
+        for iterator in (vars(self).get(name) for name in names):
+            if isinstance(iterator, Generator):
+                iterator.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer and of the scale of fp16 gradients."""
+        """Returns the state of the optimizer and of the gradient scaler."""
         return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` gave."""
+        """Restores ``state_dict``."""
         super().load_state_dict(state_dict)
         if state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -149,12 +141,13 @@ class StepTrainer(SimpleTrainer):
         return cut(share, self.accumulate)
 
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
-        """Returns what each micro-batch divides its losses by, where the model must be told."""
-        if len(batches) == 1 or not hasattr(self._bare, "loss_counts"):
+        """Returns what each micro-batch divides its losses by, if the model must be told."""
+        if len(batches) == 1 or not isinstance(self._bare, SupportsLossNormalizers):
             return ()
         counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
         counts = counts.to(self._device)
-        _all_reduce(counts)
+        if comm.get_world_size() > 1:
+            torch.distributed.all_reduce(counts)
         return (self._bare.loss_normalizers(counts, len(batches) * comm.get_world_size()),)
 
     def _weighted_losses(
@@ -178,7 +171,7 @@ class StepTrainer(SimpleTrainer):
         normalizers: tuple[Tensor, ...],
         logged: dict[str, float],
     ) -> None:
-        """Adds losses to those logged; ends training where one is not finite on some process."""
+        """Adds losses to those logged; ends training if one is not finite on some process."""
         here, everywhere = reading.values()
         if not all(map(math.isfinite, everywhere.values())):
             self._fail(batches, here, normalizers)
@@ -191,16 +184,16 @@ class StepTrainer(SimpleTrainer):
         losses: dict[str, float],
         normalizers: tuple[Tensor, ...],
     ) -> NoReturn:
-        """Raises on every process, once the failing ones have written what there is to write."""
+        """Raises on every process, after the failing ones have written their reports."""
         failure: UserError | None = None
         if self.on_failure is not None and not all(map(math.isfinite, losses.values())):
             try:
                 self.on_failure(batches, losses, normalizers[0] if normalizers else None)
             except UserError as error:
                 failure = error
-        said = [sentence for sentence in comm.all_gather(str(failure or "")) if sentence]
+        messages = [message for message in comm.all_gather(str(failure or "")) if message]
         nothing = f"a loss is not finite at iteration {self.iter}: {losses} on this process"
-        raise failure or UserError(said[0] if said else nothing)
+        raise failure or UserError(messages[0] if messages else nothing)
 
     def _gradients_synchronized(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Averages gradients over processes once a step, with the last micro-batch."""
@@ -215,21 +208,37 @@ class StepTrainer(SimpleTrainer):
             storage.put_scalars(**losses)
         if (self.iter + 1) % self.log_period:
             return
+        scalars = {name: float(value) for name, value in get_metrics(self._bare).items()}
         norm = getattr(self.optimizer, "gradient_norm", None)
         if norm is not None:
-            storage.put_scalar("gradient_norm", float(norm), smoothing_hint=False)
-        for name, value in getattr(self._bare, "figures", {}).items():
-            storage.put_scalar(name, float(value), smoothing_hint=False)
+            scalars["gradient_norm"] = float(norm)
         if self.grad_scaler.is_enabled():
-            scale = self.grad_scaler.get_scale()
-            storage.put_scalar("gradient_scale", scale, smoothing_hint=False)
+            scalars["gradient_scale"] = self.grad_scaler.get_scale()
+        storage.put_scalars(smoothing_hint=False, **scalars)
+
+
+def seed_step(seed: int, iteration: int, rank: int) -> None:
+    """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
+
+    Equal arguments give equal dropout, so that no checkpoint has to hold a random state. Takes tens
+    of microseconds and waits for no device.
+
+    Args:
+        seed: of the run, 0 or more.
+        iteration: of the step, from 0.
+        rank: of this process.
+    """
+    seed_place(seed, STEP, iteration, rank)
+    if torch.cuda.is_available():
+        sequence = np.random.SeedSequence((seed, STEP, iteration, rank, _CUDA))
+        torch.cuda.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
-    """Returns the type of autocast that a config asks for, if any.
+    """Returns the type of autocast that ``SOLVER.AMP`` asks for; None for no autocast.
 
     Raises:
-        UserError: it is not known.
+        UserError: the type is unknown.
     """
     if not cfg.SOLVER.AMP.ENABLED:
         return None
@@ -246,17 +255,17 @@ def compute_losses(
     *,
     precision: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """Returns the losses of a micro-batch by name, as the model gives them in training.
+    """Returns the training losses of a micro-batch by name.
 
     Args:
         model: a meta-architecture in training mode.
         batch: dicts of a dataset mapper.
-        normalizers: one tensor, or none, that the model's ``forward`` takes besides.
-        precision: of autocast; None computes as the weights are.
+        normalizers: further arguments of the model's ``forward``, one tensor or none.
+        precision: of autocast; None computes in the type of the weights.
     """
     device = next(model.parameters()).device.type
     autocast = torch.autocast(device, dtype=precision) if precision else contextlib.nullcontext()
-    # TorchScript, which Detectron2's focal loss is in, compiles what it has run twice and rounds
+    # TorchScript, which Detectron2's focal loss uses, compiles what it has run twice and rounds
     # differently from then on: a process that resumes would not repeat the bits.
     with autocast, optimized_execution(False):
         losses = model(batch, *normalizers)
@@ -271,20 +280,15 @@ def loss_weight(
     processes: int,
     batch_size: int,
 ) -> float:
-    """Returns the factor of a micro-batch's losses in a sum over micro-batches on each process.
+    """Returns the factor of a micro-batch's losses in the sum of a process.
 
     Args:
-        model: without the wrapper for several processes.
+        model: without a wrapper.
         batch: the micro-batch.
         micro_batches: of a step on each process.
-        processes: over whom gradients are averaged.
-        batch_size: images of the step, over all of them.
+        processes: over which gradients are averaged.
+        batch_size: images of the step, over all processes.
     """
-    if hasattr(model, "loss_counts"):  # divided by counts of all parts already
+    if isinstance(model, SupportsLossNormalizers):  # counts of all parts are divided by already
         return 1 / micro_batches
     return len(batch) * processes / batch_size
-
-
-def _all_reduce(values: Tensor) -> None:
-    if comm.get_world_size() > 1:
-        torch.distributed.all_reduce(values)

@@ -1,15 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The one trainer of the package, for whatever model and data the config names.
+"""The trainer of all models: Detectron2's ``DefaultTrainer`` with other parts.
 
-Detectron2's ``DefaultTrainer`` with other parts: a stream that starts at any step, a step that
-accumulates, weights that are averaged, checkpoints that are whole.
+Its data stream starts at any step, its step accumulates gradients, its weights can be averaged, and
+its checkpoints hold all that a run needs to continue to the same bits.
 """
 
 import dataclasses
 import logging
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
@@ -31,8 +31,14 @@ from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
+from qbheat_det.engine.feature_cache import use_cached_features
+from qbheat_det.engine.hooks.skipped_images import SkippedImages
 from qbheat_det.evaluation import build_evaluator
-from qbheat_det.modeling.pretrain import PretrainingModel
+from qbheat_det.modeling.contracts import (
+    PretrainingObjective,
+    pretrain_only_modules,
+    train_only_modules,
+)
 from qbheat_det.solver import (
     build_lr_scheduler,
     build_optimizer,
@@ -40,17 +46,22 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
-from .broken_images import BrokenImages
-from .cached_features import use_cached_features
+from .block_modes import apply_step_keys
 from .device_batches import BatchedInputs
 from .evaluation import Evaluation, TestLoader, build_test_loader
-from .failure import failed_step
-from .hooks import Evaluate, MovingAverage, Save, Write, build_average
-from .knn_look import build_knn_looks
+from .failure import report_failure
+from .hooks import (
+    DataTimeMonitor,
+    EvalHook,
+    MemoryMonitor,
+    MovingAverage,
+    PeriodicCheckpointer,
+    build_average,
+    build_visualization_hook,
+)
 from .launch import distribute
-from .pretraining_looks import build_looks
-from .resuming import (
-    check_continues,
+from .resume import (
+    check_same_config,
     check_same_images,
     describe_resumption,
     warn_of_random_encoder,
@@ -58,41 +69,40 @@ from .resuming import (
 )
 from .run_record import find_commit
 from .step import StepTrainer, choose_precision
-from .step_keys import use_step_keys
-from .step_watch import Memory, Waiting
-from .writers import build_writers, drop_metrics_from
+from .writers import PeriodicWriter, open_writers
 
 logger = logging.getLogger(__name__)
+Hook = TypeVar("Hook", bound=HookBase)
 
 
 class Trainer(DefaultTrainer):
-    """Trains, evaluates and saves whatever model the config names.
+    """Trains, evaluates and saves the model that a config names.
 
     Attributes:
         cfg: with the iterations and the learning rate in use, as worked out from the data.
-        bare_model: without the wrapper for several processes.
-        cached_features: where the config asks for them, else None.
-        resumed_from: checkpoint that the run continues from; None where it begins.
+        bare_model: without the wrapper for distributed training.
+        cached_features: None unless the config asks for them.
+        resumed_from: checkpoint that the run continues from; None if it begins.
     """
 
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
         """
         Args:
             cfg: what to train, and how.
-            allow_partial: start from weights of which some fit nowhere.
+            allow_partial: start from weights even if some of them fit nowhere.
 
         Raises:
             UserError: the config describes no model, no optimizer, no schedule or no data.
         """
-        TrainerBase.__init__(self)  # DefaultTrainer's builds parts that are replaced here
+        TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         stream = self.build_train_loader(cfg)
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
-        if isinstance(self.bare_model, PretrainingModel):
+        if isinstance(self.bare_model, PretrainingObjective):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
-        use_step_keys(self.cfg, self.bare_model)
+        apply_step_keys(self.cfg, self.bare_model)
         optimizer = self.build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
@@ -106,40 +116,34 @@ class Trainer(DefaultTrainer):
             on_failure=self._stop_at_failure,
         )
         self.scheduler = self.build_lr_scheduler(self.cfg, optimizer)
-        ema = self.cfg.SOLVER.EMA
-        self._average = (
-            build_average(self.bare_model, decay=ema.DECAY, warmup=ema.WARMUP)
-            if ema.ENABLED
-            else None
-        )
-        averaged = {"ema": self._average.module} if self._average else {}
+        self._average = build_average(self.cfg, self.bare_model)
         self.checkpointer = SafeCheckpointer(
             self.bare_model,
             self.cfg.OUTPUT_DIR,
             class_names=self.cfg.MODEL.CLASS_NAMES,
             allow_partial=allow_partial,
             trainer=weakref.proxy(self),
-            **averaged,
+            **({"ema": self._average.module} if self._average else {}),
         )
         self.resumed_from: str | None = None
         self._info: WeightsInfo | None = None
         self.start_iter = 0
         self.max_iter = self.cfg.SOLVER.MAX_ITER
-        test_data = self.cached_features or self
+        build_loader = (self.cached_features or self).build_test_loader
         self._evaluation = Evaluation(
-            self.cfg, build_loader=test_data.build_test_loader, build_evaluator=self.build_evaluator
+            self.cfg, build_loader=build_loader, build_evaluator=self.build_evaluator
         )
         self._last_eval_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())
 
     @property
     def evaluated_model(self) -> nn.Module:
-        """The moving average where there is one, else the model itself."""
+        """The moving average if there is one, else the model itself."""
         return self._average.module if self._average else self.bare_model
 
     @property
     def seed(self) -> int:
-        """Decides order and augmentation of the images, and all that is random in the model."""
+        """Of the order and augmentation of the images, and of the randomness in the model."""
         return self._trainer.seed
 
     def resume_or_load(self, resume: bool = True) -> None:
@@ -150,7 +154,7 @@ class Trainer(DefaultTrainer):
         """
         if not (resume and self.checkpointer.has_checkpoint()):
             if resume:
-                logger.warning("'%s' holds no run: a new one begins", self.cfg.OUTPUT_DIR)
+                logger.warning(f"There is no run in '{self.cfg.OUTPUT_DIR}': a new one begins")
             warn_of_random_encoder(self.bare_model, self.cfg.MODEL.WEIGHTS)
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
             if self._average:
@@ -158,75 +162,80 @@ class Trainer(DefaultTrainer):
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
-        check_continues(info.config if info else "", self.cfg)
+        check_same_config(info.config if info else "", self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
         self.cfg = with_seed(self.cfg, self.seed)
         self.data_loader.start = self.start_iter
         self.data_loader.seed = self.seed
-        if comm.is_main_process():
-            drop_metrics_from(Path(self.cfg.OUTPUT_DIR) / "metrics.json", self.start_iter)
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
 
         Returns:
             The last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
-            processes other than the main one, and where nothing was left to do.
+            processes other than the main one, and if nothing was left to do.
         """
         if self.start_iter >= self.max_iter:
             return self._finish()
         if self.cached_features:
             self._evaluation.close()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
-        if comm.is_main_process():  # with what was worked out, beside the weights to come
+        if comm.is_main_process():
             text = self.cfg.dump().encode()
-            write_atomically(
-                Path(self.cfg.OUTPUT_DIR) / "config.yaml", lambda stream: stream.write(text)
-            )
+            path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
+            write_atomically(path, lambda stream: stream.write(text))
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
-        finally:  # else workers wait for the garbage collector
+        finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
             self._evaluation.close()
         return self._last_eval_results
 
     def _finish(self) -> dict[str, Any]:
-        """Makes up for a last evaluation that failed, where all steps are done."""
+        """Repeats the last evaluation if it failed after the last step."""
         if self.resumed_from is None or Path(self.resumed_from).name == "model_final.pth":
             logger.warning(
-                "All %d iterations are done already; SOLVER.MAX_ITER or SOLVER.EPOCHS can be "
-                "raised to go on", self.start_iter,
-            )  # fmt: skip
+                f"All {self.start_iter} iterations are done; a higher SOLVER.MAX_ITER or "
+                "SOLVER.EPOCHS continues the run"
+            )
             return {}
         self.iter = self.max_iter - 1
+        kinds = EvalHook, PeriodicWriter, PeriodicCheckpointer
         with EventStorage(self.iter) as self.storage:
-            for hook in self._hooks:
-                if isinstance(hook, Evaluate | Write | Save):
-                    hook.after_step()
+            last_hooks = [hook for hook in self._hooks if isinstance(hook, kinds)]
+            for name in ("before_train", "after_step", "after_train"):
+                for hook in last_hooks:
+                    getattr(hook, name)()
         return self._last_eval_results
 
     def build_hooks(self) -> list[HookBase | None]:
-        """Everything between steps, in order."""
+        """Returns the hooks in the order in which they run."""
         cfg, main = self.cfg, comm.is_main_process()
+        period = cfg.SOLVER.LOG_PERIOD
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            Memory(period=cfg.SOLVER.LOG_PERIOD),
-            Waiting(period=cfg.SOLVER.LOG_PERIOD, num_workers=cfg.DATALOADER.NUM_WORKERS),
+            MemoryMonitor(period=period),
+            DataTimeMonitor(period=period, num_workers=cfg.DATALOADER.NUM_WORKERS),
             MovingAverage(self._average, self.bare_model) if self._average else None,
-            *build_looks(cfg, self.bare_model),
-            *build_knn_looks(cfg, self.bare_model),
-            Evaluate(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
-            Write(self.build_writers(), cfg.SOLVER.LOG_PERIOD) if main else None,
-            BrokenImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
-            Save(period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT),
+            build_visualization_hook(cfg, self.bare_model),
+            EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
+            PeriodicWriter(self.open_writers, period) if main else None,
+            SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
+            PeriodicCheckpointer(
+                period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
+            ),
         ]
 
-    def build_writers(self) -> list[EventWriter]:
+    def find_hook(self, kind: type[Hook]) -> Hook | None:
+        """Returns the first registered hook of a class, if any."""
+        return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
+
+    def open_writers(self, start_iter: int) -> list[EventWriter]:
         """See ``qbheat_det.engine.writers``."""
         per_epoch = self.data_loader.num_images / self.cfg.SOLVER.IMS_PER_BATCH
-        return build_writers(self.cfg, self.max_iter, iterations_per_epoch=per_epoch)
+        return open_writers(self.cfg, start_iter, self.max_iter, iterations_per_epoch=per_epoch)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluates ``evaluated_model`` on the test sets; empty results but on the main process."""
@@ -234,7 +243,7 @@ class Trainer(DefaultTrainer):
         return self._last_eval_results
 
     def save(self, name: str) -> None:
-        """Writes all that a run needs to go on to ``OUTPUT_DIR/<name>.pth``."""
+        """Writes all that the run needs to continue to ``OUTPUT_DIR/<name>.pth``."""
         self.checkpointer.save(name, iteration=self.iter, info=self._describe_weights().to_dict())
 
     def export(self, name: str) -> None:
@@ -242,12 +251,11 @@ class Trainer(DefaultTrainer):
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
             state = self.evaluated_model.state_dict()
-            # What serves training alone is in the checkpoints, for resuming, and nowhere else.
-            state = without_children(state, getattr(self.bare_model, "training_only", ()))
+            state = without_children(state, train_only_modules(self.bare_model))
             save_weights(str(path), state, self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to resume, besides the weights."""
+        """Returns what a checkpoint needs to resume, besides the weights."""
         return {
             **TrainerBase.state_dict(self),
             "_trainer": self._trainer.state_dict(),
@@ -258,7 +266,7 @@ class Trainer(DefaultTrainer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up what ``state_dict`` gave; says what another number of processes changes.
+        """Restores ``state_dict``.
 
         Raises:
             UserError: the checkpoint is of another trainer, or the training set has changed.
@@ -276,14 +284,14 @@ class Trainer(DefaultTrainer):
                 self.cfg,
                 iteration=0,
                 commit=find_commit(),
-                left_behind=getattr(self.bare_model, "left_behind", ()),
+                left_behind=pretrain_only_modules(self.bare_model),
             )
         return dataclasses.replace(self._info, iteration=self.iter)
 
     def _stop_at_failure(
         self, batches: list[BatchedInputs], losses: dict[str, float], normalizers: Tensor | None
     ) -> None:
-        raise failed_step(
+        raise report_failure(
             self.cfg.OUTPUT_DIR,
             iteration=self.iter,
             rank=comm.get_rank(),
@@ -298,47 +306,38 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Detectron2's ``build_model``, on the configured device and in the configured layout.
-
-        It is not deployed when it first predicts, whatever the config says: what is evaluated in
-        training is the model, or the average of models, that is trained.
+        """Returns Detectron2's ``build_model`` in the configured memory format.
 
         Raises:
-            UserError: the config describes no model; the sentence is the constructor's.
+            UserError: the config describes no model.
         """
-        plain = cfg.clone()
-        plain.defrost()
-        plain.MODEL.DEPLOY.ENABLED = False
         try:
-            model: nn.Module = super().build_model(plain)
+            model: nn.Module = super().build_model(cfg)
         except (AssertionError, IndexError, KeyError, ValueError) as error:
             raise UserError(
                 f"no model can be built from this config: {error} (QBHEAT_TRACEBACK=1 shows where)"
             ) from error
         return model.to(memory_format=find_memory_format(cfg))
 
+    # DefaultTrainer's other factories, which subclasses may replace.
+
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
-        """See ``qbheat_det.solver.build_optimizer``."""
         return build_optimizer(cfg, model)
 
     @classmethod
     def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-        """See ``qbheat_det.solver.build_lr_scheduler``."""
         return build_lr_scheduler(cfg, optimizer)
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> TrainStream:
-        """See ``qbheat_det.data.build_train_stream``."""
         return build_train_stream(cfg)
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
-        """See ``build_test_loader`` in ``qbheat_det.engine.evaluation``."""
         return build_test_loader(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-        """See ``qbheat_det.evaluation.build_evaluator``."""
         classifies = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
         return build_evaluator(cfg, dataset_name, classifies=classifies)

@@ -1,9 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Where the figures of a run go: the terminal, ``metrics.json``, TensorBoard, Weights & Biases.
-
-The writers are Detectron2's. They open their files at the first line, because only then is it
-known whether a run begins or goes on.
-"""
+"""Writers of a run's metrics: terminal, ``metrics.json``, TensorBoard, Weights & Biases."""
 
 import copy
 import importlib
@@ -14,12 +10,13 @@ import os
 import sys
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from detectron2.config import CfgNode
+from detectron2.engine import hooks
 from detectron2.utils.events import (
     CommonMetricPrinter,
     EventWriter,
@@ -36,57 +33,80 @@ METRICS_FILE = "metrics.json"
 _WANDB_ID_FILE = "wandb_run_id.txt"
 
 
-def build_writers(
-    cfg: CfgNode, max_iter: int, *, iterations_per_epoch: float = 0.0
+class PeriodicWriter(hooks.PeriodicWriter):
+    """Detectron2's hook, with writers that are opened when training starts or resumes.
+
+    If the run ends with an error, it closes them without writing: the values belong to a step that
+    was not completed, and an error of a writer would hide the first one.
+    """
+
+    def __init__(self, open_writers: Callable[[int], list[EventWriter]], period: int) -> None:
+        """
+        Args:
+            open_writers: from the first iteration of this process to its writers.
+            period: iterations.
+        """
+        super().__init__([], period)
+        self._open_writers = open_writers
+
+    def before_train(self) -> None:
+        """Opens the writers."""
+        self._writers = self._open_writers(self.trainer.start_iter)
+
+    def after_train(self) -> None:
+        """Writes what is left if the run is complete, and closes the writers."""
+        if self.trainer.iter >= self.trainer.max_iter:
+            super().after_train()
+            return
+        for writer in self._writers:
+            writer.close()
+
+
+def open_writers(
+    cfg: CfgNode, start_iter: int, max_iter: int, *, iterations_per_epoch: float
 ) -> list[EventWriter]:
-    """Returns the writers of a run; for the main process.
+    """Returns the writers of a run; to be called on the main process when training starts.
+
+    ``metrics.json`` of another run in ``OUTPUT_DIR`` is renamed; of a resumed run, the lines that
+    will be written again are removed.
 
     Args:
-        cfg: ``OUTPUT_DIR``, ``SOLVER.LOG_PERIOD``, ``SOLVER.EPOCHS`` and ``SOLVER.WANDB_PROJECT``
-            are read.
-        max_iter: iterations of the whole run, for the time that remains.
-        iterations_per_epoch: 0 works it out from ``SOLVER.EPOCHS``; where that is 0 too, no
-            epochs are shown.
+        cfg: ``OUTPUT_DIR``, ``SOLVER.LOG_PERIOD`` and ``SOLVER.WANDB_PROJECT`` are read.
+        start_iter: first iteration of this process.
+        max_iter: iterations of the whole run.
+        iterations_per_epoch: for the log.
 
     Raises:
-        UserError: Weights & Biases is asked for and not installed.
+        UserError: Weights & Biases is asked for and cannot start.
     """
-    folder = Path(cfg.OUTPUT_DIR)
-    window = max(1, cfg.SOLVER.LOG_PERIOD)
-    if not iterations_per_epoch and cfg.SOLVER.EPOCHS:
-        iterations_per_epoch = max_iter / cfg.SOLVER.EPOCHS
+    folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
+    metrics_file = folder / METRICS_FILE
+    if start_iter:
+        drop_metrics_from(metrics_file, start_iter)
+    else:
+        _keep_aside(metrics_file)
     writers: list[EventWriter] = [
         ProgressPrinter(max_iter, iterations_per_epoch=iterations_per_epoch, window_size=window),
-        OpenedLater(lambda start: _open_json(folder / METRICS_FILE, start, window)),
+        JSONWriter(str(metrics_file), window),
     ]
     if importlib.util.find_spec("tensorboard") is None:
-        logger.warning("no TensorBoard files are written: the library tensorboard is missing")
-    else:
-        # Steps that a resumed run makes again are hidden.
-        writers.append(
-            OpenedLater(lambda start: TensorboardXWriter(str(folder), window, purge_step=start))
-        )
+        logger.warning("tensorboard is not installed: no TensorBoard files are written")
+    else:  # purge_step hides the steps that a resumed run repeats
+        writers.append(TensorboardXWriter(str(folder), window, purge_step=start_iter))
     if cfg.SOLVER.WANDB_PROJECT:
-        check_wandb()
+        config = yaml.safe_load(cfg.dump())
+        project = cfg.SOLVER.WANDB_PROJECT
         writers.append(
-            OpenedLater(
-                lambda start: WandbWriter(
-                    project=cfg.SOLVER.WANDB_PROJECT,
-                    output_dir=folder,
-                    config=yaml.safe_load(cfg.dump()),
-                    resume=start > 0,
-                    window_size=window,
-                )
+            WandbWriter(
+                project=project, output_dir=folder, config=config, resume=start_iter > 0,
+                window_size=window,
             )
-        )
+        )  # fmt: skip
     return writers
 
 
 def drop_metrics_from(path: str | os.PathLike[str], iteration: int) -> None:
-    """Removes the lines of a ``metrics.json`` that a run resumed at ``iteration`` writes again.
-
-    Those are the lines at or after it, and what a killed process left half-written. The file is
-    replaced as a whole; one that does not exist stays so.
+    """Removes the lines of a ``metrics.json`` at or after an iteration, and incomplete ones.
 
     Raises:
         UserError: the file cannot be written.
@@ -100,69 +120,44 @@ def drop_metrics_from(path: str | os.PathLike[str], iteration: int) -> None:
         write_atomically(path, lambda stream: stream.write(content))
 
 
-class OpenedLater(EventWriter):
-    """Opens a writer when there is something to write, at an iteration that is known by then."""
-
-    def __init__(self, open_writer: Callable[[int], EventWriter]) -> None:
-        """
-        Args:
-            open_writer: gets the iteration that this process started at.
-        """
-        self._open_writer = open_writer
-        self._writer: EventWriter | None = None
-
-    def write(self) -> None:
-        """Writes what the storage has gathered; nothing before its first value."""
-        histories = get_event_storage().histories()
-        if self._writer is None and histories:
-            first = min(history.values()[0][1] for history in histories.values())
-            self._writer = self._open_writer(int(first))
-        if self._writer is not None:
-            self._writer.write()
-
-    def close(self) -> None:
-        """Closes the writer, if it was ever opened."""
-        if self._writer is not None:
-            self._writer.close()
-
-
 class ProgressPrinter(CommonMetricPrinter):
-    """Detectron2's line with losses and remaining time; epochs are put before it and recorded."""
+    """Detectron2's line with losses and remaining time, with the epoch before it."""
 
     def __init__(
-        self, max_iter: int, *, iterations_per_epoch: float = 0.0, window_size: int = 20
+        self, max_iter: int, *, iterations_per_epoch: float, window_size: int = 20
     ) -> None:
         """
         Args:
             max_iter: iterations of the whole run.
-            iterations_per_epoch: 0 for a run without epochs.
-            window_size: samples that losses are a median of.
+            iterations_per_epoch: training images divided by images of a step.
+            window_size: number of iterations whose median losses are printed.
         """
         super().__init__(max_iter, window_size)
+        epochs = max_iter / iterations_per_epoch
         self._iterations_per_epoch = iterations_per_epoch
-        self.logger: Any
-        if iterations_per_epoch:
-            self.logger = _EpochFirst(self.logger, iterations_per_epoch, max_iter)
+        self.logger: Any = _EpochPrefix(self.logger, {"epochs": epochs})
 
     def write(self) -> None:
         """Prints the line, and puts ``epoch`` into the storage for the writers that follow."""
         storage = get_event_storage()
-        now = any(iteration == storage.iter for _, iteration in storage.latest().values())
-        if self._iterations_per_epoch and now:
-            done = (storage.iter + 1) / self._iterations_per_epoch
-            storage.put_scalar("epoch", done, smoothing_hint=False)
-        # Detectron2 prints a median of whatever is called a loss. Over evaluations, which have a
-        # "/" in their names and lines of their own, it would be one of the whole run.
-        of_steps = copy.copy(storage)
-        of_steps.histories = lambda: {
-            name: history for name, history in storage.histories().items() if "/" not in name
-        }
-        with of_steps:
+        epoch = (storage.iter + 1) / self._iterations_per_epoch
+        self.logger.extra["epoch"] = epoch
+        if any(iteration == storage.iter for _, iteration in storage.latest().values()):
+            storage.put_scalar("epoch", epoch, smoothing_hint=False)
+        # Detectron2 prints the median of whatever is called a loss. Names with "/" are metrics of
+        # evaluations, which have their own lines.
+        steps_only = copy.copy(storage)
+        histories = {name: h for name, h in storage.histories().items() if "/" not in name}
+        steps_only.histories = lambda: histories
+        with steps_only:
             super().write()
 
 
 class WandbWriter(EventWriter):
-    """Sends every scalar to Weights & Biases; ``WANDB_MODE=offline`` keeps them on this machine."""
+    """Sends every scalar to Weights & Biases; with ``WANDB_MODE=offline`` nothing leaves the disk.
+
+    ``OUTPUT_DIR/wandb_run_id.txt`` keeps the id, so that a resumed run continues the same curves.
+    """
 
     def __init__(
         self,
@@ -176,13 +171,13 @@ class WandbWriter(EventWriter):
         """
         Args:
             project: of Weights & Biases.
-            output_dir: folder of the run; its name is the run's name, and it keeps the run's id.
+            output_dir: folder of the run, whose name is the run's name.
             config: of the run.
-            resume: go on with the run whose id the folder keeps.
-            window_size: samples that smoothed scalars are a median of.
+            resume: continue the run whose id the folder keeps.
+            window_size: number of iterations whose median scalars are sent.
 
         Raises:
-            UserError: the library is missing or will not start, for want of a login for example.
+            UserError: the library is missing or does not start, for example without a login.
         """
         wandb = check_wandb()
         id_file = Path(output_dir) / _WANDB_ID_FILE
@@ -199,16 +194,16 @@ class WandbWriter(EventWriter):
                 config=dict(config),
                 resume="allow" if resume else None,
             )
-        except Exception as error:  # the library's own, of which each release has others
+        except Exception as error:  # the library's own types change from release to release
             raise UserError(
                 f"Weights & Biases does not start ({error}): run 'wandb login', set "
-                "WANDB_MODE=offline in the environment, or leave SOLVER.WANDB_PROJECT empty"
+                "WANDB_MODE=offline, or leave SOLVER.WANDB_PROJECT empty"
             ) from error
         self._window_size = window_size
         self._last_write = -1
 
     def write(self) -> None:
-        """Sends what is newer than the last call."""
+        """Sends the scalars that are newer than the last call."""
         latest = get_event_storage().latest_with_smoothing_hint(self._window_size)
         by_iteration: dict[int, dict[str, float]] = defaultdict(dict)
         for name, (value, iteration) in latest.items():
@@ -219,7 +214,7 @@ class WandbWriter(EventWriter):
             self._last_write = iteration
 
     def close(self) -> None:
-        """Ends the run; as failed where an exception is on its way up."""
+        """Ends the run; as failed while an exception is being handled."""
         self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
 
 
@@ -230,42 +225,33 @@ def check_wandb() -> Any:
         UserError: it is not installed.
     """
     try:
-        wandb = importlib.import_module("wandb")
+        return importlib.import_module("wandb")
     except ImportError as error:
         raise UserError(
-            "SOLVER.WANDB_PROJECT asks for Weights & Biases, which is not installed: "
-            "pip install 'qbheat_det[wandb]', or leave the key empty"
+            "SOLVER.WANDB_PROJECT needs Weights & Biases, which is not installed: pip install "
+            "'qbheat_det[wandb]', or leave the key empty"
         ) from error
-    online = os.environ.get("WANDB_MODE", "online") == "online"
-    if online and getattr(getattr(wandb, "api", None), "api_key", "unknown") is None:
-        raise UserError(
-            "SOLVER.WANDB_PROJECT asks for Weights & Biases, which knows no login here: run 'wandb "
-            "login', set WANDB_MODE=offline in the environment, or leave the key empty"
-        )
-    return wandb
 
 
-class _EpochFirst:
-    """Stands in for the printer's logger and puts the epoch before its line."""
+class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """Puts the epoch before the printer's line."""
 
-    def __init__(self, target: logging.Logger, iterations_per_epoch: float, max_iter: int) -> None:
-        self._target = target
-        self._iterations_per_epoch = iterations_per_epoch
-        self._total = max_iter / iterations_per_epoch
-
-    def info(self, line: str) -> None:
-        done = (get_event_storage().iter + 1) / self._iterations_per_epoch
-        self._target.info("epoch: %.2f/%.4g %s", done, self._total, line)
+    def process(
+        self, msg: str, kwargs: MutableMapping[str, Any]
+    ) -> tuple[str, MutableMapping[str, Any]]:
+        extra: Any = self.extra
+        return f"epoch: {extra['epoch']:.2f}/{extra['epochs']:.4g} {msg}", kwargs
 
 
-def _open_json(path: Path, start: int, window: int) -> EventWriter:
-    if start == 0 and path.is_file() and path.stat().st_size:  # of an earlier run
-        number = 1
-        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        os.replace(path, aside)
-        logger.warning("%s was of an earlier run and is now %s", path, aside.name)
-    return JSONWriter(str(path), window)
+def _keep_aside(path: Path) -> None:
+    """Renames a ``metrics.json`` of another run to ``metrics.<number>.json``."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    os.replace(path, aside)
+    logger.warning(f"{path} belongs to an earlier run and is now {aside.name}")
 
 
 def _is_before(line: str, iteration: int) -> bool:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
-from qbheat_det.modeling.pretrain import PretrainingModel
+from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone
 
 from .index import Fingerprint, OutputPrint
 
@@ -195,8 +195,10 @@ def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Ite
         if name in _WATCHED
     ]
     try:
-        if isinstance(model, PretrainingModel):  # what others will use: the maps of whole images
-            model.backbone(model.preprocess_image(batch))
+        if isinstance(model, PretrainingObjective):  # others use the maps of whole images
+            backbone = get_backbone(model)
+            assert backbone is not None
+            backbone(model.preprocess_image(list(batch)))
         results = model(list(batch))
     finally:
         for handle in handles:

@@ -1,6 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Models; importing this package registers backbones and meta-architectures."""
+"""Models; ``import qbheat_det`` imports all packages below, which registers what they hold.
 
-from . import backbone, meta_arch
-
-__all__ = ["backbone", "meta_arch"]
+This package itself imports none of them, so that any other can import ``modeling.contracts``.
+"""

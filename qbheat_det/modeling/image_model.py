@@ -19,8 +19,7 @@ class ImageModel(nn.Module):
 
     Attributes:
         backbone: gives the map.
-        in_features: the name of the map that stands for the backbone, in a list as detectors have
-            it: what is scored and looked at.
+        in_feature: name of the map that stands for the backbone, which k-NN and figures read.
         head_in_features: names of all outputs of the backbone that the model reads, tokens too, as
             Detectron2's RetinaNet has it. Where it reads all, no parameter is without gradient.
         image_size: S, rows and columns of the images.
@@ -50,7 +49,7 @@ class ImageModel(nn.Module):
         """
         super().__init__()
         self.backbone = backbone
-        self.in_features = [in_feature]
+        self.in_feature = in_feature
         self.head_in_features = list(head_in_features)
         self.image_size = image_size
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)

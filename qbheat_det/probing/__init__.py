@@ -1,8 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Probes of a frozen backbone, on features that are worked out once."""
+"""Decoder probing: what simple decoders learn from a frozen backbone's features."""
 
-from .features import FrozenFeatures, cache_features
-from .linear_probe import L2_GRID, LinearProbe, Standardisation, fit_linear_probe, fit_penalised
+from .backbones import find_feature, load_backbone
+from .batch_norm import read_whole_images, recalibrate_bn, training_records
+from .features import FrozenFeatures, cache_features, split_by_class
+from .linear import L2_GRID, LinearProbe, Standardisation, fit_linear_probe, fit_penalised
 from .probes import (
     PROBES,
     ProbeSettings,
@@ -12,21 +14,25 @@ from .probes import (
     spread_widths,
     width_of,
 )
-from .splits import split_by_class
-from .transformer_probe import (
+from .results import ProbeResults, ProbeRow
+from .run import BackboneProbe
+from .transformer import (
     FittedTransformer,
     TransformerProbe,
     TransformerSettings,
+    Whitening,
     fit_transformer_probe,
 )
-from .whitening import Whitening
 
 __all__ = [
     "L2_GRID",
     "PROBES",
+    "BackboneProbe",
     "FittedTransformer",
     "FrozenFeatures",
     "LinearProbe",
+    "ProbeResults",
+    "ProbeRow",
     "ProbeSettings",
     "Standardisation",
     "TransformerProbe",
@@ -35,11 +41,16 @@ __all__ = [
     "cache_features",
     "check_probes",
     "depth_of",
+    "find_feature",
     "fit_linear_probe",
     "fit_penalised",
     "fit_transformer_probe",
+    "load_backbone",
+    "read_whole_images",
+    "recalibrate_bn",
     "run_probe",
     "split_by_class",
     "spread_widths",
+    "training_records",
     "width_of",
 ]

@@ -9,10 +9,10 @@ from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import KnnScore, rank_true_class, score_neighbours
+from qbheat_det.probing.linear import L2_GRID, fit_linear_probe
+from qbheat_det.probing.transformer import TransformerSettings, fit_transformer_probe
 
 from .features import FrozenFeatures
-from .linear_probe import L2_GRID, fit_linear_probe
-from .transformer_probe import TransformerSettings, fit_transformer_probe
 
 PROBES = ("knn", "linear", "tran-1", "tran-4")
 """Nearest neighbours, and the paper's; "tran-k" of any k is understood, and "tran-k:width"."""

@@ -7,6 +7,7 @@ from timm.models import group_parameters
 from torch import nn
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import SupportsLayerGroups, get_body_name
 
 # Detectron2's backbones by class name (v0.6 has the first two only), written as timm's models
 # write theirs: entries in order, and in each the numbers that a pattern catches count up.
@@ -28,8 +29,6 @@ _DETECTRON2_MATCHERS: dict[str, dict[str, object]] = {
     },
 }
 _HEAD = "<head>"  # stands for a parameter that no pattern matches
-# The child that holds the layers, where a feature pyramid stands on them.
-_BELOW_PYRAMID = ("bottom_up", "net")
 
 
 def layers_above(backbone: nn.Module) -> dict[str, int]:
@@ -48,12 +47,11 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
     Raises:
         UserError: nothing is known of this backbone's layers.
     """
-    if not hasattr(backbone, "group_matcher"):
-        for name in _BELOW_PYRAMID:
-            child = getattr(backbone, name, None)
-            if isinstance(child, nn.Module):
-                inside = {f"{name}.{key}": above for key, above in layers_above(child).items()}
-                return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
+    child = get_body_name(backbone)
+    if child and not isinstance(backbone, SupportsLayerGroups):
+        layers_below = layers_above(backbone.get_submodule(child))
+        inside = {f"{child}.{key}": above for key, above in layers_below.items()}
+        return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
     matcher = _group_matcher(backbone)
     layers: dict[str, int] = group_parameters(_WithHead(backbone), matcher, reverse=True)
     head = layers.pop(_HEAD)
@@ -72,9 +70,8 @@ class _WithHead:
 
 
 def _group_matcher(backbone: nn.Module) -> object:
-    matcher = getattr(backbone, "group_matcher", None)
-    if callable(matcher):
-        return matcher(coarse=False)
+    if isinstance(backbone, SupportsLayerGroups):
+        return backbone.group_matcher(coarse=False)
     for base in type(backbone).__mro__:
         if base.__module__.startswith("detectron2.") and base.__name__ in _DETECTRON2_MATCHERS:
             return _DETECTRON2_MATCHERS[base.__name__]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import get_backbone
 
 from .fused import build_fused, clip_before_step, store_gradient_norm
 from .layers import layers_above
@@ -160,8 +161,8 @@ def _backbone_factors(
     model: nn.Module, multiplier: float, layer_decay: float
 ) -> dict[nn.Parameter, float]:
     """Returns the factors on the learning rate of the backbone's parameters."""
-    backbone = getattr(model, "backbone", None)
-    if not isinstance(backbone, nn.Module):
+    backbone = get_backbone(model)
+    if backbone is None:
         if layer_decay != 1.0 or multiplier != 1.0:
             raise UserError(
                 f"{type(model).__name__} has no backbone that SOLVER.BACKBONE_MULTIPLIER or "

@@ -35,7 +35,7 @@ from qbheat_det.analysis.attention_pictures import (
 from qbheat_det.analysis.query_attention import measure_inside, read_queries
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.backbone.mobile_former_archs import BlockSpec, MobileFormerArch
-from qbheat_det.modeling.meta_arch import MFDETR
+from qbheat_det.modeling.detr import MFDETR
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.analysis.class_activation import measure_class_activation
-from qbheat_det.modeling.meta_arch import ImageClassifier
+from qbheat_det.modeling.classification import ImageClassifier
 from tests.engine.seeing.encoder_subjects import classifier_config
 
 

@@ -16,16 +16,12 @@ import pytest
 
 from qbheat_det.analysis.compare_objectives import execute, results
 from qbheat_det.analysis.compare_objectives.execute import compare, count_threads, is_done
-from qbheat_det.analysis.compare_objectives.plan import (
+from qbheat_det.analysis.compare_objectives.objectives import (
     RANDOM,
-    WEIGHTS,
-    Comparison,
-    Job,
-    Row,
-    list_jobs,
     list_objectives,
     load_objectives,
 )
+from qbheat_det.analysis.compare_objectives.plan import WEIGHTS, Comparison, Job, Row, list_jobs
 from qbheat_det.analysis.compare_objectives.results import (
     count_training_flops,
     measure_row,

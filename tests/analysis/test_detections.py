@@ -19,7 +19,7 @@ from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, write_figure
-from qbheat_det.engine.data_flags import register_coco_file
+from qbheat_det.engine.data_sources import register_source
 from tests.engine.tiny_detectors import make_probe_config
 
 from .run_folders import classifier_config, write_run
@@ -62,7 +62,8 @@ def write_detector(
     cfg.MODEL.DEVICE = "cpu"
     run = write_run(folder, cfg, logged={"bbox/AP": ap})
     if name not in detections.DatasetCatalog:
-        register_coco_file(name, str(data / "boxes.json"), str(data / "images"))
+        register_source(name, {"json_file": str(data / "boxes.json"),
+                               "image_root": str(data / "images"), "labelled": True})  # fmt: skip
     if found is not None:
         (run / "inference" / name).mkdir(parents=True)
         (run / "inference" / name / detections.RESULTS_FILE).write_text(json.dumps(found))

@@ -19,12 +19,12 @@ from qbheat_det.analysis.reconstruction_baselines import BaselineReport, compute
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_places
-from qbheat_det.modeling.pretrain import CORNERS, PLACES
+from qbheat_det.modeling.pretrain import CORNERS, QUADRANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quick_schedules" / "qb_heat_285M_toy.yaml"
 SIZE, PATCH = 16, 4
-QUARTERS = dict(zip(PLACES, ((0, 0), (0, 8), (8, 0), (8, 8), (4, 4)), strict=True))
+QUARTERS = dict(zip(QUADRANTS, ((0, 0), (0, 8), (8, 0), (8, 8), (4, 4)), strict=True))
 
 Pixels = NDArray[np.uint8]
 Records = list[dict[str, Any]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import image_loading
-from qbheat_det.data import upright_image
+from qbheat_det.data import images
 from tests.data.pictures import draw, save
 
 
@@ -22,9 +22,9 @@ def test_a_table_of_images_per_second_is_printed(
     monkeypatch.setattr(
         sys, "argv", ["image_loading.py", "--image-folder", str(tmp_path), "--sizes", "16", "32"]
     )
-    before = upright_image._REDUCTIONS
+    before = images._REDUCTIONS
     image_loading.main()
-    assert upright_image._REDUCTIONS == before
+    assert images._REDUCTIONS == before
     rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
     assert [row.count("|") for row in rows] == [6, 6]
     assert all(float(figure.replace(",", "")) > 0 for row in rows for figure in row.split("|")[2:6])

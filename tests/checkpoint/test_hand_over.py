@@ -29,7 +29,7 @@ LEFT_BEHIND = ("projection", "predictor", "decoder")
 class TinyPretraining(nn.Module):
     """QB-Heat's children; its decoder has a tensor of the name and shape of a detector's."""
 
-    left_behind = LEFT_BEHIND
+    pretrain_only_modules = LEFT_BEHIND
 
     def __init__(self, backbone: nn.Module, seed: int = 5) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TinyPretraining(nn.Module):
 
 
 def _info(model: nn.Module) -> WeightsInfo:
-    return WeightsInfo(left_behind=tuple(getattr(model, "left_behind", ())))
+    return WeightsInfo(left_behind=tuple(getattr(model, "pretrain_only_modules", ())))
 
 
 def _save(model: nn.Module, folder: Path, kind: str) -> str:

@@ -90,7 +90,7 @@ def test_a_part_that_the_model_leaves_out_may_stand_in_the_file() -> None:
     names = model.state_dict()
     _, report = fit_weights(dict(BARE), names, file="w")
     assert report.find_faults(new_parts=True) == ["2 unexpected (expand.weight, expand.bias)"]
-    model.backbone.bottom_up.unbuilt = ("expand",)
+    model.backbone.bottom_up.optional_modules = ("expand",)
     _, report = fit_weights(dict(BARE), names, file="w", unbuilt=find_unbuilt(model))
     assert report.find_faults(new_parts=True) == []
     assert "7/7 backbone tensors" in str(report)

@@ -26,7 +26,7 @@ def test_scores_of_another_kind_than_the_weights_were_trained_for_are_told(
     told: bool,
 ) -> None:
     model = TinyDetector()
-    model.alike = {"MODEL.READING": ("soft", "softer")}
+    model.equivalent_configs = {"MODEL.READING": ("soft", "softer")}
     config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
     save_weights(tmp_path / "w.safetensors", model.state_dict(), WeightsInfo(config=config))
     SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from qbheat_det.data import Fault, FeatureStore, FixedViews, Stored, View, number_records
-from qbheat_det.engine.feature_build import CachedSet, ViewEncoder, ViewsOf
+from qbheat_det.data import DataError, FeatureStore, FixedViews, Stored, View, number_records
+from qbheat_det.engine.feature_build import AllViews, CachedSet, ViewEncoder
 from qbheat_det.engine.feature_build import fill as build
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
@@ -19,10 +19,10 @@ NUM_VIEWS = 70  # two files of 32 views and a short one
 FORK = multiprocessing.get_context("fork")
 
 
-def sample_view(index: int) -> View | Fault | None:
+def sample_view(index: int) -> View | DataError | None:
     """A view, by its index alone: ragged sizes, some without boxes, some left out by a mapper."""
     if index % 13 == 5:
-        return Fault("unreadable image", f"image 'görl {index}.jpg'", "it is a text")
+        return DataError("unreadable image", f"image 'görl {index}.jpg'", "it is a text")
     if index % 13 == 6:
         return None
     generator = torch.Generator().manual_seed(index)
@@ -40,7 +40,7 @@ def sample_view(index: int) -> View | Fault | None:
     )
 
 
-def sample_views(indices: Sequence[int] = range(NUM_VIEWS)) -> list[View | Fault | None]:
+def sample_views(indices: Sequence[int] = range(NUM_VIEWS)) -> list[View | DataError | None]:
     return [sample_view(index) for index in indices]
 
 
@@ -61,7 +61,7 @@ def fill(
         written.append(chunk)
 
     records = number_records([{"index": index} for index in range(NUM_VIEWS)])
-    views = ViewsOf(records, FixedViews(lambda record: sample_view(record["index"]), count=1))  # type: ignore[arg-type]
+    views = AllViews(records, FixedViews(lambda record: sample_view(record["index"]), count=1))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "write", write_and_note)
         # The views are encoded already.

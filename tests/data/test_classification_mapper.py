@@ -16,7 +16,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     ClassificationMapper,
-    Fault,
+    DataError,
     PretrainingMapper,
     build_mapper,
     preserved_randomness,
@@ -150,7 +150,7 @@ def test_nothing_is_drawn_in_inference(photo: str) -> None:
 def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_text("no image")
     mapper = classify(rand_augment=(9, 0.5))
-    assert isinstance(mapper({"file_name": str(tmp_path / "a.jpg"), "label": 0}), Fault)
+    assert isinstance(mapper({"file_name": str(tmp_path / "a.jpg"), "label": 0}), DataError)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import load_coco_images, register_coco_images, register_pretraining_sets
+from qbheat_det.data import load_coco_images, register_coco_images
+from qbheat_det.data.datasets import register_builtin_sets
 
 NAME = "coco_images_of_a_test"
 Content = dict[str, Any]
@@ -93,7 +94,7 @@ def test_the_toy_set_has_its_images_without_annotations() -> None:
 
 
 def test_the_names_are_registered_without_touching_a_file() -> None:
-    register_pretraining_sets()  # again, as by a second import: nothing happens
+    register_builtin_sets()  # again, as by a second import: nothing happens
     for split in ("train", "val"):
         (folder,) = MetadataCatalog.get(f"imagenet_{split}").image_folders
         assert folder.endswith(f"imagenet/{split}")

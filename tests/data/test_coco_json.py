@@ -18,9 +18,9 @@ from qbheat_det.data import (
     prepare_toy_set,
     register_coco_json,
 )
-from qbheat_det.data.coco_json import read_coco_json
-from qbheat_det.data.toy import ANNOTATION_FILE, CATEGORY_IDS
-from qbheat_det.data.toy_scenes import CLASS_NAMES
+from qbheat_det.data.datasets.coco import read_coco_json
+from qbheat_det.data.datasets.toy import ANNOTATION_FILE, CATEGORY_IDS
+from qbheat_det.data.datasets.toy_scenes import CLASS_NAMES
 from tests.data.coco_content import GOOD, Content, changed, sentence, with_annotation, write
 
 
@@ -184,7 +184,7 @@ def test_every_fault_is_found_at_once_and_only_what_is_sound_stays(tmp_path: Pat
         content["annotations"].append(dict(good))
 
     content = read_coco_json(*write(tmp_path, changed(spoil)))
-    where = [fault.where.split("set.json: ")[1] for fault in content.faults]
+    where = [fault.where.split("set.json: ")[1] for fault in content.errors]
     assert sorted(where) == [
         "annotation id 2",
         *(f"annotation id {20 + i}" for i in (0, 1, 2, 4, 5)),

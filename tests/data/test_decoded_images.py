@@ -13,8 +13,9 @@ from detectron2.utils import comm
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from qbheat_det.data import DecodedImages, decode_if_small, decoded_images
-from qbheat_det.data.upright_image import open_upright, resize
+from qbheat_det.data import memory
+from qbheat_det.data.images import open_image, resize
+from qbheat_det.data.memory import DecodedImages, decode_if_small
 from tests.data.pictures import draw, save
 
 
@@ -53,7 +54,7 @@ def test_large_images_are_scaled_down_to_their_shorter_side(tmp_path: Path) -> N
     picture = images.get(name)
     assert picture is not None
     assert (picture.width, picture.height) == (300, 90)
-    with open_upright(name) as image:  # which libjpeg gives at half its size
+    with open_image(name) as image:  # which libjpeg gives at half its size
         expected = image.read((0, 0, 300, 90), 45)
     torch.testing.assert_close(whole(images, name), expected, rtol=0, atol=0)
     name = list(sizes)[2]
@@ -106,8 +107,8 @@ def test_a_large_set_is_judged_by_a_few_headers(
 ) -> None:
     name = save(tmp_path / "a.jpg", draw(50, 50))
     read: list[str] = []
-    real = decoded_images._read_size
-    monkeypatch.setattr(decoded_images, "_read_size", lambda path: read.append(path) or real(path))
+    real = memory._read_size
+    monkeypatch.setattr(memory, "_read_size", lambda path: read.append(path) or real(path))
     assert decode_if_small([name] * 100_000, shorter_side=50, budget=1e6) is None
     assert 32 <= len(read) <= 64
 

@@ -10,13 +10,13 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import (
-    Fault,
+    DataError,
     ImageBatches,
     build_image_batches,
     register_image_folders,
-    with_places,
+    with_views,
 )
-from qbheat_det.modeling.pretrain import PLACES_OF
+from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
 from .pictures import draw, save
 
@@ -27,10 +27,10 @@ class Plain:
     def __init__(self, *broken: int) -> None:
         self.broken = broken
 
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault:
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError:
         number = record["image_id"]
         if number in self.broken:
-            return Fault("unreadable image", f"image '{number}'", "no image")
+            return DataError("unreadable image", f"image '{number}'", "no image")
         return {**record, "image": torch.full((3, 2, 2), number)}
 
 
@@ -46,7 +46,7 @@ def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_worke
     assert len(batches) == 4
     for _ in range(2):
         assert numbers(batches) == [[0], [2, 3], [6]]  # the third batch was broken as a whole
-        assert sorted(batches.faults) == ["image '1'", "image '4'", "image '5'"]
+        assert sorted(batches.skipped) == ["image '1'", "image '4'", "image '5'"]
 
 
 @pytest.mark.parametrize("memory_gb", [0.0, 1.0])
@@ -62,7 +62,7 @@ def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None
     read: list[int] = []
 
     class Counting(Plain):
-        def __call__(self, record: dict[str, Any]) -> dict[str, Any] | Fault:
+        def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError:
             read.append(record["image_id"])
             return super().__call__(record)
 
@@ -74,7 +74,7 @@ def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None
         read.clear()
         assert numbers(batches) == numbers(batches) == [[0, 1], [2], [4]]
         assert read == passes * [0, 1, 2, 3, 4]
-        assert list(batches.faults) == ["image '3'"]
+        assert list(batches.skipped) == ["image '3'"]
 
 
 def test_the_global_generator_stays_as_it_was() -> None:
@@ -87,7 +87,7 @@ def test_the_global_generator_stays_as_it_was() -> None:
 
 def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None:
     records = [{"image_id": i} for i in range(6)]
-    seen = with_places(records, "both")
+    seen = with_views(records, [QUADRANTS_OF["corner"], QUADRANTS_OF["centre"]])
     assert [entry["image_id"] for entry in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     corners = ["top_left", "top_right", "bottom_left", "bottom_right"]
     assert [entry["place"] for entry in seen[::2]] == [*corners, *corners[:2]]
@@ -95,16 +95,9 @@ def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None
     assert records == [{"image_id": i} for i in range(6)]
 
 
-@pytest.mark.parametrize("visible", sorted(PLACES_OF))
-def test_the_views_are_the_places_that_the_objective_knows(visible: str) -> None:
-    seen = with_places([{"image_id": i} for i in range(4)], visible)
-    assert {entry["place"] for entry in seen} == set(PLACES_OF[visible])
-    assert len(seen) == {"corner": 4, "centre": 4, "both": 8}[visible]
-
-
-@pytest.mark.parametrize("with_places", [True, False])
+@pytest.mark.parametrize("with_views", [True, False])
 def test_a_registered_folder_comes_whole_with_the_places_of_the_objective(
-    tmp_path: Path, with_places: bool
+    tmp_path: Path, with_views: bool
 ) -> None:
     for i in range(2):
         save(tmp_path / f"{i}.jpg", draw(20, 30, seed=i))
@@ -113,7 +106,7 @@ def test_a_registered_folder_comes_whole_with_the_places_of_the_objective(
     try:
         assert MetadataCatalog.get("batches").evaluator_type == "reconstruction"
         cfg = get_cfg()
-        cfg.MODEL.META_ARCHITECTURE = "QBHeat" if with_places else "MaskTokenMasking"
+        cfg.MODEL.META_ARCHITECTURE = "QBHeat" if with_views else "MaskTokenMasking"
         cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
         cfg.INPUT.PRETRAIN.SIZE = 16
         cfg.DATALOADER.NUM_WORKERS = 0
@@ -123,7 +116,7 @@ def test_a_registered_folder_comes_whole_with_the_places_of_the_objective(
         DatasetCatalog.remove("batches")
         MetadataCatalog.remove("batches")
     places = [(0, "top_left"), (0, "centre"), (1, "top_right"), (1, "centre")]
-    expected = places if with_places else [(0, None), (1, None)]
+    expected = places if with_views else [(0, None), (1, None)]
     assert [(entry["image_id"], entry.get("place")) for entry in batch] == expected
     assert {tuple(entry["image"].shape) for entry in batch} == {(3, 16, 16)}
-    assert list(batches.faults) == [f"image {str(tmp_path / '2.jpg')!r}"]
+    assert list(batches.skipped) == [f"image {str(tmp_path / '2.jpg')!r}"]

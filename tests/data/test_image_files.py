@@ -14,8 +14,8 @@ from detectron2.data.detection_utils import check_image_size, read_image
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import image_files
-from qbheat_det.data.image_files import check_image_files, find_image_faults
+from qbheat_det.data import image_checks
+from qbheat_det.data.image_checks import check_image_files, find_image_errors
 
 WIDTH, HEIGHT = 60, 40
 ORIENTATION = 0x0112
@@ -42,13 +42,13 @@ def record(folder: Path, content: bytes, name: str = "a.jpg", **fields: Any) -> 
 
 
 def fault_of(one: dict[str, Any]) -> str | None:
-    faults = find_image_faults([one], num_threads=1)
+    faults = find_image_errors([one], num_threads=1)
     assert len(faults) <= 1
     if not faults:
         return None
     assert repr(one["file_name"]) in faults[0].where
     assert "image id 7" in faults[0].where
-    assert "\n" not in faults[0].sentence
+    assert "\n" not in faults[0].message
     return faults[0].kind
 
 
@@ -192,10 +192,10 @@ def test_all_faults_are_found_in_order_and_the_first_counts_the_others(tmp_path:
     records = [dict(good, image_id=i) for i in range(500)]
     for position, bad in ((3, empty), (70, wrong), (200, empty), (499, empty)):
         records[position] = dict(bad, image_id=position)
-    faults = find_image_faults(records, num_threads=3)
+    faults = find_image_errors(records, num_threads=3)
     found = [int(fault.where.split("image id ")[1].rstrip(")")) for fault in faults]
     assert found == [3, 70, 200, 499]
-    with pytest.raises(UserError, match=r"image id 3\).*\(2 more like it, 1 other fault; tools/"):
+    with pytest.raises(UserError, match=r"image id 3\).*\(2 more like it, 1 other error; tools/"):
         check_image_files(records)
 
 
@@ -203,7 +203,7 @@ def test_a_sound_file_is_never_decoded(tmp_path: Path, monkeypatch: pytest.Monke
     def forbidden(*_: object) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(image_files, "read_image", forbidden)
+    monkeypatch.setattr(image_checks, "read_image", forbidden)
     monkeypatch.setattr(Image.Image, "load", forbidden)
     for name in ("jpeg", "png", "palette", "alpha", "cmyk"):
         assert fault_of(record(tmp_path, GOOD[name], name)) is None
@@ -217,7 +217,7 @@ def test_a_bar_is_shown_only_where_it_takes_long(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(image_files, "_SECONDS_WITHOUT_BAR", seconds)
+    monkeypatch.setattr(image_checks, "_SECONDS_WITHOUT_BAR", seconds)
     records = [record(tmp_path, JPEG)] * 200
     look: Callable[..., None] = check_image_files
     look(records, progress=True)
@@ -227,4 +227,4 @@ def test_a_bar_is_shown_only_where_it_takes_long(
 
 
 def test_no_records_are_no_fault() -> None:
-    assert find_image_faults([]) == []
+    assert find_image_errors([]) == []

@@ -16,7 +16,7 @@ from torchvision.transforms import RandomResizedCrop
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    Fault,
+    DataError,
     PretrainingMapper,
     TrainStream,
     build_mapper,
@@ -226,17 +226,17 @@ def test_a_broken_image_is_a_fault(broken: str, memory_gb: float, is_train: bool
     mapper = PretrainingMapper(size=16, memory_gb=memory_gb, is_train=is_train)
     mapper.prepare([record(broken)])
     fault = mapper(record(broken))
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, DataError)
     assert fault.kind == "unreadable image"
     assert repr(broken) in fault.where
-    assert "\n" not in fault.sentence
+    assert "\n" not in fault.message
 
 
 def test_no_memory_left_is_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("qbheat_det.data.upright_image.PathManager.open", fail)
+    monkeypatch.setattr("qbheat_det.data.images.PathManager.open", fail)
     with pytest.raises(MemoryError):
         PretrainingMapper(size=16)(record("a.jpg"))
 
@@ -296,7 +296,7 @@ def test_broken_images_are_replaced_the_same_everywhere_and_known_to_the_stream(
     for name, index in zip(names, indices, strict=True):
         assert int(name) not in broken
         assert index in broken or name == str(index)
-    met = {Path(where.split("'")[1]).stem for where in stream.faults}
+    met = {Path(where.split("'")[1]).stem for where in stream.skipped}
     assert met == {"2", "3", "7"}
     assert all("faults" not in image for batch in batches for image in batch)
     if (memory_gb, workers) != (0.0, 0):

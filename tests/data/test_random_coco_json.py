@@ -20,9 +20,9 @@ from PIL import Image
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import build_mapper, check_coco_json, register_coco_json
-from qbheat_det.data.image_files import check_image_files
-from qbheat_det.data.record_checks import check_records
+from qbheat_det.data import build_mapper, check_coco_json, raise_first, register_coco_json
+from qbheat_det.data.image_checks import check_image_files
+from qbheat_det.data.record_checks import find_record_errors
 
 NAME = "qbheat_test_random"
 WIDTH, HEIGHT = 24, 16
@@ -179,11 +179,14 @@ def go_to_training(folder: Path, content: object) -> int:
         register_coco_json(NAME, json_file, images)
         records = DatasetCatalog.get(NAME)
         num_classes = len(MetadataCatalog.get(NAME).thing_classes)
-        check_records(NAME, records, num_classes=num_classes, filter_empty=True)
+        raise_first(find_record_errors(NAME, records, num_classes=num_classes, filter_empty=True))
         check_image_files(records, num_threads=1)
         for masks in (False, True):
             if masks:
-                check_records(NAME, records, num_classes=num_classes, mask_format="polygon")
+                errors = find_record_errors(
+                    NAME, records, num_classes=num_classes, mask_format="polygon"
+                )
+                raise_first(errors)
             for mapper in MAPPERS[masks]:
                 for record in records:
                     assert mapper(record)["instances"].gt_boxes.tensor.isfinite().all()

@@ -8,7 +8,8 @@ from detectron2.data.build import filter_images_with_only_crowd_annotations
 from detectron2.structures import BoxMode
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.record_checks import check_records, find_record_faults
+from qbheat_det.data import raise_first
+from qbheat_det.data.record_checks import find_record_errors
 
 Record = dict[str, Any]
 
@@ -30,27 +31,29 @@ def record(*annotations: Record) -> Record:
 
 def test_sound_records_pass_with_and_without_masks() -> None:
     records = [record(), record(box(), box(iscrowd=1, segmentation={"counts": "", "size": []}))]
-    check_records("some", records, num_classes=2, filter_empty=True)
-    check_records("some", records, num_classes=2, filter_empty=True, mask_format="polygon")
+    raise_first(find_record_errors("some", records, num_classes=2, filter_empty=True))
+    raise_first(
+        find_record_errors("some", records, num_classes=2, filter_empty=True, mask_format="polygon")
+    )
 
 
 def test_records_without_annotations_at_all_are_no_boxes() -> None:
     records = [{"file_name": "a.jpg", "image_id": 3}]
-    assert find_record_faults("some", records, num_classes=2) == []
-    assert len(find_record_faults("some", records, num_classes=2, filter_empty=True)) == 1
+    assert find_record_errors("some", records, num_classes=2) == []
+    assert len(find_record_errors("some", records, num_classes=2, filter_empty=True)) == 1
 
 
 def test_no_images_are_named() -> None:
     with pytest.raises(UserError, match="dataset 'some': it has no images"):
-        check_records("some", [], num_classes=2)
+        raise_first(find_record_errors("some", [], num_classes=2))
 
 
 @pytest.mark.parametrize("records", [[record()], [record(box(iscrowd=1)), record()]])
 def test_nothing_to_train_on_is_said_where_detectron2_leaves_nothing(records: list[Record]) -> None:
     assert filter_images_with_only_crowd_annotations(records) == []
-    check_records("some", records, num_classes=2, filter_empty=False)
+    raise_first(find_record_errors("some", records, num_classes=2, filter_empty=False))
     with pytest.raises(UserError, match=rf"'some': none of its {len(records)} images has a box"):
-        check_records("some", records, num_classes=2, filter_empty=True)
+        raise_first(find_record_errors("some", records, num_classes=2, filter_empty=True))
 
 
 BAD: dict[str, tuple[Record, str]] = {
@@ -72,7 +75,7 @@ BAD: dict[str, tuple[Record, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_an_object_that_cannot_be_trained_on_is_named(case: str) -> None:
     fields, expected = BAD[case]
-    faults = find_record_faults("some", [record(box(), box(**fields))], num_classes=2)
+    faults = find_record_errors("some", [record(box(), box(**fields))], num_classes=2)
     assert len(faults) == 1
     assert "'some': image id 3 ('a.jpg'), object 2" in faults[0].where
     assert expected in faults[0].reason
@@ -91,7 +94,7 @@ def test_masks_are_asked_for_where_masks_are_trained(
     segmentation: object, mask_format: Any, expected: str | None
 ) -> None:
     records = [record(box(), box(segmentation=segmentation))]
-    assert find_record_faults("some", records, num_classes=2) == []
-    faults = find_record_faults("some", records, num_classes=2, mask_format=mask_format)
+    assert find_record_errors("some", records, num_classes=2) == []
+    faults = find_record_errors("some", records, num_classes=2, mask_format=mask_format)
     assert [expected in fault.reason for fault in faults if expected] == [True] * len(faults)
     assert len(faults) == (expected is not None)

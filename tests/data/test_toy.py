@@ -19,15 +19,22 @@ from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set, toy
-from qbheat_det.data.toy import (
+from qbheat_det.data import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+from qbheat_det.data.datasets import toy
+from qbheat_det.data.datasets.toy import (
     ANNOTATION_FILE,
     CATEGORY_IDS,
     annotate,
     sample_scenes,
     trace_polygons,
 )
-from qbheat_det.data.toy_scenes import CLASS_NAMES, MIN_VISIBLE, OBJECTS, Scene, sample_scene
+from qbheat_det.data.datasets.toy_scenes import (
+    CLASS_NAMES,
+    MIN_VISIBLE,
+    OBJECTS,
+    Scene,
+    sample_scene,
+)
 
 SPEC = ToySpec(name="tiny", num_images=40, seed=3)
 
@@ -262,7 +269,7 @@ def test_a_half_written_set_is_never_used(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("qbheat_det.data.toy._draw", fail_late)
+        patch.setattr("qbheat_det.data.datasets.toy._draw", fail_late)
         with pytest.raises(KeyboardInterrupt):
             prepare_toy_set(SPEC, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import Fault, PretrainingMapper, TwoViewMapper, build_mapper
+from qbheat_det.data import DataError, PretrainingMapper, TwoViewMapper, build_mapper
 from tests.data.pictures import draw, save
 
 NONE: dict[str, Any] = {
@@ -182,8 +182,8 @@ def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
     broken = tmp_path / "a.jpg"
     broken.write_bytes(b"no picture")
     found = two_views()({"file_name": str(broken)})
-    assert isinstance(found, Fault)
-    assert "a.jpg" in found.sentence
+    assert isinstance(found, DataError)
+    assert "a.jpg" in found.message
 
 
 def test_the_config_names_it_and_all_of_its_settings(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from qbheat_det.data.upright_image import PictureInMemory, open_upright, resize
+from qbheat_det.data.images import ImageInMemory, open_image, resize
 from tests.data.pictures import draw, save
 
 WIDTH, HEIGHT = 90, 60
@@ -21,7 +21,7 @@ ALL = 10**6  # more pixels than there are: nothing is reduced
 
 
 def read(path: str, box: tuple[int, int, int, int] = BOX, at_least: int = ALL) -> Tensor:
-    with open_upright(path) as image:
+    with open_image(path) as image:
         return image.read(box, at_least)
 
 
@@ -37,7 +37,7 @@ def test_a_part_is_that_of_the_image_as_detectron2_turns_it(
 ) -> None:
     path = save(tmp_path / f"a{suffix}", draw(WIDTH, HEIGHT), orientation=orientation)
     whole = read_image(path, "RGB")
-    with open_upright(path) as image:
+    with open_image(path) as image:
         assert (image.height, image.width) == whole.shape[:2]
         torch.testing.assert_close(image.read(BOX, ALL), cut(whole), rtol=0, atol=0)
 
@@ -58,7 +58,7 @@ def test_a_tiff_is_turned_once(tmp_path: Path) -> None:
     path = save(tmp_path / "a.tif", draw(WIDTH, HEIGHT), orientation=6)
     with Image.open(path) as image:
         once = np.asarray(ImageOps.exif_transpose(image))
-    with open_upright(path) as image:
+    with open_image(path) as image:
         assert (image.width, image.height) == (HEIGHT, WIDTH)
         part = image.read((5, 30, 40, 80), ALL)
     torch.testing.assert_close(part, cut(once, (5, 30, 40, 80)), rtol=0, atol=0)
@@ -188,7 +188,7 @@ def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None
 
 def test_a_picture_in_memory_is_cut_in_pixels_of_its_file() -> None:
     pixels = torch.from_numpy(draw(50, 30))
-    picture = PictureInMemory(pixels, width=200, height=90)
+    picture = ImageInMemory(pixels, width=200, height=90)
     assert (picture.width, picture.height) == (200, 90)
     part = picture.read((40, 9, 120, 61), at_least=1)
     torch.testing.assert_close(part, pixels[3:20, 10:30], rtol=0, atol=0)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.toy import ToySpec, prepare_toy_set
+from qbheat_det.data.datasets.toy import ToySpec, prepare_toy_set
 from qbheat_det.deployment import program_cache
 from qbheat_det.deployment.fingerprint import describe, key_of
 from qbheat_det.deployment.program_cache import Entry, ProgramCache, refuse_what_others_can_write

@@ -13,9 +13,9 @@ from torch import nn
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.class_folders import LABELLED_VAL
-from qbheat_det.engine.data_flags import add_data_flags, add_image_flags
 from qbheat_det.engine.evaluation import Evaluation
 from tests.engine.held_out_cases import make_folder
+from tools.arguments import add_data_flags, add_image_flags
 
 RECIPE = get_config_path("objectives/supervised.yaml")
 OPTS = {

@@ -10,9 +10,9 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config, evaluate, setup
-from qbheat_det.engine.data_flags import add_data_flags, add_image_flags
 from tests.data.pictures import draw, save
 from tests.engine.tiny_pretraining import TINY_ENCODER
+from tools.arguments import add_data_flags, add_image_flags
 
 RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
 OPTS = {

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qbheat_det.data import cut
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.modeling.pretrain import PLACES
+from qbheat_det.modeling.pretrain import QUADRANTS
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 
@@ -46,7 +46,7 @@ def make_image(index: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(index)
     image = torch.randint(256, (3, 64, 64), generator=generator, dtype=torch.uint8)
     visible = (torch.rand(16, generator=generator).argsort() < 4).view(4, 4)
-    return {"image": image, "visible": visible, "place": PLACES[index % len(PLACES)]}
+    return {"image": image, "visible": visible, "place": QUADRANTS[index % len(QUADRANTS)]}
 
 
 def run_case(case: Case) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(
         recipe = f"ImageNet-probing/{decoder}_3.7G.yaml"
         trainer = start(tmp_path / name, recipe, folder, opts, "--val-folder", str(folder))
         results[name] = trainer.train()
-        faults[name] = trainer.data_loader.faults
+        faults[name] = trainer.data_loader.skipped
     assert losses(tmp_path / "cached") == losses(tmp_path / "online")
     assert results["cached"] == results["online"]
     assert faults["cached"] == faults["online"]
@@ -56,6 +56,6 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(
 def test_mixing_images_is_refused(tmp_path: Path) -> None:
     folder = make_class_folders(tmp_path / "train")
     opts = {**VIEWS, "MODEL.CACHE_FEATURES.ENABLED": "True", "MODEL.CLASSIFIER.CUTMIX": "0.5"}
-    with pytest.raises(UserError, match=r"MODEL\.CLASSIFIER\.CUTMIX 0\.5 mixes images"):
+    with pytest.raises(UserError, match=r"MODEL\.CLASSIFIER\.CUTMIX"):
         start(tmp_path / "run", "ImageNet-probing/tran1_3.7G.yaml", folder, opts)
     forget_runs(LABELLED_TRAIN, LABELLED_VAL)

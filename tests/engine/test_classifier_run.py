@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Probing and fine-tuning under the trainer, from shipped recipes: frozen, handed over, resumed."""
 
+import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -8,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.engine import default_argument_parser
 from PIL import Image
 from torch import Tensor
 
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer, add_data_flags, add_image_flags, build_config, setup
+from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.class_folders import LABELLED_TRAIN, LABELLED_VAL
 from tests.engine.conftest import forget_runs
 from tests.engine.gradient_cases import BLOCKS
 from tests.engine.tiny_training import losses, state
+from tools.arguments import add_data_flags, add_image_flags, add_training_flags
 
 PROBE, FINETUNE = "ImageNet-probing/tran1_3.7G.yaml", "ImageNet-finetune/tran1_3.7G.yaml"
 OPTS = {
@@ -66,7 +67,8 @@ def start(
 ) -> Trainer:
     """Returns the trainer of ``tools/train_net.py`` before its first step."""
     forget_runs(LABELLED_TRAIN, LABELLED_VAL)
-    parser = default_argument_parser()
+    parser = argparse.ArgumentParser()
+    add_training_flags(parser)
     add_data_flags(parser)
     add_image_flags(parser)
     pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}

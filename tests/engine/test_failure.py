@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A failed step: what its file holds, and that it is run again with the same result."""
+"""The file of a failed step: what it holds, and that reading it runs nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -7,94 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detectron2.config import CfgNode
-from detectron2.layers import FrozenBatchNorm2d
-from detectron2.modeling import META_ARCH_REGISTRY, build_model
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
-from detectron2.utils.events import EventStorage
-from torch import Tensor, nn
+from torch import nn
 
-from qbheat_det.config import find_memory_format, get_cfg
+from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, failed_step, read_failure
-from qbheat_det.engine.plain_data import from_plain, to_plain
-from qbheat_det.engine.replay import replay_failure
-from qbheat_det.engine.seeding import seed_step
-from tests.engine.gradient_cases import MF_DETR, RETINANET, Case, make_case_config, make_image
-from tests.engine.tiny_detectors import make_retinanet_config
+from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, read_failure, report_failure
 
 
-@META_ARCH_REGISTRY.register()
-class Explosive(nn.Module):
-    """Takes the logarithm of the mean pixel, so that a black image breaks it; has dropout."""
-
-    def __init__(self, cfg: CfgNode) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
-        self.logarithm = Logarithm()
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("offset", torch.zeros(1), persistent=False)
-
-    def forward(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        means = torch.stack([entry["image"].float().mean()[None] for entry in batch])
-        hidden = self.norm(self.inner(means / 255)) if len(batch) > 1 else self.inner(means / 255)
-        return {
-            "loss_hidden": hidden.square().mean() + self.offset.sum(),
-            "loss_logarithm": self.logarithm(means).square().mean() * self.inner[0].bias.sum(),
-        }
-
-
-class Logarithm(nn.Module):
-    """The one place where infinity arises."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.log()
-
-
-def make_config() -> CfgNode:
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "Explosive"
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.SOLVER.IMS_PER_BATCH = 2
-    return cfg
-
-
-def make_entry(number: int, *, black: bool = False) -> dict[str, Any]:
-    image = torch.zeros(3, 8, 6) if black else torch.full((3, 8, 6), 100.0 + number)
-    instances = Instances((8, 6), gt_boxes=Boxes([[0, 0, 3, 4]]), gt_classes=torch.tensor([1]))
-    return {
-        "file_name": f"{number}.jpg",
-        "image_id": number,
-        "image": image,
-        "instances": instances,
-    }
-
-
-def fail(path: Path, batches: list[Any], *, iteration: int = 5) -> dict[str, float]:
-    """Runs a step as training does, and dumps it; returns the last losses."""
-    cfg = make_config()
-    torch.manual_seed(1)
-    model = build_model(cfg).train()
-    model.offset.fill_(0.25)
-    seed_step(3, iteration, 1)
-    for batch in batches:
-        losses = {name: loss * len(batch) / 2 for name, loss in model(batch).items()}
-        sum(losses.values()).backward()
-    values = {name: float(loss.detach()) for name, loss in losses.items()}
-    dump_failure(
-        path,
-        cfg=cfg,
-        model=model,
-        batched_inputs=batches,
-        iteration=iteration,
-        seed=3,
-        rank=1,
-        losses=values,
-    )
-    return values
-
-
-def test_detectron2s_structures_survive_as_plain_tensors() -> None:
+def make_state() -> dict[str, Any]:
+    """Arguments of ``dump_failure`` but for the path, with every kind of data in the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
+    model.register_buffer("offset", torch.tensor(0.25), persistent=False)
+    model(torch.rand(2, 1)).sum().backward()
     instances = Instances(
         (8, 6),
         gt_boxes=Boxes([[0.5, 1, 2, 3]]),
@@ -102,242 +28,95 @@ def test_detectron2s_structures_survive_as_plain_tensors() -> None:
         gt_masks=PolygonMasks([[np.array([0.0, 0, 3, 0, 3, 3])]]),
         gt_bits=BitMasks(torch.ones(1, 8, 6, dtype=torch.bool)),
     )
-    entry = {"instances": instances, "height": np.int64(8), "path": Path("a.jpg"), "size": (8, 6)}
-    plain = to_plain([entry])
-    kinds = {type(leaf) for leaf in _leaves(plain)}
-    assert kinds <= {Tensor, int, float, str, bool, type(None)}
-    (back,) = from_plain(plain)
-    assert back["height"] == 8
-    assert back["size"] == [8, 6]
-    found = back["instances"]
-    assert found.image_size == (8, 6)
-    torch.testing.assert_close(found.gt_boxes.tensor, instances.gt_boxes.tensor)
-    torch.testing.assert_close(found.gt_bits.tensor, instances.gt_bits.tensor)
-    np.testing.assert_array_equal(found.gt_masks.polygons[0][0], instances.gt_masks.polygons[0][0])
+    entry = {
+        "image": torch.rand(100, 3, 8, 6)[7],  # a view of a large tensor
+        "instances": instances,
+        "features": {"s8": torch.ones(2)},
+        "array": np.arange(3, dtype=np.float32),
+        "height": np.int64(8),
+        "path": Path("a.jpg"),
+    }
+    return {
+        "cfg": get_cfg(),
+        "model": model,
+        "batched_inputs": [[entry], [entry]],
+        "iteration": 12,
+        "seed": 3,
+        "rank": 1,
+        "losses": {"loss_a": float("nan"), "loss_b": 2.0},
+        "normalizers": torch.tensor([1.0, 3.0]),
+        "scale": 8.0,
+    }
 
 
-def _leaves(value: Any) -> Any:
-    if isinstance(value, dict | list):
-        for element in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(element)
-    else:
-        yield value
-
-
-def test_a_view_of_a_large_tensor_does_not_bring_the_tensor_along(tmp_path: Path) -> None:
-    entry = make_entry(1)
-    entry["image"] = torch.rand(100, 3, 64, 64)[7]
-    fail(tmp_path / "step.pt", [[entry, entry]])
-    assert (tmp_path / "step.pt").stat().st_size < 3 * entry["image"].numel() * 4
-
-
-def test_the_file_holds_gradients_weights_and_place_and_is_alone_in_its_folder(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "step.pt"
-    fail(path, [[make_entry(1), make_entry(2)]])
-    failed = read_failure(path)
-    assert (failed.iteration, failed.seed, failed.rank) == (5, 3, 1)
-    assert failed.gradients["inner.0.weight"] is not None
-    assert failed.weights["inner.0.weight"].shape == (4, 1)
-    assert failed.buffers["offset"].item() == 0.25
-    assert failed.batches[0][1]["instances"].gt_boxes.tensor.tolist() == [[0, 0, 3, 4]]
+def test_the_file_holds_all_that_a_replay_needs_and_no_more(tmp_path: Path) -> None:
+    path, state = tmp_path / "step.pt", make_state()
+    dump_failure(path, **state)
     assert [file.name for file in tmp_path.iterdir()] == ["step.pt"]
+    assert path.stat().st_size < 100_000
+    failed = read_failure(path)
+    assert (failed.iteration, failed.seed, failed.rank, failed.scale) == (12, 3, 1, 8.0)
+    assert (failed.num_processes, failed.device) == (1, "cpu")
+    assert "META_ARCHITECTURE" in failed.config
+    assert np.isnan(failed.losses["loss_a"])
+    torch.testing.assert_close(failed.normalizers, state["normalizers"])
+    torch.testing.assert_close(failed.weights, dict(state["model"].state_dict()))
+    assert failed.buffers["offset"].item() == 0.25
+    assert failed.buffers.keys().isdisjoint(failed.weights)
+    torch.testing.assert_close(failed.gradients["0.weight"], state["model"][0].weight.grad)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_a_replay_draws_the_same_dropout_and_gives_the_same_losses(
-    tmp_path: Path, num_micro_batches: int
-) -> None:
-    path = tmp_path / "step.pt"
-    entries = [make_entry(number) for number in range(2 * num_micro_batches)]
-    values = fail(path, [entries[i::num_micro_batches] for i in range(num_micro_batches)])
-    torch.manual_seed(99)
-    report = replay_failure(path)
-    assert report.losses == pytest.approx(values, rel=1e-6)
-    assert report.is_same
-    assert report.first_module is None
-    assert report.bad_gradients == []
-    assert "Every module's output is finite" in str(report)
+def test_batches_come_back_as_they_were(tmp_path: Path) -> None:
+    path, state = tmp_path / "step.pt", make_state()
+    dump_failure(path, **state)
+    ((found,), _), ((entry,), _) = read_failure(path).batches, state["batched_inputs"]
+    torch.testing.assert_close(found["image"], entry["image"])
+    torch.testing.assert_close(found["features"], entry["features"])
+    np.testing.assert_array_equal(found["array"], entry["array"])
+    assert (found["height"], found["path"]) == (8, repr(Path("a.jpg")))
+    instances, expected = found["instances"], entry["instances"]
+    assert instances.image_size == (8, 6)
+    assert instances.get_fields().keys() == expected.get_fields().keys()
+    torch.testing.assert_close(instances.gt_boxes.tensor, expected.gt_boxes.tensor)
+    torch.testing.assert_close(instances.gt_bits.tensor, expected.gt_bits.tensor)
+    polygons = instances.gt_masks.polygons
+    np.testing.assert_array_equal(polygons[0][0], expected.gt_masks.polygons[0][0])
 
 
-def test_a_replay_names_the_module_the_image_and_the_gradients(tmp_path: Path) -> None:
-    path = tmp_path / "step.pt"
-    fail(path, [[make_entry(1), make_entry(2, black=True)]])
-    report = replay_failure(path)
-    assert report.first_module == "logarithm (Logarithm)"
-    assert report.first_module_values == (1, 2)
-    assert report.first_module_has_finite_inputs
-    assert report.bad_weights == []
-    assert "inner.0.bias" in report.bad_gradients
-    assert report.is_same
-    finite = [all(np.isfinite(list(image.losses.values()))) for image in report.images]
-    assert finite == [True, False]
-    text = str(report)
-    assert "First output that is not finite: logarithm (Logarithm), 1 of 2 values" in text
-    assert "2.jpg (id 2)  6 x 8, 1 box, loss" in text
-
-
-@pytest.mark.parametrize("config", [MF_DETR, RETINANET])
-def test_the_packages_detectors_run_again_as_a_batch_and_image_by_image(
-    tmp_path: Path, config: str
-) -> None:
-    path = tmp_path / "step.pt"
-    cfg = make_case_config(Case(config), "cpu")
-    cfg.SOLVER.IMS_PER_BATCH = 2
-    model = build_model(cfg).train()
-    batch = [make_image(0), make_image(1)]
-    seed_step(3, 5, 0)
-    with EventStorage():
-        losses = {name: value.item() for name, value in model(batch).items()}
-    dump_failure(
-        path, cfg=cfg, model=model, batched_inputs=[batch], iteration=5, seed=3, losses=losses
-    )
-    report = replay_failure(path)
-    assert report.error == ""
-    # RetinaNet's running mean in the file has moved already, and moves again.
-    assert report.losses == pytest.approx(losses, rel=1e-5 if config == MF_DETR else 0.2)
-    for image in report.images:
-        assert image.error == ""
-        assert image.losses.keys() == losses.keys()
-
-
-def test_a_replay_folds_frozen_norms_as_the_step_did(tmp_path: Path) -> None:
-    path, cfg = tmp_path / "step.pt", make_case_config(Case(MF_DETR), "cpu")
-    cfg.MODEL.BACKBONE.FREEZE_AT = 5
-    cfg.SOLVER.IMS_PER_BATCH = 2
-    model = build_model(cfg).to(memory_format=find_memory_format(cfg)).train()
-    for module in model.backbone.modules():
-        if isinstance(module, FrozenBatchNorm2d):
-            module.running_var.uniform_(0.1, 3)  # as initialised, folding changes nothing
-    batch = [make_image(0), make_image(1)]
-    seed_step(3, 5, 0)
-    losses = {name: value.item() for name, value in model(batch).items()}
-    dump_failure(
-        path, cfg=cfg, model=model, batched_inputs=[batch], iteration=5, seed=3, losses=losses
-    )
-    assert replay_failure(path).losses == losses  # to the bit
-
-
-def test_normalizers_of_an_older_version_end_with_a_sentence(tmp_path: Path) -> None:
-    """Before training-only help there was one row, of the object queries, without a dimension."""
-    path, cfg = tmp_path / "step.pt", make_case_config(Case(MF_DETR), "cpu")
-    dump_failure(
-        path,
-        cfg=cfg,
-        model=build_model(cfg),
-        batched_inputs=[[make_image(0)]],
-        iteration=5,
-        seed=3,
-        normalizers=torch.tensor([1.0, 3.0]),
-    )
-    with pytest.raises(
-        UserError, match=r"step\.pt' was written by an older .* shape \[2\] .* \[1, 2\]"
-    ):
-        replay_failure(path)
-
-
-def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
-    cfg = make_retinanet_config()
-    cfg.SOLVER.IMS_PER_BATCH = 1
-    model = build_model(cfg).train()
-    name, weight = next(iter(model.named_parameters()))
-    with torch.no_grad():
-        weight.view(-1)[0] = torch.nan
-    entry = make_entry(4)
-    entry["image"] = torch.rand(3, 64, 64)
-    entry["instances"] = Instances(
-        (64, 64), gt_boxes=Boxes([[5, 5, 5, 9], [0, 0, 99, 9]]), gt_classes=torch.tensor([0, 1])
-    )
-    path = tmp_path / "step.pt"
-    dump_failure(path, cfg=cfg, model=model, batched_inputs=[[entry]], iteration=0, seed=0)
-    report = replay_failure(path)
-    assert report.bad_weights == [name]
-    assert report.first_module is not None
-    assert not report.first_module_has_finite_weights
-    assert report.images[0].faults == ("a box without area", "a box beyond the image")
-    assert report.failed.gradients[name] is None
-
-
-def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> None:
-    path = tmp_path / "step.pt"
-    entry = make_entry(1)
-    fail(path, [[entry, entry]])
-    content = torch.load(path, weights_only=True)
-    content["batches"][0][0]["image"] = "not an image"
-    content["batches"][0].pop()
-    torch.save(content, path)
-    report = replay_failure(path, each_image=False)
-    assert report.error.startswith("AttributeError")
-    assert "The step raised AttributeError" in str(report)
-
-
-def test_the_sentence_names_file_command_and_cures(tmp_path: Path) -> None:
-    cfg, batch = make_config(), [make_entry(1)]
-    error = failed_step(
-        str(tmp_path),
-        cfg=cfg,
-        model=build_model(cfg),
-        batched_inputs=[batch],
-        iteration=12,
-        seed=3,
-        rank=0,
-        losses={"loss_a": float("nan"), "loss_b": 2.0},
-    )
+def test_the_error_names_iteration_losses_and_file(tmp_path: Path) -> None:
+    error = report_failure(str(tmp_path), **make_state())
     assert isinstance(error, NonFiniteLoss)
-    path = tmp_path / "failure_0000012_rank0.pt"
-    assert path.is_file()
-    for part in ("iteration 12 (loss_a nan)", f"--replay {path}", "SOLVER.BASE_LR", "bfloat16"):
+    assert error.path == str(tmp_path / "failure_0000012_rank1.pt")
+    assert Path(error.path).is_file()
+    for part in ("iteration 12", "loss_a nan", f"--replay {error.path}", "SOLVER.BASE_LR"):
         assert part in str(error)
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    cfg = make_config()
-    error = failed_step(
-        str(tmp_path / "file"),
-        cfg=cfg,
-        model=build_model(cfg),
-        batched_inputs=[[make_entry(1)]],
-        iteration=1,
-        seed=0,
-        rank=0,
-    )
-    assert "no file to replay it was written (cannot write" in str(error)
+    error = report_failure(str(tmp_path / "file"), **make_state())
+    assert isinstance(error, NonFiniteLoss)
+    assert "loss_a nan" in str(error)
+    assert "--replay" not in str(error)
 
 
-@pytest.mark.parametrize("content", [b"", b"half a file", None])
-def test_another_file_is_refused_by_a_sentence(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "step.pt"
-    if content is None:
-        torch.save({"model": {}}, path)
-    else:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=r"step\.pt"):
-        replay_failure(path)
-    with pytest.raises(UserError, match="there is no file"):
-        replay_failure(tmp_path / "missing.pt")
-
-
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused_and_run_nothing(tmp_path: Path) -> None:
     path, mark = tmp_path / "step.pt", tmp_path / "ran"
 
     class Attack:
         def __reduce__(self) -> Any:
             return (mark.write_text, ("x",))
 
-    torch.save({"format": "qbheat_det failed step, 1", "config": Attack()}, path)
-    with pytest.raises(UserError, match="cannot be read"):
-        replay_failure(path)
+    contents = [{"model": {}}, {"format": "qbheat_det failed step, 2", "config": Attack()}]
+    contents.append({"format": "qbheat_det failed step, 2", "config": ""})
+    for content in contents:
+        torch.save(content, path)
+        with pytest.raises(UserError, match=r"step\.pt"):
+            read_failure(path)
+    for broken in (b"", b"half a file"):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"step\.pt"):
+            read_failure(path)
+    with pytest.raises(UserError, match=r"missing\.pt"):
+        read_failure(tmp_path / "missing.pt")
     assert not mark.exists()
-
-
-@pytest.mark.parametrize("key", ["config", "weights"])
-def test_a_config_or_weights_of_another_model_end_with_a_sentence(tmp_path: Path, key: str) -> None:
-    path = tmp_path / "step.pt"
-    fail(path, [[make_entry(1), make_entry(2)]])
-    content = torch.load(path, weights_only=True)
-    content[key] = {"config": "MODEL:\n  NO_KEY: 1\n", "weights": {"a": torch.ones(1)}}[key]
-    torch.save(content, path)
-    with pytest.raises(UserError, match=r"step\.pt"):
-        replay_failure(path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qbheat_det.data import Fault, View
+from qbheat_det.data import DataError, View
 from qbheat_det.engine.feature_build import ViewEncoder
 from qbheat_det.modeling.backbone import CachedBackbone
 
@@ -48,7 +48,7 @@ def test_a_file_of_views_is_cut_evenly_or_filled_up(
         is_train=True,
         is_exact=is_exact,
     )
-    fault = Fault("unreadable image", "image 'a.jpg'", "it is a text")
+    fault = DataError("unreadable image", "image 'a.jpg'", "it is a text")
     entries = [{"image": torch.full((3, 8, 8), i, dtype=torch.uint8)} for i in range(count)]
     views = encoder([fault, *entries, None])
     assert backbone.sizes == sizes

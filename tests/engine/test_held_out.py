@@ -16,8 +16,7 @@ from qbheat_det.data import build_mapper, register_image_folders
 from qbheat_det.engine import Trainer
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.modeling.meta_arch import QBHeat
-from qbheat_det.modeling.pretrain import CORNERS
+from qbheat_det.modeling.pretrain import CORNERS, QBHeat
 
 from .conftest import forget_runs
 from .held_out_cases import configure, evaluate_weights, make_folder, train

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.engine import default_argument_parser
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
-from qbheat_det.engine import add_data_flags, add_image_flags, build_config
+from qbheat_det.engine import build_config
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
 from tests.data.pictures import draw, save
+from tools.arguments import add_data_flags, add_image_flags, add_training_flags
 
 from .conftest import forget_runs
 from .tiny_training import CONFIG
@@ -30,7 +30,8 @@ def _clean() -> Iterator[None]:
 
 
 def parse(*words: str) -> argparse.Namespace:
-    parser = default_argument_parser()
+    parser = argparse.ArgumentParser()
+    add_training_flags(parser)
     add_data_flags(parser)
     add_image_flags(parser)
     return parser.parse_args(["--config-file", str(CONFIG), *words])

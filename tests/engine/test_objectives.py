@@ -4,23 +4,24 @@
 A new file is tested by being there.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from detectron2.engine import default_argument_parser
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.engine import Trainer, add_data_flags, add_image_flags, build_config, setup
+from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.class_folders import LABELLED_TRAIN
 from qbheat_det.engine.data_flags import CUSTOM_IMAGES
 from tests.data.pictures import draw, save
 from tests.engine.conftest import forget_runs
 from tests.engine.tiny_pretraining import TINY_ENCODER
 from tests.engine.tiny_training import losses, state
+from tools.arguments import add_data_flags, add_image_flags, add_training_flags
 
 FOLDER = Path(get_config_path("objectives/Base-Objective.yaml")).parent
 OBJECTIVES = sorted(path for path in FOLDER.glob("*.yaml") if not path.name.startswith("Base-"))
@@ -69,7 +70,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(recipe: Path, pictures: Path, output_dir: Path, *flags: str) -> Trainer:
     """As ``tools/train_net.py`` does, with the flag for pictures that the objective takes."""
     forget_runs(CUSTOM_IMAGES, LABELLED_TRAIN)
-    parser = default_argument_parser()
+    parser = argparse.ArgumentParser()
+    add_training_flags(parser)
     add_data_flags(parser)
     add_image_flags(parser)
     labels = load_config(recipe).INPUT.DATASET_MAPPER_NAME == "classify"
@@ -123,7 +125,7 @@ def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
     # The file of weights says what stays behind, and holds the encoder under the keys of all.
     tensors, info = read_weights(str(tmp_path / "model_final.safetensors"))
     assert info is not None
-    assert set(info.left_behind) == set(trainer.bare_model.left_behind)
+    assert set(info.left_behind) == set(trainer.bare_model.pretrain_only_modules)
     assert {name.partition(".")[0] for name in tensors} <= {"backbone", *info.left_behind}
     assert {f"backbone.{name}" for name in names} <= set(tensors)
 

@@ -15,7 +15,7 @@ import torch
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.resuming import check_continues
+from qbheat_det.engine.resume import check_same_config
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
@@ -156,7 +156,7 @@ def test_a_run_without_its_tag_is_a_run_all_the_same(
 ) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
     (folder / "last_checkpoint").unlink()
-    with pytest.raises(UserError, match=r"holds a run up to model_final\.pth"):
+    with pytest.raises(UserError, match=r"model_final\.pth.*--resume"):
         train_afresh(folder, {"SOLVER.MAX_ITER": "1"})
 
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_another_trainer_is_no_run_to_continue(
     for key in ("num_images", "fingerprint", "seed", "processes"):  # unknown to Detectron2
         del checkpoint["trainer"][key]
     torch.save(checkpoint, tmp_path / "model_final.pth")
-    with pytest.raises(UserError, match="of another: start a new run"):
+    with pytest.raises(UserError, match="did not write"):
         train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume")
 
 
@@ -213,7 +213,7 @@ def test_another_number_of_processes_is_told(train_afresh: TrainAfresh, tmp_path
     torch.save(checkpoint, tmp_path / "model_final.pth")
     train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume")
     log = (tmp_path / "log.txt").read_text()
-    assert "with 1 processes instead of 2: the batches are the same images" in log
+    assert "with 1 processes instead of 2" in log
 
 
 def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(
@@ -293,7 +293,7 @@ def test_how_weights_predict_later_may_change_since_training_does_not_read_it() 
     saved = cfg.dump()
     cfg.MODEL.DEPLOY.ENABLED = True
     cfg.MODEL.DEPLOY.PRECISION = "bfloat16"
-    check_continues(saved, cfg)
+    check_same_config(saved, cfg)
 
 
 @pytest.mark.parametrize("before", [None, False, True])
@@ -303,4 +303,4 @@ def test_how_maps_lie_in_memory_may_change(before: bool | None, now: bool | None
     cfg.MODEL.CHANNELS_LAST = before
     saved = cfg.dump()
     cfg.MODEL.CHANNELS_LAST = now
-    check_continues(saved, cfg)
+    check_same_config(saved, cfg)

@@ -45,7 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch, toy: Path) -> Any:
     def go(config: str, *opts: str, flags: tuple[str, ...] = ()) -> Any:
         results: list[Any] = []
         monkeypatch.setattr(
-            module, "run_distributed", lambda main, args: results.append(main(args))
+            "qbheat_det.engine.run_distributed", lambda main, args: results.append(main(args))
         )
         json_file, images = str(toy / "annotations.json"), str(toy / "images")
         data = ["--train-json", json_file, "--train-images", images]

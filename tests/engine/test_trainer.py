@@ -234,7 +234,7 @@ def test_the_end_of_a_run_does_not_hide_why_it_ended(
         ({"SOLVER.WEIGHT_DECAY": "-0.1"}, "SOLVER.WEIGHT_DECAY must be at least 0"),
         ({"TEST.PRECISE_BN.ENABLED": "True"}, "PRECISE_BN"),
         ({"SOLVER.AMP.ENABLED": "True", "SOLVER.AMP.PRECISION": "half"}, "PRECISION is 'half'"),
-        ({"SOLVER.EMA.ENABLED": "True", "SOLVER.EMA.DECAY": "1.0"}, "DECAY must lie in"),
+        ({"SOLVER.EMA.ENABLED": "True", "SOLVER.EMA.DECAY": "1.0"}, "SOLVER.EMA.DECAY"),
         ({"SOLVER.ACCUMULATE": "3"}, "SOLVER.ACCUMULATE is 3"),
         ({"SOLVER.ACCUMULATE": "0"}, "SOLVER.ACCUMULATE must be at least 1"),
         ({"SOLVER.LOG_PERIOD": "0"}, "SOLVER.LOG_PERIOD must be at least 1"),

@@ -16,7 +16,7 @@ HELP = {
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": "2",
     "SOLVER.MAX_ITER": "2",
 }
-OF_HELP = "training_help."
+OF_HELP = "auxiliary_queries."
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A whole run of QB-Heat in seconds, from a shipped recipe."""
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from detectron2.engine import default_argument_parser
-
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer, add_data_flags, build_config, setup
+from qbheat_det.engine import Trainer, build_config, setup
+from tools.arguments import add_data_flags, add_training_flags
 
 from .gradient_cases import BLOCKS
 
@@ -41,7 +41,8 @@ OPTS = {
 
 def train(output_dir: Path, opts: Mapping[str, str], *flags: str) -> Trainer:
     """Trains to the end, as ``tools/train_net.py`` does; the data set is named in ``opts``."""
-    parser = default_argument_parser()
+    parser = argparse.ArgumentParser()
+    add_training_flags(parser)
     add_data_flags(parser)
     pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}
     words = [word for pair in pairs.items() for word in pair]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from detectron2.engine import default_argument_parser
 
 import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config.rules import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.engine import Trainer, add_data_flags, build_config, setup
+from qbheat_det.engine import Trainer, build_config, setup
+from tools.arguments import add_data_flags, add_training_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "demo" / "toy_retinanet.yaml"
@@ -53,7 +53,8 @@ def make_data(cache: Path) -> Path:
 
 def parse(output_dir: Path, data: Path, opts: dict[str, str], *flags: str) -> argparse.Namespace:
     """Returns the arguments of ``tools/train_net.py`` for a tiny run."""
-    parser = default_argument_parser()
+    parser = argparse.ArgumentParser()
+    add_training_flags(parser)
     add_data_flags(parser)
     json_file, images = str(data / "annotations.json"), str(data / "images")
     overruled = {iterations for epochs, iterations in EPOCH_KEYS.items() if epochs in opts}

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.modeling.meta_arch.wasserstein_dependency import DependencyDraw
-from qbheat_det.modeling.pretrain import AreaPairs
+from qbheat_det.modeling.pretrain.wasserstein import AreaPairs, DependencyDraw
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 NUM_IMAGES = 8

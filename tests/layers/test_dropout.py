@@ -79,7 +79,7 @@ def test_all_is_dropped_at_rate_1() -> None:
 
 def test_it_is_pytorchs_layer_with_its_checks() -> None:
     assert isinstance(Dropout(0.1), nn.Dropout)
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError):
         Dropout(1.5)
     x = torch.ones(100)
     assert nn.Sequential(Dropout(0.5, inplace=True))(x) is x

@@ -45,5 +45,5 @@ def test_an_image_of_a_padded_batch_has_the_code_that_it_has_alone() -> None:
 
 
 def test_a_code_needs_channels_divisible_by_four() -> None:
-    with pytest.raises(ValueError, match="divisible by 4, not 6"):
+    with pytest.raises(ValueError):
         SinePositionEncoding(channels=6)

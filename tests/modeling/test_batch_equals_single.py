@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
-from qbheat_det.modeling.detr import HungarianMatcher, MFDecoder, SetCriterion
-from qbheat_det.modeling.meta_arch import MFDETR
+from qbheat_det.modeling.detr import MFDETR, HungarianMatcher, MFDecoder, SetCriterion
 
 from .parameter_names import randomise_
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.probing import FrozenFeatures, cache_features
+from qbheat_det.probing import FrozenFeatures, cache_features, split_by_class
 
 
 def make_batches(*sizes: int) -> list[list[dict[str, Any]]]:
@@ -83,3 +83,24 @@ def test_maps_that_take_more_than_is_allowed_end_in_a_sentence_before_they_are_m
         )
     # Without maps there is nothing to run out of.
     cache_features(describe, make_batches(2), num_images=2_000_000, feature="s16", memory_gb=0.05)
+
+
+def test_each_class_is_divided_in_the_same_proportion() -> None:
+    labels = torch.tensor([0] * 10 + [1] * 20 + [2] * 3 + [3] * 2 + [4])[torch.randperm(36)]
+    remain, aside = split_by_class(labels, share=0.2)
+    assert sorted([*remain.tolist(), *aside.tolist()]) == list(range(36))
+    # 2 of 10, 4 of 20, 0.6 of 3 rounded, at least 1 of 2; the only image of a class stays.
+    assert labels[aside].bincount(minlength=5).tolist() == [2, 4, 1, 1, 0]
+    assert torch.equal(remain, remain.sort().values)
+
+
+def test_the_draw_is_a_function_of_the_seed() -> None:
+    labels = torch.arange(60) % 3
+    first, again, other = (split_by_class(labels, seed=seed)[1].tolist() for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_a_class_is_never_set_aside_whole() -> None:
+    remain, aside = split_by_class(torch.tensor([0, 0, 1, 1, 1]), share=1.0)
+    assert (len(remain), len(aside)) == (2, 3)

@@ -47,7 +47,7 @@ def save_model(path: Path, *opts: str, zero: bool = False) -> str:
     model = build_model(cfg)
     if zero:
         torch.nn.init.zeros_(model.decoder.head.weight)
-    info = WeightsInfo.from_config(cfg, iteration=1, commit="c0ffee", left_behind=[])
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="c0ffee", pretrain_only_modules=[])
     save_weights(str(path), model.state_dict(), info)
     return str(path)
 

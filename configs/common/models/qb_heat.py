@@ -3,8 +3,12 @@
 
 from detectron2.config import LazyCall as L
 
-from qbheat_det.modeling.meta_arch import QBHeat
-from qbheat_det.modeling.pretrain import HeatPredictor, ReconstructionDecoder, ReconstructionLoss
+from qbheat_det.modeling.pretrain import (
+    HeatPredictor,
+    QBHeat,
+    ReconstructionDecoder,
+    ReconstructionLoss,
+)
 
 from ..data.constants import constants
 from .mobile_former import model as backbone

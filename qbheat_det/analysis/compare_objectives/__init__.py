@@ -2,6 +2,7 @@
 """Comparisons of pre-training objectives: the commands, their execution, tables and chart."""
 
 from .execute import compare, is_done
-from .plan import DETECTORS, Comparison, list_jobs, load_objectives
+from .objectives import load_objectives
+from .plan import DETECTORS, Comparison, list_jobs
 
 __all__ = ["DETECTORS", "Comparison", "compare", "is_done", "list_jobs", "load_objectives"]

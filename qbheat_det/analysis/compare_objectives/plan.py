@@ -16,23 +16,16 @@ from qbheat_det.analysis.curves import flatten
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
-from qbheat_det.data import (
-    MAPPERS_OF_IMAGES,
-    fingerprint_records,
-    load_image_folders,
-    unite_labels,
-)
+from qbheat_det.data import fingerprint_records, load_image_folders, unite_labels
 
-RANDOM = "random"
+from .objectives import RANDOM, Objective
+
 WEIGHTS = "model_final.safetensors"
 DETECTORS = {
     "retinanet": "custom/retinanet_285M_probe.yaml",
     "mf-dec-211": "custom/mf_detr_211_285M_probe.yaml",
 }
 """Frozen detectors by their names on the command line."""
-# From the cheapest to the paper's; others follow by name.
-_ORDER = (RANDOM, "supervised", "moco_v2", "wasserstein_dual", "wasserstein_contrastive",
-          "mask_token", "interpolation", "qb_heat")  # fmt: skip
 # Beginnings of keys that change where and how a run computes and what it logs, not its result.
 _FREE_KEYS = (
     *("CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.", "VIS", "MODEL.DEVICE"),
@@ -41,26 +34,6 @@ _FREE_KEYS = (
 )
 # A stopped detector continues from its checkpoint; its result does not depend on them.
 _DETECTOR_OPTS = ("SOLVER.CHECKPOINT_EPOCHS", "2.0", "SOLVER.CHECKPOINTS_KEPT", "1")
-
-
-@dataclass(frozen=True)
-class Objective:
-    """One row of a comparison.
-
-    Attributes:
-        name: of the row and of its folder.
-        config_file: that trains it; for ``random``, whose backbone is initialized.
-        cfg: of that file, with the overrides of all objectives.
-    """
-
-    name: str
-    config_file: str
-    cfg: CfgNode
-
-    @property
-    def labelled(self) -> bool:
-        """Whether it is trained with labels."""
-        return bool(self.cfg.INPUT.DATASET_MAPPER_NAME == "classify")
 
 
 @dataclass(frozen=True)
@@ -178,42 +151,6 @@ class Row:
         return self.folder / "backbone.safetensors"
 
 
-def list_objectives() -> list[str]:
-    """Returns the names of the package's objectives, ``random`` first."""
-    folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
-    found = {path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("Base-")}
-    found.add(RANDOM)
-    first = [name for name in _ORDER if name in found]
-    return [*first, *sorted(found - set(first))]
-
-
-def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Returns objectives by name or config file.
-
-    Args:
-        wanted: in this order; all of ``list_objectives`` if empty.
-        opts: overrides of every config.
-
-    Raises:
-        UserError: an objective is unknown or named twice, a config is not valid, or two have
-            different encoders or image sizes.
-    """
-    objectives = [_load_objective(word, opts) for word in wanted or list_objectives()]
-    names = [objective.name for objective in objectives]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"--objectives names {', '.join(twice)} twice")
-    first = _describe_encoder(objectives[0].cfg)
-    for objective in objectives:
-        other = _describe_encoder(objective.cfg)
-        if changed := [key for key, value in first.items() if other.get(key) != value]:
-            key = changed[0]
-            raise UserError(
-                f"'{objectives[0].name}' and '{objective.name}' differ in {key} ({first[key]} and "
-                f"{other.get(key)}): set it on the command line, for all"
-            )
-    return objectives
-
-
 def list_jobs(comparison: Comparison) -> list[Row]:
     """Returns all rows with their jobs, the first seed of every objective first.
 
@@ -284,8 +221,9 @@ def _plan_export(comparison: Comparison, row: Row) -> Job:
         "contents": comparison.contents["train"],
         "recalibrate_bn": comparison.num_recalibrated,
     }
-    return Job(row.objective.name, row.seed, "export", row.folder, command, settings,
-               (row.weights,))  # fmt: skip
+    return Job(
+        row.objective.name, row.seed, "export", row.folder, command, settings, (row.weights,)
+    )
 
 
 def _plan_detector(comparison: Comparison, row: Row, detector: str) -> Job:
@@ -321,30 +259,6 @@ def _plan_detector(comparison: Comparison, row: Row, detector: str) -> Job:
 
 def _tool(comparison: Comparison, name: str, *arguments: str) -> list[str]:
     return [sys.executable, str(comparison.tools / name), *arguments]
-
-
-def _load_objective(word: str, opts: Sequence[str]) -> Objective:
-    if word.endswith((".yaml", ".yml")):
-        name, path = Path(word).stem, word
-        if name == RANDOM:
-            raise UserError(f"'{word}': '{RANDOM}' is the initialized encoder; rename the file")
-    elif word in (known := list_objectives()):
-        name = word
-        path = get_config_path(f"objectives/{'Base-Objective' if word == RANDOM else word}.yaml")
-    else:
-        raise UserError(f"no objective '{word}': {', '.join(known)}, or a config file (.yaml)")
-    cfg = load_config(path, opts)
-    mapper = cfg.INPUT.DATASET_MAPPER_NAME
-    if mapper not in (*MAPPERS_OF_IMAGES, "classify"):
-        raise UserError(f"'{path}' does not pre-train: INPUT.DATASET_MAPPER_NAME is '{mapper}'")
-    return Objective(name, path, cfg)
-
-
-def _describe_encoder(cfg: CfgNode) -> dict[str, Any]:
-    """Returns the keys that decide what the encoder is and which images it gets."""
-    tree = {"INPUT.PRETRAIN.SIZE": cfg.INPUT.PRETRAIN.SIZE}
-    tree |= {f"MODEL.{name}": cfg.MODEL[name] for name in ("BACKBONE", "MOBILE_FORMER")}
-    return {k: v for k, v in flatten(tree).items() if not k.endswith(("DROP_PATH", "FREEZE_AT"))}
 
 
 def _list_settings(cfg: CfgNode) -> dict[str, Any]:

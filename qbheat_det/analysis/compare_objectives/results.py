@@ -26,11 +26,12 @@ from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import to_json
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import Fault, build_mapper, preserved_randomness
+from qbheat_det.data import DataError, build_mapper, preserved_randomness
 from qbheat_det.engine.run_record import find_commit, list_versions
 from qbheat_det.engine.trainer import Trainer
 
-from .plan import DETECTORS, RANDOM, WEIGHTS, Comparison, Row
+from .objectives import RANDOM
+from .plan import DETECTORS, WEIGHTS, Comparison, Row
 
 _DETECTOR_TITLES = {"retinanet": "RetinaNet", "mf-dec-211": "MF-Dec-211"}
 _COSTS = {  # measure: header, format, scale
@@ -230,7 +231,7 @@ def count_training_flops(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> flo
     with preserved_randomness():
         for record in records[: 4 * cfg.SOLVER.IMS_PER_BATCH]:
             entry = mapper(dict(record))
-            batch += [] if entry is None or isinstance(entry, Fault) else [entry]
+            batch += [] if entry is None or isinstance(entry, DataError) else [entry]
         if not batch:
             raise UserError("no training image can be read")
         # A queue of keys takes complete batches.

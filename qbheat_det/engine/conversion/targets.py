@@ -112,7 +112,7 @@ def _find_timm(name: str) -> Target:
     model, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
     check_timm_name(model)
     encoder = _build_whole(model)
-    unused = tuple(f"{child.removeprefix('net.')}." for child in encoder.unbuilt)
+    unused = tuple(f"{child.removeprefix('net.')}." for child in encoder.optional_modules)
     published = [
         other.partition(".")[2] for other in timm.list_models(f"{model}.*", pretrained=True)
     ]

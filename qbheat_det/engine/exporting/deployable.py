@@ -3,15 +3,15 @@
 
 import importlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
 from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import ImageModel
-from qbheat_det.modeling.meta_arch import ImageClassifier
+from qbheat_det.modeling.classification import ImageClassifier
+from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
 from .detector_heads import Suppress, build_head
 from .export_info import DETECTION_OUTPUTS, ExportInfo, Task
@@ -122,7 +122,7 @@ def build_deployable(
         UserError: the model's boxes cannot be computed in a graph.
     """
     model.eval()
-    backbone: Any = getattr(model, "backbone", None)
+    backbone = get_backbone(model)
     if backbone is None:
         raise UserError(f"{type(model).__name__} has no backbone, and cannot be exported")
     resize: ShortestEdge | CentreSquare = ShortestEdge(
@@ -136,7 +136,7 @@ def build_deployable(
     elif isinstance(model, ImageClassifier):
         task, outputs, head = "classification", ("scores",), ClassifierHead(model.decoder)
         resize = CentreSquare(size=model.image_size, share=cfg.INPUT.CLASSIFY.TEST_CROP)
-    elif isinstance(model, ImageModel):
+    elif isinstance(model, FixedSizeModel):
         outputs = tuple(backbone.output_shape())
         head = FeatureHead(outputs)
     else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
-from qbheat_det.modeling.meta_arch import MFDETR
+from qbheat_det.modeling.detr import MFDETR
 
 Suppress = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 NOTHING = -1.0

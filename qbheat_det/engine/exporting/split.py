@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.contracts import get_encoder
 
 from .deployable import DeployableModel, Encoder
 from .export_info import ExportInfo
@@ -152,7 +153,7 @@ def split_models(models: Mapping[str, DeployableModel]) -> SplitParts:
 
 def _bare_backbone(model: DeployableModel) -> nn.Module:
     backbone = model.encoder.backbone
-    return getattr(backbone, "bottom_up", backbone)
+    return get_encoder(backbone)
 
 
 def _take_head(model: DeployableModel) -> SplitHead:

@@ -18,11 +18,10 @@ from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.analysis.spatial_correlation import correlate_images, summarize_correlation
 from qbheat_det.checkpoint import info_of
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.looking import undisturbed
-from qbheat_det.engine.pretraining_looks import CORRELATED_IMAGES
-from qbheat_det.engine.probed_backbones import find_feature
-from qbheat_det.engine.recalibrate import recalibrate_bn
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.engine.hooks.visualize import undisturbed
+from qbheat_det.modeling.contracts import FixedSizeModel
+from qbheat_det.probing.backbones import find_feature
+from qbheat_det.probing.batch_norm import recalibrate_bn
 
 from .flag_types import some_text, whole
 from .options import SightOptions
@@ -39,6 +38,7 @@ from .same_pictures import (
 from .side_by_side import look_at_each
 from .subject import Subject
 
+CORRELATED_IMAGES = 64
 _PAPER_SIZE = 224
 _ANEW = ", BatchNorm of these images"
 _DELAY = 2.0  # seconds without a bar
@@ -200,7 +200,7 @@ def _measure(subject: Subject, encoder: Backbone, name: str, entries: Entries) -
 def _find_map(subject: Subject, encoder: Backbone, wanted: str | None) -> str:
     try:
         if wanted is None and subject.kind != "detector":
-            return cast(ImageModel, subject.model).in_features[0]
+            return cast(FixedSizeModel, subject.model).in_feature
         return find_feature(encoder, wanted or "")
     except UserError as error:
         raise NothingToSee(f"'{subject.label}': {error}") from error

@@ -18,9 +18,8 @@ from qbheat_det.analysis.html_report import Picture, Table
 from qbheat_det.analysis.reconstruction_views import to_rgb
 from qbheat_det.analysis.steady_heat import HeatStudy, mean_of, study_map
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.looking import undisturbed
-from qbheat_det.modeling.classification import LinearDecoder
-from qbheat_det.modeling.meta_arch import ImageClassifier
+from qbheat_det.engine.hooks.visualize import undisturbed
+from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder
 
 from .flag_types import some_text, whole
 from .map_figures import list_map

@@ -19,8 +19,8 @@ from qbheat_det.analysis.query_attention import QueryAttention, measure_inside, 
 from qbheat_det.analysis.reconstruction_views import to_rgb
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
-from qbheat_det.engine.spread_images import read_spread
-from qbheat_det.modeling.meta_arch.mf_detr import MFDETR
+from qbheat_det.engine.sample_images import read_spread
+from qbheat_det.modeling.detr.mf_detr import MFDETR
 
 from .flag_types import whole
 from .options import SightOptions

@@ -15,7 +15,8 @@ from qbheat_det.analysis.reconstruction_views import (
     ReconstructingModel,
     reconstruct_views,
 )
-from qbheat_det.engine.looking import undisturbed
+from qbheat_det.engine.hooks.visualize import undisturbed
+from qbheat_det.modeling.contracts import ReconstructionObjective
 
 from .options import SightOptions
 from .refusal import NothingToSee
@@ -80,7 +81,7 @@ def see_reconstructions(subjects: Sequence[Subject], options: SightOptions) -> E
 def _find_model(subject: Subject) -> nn.Module:
     require_kind(subject, "pretraining", "reconstructs no pixels")
     model = subject.model
-    if not hasattr(model, "views"):
+    if not isinstance(model, ReconstructionObjective):
         raise NothingToSee(
             f"the objective of '{subject.label}', {type(model).__name__}, has no decoder to pixels"
         )

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.modeling import FPN, Backbone
+from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.spread_images import SpreadEntries, read_spread
+from qbheat_det.engine.sample_images import SpreadEntries, read_spread
+from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .refusal import NothingToSee
 from .side_by_side import FaultOfAll
@@ -150,7 +151,7 @@ def find_encoder(model: nn.Module) -> Backbone:
     Raises:
         NothingToSee: the model has none.
     """
-    backbone = getattr(model, "backbone", None)
-    if not isinstance(backbone, Backbone):
+    backbone = get_backbone(model)
+    if backbone is None:
         raise NothingToSee(f"a {type(model).__name__} has no backbone")
-    return backbone.bottom_up if isinstance(backbone, FPN) else backbone
+    return get_encoder(backbone)

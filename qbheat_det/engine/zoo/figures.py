@@ -74,7 +74,7 @@ def measure_figures(weights: Path, data: str, args: argparse.Namespace) -> list[
     Args:
         weights: the file; its config names the test set unless the flags do.
         data: what the figures call that set.
-        args: the flags of ``add_data_flags`` and ``add_image_flags``.
+        args: the flags of ``tools/arguments.py`` that name data.
 
     Raises:
         UserError: there is nothing to evaluate on, or the evaluation gives no figure.

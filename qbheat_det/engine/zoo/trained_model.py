@@ -17,7 +17,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES
 from qbheat_det.modeling.backbone.bare import build_bare_backbone
-from qbheat_det.modeling.pretrain import PretrainingModel
+from qbheat_det.modeling.contracts import PretrainingObjective
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TrainedModel:
     @property
     def task(self) -> str:
         """One of the zoo's tasks."""
-        if isinstance(self.model, Backbone | PretrainingModel):
+        if isinstance(self.model, Backbone | PretrainingObjective):
             return "pretraining"
         is_classifier = self.cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
         return "classification" if is_classifier else "detection"

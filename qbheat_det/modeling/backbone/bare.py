@@ -4,6 +4,8 @@
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone, build_backbone
 
+from qbheat_det.modeling.contracts import get_encoder
+
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:
     """Builds the config's backbone, of a pyramid what stands below it; nothing is frozen."""
@@ -11,4 +13,4 @@ def build_bare_backbone(cfg: CfgNode) -> Backbone:
     own.defrost()
     own.MODEL.BACKBONE.FREEZE_AT = 0
     backbone: Backbone = build_backbone(own)
-    return getattr(backbone, "bottom_up", backbone)
+    return get_encoder(backbone)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers.cached_images import CachedImages
+from qbheat_det.modeling.contracts import optional_modules
 
 _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 
@@ -51,11 +52,7 @@ class CachedBackbone(Backbone):
         self._shared = _Shared(encoder)
         self._is_encoding = False
         # Of parts that the config leaves out, which files may hold.
-        self.unbuilt = tuple(
-            f"{path}.{child}".lstrip(".")
-            for path, module in encoder.named_modules()
-            for child in getattr(module, "unbuilt", ())
-        )
+        self.optional_modules = tuple(optional_modules(encoder))
 
     @property
     def encoder(self) -> Backbone:

@@ -86,7 +86,7 @@ class MobileFormer(Backbone):
             raise ValueError(f"FREEZE_AT is 0 … {len(groups) + 1} here, not {freeze_at}")
         self._out_features = list(out_features)
         # Named where it is left out, so that weights that hold it are known to be of this model.
-        self.unbuilt = () if self._expanded_name in self._out_features else ("expand",)
+        self.optional_modules = () if self._expanded_name in self._out_features else ("expand",)
 
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
         self.stem: nn.Module = NormedConv2d(
@@ -193,7 +193,7 @@ class MobileFormer(Backbone):
         return self
 
     @property
-    def freezes_all(self) -> int:
+    def freeze_all(self) -> int:
         """The least ``freeze_at`` that freezes the network to its end."""
         return len(self._stage_names) + 1
 

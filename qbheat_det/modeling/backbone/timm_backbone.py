@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qbheat_det.config.rules import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 
-_FREEZES_ALL = 5
+_FREEZE_ALL = 5
 _PROBE_SIZE = (64, 96)  # of an image whose maps tell height, width and channels apart
 
 
@@ -57,8 +57,8 @@ class TimmBackbone(Backbone):
             ValueError: an unknown output name, or a ``freeze_at`` out of range.
         """
         super().__init__()
-        if not 0 <= freeze_at <= _FREEZES_ALL:
-            raise ValueError(f"FREEZE_AT is 0 … {_FREEZES_ALL} here, not {freeze_at}")
+        if not 0 <= freeze_at <= _FREEZE_ALL:
+            raise ValueError(f"FREEZE_AT is 0 … {_FREEZE_ALL} here, not {freeze_at}")
         check_timm_name(name)
         self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
         infos = _list_maps(self.net, name)
@@ -72,7 +72,7 @@ class TimmBackbone(Backbone):
         )
         # Files of the whole model may hold what is cut off here; modules, as the loader asks for.
         cut = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
-        self.unbuilt = tuple(f"net.{path}" for path in sorted(cut))
+        self.optional_modules = tuple(f"net.{path}" for path in sorted(cut))
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {k: infos[k]["num_chs"] for k in self._out_features}
         self._out_feature_strides = {k: infos[k]["reduction"] for k in self._out_features}
@@ -87,7 +87,7 @@ class TimmBackbone(Backbone):
             "in_channels": input_shape.channels,
         }
 
-    freezes_all = _FREEZES_ALL
+    freeze_all = _FREEZE_ALL
     """The least ``freeze_at`` that freezes the network to its end."""
 
     @property
@@ -144,7 +144,7 @@ class TimmBackbone(Backbone):
         used = set[str]().union(*(sources[key] for key in self._out_features))
         frozen = set[str]()
         for key, names in sources.items():
-            if freeze_at == _FREEZES_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
+            if freeze_at == _FREEZE_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
                 frozen |= names
         for name, parameter in self.net.named_parameters():
             # Networks of several branches have parts that no output asks for and none can cut.

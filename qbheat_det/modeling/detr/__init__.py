@@ -1,22 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Parts of MF-DETR: decoder, matching, loss."""
+"""MF-DETR: registered detector, decoder, matching, loss."""
 
-from .classification_losses import (
+from .auxiliary_queries import AuxiliaryQueries, QueryGroups
+from .criterion import HungarianMatcher, SetCriterion, Targets
+from .decoder_block import DecoderWidths
+from .denoising import Denoising
+from .losses import (
     ClassificationLoss,
     FocalSettings,
     SoftmaxClassification,
     build_classification,
 )
-from .criterion import SetCriterion
-from .decoder_block import DecoderWidths
-from .denoising import Denoising
-from .matcher import HungarianMatcher, Targets
 from .mf_decoder import MFDecoder
-from .query_groups import QueryGroups
+from .mf_detr import MFDETR
 from .quick_lite_mobile import QuickLiteMobile
-from .training_help import TrainingHelp
 
 __all__ = [
+    "MFDETR",
+    "AuxiliaryQueries",
     "ClassificationLoss",
     "DecoderWidths",
     "Denoising",
@@ -28,6 +29,5 @@ __all__ = [
     "SetCriterion",
     "SoftmaxClassification",
     "Targets",
-    "TrainingHelp",
     "build_classification",
 ]

@@ -1,19 +1,125 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The set prediction loss of DETR.
+"""The set prediction loss of DETR: one-to-one matching of boxes to queries, then losses.
 
 Paper: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1. Deviation: all
-blocks are computed in one pass; the sums are those of the paper.
+decoder blocks and images of a step are computed at once: matching costs on the device, one
+transfer, SciPy's solver. The sums are those of the paper.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from detectron2.utils import comm
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
-from .classification_losses import ClassificationLoss, SoftmaxClassification
-from .matcher import HungarianMatcher, Matches, Targets
+from .losses import ClassificationLoss, SoftmaxClassification
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Ground truth of a batch, padded to the image with the most boxes (T of them).
+
+    ``labels`` is (N, T) in [0, K), ``boxes`` (N, T, 4), cxcywh in [0, 1] of the unpadded image.
+    ``counts`` holds how many of the T are real, image by image.
+    """
+
+    labels: Tensor
+    boxes: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def stack(cls, labels: list[Tensor], boxes: list[Tensor]) -> "Targets":
+        """Pads per-image labels (T_i,) and boxes (T_i, 4)."""
+        return cls(
+            labels=pad_sequence(labels, batch_first=True),
+            # Padded with non-empty boxes, so that no union is 0; they are never matched.
+            boxes=pad_sequence(boxes, batch_first=True, padding_value=1.0),
+            counts=tuple(len(each) for each in labels),
+        )
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Pairs (block, image, query) -> target; each field is (P,) on the predictions' device."""
+
+    block: Tensor
+    image: Tensor
+    query: Tensor
+    target: Tensor
+
+    def to(self, device: torch.device) -> "Matches":
+        """Moves the fields, without waiting for the device."""
+        fields = (self.block, self.image, self.query, self.target)
+        return Matches(*(field.to(device, non_blocking=True) for field in fields))
+
+
+class HungarianMatcher:
+    """Assignment of least cost: of the class, L1 of cxcywh and -GIoU."""
+
+    def __init__(
+        self,
+        *,
+        class_weight: float,
+        l1_weight: float,
+        giou_weight: float,
+        classification: ClassificationLoss | None = None,
+    ) -> None:
+        """
+        Args:
+            class_weight: weight of the class term.
+            l1_weight: weight of the L1 term.
+            giou_weight: weight of the GIoU term.
+            classification: gives the class term; DETR's, -p(class), by default.
+
+        Raises:
+            ValueError: all weights are zero.
+        """
+        if not (class_weight or l1_weight or giou_weight):
+            raise ValueError("all three matching weights are zero")
+        self.class_weight = class_weight
+        self.l1_weight = l1_weight
+        self.giou_weight = giou_weight
+        self.classification = classification or SoftmaxClassification()
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
+        """
+        Args:
+            logits: (L, N, Q, K + 1), the last class being "no object".
+            boxes: (L, N, Q, 4), cxcywh in [0, 1] of the unpadded image.
+            targets: ground truth of the N images.
+
+        Returns:
+            min(Q, T_i) pairs for each block and image i, ordered by block, image and query.
+        """
+        cost = self.cost(logits.float(), boxes.float(), targets).cpu().numpy()
+        rows = [np.empty((4, 0), dtype=np.int64)]
+        for block, image in np.ndindex(*cost.shape[:2]):
+            query, target = linear_sum_assignment(cost[block, image, :, : targets.counts[image]])
+            where = np.broadcast_to([[block], [image]], (2, len(query)))
+            rows.append(np.concatenate([where, query[None], target[None]]))
+        index = torch.from_numpy(np.concatenate(rows, axis=1)).to(boxes.device, non_blocking=True)
+        return Matches(*index)
+
+    def cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
+        """Returns (L, N, Q, T); columns beyond an image's count are padding."""
+        labels = targets.labels[None, :, None].expand(*logits.shape[:3], -1)
+        distance = torch.cdist(boxes, targets.boxes[None].expand(len(boxes), -1, -1, -1), p=1)
+        predicted = box_convert(boxes, "cxcywh", "xyxy")
+        wanted = box_convert(targets.boxes, "cxcywh", "xyxy")
+        pairwise = torch.vmap(torch.vmap(generalized_box_iou), in_dims=(0, None))
+        cost = (
+            self.l1_weight * distance
+            + self.class_weight * self.classification.matching_cost(logits, labels)
+            - self.giou_weight * pairwise(predicted, wanted)
+        )
+        # The trainer's check of the loss reports a diverged model; the solver would crash.
+        return cost.nan_to_num(nan=1e6, posinf=1e6, neginf=-1e6)
 
 
 class SetCriterion(nn.Module):
@@ -34,11 +140,11 @@ class SetCriterion(nn.Module):
         Args:
             matcher: assigns ground truth to predictions.
             num_classes: K, without the no-object class.
-            classification: the loss of class; DETR's by default. The matcher should have the same.
-            class_weight: weight of the loss of class.
+            classification: DETR's by default; the matcher should have the same.
+            class_weight: weight of the classification loss.
             l1_weight: weight of the L1 distance of cxcywh boxes.
             giou_weight: weight of 1 - GIoU.
-            deep_supervision: whether every block's prediction has a loss, or the last one's only.
+            deep_supervision: whether every block has losses, or the last one only.
         """
         super().__init__()
         self.matcher = matcher
@@ -60,8 +166,8 @@ class SetCriterion(nn.Module):
             outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
                 of the unpadded image, one entry of L a block.
             targets: ground truth of the N images.
-            normalizers: (2,), mean of what ``normalizers`` returns over all parts of the
-                effective batch; over the processes of this call if None.
+            normalizers: (2,), from ``mean_normalizers`` of the effective batch; by default of the
+                batches of all processes in this call.
 
         Returns:
             "loss_ce", "loss_bbox", "loss_giou" of the last block, and the same with "_0", "_1", …
@@ -99,8 +205,8 @@ class SetCriterion(nn.Module):
             logits: (L, N, Q, K + 1).
             boxes: (L, N, Q, 4), cxcywh in [0, 1] of the unpadded image.
             targets: ground truth of the N images.
-            matches: which query is to find which box.
-            normalizers: (2,), what the sums of classes and of boxes are divided by.
+            matches: pairs of queries and boxes.
+            normalizers: (2,), divisors of the sums of classes and of boxes.
         """
         classes, num_boxes = normalizers
         class_sums = self.class_losses(logits, boxes, targets, matches).sum(dim=(1, 2))
@@ -110,33 +216,33 @@ class SetCriterion(nn.Module):
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
-        """Returns what a batch's sums are divided by, were it alone: of classes, and of boxes.
+        """Returns the divisors of a batch's sums, by itself: of classes, and of boxes.
 
         Args:
             counts: boxes of each image.
             num_queries: Q.
         """
-        # The same for every block: each takes as many matches as there are boxes and queries for.
+        # The same for every block, which all have as many matches.
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Returns (…, 2): what each part of an effective batch divides by, so that their mean fits.
+        """Returns (…, 2): divisors for each part of an effective batch, whose mean is its loss.
 
         Args:
             totals: (…, 2), sums of ``normalizers`` over all parts.
-            parts: how many there are, over micro-batches and processes.
+            parts: their number, over micro-batches and processes.
         """
-        # The whole batch's sums are never divided by less than this, whatever the parts.
+        # The least divisors of the whole batch.
         least = totals.new_tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least) / parts
 
     def normalizers_of_processes(self, counts: Tensor) -> Tensor:
-        """Returns ``mean_normalizers``, (…, 2), of a batch that the processes share.
+        """Returns ``mean_normalizers``, (…, 2), of the batches of all processes.
 
         Args:
-            counts: (…, 2), ``normalizers`` of this process's part.
+            counts: (…, 2), ``normalizers`` of this process's batch.
         """
         if comm.get_world_size() > 1:
             counts = counts.clone()
@@ -146,7 +252,7 @@ class SetCriterion(nn.Module):
     def class_losses(
         self, logits: Tensor, boxes: Tensor, targets: Targets, matches: Matches
     ) -> Tensor:
-        """Returns (L, N, Q): what each query's logits cost, before weights and division."""
+        """Returns (L, N, Q): the classification loss of each query, not weighted or divided."""
         where = (matches.block, matches.image, matches.query)
         wanted = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
         wanted[where] = targets.labels[matches.image, matches.target]
@@ -175,6 +281,6 @@ class SetCriterion(nn.Module):
 
 
 def paired_iou(first: Tensor, second: Tensor) -> Tensor:
-    """Returns (P,): IoU of boxes (P, 4) with boxes (P, 4), cxcywh, one by one."""
+    """Returns (P,): IoU of boxes (P, 4) with boxes (P, 4), cxcywh, pair by pair."""
     corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
     return torch.vmap(box_iou)(*corners)[:, 0, 0]

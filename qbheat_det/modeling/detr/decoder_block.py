@@ -5,9 +5,10 @@ Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows 
 Detection with Transformers", arXiv:2005.12872 (post-norm), the adapted query positions and the
 bridge back to the map follow "Mobile-Former", arXiv:2108.05895.
 
-Not printed in the paper and fixed by its parameter and multiply-add counts: full projections on
-the query side, hidden width 1024, expansion 6 in M-F-. Not visible in any count and chosen here:
-8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
+Not printed in the paper but determined by its counts of parameters and multiply-adds: full
+projections on the query side, hidden width 1024, expansion 6 in M-F-. Not determined by any count
+and chosen here: 8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a
+block's start.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class DecoderWidths:
 
 @dataclass(frozen=True)
 class LevelMap:
-    """A map as the blocks of one level see it.
+    """The map of one level, between its blocks.
 
     ``x`` is (N, HW, C) in row order, ``position`` (N or 1, HW, C), ``size`` is (H, W) and
     ``padding`` (N, 1, H, W), True where there is no image, or None.
@@ -59,12 +60,12 @@ class LevelMap:
 
     @property
     def ignored(self) -> Tensor | None:
-        """(N, HW), True where attention must not look."""
+        """(N, HW), True at positions that attention ignores."""
         return None if self.padding is None else self.padding.flatten(1)
 
     def as_image(self, x: Tensor) -> Tensor:
-        """(N, HW, C) to (N, C, H, W) without a copy: the result is in channels-last order."""
-        # Cut before it is turned, so that even one image has the strides of that order.
+        """(N, HW, C) to (N, C, H, W) in channels-last order, without a copy."""
+        # Unflattened before it is permuted, so that even one image has channels-last strides.
         return x.unflatten(1, tuple(self.size)).permute(0, 3, 1, 2)
 
 
@@ -85,7 +86,7 @@ def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
 
 
 class QueryLayer(nn.Module):
-    """Adapts the query positions; then queries look at the map, at each other, and reflect."""
+    """Adapts the query positions; then cross-attention, self-attention and feed-forward."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -100,14 +101,14 @@ class QueryLayer(nn.Module):
         self.dropout = Dropout(widths.dropout)
 
     def forward(
-        self, queries: Tensor, position: Tensor, level: LevelMap, hidden: Tensor | None = None
+        self, queries: Tensor, position: Tensor, level: LevelMap, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
             queries: (N, Q, C).
-            position: (N, Q, C), what tells the queries apart.
-            level: the map to look at.
-            hidden: (N * heads, Q, Q), True where a query (row) does not see another, or None.
+            position: (N, Q, C).
+            level: the map to attend to.
+            mask: (N * heads, Q, Q), True where a query (row) may not attend to another, or None.
 
         Returns:
             Queries and positions, (N, Q, C) each.
@@ -123,7 +124,7 @@ class QueryLayer(nn.Module):
         queries = self.cross_norm(queries + self.dropout(gathered))
         located = queries + position
         exchanged, _ = self.self_attention(
-            located, located, queries, attn_mask=hidden, need_weights=False
+            located, located, queries, attn_mask=mask, need_weights=False
         )
         queries = self.self_norm(queries + self.dropout(exchanged))
         queries = queries + self.dropout(self.feed_forward(queries))
@@ -162,7 +163,7 @@ class TransformerMobile(nn.Module):
 class LiteMobile(nn.Module):
     """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, plus its input.
 
-    No norm inside, as the counts want it; the dynamic ReLU is driven by the first query.
+    Without norms, as the counts require; the first query drives the dynamic ReLU.
     """
 
     def __init__(self, widths: DecoderWidths) -> None:
@@ -173,14 +174,14 @@ class LiteMobile(nn.Module):
         self.pointwise = pointwise(hidden, widths.dim, norm="")
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """As ``TransformerMobile.forward``, with ``queries[:, 0]`` in use."""
+        """As ``TransformerMobile.forward``; uses ``queries[:, 0]``."""
         image = zero_padding(level.as_image(level.x), level.padding)
         hidden = self.act(self.depthwise(image), queries[:, 0])
         return level.x + self.pointwise(hidden).flatten(2).transpose(1, 2)
 
 
 class QueryToMap(nn.Module):
-    """Bridge back: each position gathers from the queries; no projection on the map."""
+    """Bridge back: each position attends to the queries, without projections on the map."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class QueryToMap(nn.Module):
             position: (N, Q, C).
 
         Returns:
-            (N, HW, C): the map plus what each position gathered.
+            (N, HW, C): the map plus the attention's output.
         """
         query, key, value = (
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -207,7 +208,7 @@ class QueryToMap(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One block: the query side, then, unless nothing reads the map any more, the map side."""
+    """One block: the query side, then the map side, which a decoder's last block lacks."""
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class DecoderBlock(nn.Module):
         position: Tensor,
         level: LevelMap,
         *,
-        hidden: Tensor | None = None,
+        mask: Tensor | None = None,
         num_read: int | None = None,
     ) -> tuple[Tensor, Tensor, LevelMap]:
         """
@@ -241,13 +242,13 @@ class DecoderBlock(nn.Module):
             queries: (N, Q, C).
             position: (N, Q, C).
             level: the map.
-            hidden: see ``QueryLayer.forward``.
-            num_read: how many of the first queries the map reads; all if None.
+            mask: see ``QueryLayer.forward``.
+            num_read: number of first queries that the map attends to; all if None.
 
         Returns:
             Queries, positions and the map, updated.
         """
-        queries, position = self.query_layer(queries, position, level, hidden)
+        queries, position = self.query_layer(queries, position, level, mask)
         if self.mobile is not None and self.query_to_map is not None:
             read = queries[:, :num_read]
             level = replace(level, x=self.mobile(level, read))

@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Denoising queries: noised ground truth that a decoder in training brings back to what it was.
+"""Denoising queries: in training, the decoder also reconstructs ground truth with noise added.
 
 Papers: "DN-DETR: Accelerate DETR Training by Introducing Query DeNoising", arXiv:2203.01305, and
 for the negatives "DINO: DETR with Improved DeNoising Anchor Boxes", arXiv:2203.03605, Sec. 3.3.
 
-Deviations: MF-DETR's queries are no boxes, so a noised box becomes a query's position through a
-network of two layers over its sine code, as in DAB-DETR; there is no indicator beside the embedded
-label, since the content of MF-DETR's own queries is zero; the groups of an image are as many as
-its own boxes allow, so that an image gives the same alone as beside a crowded one.
+Deviations: MF-DETR's queries are no boxes, so a two-layer network over the sine code of a noised
+box gives the query's position, as in DAB-DETR; there is no indicator beside the embedded label,
+since the content of MF-DETR's own queries is zero; the number of groups depends on the image's own
+boxes, so that an image gives the same alone as beside a crowded one.
 """
 
 import math
@@ -21,17 +21,16 @@ from torchvision.ops import box_convert
 
 from qbheat_det.layers import SinePositionEncoding
 
-from .criterion import SetCriterion
-from .extra_queries import ExtraQueries, sum_blocks
-from .matcher import Matches, Targets
+from .criterion import Matches, SetCriterion, Targets
+from .query_set import QuerySet, sum_blocks
 
 
 @dataclass(frozen=True)
 class DenoisingNoise:
-    """What is random: all in [0, 1) and as if every image had E queries.
+    """Random numbers in [0, 1), for E queries of every image.
 
-    ``shift`` (N, E, 4) moves the corners of the boxes, ``relabel`` (N, E) decides whether a label
-    is drawn anew, ``label`` (N, E) which.
+    ``shift`` (N, E, 4) moves the corners of the boxes, ``relabel`` (N, E) selects labels to
+    replace, ``label`` (N, E) their new values.
     """
 
     shift: Tensor
@@ -40,19 +39,19 @@ class DenoisingNoise:
 
     @classmethod
     def draw(cls, num_images: int, num_queries: int, device: torch.device) -> "DenoisingNoise":
-        """Draws from the device's generator, which a step has seeded."""
+        """Draws from the device's global generator."""
         drawn = torch.rand(num_images, num_queries, 6, device=device)
         return cls(shift=drawn[..., :4], relabel=drawn[..., 4], label=drawn[..., 5])
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which query of an image stands for which of its boxes; fields are (N, E)."""
+    """The box, group and kind of each query; fields are (N, E)."""
 
     target: Tensor
     group: Tensor
     negative: Tensor
-    valid: Tensor  # False behind an image's last query
+    valid: Tensor  # False after an image's last query
 
     @property
     def width(self) -> int:
@@ -66,7 +65,7 @@ class _Layout:
 
 
 class Denoising(nn.Module):
-    """Makes denoising queries of a batch's ground truth, and losses of what became of them."""
+    """Makes denoising queries of a batch's ground truth, and computes their losses."""
 
     def __init__(
         self,
@@ -84,13 +83,12 @@ class Denoising(nn.Module):
         Args:
             num_classes: K.
             dim: C, width of the decoder's queries.
-            groups: noised copies of each box, at most; those of one copy see each other.
-            box_noise: how far a corner moves at most, relative to half the side of its box, in
-                [0, 2]; that of a negative moves once to twice as far.
-            label_noise: probability that a label is drawn anew from all classes.
-            negatives: whether each copy has a second one, of more noise, that is no object.
-            max_queries: of one image. With more, it has fewer groups; of more boxes than fit in
-                one group, the first.
+            groups: noised copies of each box, at most; queries of one copy attend to each other.
+            box_noise: largest shift of a corner, relative to half the side of its box, in [0, 2];
+                that of a negative is one to two times as large.
+            label_noise: probability that a random class replaces a label.
+            negatives: whether each copy has a second one, with more noise, that is no object.
+            max_queries: of one image, which reduces its groups, and then its boxes.
             weight: factor on the losses.
 
         Raises:
@@ -117,15 +115,15 @@ class Denoising(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, targets: Targets, noise: DenoisingNoise | None = None) -> ExtraQueries:
+    def forward(self, targets: Targets, noise: DenoisingNoise | None = None) -> QuerySet:
         """
         Args:
             targets: ground truth of the N images.
-            noise: drawn anew if None.
+            noise: random if None.
 
         Returns:
-            The queries, as many for each image as for the one with the most; what is beyond an
-            image's own is seen by none.
+            The queries, as many for each image as for the one with the most; no query attends to
+            those beyond an image's own.
         """
         layout = self._layout(targets.counts).to(targets.boxes.device)
         if noise is None:
@@ -134,33 +132,33 @@ class Denoising(nn.Module):
         boxes = targets.boxes.gather(1, layout.target[..., None].expand(-1, -1, 4))
         boxes = self.noised_boxes(boxes, layout.negative, noise)
         code = self.position_encoding.wave(boxes).flatten(-2)  # (N, E, 2 C)
-        strangers = layout.group[:, :, None] != layout.group[:, None]
-        return ExtraQueries(
+        other_group = layout.group[:, :, None] != layout.group[:, None]
+        return QuerySet(
             content=self.label_embed(labels),
             position=self.box_embed(code),
-            hidden=strangers | ~layout.valid[:, None],
-            sees_own=layout.valid.new_ones(layout.width),
+            masked=other_group | ~layout.valid[:, None],
+            reads_own=layout.valid.new_ones(layout.width),
         )
 
     def noised_labels(self, labels: Tensor, noise: DenoisingNoise) -> Tensor:
-        """Returns labels (N, E), some of them drawn anew."""
+        """Returns labels (N, E), some of them replaced."""
         drawn = (noise.label * self.num_classes).long()
         return torch.where(noise.relabel < self.label_noise, drawn, labels)
 
     def noised_boxes(self, boxes: Tensor, negative: Tensor, noise: DenoisingNoise) -> Tensor:
-        """Returns boxes (N, E, 4), cxcywh, with their corners moved but inside the image.
+        """Returns boxes (N, E, 4), cxcywh, with their corners moved within the image.
 
         Args:
             boxes: (N, E, 4), cxcywh in [0, 1] of the unpadded image.
             negative: (N, E), True where a corner moves further.
-            noise: what is random.
+            noise: random numbers.
         """
         signed = 2 * noise.shift - 1
         further = torch.where(signed < 0, -1.0, 1.0) * negative[..., None]
         half = boxes[..., 2:].repeat(1, 1, 2) / 2
         corners = box_convert(boxes, "cxcywh", "xyxy") + (signed + further) * half * self.box_noise
         first, second = corners.clamp(0, 1).chunk(2, dim=-1)
-        # Much noise can carry a corner past the other one.
+        # Strong noise can move a corner past the other one.
         ordered = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], dim=-1)
         return box_convert(ordered, "xyxy", "cxcywh")
 
@@ -177,15 +175,15 @@ class Denoising(nn.Module):
             logits: (L, N, E, K + 1) of the queries that ``forward`` made of the same targets.
             boxes: (L, N, E, 4), cxcywh in [0, 1] of the unpadded image.
             targets: ground truth of the N images.
-            criterion: what a matched query costs.
+            criterion: computes the losses.
             normalizers: (2,), of classes and of boxes, see ``normalizers``.
 
         Returns:
             "loss_dn_ce", "loss_dn_bbox" and "loss_dn_giou", weighted sums over the L blocks.
         """
         layout = self._layout(targets.counts)
-        # Where the queries are is known from the counts, so that nothing waits for the device:
-        # those of all images in one row, without the gaps.
+        # Indices come from the counts on the host, so that nothing waits for the device: the
+        # queries of all images in one row, without gaps.
         image, query = layout.valid.nonzero(as_tuple=True)
         kept = (~layout.negative[image, query]).nonzero()[:, 0]
         target = image * targets.labels.shape[1] + layout.target[image, query]
@@ -213,7 +211,7 @@ class Denoising(nn.Module):
         return sum_blocks(found, kind="dn", weight=self.weight)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """Returns what a batch's sums are divided by, were it alone: of classes, and of boxes.
+        """Returns the divisors of a batch's sums, by itself: of classes, and of boxes.
 
         Args:
             counts: boxes of each image.
@@ -228,7 +226,7 @@ class Denoising(nn.Module):
         return min(self.groups, self.max_queries // max(self.copies * used, 1)), used
 
     def _layout(self, counts: Sequence[int]) -> _Layout:
-        """Returns whose queries stand where, on the CPU."""
+        """Returns the layout of a batch's queries, on the CPU."""
         return _lay_out(tuple(map(self._shape_of, counts)), self.copies)
 
 
@@ -238,9 +236,9 @@ def _check_range(key: str, value: float, least: float, most: float = math.inf) -
         raise ValueError(f"MODEL.MF_DETR.DENOISING.{key} is {value}, but must be {allowed}")
 
 
-@lru_cache(maxsize=1)  # the losses of a batch ask again for what its queries were made by
+@lru_cache(maxsize=1)  # the losses of a batch use the layout of its queries again
 def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
-    """Returns whose queries stand where, on the CPU: group by group, negatives behind.
+    """Returns the layout of a batch's queries, on the CPU: group by group, negatives last.
 
     Args:
         shapes: for each image its number of groups and the number of boxes in each.

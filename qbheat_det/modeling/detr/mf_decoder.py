@@ -36,7 +36,7 @@ from .decoder_block import (
     QueryToMap,
     TransformerMobile,
 )
-from .extra_queries import ExtraQueries
+from .query_set import QuerySet
 
 
 class SeparableConv(nn.Module):
@@ -54,7 +54,7 @@ class SeparableConv(nn.Module):
 
 
 class MaskedGroupNorm(nn.GroupNorm):
-    """GroupNorm whose statistics leave out the padding of a batch."""
+    """GroupNorm with statistics over the images of a padded batch, without the padding."""
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """
@@ -63,7 +63,7 @@ class MaskedGroupNorm(nn.GroupNorm):
             padding: (N, 1, H, W), True where there is no image, or None.
 
         Returns:
-            (N, C, H, W), inside each image what GroupNorm gives for it alone.
+            (N, C, H, W), within each image the result of GroupNorm for it alone.
         """
         if padding is None:
             return super().forward(x)
@@ -179,13 +179,13 @@ class MFDecoder(nn.Module):
         self,
         features: Sequence[Tensor],
         padding: Tensor | None = None,
-        extra: ExtraQueries | None = None,
+        extra: QuerySet | None = None,
     ) -> dict[str, Tensor]:
         """
         Args:
             features: maps at strides 8 and 16, (N, C, H, W) each.
             padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
-            extra: E further queries of each image, which change nothing for the decoder's own.
+            extra: E further queries for each image, which do not influence the decoder's own.
 
         Returns:
             "pred_logits" (L, N, Q + E, K + 1), the last class being "no object", and "pred_boxes"
@@ -199,20 +199,20 @@ class MFDecoder(nn.Module):
         self,
         features: Sequence[Tensor],
         padding: Tensor | None = None,
-        extra: ExtraQueries | None = None,
+        extra: QuerySet | None = None,
     ) -> Tensor:
-        """As ``forward``, to the queries after every block: (L, N, Q + E, C)."""
-        # Rows of C channels, which is what attention reads: no map is turned round between the two.
+        """As ``forward``, but returns the queries after every block: (L, N, Q + E, C)."""
+        # Channels last: convolutions and attention then read the same memory, without copies.
         fine, coarse = (x.contiguous(memory_format=torch.channels_last) for x in features)
         masks = [halve(halve(padding)), halve(padding), padding]  # at strides 32, 16, 8
         position = self.query_position.weight.expand(fine.shape[0], -1, -1)
         queries = torch.zeros_like(position)
-        hidden = None
+        mask = None
         if extra is not None:
             queries = torch.cat([queries, extra.content.to(queries)], dim=1)
             position = torch.cat([position, extra.position.to(position)], dim=1)
-            # One copy a head, as PyTorch's attention wants a mask that differs between images.
-            hidden = extra.mask(self.num_queries).repeat_interleave(self.num_heads, dim=0)
+            # One copy for each head, the layout of PyTorch's masks for a batch.
+            mask = extra.mask(self.num_queries).repeat_interleave(self.num_heads, dim=0)
         x = self.down(coarse, masks[1])
         states: list[Tensor] = []
         for scale, blocks in enumerate(self.levels):
@@ -229,7 +229,7 @@ class MFDecoder(nn.Module):
             )
             for block in cast(Sequence[DecoderBlock], blocks):
                 queries, position, level = block(
-                    queries, position, level, hidden=hidden, num_read=self.num_queries
+                    queries, position, level, mask=mask, num_read=self.num_queries
                 )
                 states.append(queries)
             x = level.as_image(level.x)
@@ -251,8 +251,8 @@ class MFDecoder(nn.Module):
 
 
 def _as_rows(gradient: Tensor) -> Tensor:
-    # PyTorch's BatchNorm on the CPU is fast where its gradient lies as its input. Of one image it
-    # is wrong, without an error, where the stride from image to image is not H * W * C (2.15).
+    # PyTorch's BatchNorm on the CPU is fast if its gradient has the layout of its input. For one
+    # image the gradient is wrong if the stride between images is not H * W * C (PyTorch 2.15).
     _, channels, height, width = gradient.shape
     rows = gradient.contiguous(memory_format=torch.channels_last)
     steps = (height * width * channels, 1, width * channels, channels)

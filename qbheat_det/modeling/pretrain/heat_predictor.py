@@ -5,7 +5,7 @@ Paper: QB-Heat, arXiv:2211.13228, Eq. 5, Sec. 4.1 and Appendix A. A feature move
 difference, z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight directions.
 
 Not said there and chosen here: the learned matrix is M = Δx A itself and starts at zero; the
-diagonal C_ij goes the way of A_i and of B_j.
+diagonal C_ij combines the directions of A_i and B_j.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from qbheat_det.layers import linear
-
-from .visible_quarter import PLACES_OF
 
 DIRECTIONS: dict[str, tuple[int, int]] = {
     "A1": (1, 0),
@@ -31,6 +29,8 @@ DIRECTIONS: dict[str, tuple[int, int]] = {
 }
 """Signs of Δx (to the right) and Δy (down) of each matrix, by its name in the paper."""
 _NAMES = {signs: name for name, signs in DIRECTIONS.items()}
+OFFSETS = {"corner": 1 / 2, "centre": 1 / 4}
+"""Side of a predicted block by the kind of visible quarter, as a part of the image's side."""
 _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
 
 
@@ -76,7 +76,7 @@ class HeatPredictor(nn.Module):
 
     A visible corner predicts the three other quarters, over half the image. The four quarters of a
     visible centre each predict the three blocks outward of them, over a quarter of the image.
-    Either way a block stands in one corner of an area of twice its side and fills the rest.
+    Either way a block lies in one corner of an area of twice its side and predicts the rest.
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
@@ -84,24 +84,22 @@ class HeatPredictor(nn.Module):
         Args:
             dim: C of the features.
             num_models: explicit linear models of a scale: 8, 4 or 2.
-            visible: "corner", "centre" or "both": the scales to be had.
+            visible: "corner", "centre" or "both": the kinds of visible quarters.
 
         Raises:
-            ValueError: another number of models, or another kind of visible quarter, or no
-                features.
+            ValueError: another number of models, another kind of quarter, or no features.
         """
         super().__init__()
         if dim < 1:
             raise ValueError(f"FEATURE_DIM is at least 1, not {dim}")
-        if visible not in PLACES_OF:
-            raise ValueError(f"VISIBLE is one of {tuple(PLACES_OF)}, not '{visible}'")
+        if visible not in (*OFFSETS, "both"):
+            raise ValueError(f"VISIBLE is one of {(*OFFSETS, 'both')}, not '{visible}'")
         self.dim = dim
         self.visible = visible
-        offsets = {"corner": 1 / 2, "centre": 1 / 4}
         self.scales = nn.ModuleDict(
             {
                 kind: LinearModels(dim=dim, num_models=num_models, offset=offset)
-                for kind, offset in offsets.items()
+                for kind, offset in OFFSETS.items()
                 if visible in (kind, "both")
             }
         )
@@ -109,12 +107,12 @@ class HeatPredictor(nn.Module):
     def forward(self, z: Tensor, counts: Sequence[int]) -> Tensor:
         """
         Args:
-            z: (N, H, W, C), features of visible quarters, those with the same place side by side.
-            counts: how many there are at each of ``PLACES``. A place whose scale the predictor
-                does not have has none.
+            z: (N, H, W, C), features of visible quarters, ordered by their position.
+            counts: how many there are at each of the four corners and at the centre; 0 where the
+                predictor has no models.
 
         Returns:
-            (N, 2H, 2W, C), the visible features in their place and the predicted ones around.
+            (N, 2H, 2W, C), the visible features at their position and the predicted ones around.
         """
         *corners, centre = z.split(list(counts))
         # Empty groups take part, so that every matrix has a gradient on every process.
@@ -124,7 +122,7 @@ class HeatPredictor(nn.Module):
             whole += [extend(group, corner, models) for corner, group in enumerate(corners)]
         if "centre" in self.scales:
             models = self._matrices("centre")
-            # The centre's quarter lies in that corner of the image's quarter which faces it.
+            # Each quarter of the centre lies in the inner corner of a quarter of the image.
             blocks = [block for row in centre.chunk(2, dim=1) for block in row.chunk(2, dim=2)]
             whole.append(_tile([extend(block, 3 - i, models) for i, block in enumerate(blocks)]))
         return torch.cat(whole)
@@ -138,14 +136,14 @@ def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         z: (N, H, W, C), features of a block.
-        corner: where the block stands, as an index into ``CORNERS``.
+        corner: index of the corner where the block lies, twice its row plus its column.
         models: (C, C) for each of ``DIRECTIONS``.
 
     Returns:
         (N, 2H, 2W, C), the block in its corner and the predictions in the others.
     """
     row, column = divmod(corner, 2)
-    others = [place for place in product((0, 1), (0, 1)) if place != (row, column)]
+    others = [block for block in product((0, 1), (0, 1)) if block != (row, column)]
     weight = torch.cat([models[_NAMES[right - column, down - row]] for down, right in others])
     # The identity is added apart: in bfloat16, I + M would lose a small M.
     blocks = [z + change for change in linear(z, weight).chunk(3, dim=-1)]
@@ -154,7 +152,7 @@ def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
 
 
 def _tile(blocks: Sequence[Tensor]) -> Tensor:
-    """Puts four blocks (N, H, W, C), in the order of ``CORNERS``, into one (N, 2H, 2W, C)."""
+    """Puts four blocks (N, H, W, C), in the order of the corners, into one (N, 2H, 2W, C)."""
     top_left, top_right, bottom_left, bottom_right = blocks
     top = torch.cat([top_left, top_right], dim=2)
     bottom = torch.cat([bottom_left, bottom_right], dim=2)

@@ -81,9 +81,9 @@ def test_without_tokens_the_map_alone_is_read(
 
 def test_bad_arguments_are_named() -> None:
     tokens = {"tokens": SHAPE["tokens"]}
-    with pytest.raises(ValueError, match="reads the map 's16_expanded', but the backbone's maps a"):
+    with pytest.raises(ValueError, match="s16_expanded"):
         LinearDecoder(input_shape=tokens, num_classes=7)
-    with pytest.raises(ValueError, match="multiple of 64"):
+    with pytest.raises(ValueError):
         TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=100)
-    with pytest.raises(ValueError, match=r"DEPTH is at least 1 .* not 0 and"):
+    with pytest.raises(ValueError, match="DEPTH"):
         TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=64, depth=0)

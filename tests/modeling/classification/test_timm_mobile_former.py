@@ -165,7 +165,7 @@ def test_running_no_further_than_needed_runs_no_further() -> None:
     model.stages[2:].apply(lambda module: module.register_forward_pre_hook(_never))
     maps = model.forward_intermediates(_images(), [0, 1], stop_early=True, intermediates_only=True)
     assert [out.shape[1] for out in maps] == [8, 12]
-    with pytest.raises(ValueError, match="intermediates_only"):
+    with pytest.raises(ValueError):
         model.forward_intermediates(_images(), [0, 1], stop_early=True)
     with pytest.raises(ValueError, match="NHWC"):
         model.forward_intermediates(_images(), output_fmt="NHWC")

@@ -76,7 +76,7 @@ def test_queries_equal_those_of_a_loop_over_images(counts: list[int], settings: 
     expected = naive(counts, settings, noise)
     assert found.content.shape[1] == max(len(queries) for queries in expected)
     assert found.content.shape[1] <= settings.max_queries
-    assert found.sees_own.all()
+    assert found.reads_own.all()
     for image, queries in enumerate(expected):
         for number, query in enumerate(queries):
             assert_close(found.content[image, number], denoising.label_embed.weight[query.label])
@@ -85,9 +85,9 @@ def test_queries_equal_those_of_a_loop_over_images(counts: list[int], settings: 
                 found.position[image, number], denoising.box_embed(code), atol=1e-5, rtol=0
             )
         groups = torch.tensor([query.group for query in queries])
-        own = found.hidden[image, : len(queries)]
+        own = found.masked[image, : len(queries)]
         assert_close(own[:, : len(queries)], groups[:, None] != groups)
-        assert found.hidden[image, :, len(queries) :].all()
+        assert found.masked[image, :, len(queries) :].all()
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
@@ -167,7 +167,7 @@ def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
     alone = denoising(Targets.stack(labels[:1], boxes[:1]), first)
     assert alone.position.shape[1] == 20  # five groups of two boxes and their negatives
     assert_close(together.position[:1, :20], alone.position)
-    assert_close(together.hidden[:1, :20, :20], alone.hidden)
+    assert_close(together.masked[:1, :20, :20], alone.masked)
 
 
 def test_without_boxes_there_is_a_gradient_and_it_is_zero() -> None:
@@ -199,12 +199,12 @@ def test_nothing_waits_for_the_device() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"groups": 0}, "GROUPS is 0, but must be at least 1"),
-        ({"box_noise": -1.0}, r"BOX_NOISE is -1\.0, but must be in \[0, 2\]"),
-        ({"box_noise": 50.0}, r"BOX_NOISE is 50\.0, but must be in \[0, 2\]"),
-        ({"label_noise": 1.5}, r"LABEL_NOISE is 1\.5, but must be in \[0, 1\]"),
-        ({"max_queries": 1}, "MAX_QUERIES is 1, but must be at least 2"),
-        ({"weight": -1.0}, r"MODEL\.MF_DETR\.DENOISING\.WEIGHT is -1\.0, but must be at least 0"),
+        ({"groups": 0}, "GROUPS"),
+        ({"box_noise": -1.0}, "BOX_NOISE"),
+        ({"box_noise": 50.0}, "BOX_NOISE"),
+        ({"label_noise": 1.5}, "LABEL_NOISE"),
+        ({"max_queries": 1}, "MAX_QUERIES"),
+        ({"weight": -1.0}, "WEIGHT"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str) -> None:

@@ -3,7 +3,8 @@
 
 import torch
 
-from qbheat_det.modeling.pretrain import CORNERS, AreaPairs
+from qbheat_det.modeling.pretrain import CORNERS
+from qbheat_det.modeling.pretrain.wasserstein import AreaPairs
 
 CPU = torch.device("cpu")
 

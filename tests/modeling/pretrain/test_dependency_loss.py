@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.modeling.pretrain import DependencyLoss, dual_distance
+from qbheat_det.modeling.pretrain import DependencyLoss
+from qbheat_det.modeling.pretrain.wasserstein import dual_distance
 
 FLAT = torch.zeros(3)
 
@@ -91,7 +92,7 @@ def test_the_penalty_is_one_sided(form: str) -> None:
 
 
 def test_a_form_that_does_not_exist_and_a_penalty_of_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"FORM is one of \('dual', 'contrastive'\), not 'primal'"):
+    with pytest.raises(ValueError, match="FORM"):
         DependencyLoss(form="primal")
-    with pytest.raises(ValueError, match="PENALTY_WEIGHT is above 0, not 0"):
+    with pytest.raises(ValueError, match="PENALTY_WEIGHT"):
         DependencyLoss(penalty_weight=0.0)

@@ -176,5 +176,5 @@ def test_the_dependency_of_two_equal_coins_is_one() -> None:
 
 @pytest.mark.parametrize("widths", [(0, 4), (4, 0)])
 def test_widths_that_make_no_critic_are_refused(widths: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError):
         LipschitzCritic(dim=widths[0], hidden_dim=widths[1])

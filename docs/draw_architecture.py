@@ -1,0 +1,119 @@
+#!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Draws docs/architecture.svg: the areas of the package, their sizes, and who imports whom.
+
+usage: python docs/draw_architecture.py
+
+Arrows are read from the imports. One that follows from others is left out: where A imports B and B
+imports C, A's own import of C is not drawn.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.import_graph import area_of, imports, module_files  # noqa: E402
+
+ROWS = (
+    ("analysis",),
+    ("probing", "model_zoo", "deployment", "export"),
+    ("engine", "modeling.detr", "modeling.pretrain", "modeling.dense", "modeling.classification"),
+    ("data", "checkpoint", "solver", "evaluation", "modeling.backbone"),
+    ("layers", "config", "core", "modeling.contracts"),
+)
+WIDTH, BOX, HEIGHT, ROW = 1080, 170, 52, 112
+COLORS = ("#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")
+
+
+def draw() -> str:
+    """Returns the picture as SVG."""
+    sizes = count_lines()
+    places = {
+        area: ((index + 0.5) * WIDTH / len(row), 20 + level * ROW)
+        for level, row in enumerate(ROWS)
+        for index, area in enumerate(row)
+    }
+    height = 20 + len(ROWS) * ROW - (ROW - HEIGHT) + 20
+    body = [*draw_arrows(places), *draw_boxes(places, sizes)]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            'font-family="sans-serif" text-anchor="middle">',
+            '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#888"/></marker>',
+            f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def draw_boxes(places: dict[str, tuple[float, float]], sizes: dict[str, int]) -> Iterator[str]:
+    """Yields a box for each area, with its name and its lines."""
+    for level, row in enumerate(ROWS):
+        for area in row:
+            x, y = places[area]
+            yield (
+                f'<rect x="{x - BOX / 2:.0f}" y="{y}" width="{BOX}" height="{HEIGHT}" rx="6" '
+                f'fill="{COLORS[level]}" stroke="#555"/>'
+            )
+            name = area.replace(".", "/")
+            yield f'<text x="{x:.0f}" y="{y + 22}" font-size="14">{name}</text>'
+            lines = f"{sizes.get(area, 0):,} lines"
+            yield f'<text x="{x:.0f}" y="{y + 41}" font-size="12" fill="#555">{lines}</text>'
+
+
+def draw_arrows(places: dict[str, tuple[float, float]]) -> Iterator[str]:
+    """Yields an arrow for each import that does not follow from others."""
+    for source, targets in sorted(reduce_graph(area_graph()).items()):
+        for target in sorted(targets):
+            (x1, y1), (x2, y2) = places[source], places[target]
+            if y1 == y2:  # beside each other
+                side = 1 if x2 > x1 else -1
+                x1, x2, y1, y2 = x1 + side * BOX / 2, x2 - side * BOX / 2, y1 + 26, y2 + 26
+                path = f"M{x1:.0f} {y1:.0f}L{x2:.0f} {y2:.0f}"
+            else:
+                y1, bend = y1 + HEIGHT, (y2 - y1 - HEIGHT) / 2
+                path = f"M{x1:.0f} {y1}C{x1:.0f} {y1 + bend} {x2:.0f} {y2 - bend} {x2:.0f} {y2}"
+            yield f'<path d="{path}" fill="none" stroke="#888" marker-end="url(#tip)"/>'
+
+
+def area_graph() -> dict[str, set[str]]:
+    """Returns for each area those that its files import."""
+    graph: dict[str, set[str]] = {area: set() for row in ROWS for area in row}
+    for module, names in imports().items():
+        area = area_of(module)
+        if area is not None:
+            targets = {area_of(name) for name in names} - {None, area}
+            graph[area] |= {target for target in targets if target is not None}
+    return graph
+
+
+def reduce_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Leaves out what follows from other imports."""
+
+    def reach(area: str) -> set[str]:
+        return graph[area].union(*(reach(target) for target in graph[area]))
+
+    return {
+        area: targets - set().union(*(reach(target) for target in targets))
+        for area, targets in graph.items()
+    }
+
+
+def count_lines() -> dict[str, int]:
+    """Returns the lines of each area's files."""
+    sizes: dict[str, int] = {}
+    for module, path in module_files().items():
+        area = area_of(module) or ""
+        sizes[area] = sizes.get(area, 0) + len(path.read_text("utf-8").splitlines())
+    return sizes
+
+
+if __name__ == "__main__":
+    target = ROOT / "docs" / "architecture.svg"
+    target.write_text(draw(), encoding="utf-8")
+    print(target.relative_to(ROOT))

@@ -1,0 +1,77 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Data sets: annotation files, folders of images, and the built-in toy set.
+
+``register_builtin_sets`` registers those that need no files of the user's.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from .classes import list_classes, load_classes, load_labelled_sets, unite_labels
+from .coco import (
+    CocoSummary,
+    check_coco_json,
+    check_same_classes,
+    load_coco_images,
+    register_coco_images,
+    register_coco_json,
+)
+from .image_folder import (
+    IMAGE_SUFFIXES,
+    check_image_folder,
+    list_images,
+    load_image_folders,
+    register_image_folders,
+)
+from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "TOY_SETS",
+    "CocoSummary",
+    "ToySpec",
+    "check_coco_json",
+    "check_image_folder",
+    "check_same_classes",
+    "get_cache_dir",
+    "list_classes",
+    "list_images",
+    "load_classes",
+    "load_coco_images",
+    "load_image_folders",
+    "load_labelled_sets",
+    "prepare_toy_set",
+    "register_builtin_sets",
+    "register_coco_images",
+    "register_coco_json",
+    "register_image_folders",
+    "register_toy_set",
+    "unite_labels",
+]
+
+
+def register_builtin_sets() -> None:
+    """Registers these sets; nothing is listed or drawn before one is first loaded.
+
+    ``qbheat_toy_train``, ``qbheat_toy_val``: the toy set, with boxes and masks.
+    ``qbheat_toy_train_images``, ``qbheat_toy_val_images``: its images, for pre-training.
+    ``coco_2017_train_images``, ``coco_2017_val_images``: the images of Detectron2's sets.
+    ``imagenet_train``, ``imagenet_val``: the class folders in
+        ``$DETECTRON2_DATASETS/imagenet/{train,val}``, with labels.
+    """
+    for name, spec in TOY_SETS.items():
+        if name not in DatasetCatalog:
+            register_toy_set(name, spec)
+        files = MetadataCatalog.get(name)
+        prepare = functools.partial(prepare_toy_set, spec, Path(files.json_file).parents[1])
+        register_coco_images(f"{name}_images", files.json_file, files.image_root, prepare=prepare)
+    # As Detectron2 finds the data sets that it knows.
+    root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser()
+    for split in ("train", "val"):
+        files = MetadataCatalog.get(f"coco_2017_{split}")
+        register_coco_images(f"coco_2017_{split}_images", files.json_file, files.image_root)
+        folder = root / "imagenet" / split
+        register_image_folders(f"imagenet_{split}", [folder], labelled=True)

@@ -1,0 +1,235 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Annotation files in COCO's format: registering them, and checking them before training.
+
+What stops a run, or silently spoils it, is an error that names the file and the id. What Detectron2
+copes with, and COCO's own files contain, is a warning with a count.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
+from qbheat_det.data.errors import DataError, raise_first
+
+from .coco_checks import CocoFile, Entry, count_box_classes
+
+logger = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class CocoSummary:
+    """What an annotation file holds.
+
+    Attributes:
+        json_file: the annotation file.
+        num_images: images, with boxes or without.
+        num_images_without_boxes: images that no annotation names, or only crowds.
+        num_boxes: boxes with an area that are no crowds: what is trained on.
+        num_crowds: annotations with ``iscrowd`` 1, which are not trained on.
+        class_names: in contiguous order, which is the order of the ids.
+        category_ids: ids in the file, in the same order; may have holes.
+        warnings: messages about what is odd but can be worked with.
+    """
+
+    json_file: str
+    num_images: int
+    num_images_without_boxes: int
+    num_boxes: int
+    num_crowds: int
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CocoContent:
+    """An annotation file, separated into what is sound and what is not.
+
+    Attributes:
+        images: entries without an error, as they are in the file.
+        annotations: those of sound images and categories that have no error themselves.
+        categories: entries without an error.
+        summary: counts of what is sound, and warnings.
+        errors: one for each thing that is wrong.
+    """
+
+    images: list[Entry]
+    annotations: list[Entry]
+    categories: list[Entry]
+    summary: CocoSummary
+    errors: tuple[DataError, ...]
+
+
+def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
+    """Registers an annotation file with Detectron2; it is read when the set is first loaded.
+
+    Registering a name again with the same files does nothing.
+
+    Raises:
+        UserError: the name is taken by other files.
+    """
+    paths = os.path.abspath(json_file), os.path.abspath(image_root)
+    if not _is_registered(name, *paths):
+        register_coco_instances(name, {}, *paths)
+
+
+def register_coco_images(
+    name: str,
+    json_file: PathLike,
+    image_root: PathLike,
+    *,
+    prepare: Callable[[], object] | None = None,
+) -> None:
+    """Registers the images of an annotation file without their annotations, for pre-training.
+
+    The file is read when the set is first loaded. Registering a name again with the same files
+    does nothing.
+
+    Args:
+        name: of the new data set.
+        json_file: annotations, or a list of images alone.
+        image_root: folder that its file names are relative to.
+        prepare: makes the files if they do not exist yet.
+
+    Raises:
+        UserError: the name is taken by other data.
+    """
+    paths = os.path.abspath(json_file), os.path.abspath(image_root)
+    if _is_registered(name, *paths, unlabelled=True):
+        return
+
+    def load() -> list[dict[str, Any]]:
+        if prepare is not None:
+            prepare()
+        return load_coco_images(*paths)
+
+    DatasetCatalog.register(name, load)
+    MetadataCatalog.get(name).set(
+        json_file=paths[0],
+        image_root=paths[1],
+        unlabelled=True,
+        evaluator_type="reconstruction",
+        drawn_on_first_use=prepare is not None,  # so that no one misses the json_file before
+    )
+
+
+def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
+    """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids.
+
+    Raises:
+        UserError: the file is not COCO's, an image has no id of its own, or its file is not in
+            the folder.
+    """
+    file = CocoFile(str(json_file), needed=("images",))
+    images = file.check_files(file.check_ids(file.lists["images"], "image"), str(image_root))
+    raise_first(file.errors)
+    return [
+        {"file_name": os.path.join(image_root, image["file_name"]), "image_id": image["id"]}
+        for image in sorted(images, key=lambda image: image["id"])
+    ]
+
+
+def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoSummary:
+    """Checks an annotation file and that its images exist, and returns what it holds.
+
+    Image files are looked up in the listings of their folders and not opened. Warnings are
+    logged and returned.
+
+    Raises:
+        UserError: file or images are missing; the file is not JSON or not COCO; ids occur
+            twice or point to nothing; sizes, boxes or masks make no sense; no image, category
+            or box. The message is that of the first error and counts the others.
+    """
+    content = read_coco_json(json_file, image_root)
+    raise_first(content.errors)
+    for warning in content.summary.warnings:
+        logger.warning(warning)
+    return content.summary
+
+
+def read_coco_json(json_file: PathLike, image_root: PathLike) -> CocoContent:
+    """Reads an annotation file and finds everything that is wrong with it.
+
+    Raises:
+        UserError: nothing can be said about single entries: the file or the image folder does not
+            exist, the file is not JSON, or not COCO, or has no images or no categories.
+    """
+    file = CocoFile(str(json_file))
+    categories = file.check_categories()
+    images = file.check_images(str(image_root))
+    annotations = file.check_annotations(images, categories)
+    boxes = count_box_classes(annotations)
+    if not boxes and not file.errors:
+        reason = "there is no box to train on or to evaluate with"
+        file.errors.append(DataError("no boxes", file.path, reason))
+    without = [c["name"] for c in categories if c["id"] not in boxes]
+    if without and boxes:
+        some = quote(without)
+        file.warn(f"{len(without)} of {len(categories)} categories have no box: {some}")
+    with_boxes = {image for images_of in boxes.values() for image in images_of}
+    summary = CocoSummary(
+        json_file=file.path,
+        num_images=len(images),
+        num_images_without_boxes=len(images) - len(with_boxes),
+        num_boxes=sum(len(images_of) for images_of in boxes.values()),
+        num_crowds=sum(bool(a.get("iscrowd", 0)) for a in annotations),
+        class_names=tuple(entry["name"] for entry in categories),
+        category_ids=tuple(entry["id"] for entry in categories),
+        warnings=tuple(file.warnings),
+    )
+    return CocoContent(images, annotations, categories, summary, tuple(file.errors))
+
+
+def check_same_classes(train: CocoSummary, val: CocoSummary) -> None:
+    """Checks that two annotation files mean the same by class 0, 1, 2, …
+
+    Raises:
+        UserError: names are missing in one of them, or their ids put them in another order.
+    """
+    if train.class_names == val.class_names:
+        return
+    files = f"'{train.json_file}' and '{val.json_file}'"
+    for one, other in ((train, val), (val, train)):
+        missing = [name for name in one.class_names if name not in other.class_names]
+        if missing:
+            raise UserError(
+                f"the categories of {files} differ: '{other.json_file}' lacks {quote(missing)}"
+            )
+    raise UserError(
+        f"the categories of {files} have the same names in another order of ids: "
+        f"{quote(train.class_names)} against {quote(val.class_names)}"
+    )
+
+
+def quote(names: Sequence[str]) -> str:
+    """Returns the first three names, quoted, and how many more there are."""
+    return join_first(map(repr, names))
+
+
+def _is_registered(name: str, json_file: str, image_root: str, *, unlabelled: bool = False) -> bool:
+    """Returns whether a name is that of these files.
+
+    Raises:
+        UserError: it is that of other data.
+    """
+    if name not in DatasetCatalog:
+        return False
+    known = MetadataCatalog.get(name)
+    paths = [
+        path and os.path.abspath(path) for path in (known.get("json_file"), known.get("image_root"))
+    ]
+    if paths != [json_file, image_root] or known.get("unlabelled", False) != unlabelled:
+        raise UserError(
+            f"the data set name '{name}' is already registered with '{known.get('json_file')}'; "
+            f"choose another name for '{json_file}' with images in '{image_root}'"
+        )
+    return True

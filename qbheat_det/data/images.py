@@ -1,0 +1,175 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Reading a part of an image file, with no more pixels than are needed.
+
+The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2,
+1/4 or 1/8 of its size, which libjpeg does from fewer coefficients (Pillow's ``draft``).
+
+The part is then moved to whole pixels of the smaller image. Resized to S x S, it differs from that
+part of the whole image by 1.0 (where the smaller part has 1.5 S pixels a side) to 2.5 (S pixels) of
+255 grey levels, in the mean over photographs; there, bilinear and bicubic resizing of the latter
+differ by 1.5, bilinear and box by 2.3.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from detectron2.utils.file_io import PathManager
+from PIL import Image
+from torch import Tensor
+
+Box = tuple[int, int, int, int]
+"""Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
+
+ORIENTATION = 0x0112
+"""EXIF tag; from 5 on, width and height change places."""
+
+# What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
+# another program.
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
+_REDUCTIONS: tuple[int, ...] = (8, 4, 2)
+_UPRIGHT = {  # as in Detectron2's reading of images
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class ReadableImage(Protocol):
+    """An image that can be cropped, in a file or in memory."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def height(self) -> int: ...
+
+    def read(self, box: Box, at_least: int) -> Tensor:
+        """Returns the part in a box: (h, w, 3), uint8, RGB.
+
+        Args:
+            box: the part.
+            at_least: h and w may be smaller than those of the box, but not than this.
+        """
+
+
+class ImageFile:
+    """An open image file, rotated as its EXIF orientation says."""
+
+    def __init__(self, image: Image.Image) -> None:
+        """
+        Args:
+            image: opened and not decoded.
+        """
+        if image.format not in ("JPEG", "MPO"):
+            image.load()  # a PNG may have its EXIF last, and a TIFF turns itself
+        self._image = image
+        self._orientation = find_orientation(image)
+        turned = self._orientation in (5, 6, 7, 8)
+        self.width, self.height = image.size[::-1] if turned else image.size
+
+    def read(self, box: Box, at_least: int) -> Tensor:
+        """See ``ReadableImage``; to be called once."""
+        stored = _find_stored(box, self._orientation, (self.width, self.height))
+        side = min(stored[2] - stored[0], stored[3] - stored[1])
+        reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
+        width, height = self._image.size
+        # Only JPEGs have drafts; their pixel i is then made of i * reduction and those after it.
+        drafted = reduction > 1 and self._image.draft(
+            "RGB", (max(1, width // reduction), max(1, height // reduction))
+        )
+        part = self._image.crop(_scale(stored, 1 / reduction, 1 / reduction) if drafted else stored)
+        part = _to_rgb(part, self._image.format)
+        if self._orientation in _UPRIGHT:
+            part = part.transpose(_UPRIGHT[self._orientation])
+        return torch.from_numpy(np.array(part))
+
+
+@contextmanager
+def open_image(path: str) -> Iterator[ImageFile]:
+    """Opens an image file; what a broken one raises depends on its format's decoder."""
+    with PathManager.open(path, "rb") as file, Image.open(file, formats=_FORMATS) as image:
+        yield ImageFile(image)
+
+
+class ImageInMemory:
+    """A decoded image, which may have fewer pixels than its file.
+
+    Boxes are in pixels of the file.
+    """
+
+    def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
+        """
+        Args:
+            pixels: (h, w, 3), uint8, RGB.
+            width, height: of the image in its file, upright.
+        """
+        self._pixels = pixels
+        self.width = width
+        self.height = height
+
+    def read(self, box: Box, at_least: int) -> Tensor:
+        """See ``ReadableImage``; a view of all pixels that there are."""
+        height, width = self._pixels.shape[:2]
+        left, top, right, bottom = _scale(box, width / self.width, height / self.height)
+        return self._pixels[top:bottom, left:right]
+
+
+def resize(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Resizes (h, w, 3) to (3, height, width), uint8, bilinear and antialiased."""
+    planes = pixels.permute(2, 0, 1)[None]
+    # PyTorch's own kernel for bytes takes half the time of Pillow's, and differs by rounding.
+    return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0]
+
+
+def find_orientation(image: Image.Image) -> int:
+    """Returns EXIF's number; 1, upright, for a broken EXIF block, as in Detectron2."""
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:
+        return 1
+
+
+def _find_stored(box: Box, orientation: int, size: tuple[int, int]) -> Box:
+    """Returns where a box of the upright image, of a width and height, is in the stored image."""
+    left, top, right, bottom = box
+    if orientation in (2, 3, 6, 7):  # upright x runs against its stored axis
+        left, right = size[0] - right, size[0] - left
+    if orientation in (3, 4, 7, 8):
+        top, bottom = size[1] - bottom, size[1] - top
+    if orientation in (5, 6, 7, 8):
+        return top, left, bottom, right
+    return left, top, right, bottom
+
+
+def _scale(box: Box, horizontally: float, vertically: float) -> Box:
+    """Returns a box in whole pixels of a smaller image, never empty."""
+    left, right = _scale_side(box[0], box[2], horizontally)
+    top, bottom = _scale_side(box[1], box[3], vertically)
+    return left, top, right, bottom
+
+
+def _scale_side(low: int, high: int, factor: float) -> tuple[int, int]:
+    end = max(1, round(high * factor))
+    return min(round(low * factor), end - 1), end
+
+
+def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
+    """Converts as Detectron2 does, but scales 16 bits of grey to 8 where it would clip them.
+
+    Raises:
+        ValueError: the range of the values is not known.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range: convert the file")
+    image.info.pop("transparency", None)  # Pillow warns that it drops it
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,291 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The endless stream of training batches, which starts at any step without loading what is before.
+
+Which images a step sees, and how each is augmented, is a function of the seed alone: neither the
+number of processes nor that of workers changes it. The samplers are Detectron2's; what is ours is
+that batches are formed of indices before anything is loaded, for all processes together.
+"""
+
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetFromList, get_detection_dataset_dicts
+from detectron2.data.build import trivial_batch_collator
+from detectron2.data.samplers import (
+    RandomSubsetTrainingSampler,
+    RepeatFactorTrainingSampler,
+    TrainingSampler,
+)
+from detectron2.utils import comm
+from torch.utils.data import DataLoader, Dataset
+
+from qbheat_det.core.errors import UserError
+
+from .datasets import list_classes, load_classes
+from .errors import DataError
+from .image_checks import check_some_readable
+from .mappers import (
+    MAPPERS_OF_CLASSES,
+    MAPPERS_OF_IMAGES,
+    FixedViews,
+    Mapper,
+    NamingMapper,
+    build_mapper,
+    number_records,
+)
+from .seeding import IMAGE, preserved_randomness, seed_place
+
+Entry = tuple[int, int]
+"""Position in the stream of images, and index in the dataset."""
+BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler]
+T = TypeVar("T")
+
+_SKIPPED = "skipped"  # key of an image's dict: the errors of the images that it replaces
+MAX_TRIES = 1000  # of a mapper that returns None for images that it does not want
+
+
+class TrainStream(Iterable[list[dict[str, Any]]]):
+    """This process's share of every batch, without end; workers live as long as the iterator."""
+
+    def __init__(
+        self,
+        dataset: Sequence[dict[str, Any]],
+        *,
+        mapper: Mapper,
+        build_sampler: BuildSampler | None = None,
+        batch_size: int,
+        aspect_ratio_grouping: bool = False,
+        num_workers: int = 0,
+        seed: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        """
+        Args:
+            dataset: Detectron2's dicts of images.
+            mapper: from a dict to what the model takes; None or an error skips an image, and
+                another, drawn under the same seed, takes its place.
+            build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
+            batch_size: images of one step over all processes. Shares may differ by one.
+            aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
+                padding; every dict then needs "width" and "height".
+            num_workers: loading processes; 0 loads in this one.
+            seed: of order and augmentation.
+            pin_memory: give tensors in memory that a GPU copies from by itself.
+
+        Raises:
+            UserError: there are no images, or fewer in a batch than processes.
+        """
+        if len(dataset) == 0:
+            raise UserError("the training set has no images")
+        if batch_size < comm.get_world_size():
+            raise UserError(
+                f"SOLVER.IMS_PER_BATCH is {batch_size}, but each of the {comm.get_world_size()} "
+                "processes needs an image in every step"
+            )
+        self.num_images = len(dataset)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.fingerprint = fingerprint_records(dataset)
+        """Of the images; a run resumes only on the same."""
+        self.start = 0
+        """Step that the next iterator begins with."""
+        self.skipped: dict[str, DataError] = {}
+        """What is wrong with the images that this process has met and skipped, by image."""
+        self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
+        # One array of bytes, which forked workers share instead of copying.
+        self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
+        self.mapper = mapper
+        """What the next iterator maps with; another can be set before."""
+        size = len(dataset)
+        self._build_sampler = build_sampler or (lambda seed: TrainingSampler(size, seed=seed))
+        self.num_workers = num_workers
+        """Loading processes; 0 loads in this one."""
+        self._pin_memory = pin_memory
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        # A generator, so that neither workers nor reading begin before the first batch is asked
+        # for: ``start`` and ``seed`` of a resumed run are known only after construction.
+        batches: Iterable[list[dict[str, Any]]] = DataLoader(
+            _SeededImages(self.dataset, self.mapper, self.seed),
+            batch_sampler=_Shares(self),
+            num_workers=self.num_workers,
+            pin_memory=self._pin_memory,
+            collate_fn=trivial_batch_collator,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+        for batch in batches:
+            for image in batch:
+                self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
+            yield batch
+
+    def batches(self) -> Iterator[list[Entry]]:
+        """Yields the batches of all processes together, from step ``start`` on."""
+        # Detectron2's samplers give every process its part only through __iter__.
+        indices = self._build_sampler(self.seed)._infinite_indices()
+        entries = enumerate(indices)
+        if self._wide is None:
+            groups = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
+        else:
+            groups = _group(entries, self._wide, self.batch_size)
+        yield from itertools.islice(groups, self.start, None)
+
+
+class _Shares(Iterable[list[Entry]]):
+    """What this process takes of each batch."""
+
+    def __init__(self, stream: TrainStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[list[Entry]]:
+        rank, world_size = comm.get_rank(), comm.get_world_size()
+        for batch in self._stream.batches():
+            yield cut(batch, world_size)[rank]
+
+
+class _SeededImages(Dataset[dict[str, Any]]):
+    """Images by position and index, each augmented under a seed of its own."""
+
+    def __init__(self, dataset: DatasetFromList, mapper: Mapper, seed: int) -> None:
+        self._dataset = dataset
+        self._mapper = mapper
+        self._seed = seed
+
+    def __getitem__(self, entry: Entry) -> dict[str, Any]:
+        return self.__getitems__([entry])[0]
+
+    def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+        # Once a batch: keeping the generators takes longer than seeding them for an image.
+        with preserved_randomness():
+            return [self._draw(position, index) for position, index in entries]
+
+    def _draw(self, position: int, index: int) -> dict[str, Any]:
+        errors: list[DataError] = []
+        seed_place(self._seed, IMAGE, position)
+        for chosen in itertools.islice(self._choose(position, index), MAX_TRIES):
+            mapped = self._mapper(self._dataset[chosen])
+            if isinstance(mapped, DataError):
+                errors.append(mapped)
+            elif mapped is not None:
+                return {**mapped, _SKIPPED: errors} if errors else mapped
+        last = f"; the last error is {errors[-1].message}" if errors else ""
+        raise UserError(
+            f"the mapper wanted none of {MAX_TRIES} images drawn from {len(self._dataset)}{last}"
+        )
+
+    def _choose(self, position: int, index: int) -> Iterator[int]:
+        """Yields the image that is wanted, and then those that can take its place."""
+        yield index
+        # Not the next: files that lie side by side are often broken together.
+        others = np.random.default_rng((self._seed, position))
+        while True:
+            yield int(others.integers(len(self._dataset)))
+
+
+def cut(items: Sequence[T], parts: int) -> list[list[T]]:
+    """Cuts a sequence into consecutive parts whose lengths differ by one at most."""
+    bounds = [part * len(items) // parts for part in range(parts + 1)]
+    return [list(items[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def build_train_stream(cfg: CfgNode) -> TrainStream:
+    """Builds the stream of ``DATASETS.TRAIN`` through the mapper and the sampler of the config.
+
+    With ``INPUT.FIXED_VIEWS.COUNT`` its mapper is a ``FixedViews``.
+
+    Raises:
+        UserError: no image is left to train on, or the sampler is not known.
+    """
+    dataset = _load_training_set(cfg)
+    mapper = _build_training_mapper(cfg)
+    if isinstance(mapper, FixedViews):
+        dataset = number_records(dataset)
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        check_some_readable("the training set", [entry["file_name"] for entry in dataset])
+    mapper.prepare(dataset)
+    return TrainStream(
+        dataset,
+        mapper=mapper,
+        build_sampler=_choose_sampler(cfg, dataset),
+        batch_size=cfg.SOLVER.IMS_PER_BATCH,
+        aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+        seed=max(cfg.SEED, 0),
+        pin_memory=cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available(),
+    )
+
+
+def _build_training_mapper(cfg: CfgNode) -> NamingMapper | FixedViews:
+    mapper, views = build_mapper(cfg, is_train=True), cfg.INPUT.FIXED_VIEWS
+    return FixedViews(mapper, views.COUNT, views.SEED) if views.COUNT else mapper
+
+
+def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+        names = cfg.DATASETS.TRAIN
+        return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
+    with_keypoints = cfg.MODEL.KEYPOINT_ON
+    dataset: Sequence[dict[str, Any]] = get_detection_dataset_dicts(
+        cfg.DATASETS.TRAIN,
+        filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+        min_keypoints=cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE if with_keypoints else 0,
+        proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
+    )
+    return dataset
+
+
+def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:
+    name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(dataset)
+    if name == "TrainingSampler":
+        return lambda seed: TrainingSampler(size, seed=seed)
+    if name == "RandomSubsetTrainingSampler":
+        ratio = cfg.DATALOADER.RANDOM_SUBSET_RATIO
+        return lambda seed: RandomSubsetTrainingSampler(
+            size, ratio, seed_shuffle=seed, seed_subset=seed
+        )
+    if name == "RepeatFactorTrainingSampler":
+        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+            dataset, cfg.DATALOADER.REPEAT_THRESHOLD
+        )
+        return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
+    raise UserError(
+        f"DATALOADER.SAMPLER_TRAIN is '{name}', but must be TrainingSampler, "
+        "RandomSubsetTrainingSampler or RepeatFactorTrainingSampler"
+    )
+
+
+def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:
+    """Yields batches of images that are all wide or all tall, as soon as each is full."""
+    waiting: tuple[list[Entry], list[Entry]] = ([], [])
+    for entry in entries:
+        bucket = waiting[int(wide[entry[1]])]
+        bucket.append(entry)
+        if len(bucket) == size:
+            yield list(bucket)
+            bucket.clear()
+
+
+def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Returns (len(dataset),): whether each image is wider than tall, as Detectron2 groups."""
+    if any("width" not in entry or "height" not in entry for entry in dataset):
+        raise UserError(
+            "DATALOADER.ASPECT_RATIO_GROUPING needs the width and the height of every image in "
+            "the dataset's dicts: add them, or set it to False"
+        )
+    return np.array([entry["width"] > entry["height"] for entry in dataset])
+
+
+def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
+    """Returns a checksum of images, boxes and their order; the folder does not enter it."""
+    value = 0
+    for entry in dataset:
+        name = os.path.basename(str(entry.get("file_name", "")))
+        boxes = [(a.get("category_id"), a.get("bbox")) for a in entry.get("annotations", ())]
+        text = f"{entry.get('image_id')} {name} {boxes}\n"
+        value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names are any bytes
+    return value

@@ -1,0 +1,147 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The mapper of classification: the random part of pre-training, then the usual augmentation.
+
+"RandAugment", arXiv:1909.13719, and "Random Erasing", arXiv:1708.04896, both as timm has them:
+torchvision's RandAugment has no standard deviation of the magnitude, which the recipes of the
+QB-Heat paper (Tables 11 and 12) name. timm draws from the generators of Python and NumPy too,
+which the stream seeds for every image: what comes out is a function of the run's seed.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode, configurable
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data.errors import DataError
+
+from .pretraining import PretrainingMapper
+
+_LARGEST_MAGNITUDE = 10  # timm's scale
+# At the very end of it no bit of a posterised image would be left, which Pillow refuses.
+_LARGEST_DRAWN = 9.99
+_TRANSLATION = 0.45  # of the side, the farthest that RandAugment shifts, as timm's recipes have it
+
+
+class ClassificationMapper:
+    """From a record with ``file_name`` and ``label`` to an image of the size that the model sees.
+
+    Returns what ``PretrainingMapper`` returns, ``label`` with it. In training, RandAugment and
+    random erasing follow its part and flip; in inference the part is a square in the middle, and
+    nothing else is done. That square is, but for rounding to whole pixels, the centre crop of S
+    pixels of the image whose shorter side was resized to S over the
+    crop's ``test_crop``.
+
+    An image that cannot be read is a ``DataError``.
+    """
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        crop: PretrainingMapper,
+        rand_augment: Sequence[float] = (),
+        random_erasing: float = 0.0,
+        pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
+        pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
+    ) -> None:
+        """
+        Args:
+            crop: draws the part and the flip; images are augmented where it is that of training.
+            rand_augment: magnitude, a whole number from 0 to 10, and its standard deviation;
+                none if empty.
+            random_erasing: probability that a rectangle becomes noise, in [0, 1]. The noise is
+                normal, of mean ``pixel_mean`` and deviation ``pixel_std``, clipped to bytes.
+            pixel_mean: of the three channels, in the order of the crop's pixel format.
+            pixel_std: as ``pixel_mean``.
+
+        Raises:
+            UserError: a value makes no sense.
+        """
+        _check(rand_augment, random_erasing)
+        self._crop = crop
+        self._is_bgr = crop.pixel_format == "BGR"
+        self._augment = None
+        if crop.is_train and rand_augment:
+            magnitude, deviation = rand_augment
+            mean = [round(value) for value in pixel_mean]
+            self._augment = rand_augment_transform(
+                f"rand-m{int(magnitude)}-mstd{deviation:f}-inc1",
+                {
+                    "translate_const": int(_TRANSLATION * crop.size),
+                    "magnitude_max": _LARGEST_DRAWN,
+                    "img_mean": tuple(reversed(mean) if self._is_bgr else mean),
+                },
+            )
+        self._erasing = None
+        if crop.is_train and random_erasing:
+            self._erasing = random_erasing, RandomErasing(1.0, mode="pixel", device="cpu")
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32).view(3, 1, 1)
+            for values in (pixel_mean, pixel_std)
+        )
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
+        keys = cfg.INPUT.CLASSIFY
+        crop = PretrainingMapper.from_config(cfg, is_train)
+        return {
+            "crop": PretrainingMapper(**crop, test_crop=keys.TEST_CROP),
+            "rand_augment": keys.RAND_AUGMENT,
+            "random_erasing": keys.RANDOM_ERASING,
+            "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+            "pixel_std": cfg.MODEL.PIXEL_STD,
+        }
+
+    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
+        """See ``PretrainingMapper.prepare``."""
+        self._crop.prepare(dataset_dicts)
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
+        entry = self._crop(dataset_dict)
+        if isinstance(entry, DataError):
+            return entry
+        if self._augment is not None:
+            entry["image"] = self._rand_augment(entry["image"])
+        # Drawn here, so that images which are not erased are not normalised in vain.
+        if self._erasing is not None and random.random() < self._erasing[0]:
+            entry["image"] = self._erase(entry["image"])
+        return entry
+
+    def _rand_augment(self, image: Tensor) -> Tensor:
+        """From (3, S, S), uint8, to the same."""
+        assert self._augment is not None
+        rgb = image.flip(0) if self._is_bgr else image
+        picture = self._augment(Image.fromarray(rgb.permute(1, 2, 0).numpy()))
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        return (pixels.flip(0) if self._is_bgr else pixels).contiguous()
+
+    def _erase(self, image: Tensor) -> Tensor:
+        """From (3, S, S), uint8, to the same; what is not erased comes back as it was."""
+        assert self._erasing is not None
+        normalised = (image.float() - self._mean) / self._std
+        erased = self._erasing[1](normalised) * self._std + self._mean
+        return erased.round().clamp(0, 255).to(torch.uint8)
+
+
+def _check(rand_augment: Sequence[float], random_erasing: float) -> None:
+    if rand_augment:
+        magnitude, deviation = (*rand_augment, -1, -1)[:2]
+        is_whole = magnitude == int(magnitude) and 0 <= magnitude <= _LARGEST_MAGNITUDE
+        if len(rand_augment) != 2 or not is_whole or deviation < 0:
+            raise UserError(
+                "INPUT.CLASSIFY.RAND_AUGMENT must be empty or [magnitude, standard deviation], the "
+                f"magnitude a whole number from 0 to {_LARGEST_MAGNITUDE}, but is "
+                f"{list(rand_augment)}"
+            )
+    if not 0 <= random_erasing <= 1:
+        raise UserError(
+            f"INPUT.CLASSIFY.RANDOM_ERASING is a probability, from 0 to 1, but is {random_erasing}"
+        )

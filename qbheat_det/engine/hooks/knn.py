@@ -1,0 +1,125 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The nearest-neighbour score of a backbone, during pre-training and of weights alone."""
+
+import logging
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+from torch import Tensor, nn
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import Figure
+from qbheat_det.data import ImageBatches, build_mapper, join_messages, load_labelled_sets
+from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
+from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
+
+logger = logging.getLogger(__name__)
+_MAX_IMAGES_DISTRIBUTED = 100_000
+
+
+def scores_neighbours(cfg: CfgNode) -> bool:
+    """Whether a config names the sets of a nearest-neighbour score."""
+    return bool(cfg.TEST.KNN.TRAIN or cfg.TEST.KNN.VAL)
+
+
+def check_neighbours(cfg: CfgNode) -> None:
+    """Checks ``TEST.KNN`` and lists its images.
+
+    Raises:
+        UserError: a value is out of range, or the sets have different classes.
+    """
+    keys = cfg.TEST.KNN
+    if not (keys.TRAIN and keys.VAL):
+        raise UserError("TEST.KNN.TRAIN and TEST.KNN.VAL must be given together")
+    if keys.K < 1 or not keys.TEMPERATURE > 0:
+        raise UserError(
+            f"TEST.KNN.K ({keys.K}) and TEST.KNN.TEMPERATURE ({keys.TEMPERATURE}) must be positive"
+        )
+    num_images = sum(map(len, load_labelled_sets(keys.TRAIN, keys.VAL)))
+    if comm.get_world_size() > 1 and num_images > _MAX_IMAGES_DISTRIBUTED:
+        raise UserError(
+            f"TEST.KNN names {num_images:,} images, which the main process scores alone while the "
+            f"others wait and may time out: name at most {_MAX_IMAGES_DISTRIBUTED:,}, or score "
+            "checkpoints with tools/probe_backbone.py"
+        )
+
+
+class NeighbourScorer:
+    """Scores the mean of a backbone's map on the sets of ``TEST.KNN``.
+
+    Images are processed as in inference. Those that fit into memory are decoded once.
+    """
+
+    def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
+        """
+        Args:
+            cfg: ``TEST.KNN``, and mapper and memory for images.
+            model: of the kind that will be scored.
+
+        Raises:
+            UserError: the model does not take images of one size.
+        """
+        if not isinstance(model, FixedSizeModel):
+            raise UserError(
+                "TEST.KNN scores pre-training objectives and classifiers during training, but "
+                f"MODEL.META_ARCHITECTURE is '{cfg.MODEL.META_ARCHITECTURE}': "
+                "tools/probe_backbone.py scores any backbone"
+            )
+        self._cfg = cfg
+        self._batches: tuple[ImageBatches, ImageBatches] | None = None
+        self._has_warned = False
+
+    def __call__(self, model: nn.Module) -> KnnScore:
+        """Returns the score of a model in eval mode; each process goes through all images."""
+        keys = self._cfg.TEST.KNN
+        if self._batches is None:
+            first, second = load_labelled_sets(keys.TRAIN, keys.VAL)
+            self._batches = self._load(first), self._load(second)
+        assert isinstance(model, FixedSizeModel)
+        backbone, name = get_backbone(model), model.in_feature
+        assert backbone is not None
+
+        def describe(batch: list[dict[str, Any]]) -> Tensor:
+            return backbone(model.preprocess_image(batch))[name].mean(dim=(2, 3))  # type: ignore[no-any-return]
+
+        train, val = (extract_features(describe, batches) for batches in self._batches)
+        self._warn_of_skipped_images()
+        for key, (features, _) in {"TRAIN": train, "VAL": val}.items():
+            if not len(features):
+                raise UserError(f"none of the images of TEST.KNN.{key} can be read")
+        return score_neighbours(train, val, k=keys.K, temperature=keys.TEMPERATURE)
+
+    def draw(self, model: nn.Module) -> Figure:
+        """Returns the score as a figure without images, for the visualization hook."""
+        score = self(model)
+        values = score.to_dict()
+        logger.info(
+            f"Nearest neighbours: top-1 {score.top1:.2f} +- {score.top1_standard_error:.2f} %, "
+            f"top-5 {score.top5:.2f} +- {score.top5_standard_error:.2f} % of "
+            f"{score.num_images:,} images"
+        )
+        return Figure(
+            "knn",
+            "Nearest-neighbour classification",
+            data={**values, "num_images": score.num_images},
+            scalars={f"knn/{name}": value for name, value in values.items()},
+        )
+
+    def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
+        return ImageBatches(
+            records,
+            mapper=build_mapper(self._cfg, is_train=False),
+            num_workers=self._cfg.DATALOADER.NUM_WORKERS,
+            shared=False,
+            memory_gb=self._cfg.INPUT.PRETRAIN.MEMORY_GB / 2,
+        )
+
+    def _warn_of_skipped_images(self) -> None:
+        faults = [fault for batches in self._batches or () for fault in batches.skipped.values()]
+        if faults and not self._has_warned:
+            logger.warning(
+                f"{len(faults):,} images are left out of the nearest-neighbour score: "
+                f"{join_messages(faults)}"
+            )
+        self._has_warned = True

@@ -1,0 +1,228 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Figures of the model while it trains, within a share of the run's time.
+
+The functions that draw them are registered in ``qbheat_det.core.figures.TRAINING_FIGURES`` by
+``import qbheat_det.analysis``.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from torch import nn
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
+from qbheat_det.modeling.contracts import PretrainingObjective
+
+from ..sample_images import FixedImages
+from .knn import NeighbourScorer, scores_neighbours
+from .training_run import TrainingRun
+
+logger = logging.getLogger(__name__)
+VISUALIZATIONS_DIR = "visualizations"
+"""Folder of the figures below ``OUTPUT_DIR``."""
+_PER_RUN = 20  # drawings of each figure where no period is given
+
+DrawFigure = Callable[[nn.Module], Figure]
+
+
+@dataclass
+class FigureCost:
+    """What a figure has cost so far.
+
+    Attributes:
+        seconds: of all drawings.
+        last: seconds of the last one.
+        drawn: number of drawings, failed ones included.
+        skipped: number of drawings left out to save time.
+        failed: number of drawings that raised an error.
+    """
+
+    seconds: float = 0.0
+    last: float = 0.0
+    drawn: int = 0
+    skipped: int = 0
+    failed: int = 0
+
+
+class VisualizationHook(HookBase):
+    """Draws figures before the first step, periodically, and after the last step.
+
+    They go to ``OUTPUT_DIR/visualizations``, named by the number of steps, and to TensorBoard;
+    their scalars go to the training log. A drawing in between is skipped if it and the last one
+    would exceed the figure's share of the run's time. Training is not changed: weights, the order
+    of images and dropout are the same without the hook, and an error is logged, not raised. Only
+    the main process draws; the others wait for it in their next step.
+
+    Attributes:
+        costs: by figure.
+    """
+
+    trainer: TrainingRun
+
+    def __init__(self, figures: Mapping[str, DrawFigure], *, period: int, share: float) -> None:
+        """
+        Args:
+            figures: by name; each takes the model in eval mode, without gradients.
+            period: iterations; 0 for a twentieth of the run.
+            share: of the run's time that each figure may take, in [0, 1].
+        """
+        self._figures = dict(figures)
+        self._period = period
+        self._share = share
+        self._has_tensorboard = find_spec("tensorboard") is not None
+        self._started = perf_counter()
+        self._earlier_seconds = 0.0  # of the run before it was resumed
+        self.costs = {name: FigureCost() for name in figures}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the seconds of the run and of each figure."""
+        costs = {name: asdict(cost) for name, cost in self.costs.items()}
+        return {"run_seconds": self._run_seconds(), "costs": costs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``."""
+        self._started = perf_counter()
+        self._earlier_seconds = state_dict["run_seconds"]
+        for name in self.costs.keys() & state_dict["costs"].keys():
+            self.costs[name] = FigureCost(**state_dict["costs"][name])
+
+    def before_train(self) -> None:
+        """Draws all figures of a run that begins."""
+        self._started = perf_counter()
+        if comm.is_main_process() and self.trainer.start_iter == 0:
+            for name in list(self._figures):
+                self._draw(name, steps=0)
+
+    def after_step(self) -> None:
+        """Draws the figures that are due and have time left."""
+        steps, end = self.trainer.iter + 1, self.trainer.max_iter
+        period = self._period or math.ceil(end / _PER_RUN)
+        if not comm.is_main_process() or (steps < end and steps % period):
+            return
+        for name in list(self._figures):
+            cost = self.costs[name]
+            planned = cost.seconds + 2 * cost.last  # this drawing and the one after the last step
+            if steps < end and planned > self._share * self._run_seconds():
+                cost.skipped += 1
+            else:
+                self._draw(name, steps)
+
+    def after_train(self) -> None:
+        """Logs what the figures have cost, also if the run ends with an error."""
+        run = max(self._run_seconds(), 1e-9)
+        for name, cost in self.costs.items() if comm.is_main_process() else ():
+            logger.info(
+                f"Figure '{name}': drawn {cost.drawn} times, {cost.failed} with an error; "
+                f"{cost.skipped} skipped to save time; {cost.seconds:.1f} seconds, "
+                f"{100 * cost.seconds / run:.2f} % of the run"
+            )
+
+    def _draw(self, name: str, steps: int) -> None:
+        model, cost = self.trainer.evaluated_model, self.costs[name]
+        _synchronize(model)  # the steps under way are no cost of the figure
+        started = perf_counter()
+        try:
+            with undisturbed(model):
+                self._publish(self._figures[name](model), steps)
+        except NotApplicable:
+            del self._figures[name], self.costs[name]
+            return
+        except Exception:
+            cost.failed += 1
+            if cost.failed == 1:
+                logger.exception(
+                    f"Figure '{name}' failed after {steps:,} steps. Training goes on; later "
+                    "failures are only counted."
+                )
+        _synchronize(model)
+        cost.drawn += 1
+        cost.last = perf_counter() - started
+        cost.seconds += cost.last
+
+    def _publish(self, figure: Figure, steps: int) -> None:
+        storage = self.trainer.storage
+        folder = Path(self.trainer.cfg.OUTPUT_DIR) / VISUALIZATIONS_DIR
+        write_figure(figure, folder, suffix=f"_{steps:07d}")
+        finite = {name: float(x) for name, x in figure.scalars.items() if math.isfinite(x)}
+        storage.put_scalars(smoothing_hint=False, **finite)
+        if not self._has_tensorboard:  # nothing else would remove images from the storage
+            return
+        for name, image in figure.images.items():
+            pixels = cv2.imdecode(np.frombuffer(image.content, np.uint8), cv2.IMREAD_COLOR)
+            if pixels is not None:  # SVG is not decoded
+                storage.put_image(f"{figure.name}/{name}", pixels[..., ::-1].transpose(2, 0, 1))
+
+    def _run_seconds(self) -> float:
+        return self._earlier_seconds + perf_counter() - self._started
+
+
+def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHook | None:
+    """Returns a hook for the figures of pre-training and the nearest-neighbour score, if asked for.
+
+    Args:
+        cfg: ``VIS``, ``TEST.KNN`` and what names the data are read.
+        model: of the run; the figures are for pre-training objectives.
+
+    Raises:
+        UserError: a key of ``VIS`` is out of range, or the model has no backbone to score.
+    """
+    keys = cfg.VIS
+    if not 0 <= keys.SHARE <= 1:
+        raise UserError(f"VIS.SHARE must be in [0, 1], but is {keys.SHARE}")
+    if keys.NUM_IMAGES < 1:
+        raise UserError(f"VIS.NUM_IMAGES must be at least 1, but is {keys.NUM_IMAGES}")
+    figures: dict[str, DrawFigure] = {}
+    if keys.ENABLED and isinstance(model, PretrainingObjective):
+        load_images = FixedImages(cfg).load
+        for name, draw in TRAINING_FIGURES.items():
+            figures[name] = partial(draw, load_images=load_images, cfg=cfg)
+    if scores_neighbours(cfg):
+        figures["knn"] = NeighbourScorer(cfg, model).draw
+    if not figures:
+        return None
+    return VisualizationHook(figures, period=keys.PERIOD, share=keys.SHARE)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Puts a model into eval mode without gradients.
+
+    Afterwards the mode of each of its modules and all random generators are as before.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        model.eval()
+        with torch.random.fork_rng(_list_gpus(model)), torch.no_grad():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, training in modes:
+            module.training = training
+
+
+def _list_gpus(model: nn.Module) -> list[int]:
+    devices = {parameter.device for parameter in model.parameters()}
+    return [device.index for device in devices if device.type == "cuda"]
+
+
+def _synchronize(model: nn.Module) -> None:
+    for device in _list_gpus(model):
+        torch.cuda.synchronize(device)

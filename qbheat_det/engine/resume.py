@@ -1,0 +1,213 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Resuming a run, as opposed to starting one from weights: what each of them needs and refuses."""
+
+import argparse
+import fnmatch
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from detectron2.config import CfgNode
+from torch import nn
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import TrainStream
+from qbheat_det.modeling.contracts import get_backbone, get_encoder
+
+logger = logging.getLogger(__name__)
+
+# What may change when a run is resumed: where and how it computes, when it ends, what it logs.
+_FREE = (
+    "CUDNN_BENCHMARK",
+    "DATALOADER.NUM_WORKERS",
+    "DATASETS.CHECK_IMAGES",
+    "DATASETS.TEST",
+    "FLOAT32_PRECISION",
+    "VIS.*",
+    "MODEL.ACTIVATION_CHECKPOINTING",
+    "MODEL.CACHE_FEATURES.FOLDER",
+    "MODEL.CHANNELS_LAST",
+    "MODEL.DEPLOY.*",
+    "MODEL.DEVICE",
+    "MODEL.WEIGHTS",
+    "OUTPUT_DIR",
+    "SOLVER.ACCUMULATE",
+    "SOLVER.CHECKPOINT*",
+    "SOLVER.KEEP_MEMORY",
+    "SOLVER.LOG_PERIOD",
+    "SOLVER.WANDB_PROJECT",
+    "TEST.*",
+    "VIS_PERIOD",
+)
+_END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
+
+
+def check_same_config(saved: str, cfg: CfgNode) -> None:
+    """Checks that a resumed run has the config that it began with, and logs what may differ.
+
+    Args:
+        saved: YAML of the config in the checkpoint; may be empty.
+        cfg: of the command that resumes the run, resolved.
+
+    Raises:
+        UserError: a key differs that may not change.
+    """
+    before = dict(_leaves(yaml.safe_load(saved) or {}))
+    now = dict(_leaves(yaml.safe_load(cfg.dump())))
+    if now["SEED"] < 0:  # none asked for: the run keeps its own
+        now["SEED"] = before.get("SEED", -1)
+    changed = {
+        key: f"{key} {before[key]} -> {now[key]}"
+        for key in now
+        if key in before and before[key] != now[key]
+    }
+    free = {key for key in changed if any(fnmatch.fnmatch(key, pattern) for pattern in _FREE)}
+    refused = [change for key, change in changed.items() if key not in free | {*_END}]
+    if refused:
+        raise UserError(
+            f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}. "
+            "Undo that, or start a new run from its weights with MODEL.WEIGHTS FILE and another "
+            "OUTPUT_DIR, without --resume"
+        )
+    for key, change in changed.items():
+        level = logging.WARNING if key in _END else logging.INFO
+        logger.log(level, f"Changed since the checkpoint: {change}")
+
+
+def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
+    """Checks that a resumed run has the training images that it began with.
+
+    Args:
+        state: of the trainer, from the checkpoint.
+        stream: of the command that resumes the run.
+
+    Raises:
+        UserError: the images differ, or the checkpoint is not of this package's trainer.
+    """
+    if "num_images" not in state:
+        raise UserError(
+            "--resume continues runs of this package's trainer, which did not write the "
+            "checkpoint: start a new run from its weights with MODEL.WEIGHTS, without --resume"
+        )
+    before, now = state["num_images"], stream.num_images
+    if (before, state["fingerprint"]) == (now, stream.fingerprint):
+        return
+    found = f"there are {now} now" if before != now else "their order or their boxes have changed"
+    raise UserError(
+        f"--resume continues a run on {before} training images, but {found}: restore the data, or "
+        "start a new run from its weights with MODEL.WEIGHTS"
+    )
+
+
+def check_start(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Checks that a command either resumes a run or starts one, before anything is written.
+
+    Args:
+        cfg: of the command.
+        args: ``opts``, ``eval_only`` and ``resume`` are read.
+
+    Raises:
+        UserError: ``--resume`` with other weights than the run began with, or a new run in a
+            folder that contains one.
+    """
+    given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in args.opts[::2] else ""
+    folder, last = Path(cfg.OUTPUT_DIR), _last_checkpoint(Path(cfg.OUTPUT_DIR))
+    if args.eval_only:
+        if args.resume and given:
+            raise UserError(
+                f"--resume evaluates the last checkpoint of OUTPUT_DIR, but MODEL.WEIGHTS '{given}'"
+                " names other weights: leave one of them out"
+            )
+    elif last and not args.resume:
+        raise UserError(
+            f"'{folder}' contains a run up to {last}: add --resume to continue it, or name another "
+            "OUTPUT_DIR for a new run"
+        )
+    elif args.resume and given and not (last and given == _initial_weights(folder)):
+        found = f"continues the run in '{folder}'" if last else f"finds no run in '{folder}'"
+        raise UserError(
+            f"--resume {found}, but MODEL.WEIGHTS '{given}' starts a new one: leave out "
+            "MODEL.WEIGHTS to continue a run, or --resume to start one"
+        )
+
+
+def describe_resumption(*, iteration: int, processes: tuple[int, int]) -> str:
+    """Returns the log line that says where a run continues and what differs.
+
+    Args:
+        iteration: last completed one.
+        processes: number of processes before and now.
+    """
+    before, now = processes
+    line = f"Continuing after iteration {iteration}"
+    if before == now:
+        return f"{line} with the same images, augmentations and dropout as without interruption"
+    return (
+        f"{line} with {now} processes instead of {before}: the batches have the same images with "
+        "the same augmentations; dropout and BatchNorm's batch statistics differ"
+    )
+
+
+def with_seed(cfg: CfgNode, seed: int) -> CfgNode:
+    """Returns a frozen copy of the config with the seed of the resumed run."""
+    copied: CfgNode = cfg.clone()
+    copied.defrost()
+    copied.SEED = seed
+    copied.freeze()
+    return copied
+
+
+def warn_of_random_encoder(model: nn.Module, weights: str) -> None:
+    """Warns if a head is about to be trained on a frozen encoder with random weights.
+
+    Args:
+        model: any.
+        weights: ``MODEL.WEIGHTS``.
+    """
+    backbone = get_backbone(model)
+    if weights or backbone is None:
+        return
+    encoder = get_encoder(backbone)
+    parameters = list(encoder.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        logger.warning(
+            f"The {type(encoder).__name__} is frozen with random weights, on which a head learns "
+            "little: set MODEL.WEIGHTS to pre-trained weights, unless this is a baseline"
+        )
+
+
+def contains_run(folder: str) -> bool:
+    """Whether a folder has a checkpoint to resume from, with or without ``last_checkpoint``."""
+    return bool(_last_checkpoint(Path(folder)))
+
+
+def find_last_checkpoint(folder: str) -> str:
+    """Returns the path of the newest checkpoint in a folder; empty if there is none."""
+    name = _last_checkpoint(Path(folder))
+    return str(Path(folder) / name) if name and (Path(folder) / name).is_file() else ""
+
+
+def _last_checkpoint(folder: Path) -> str:
+    try:
+        return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return max((path.name for path in folder.glob("model_*.pth")), default="")
+
+
+def _initial_weights(folder: Path) -> str:
+    """Returns the weights that the run in a folder began with, according to its config.yaml."""
+    try:
+        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        return str(content["MODEL"]["WEIGHTS"])
+    except (OSError, KeyError, TypeError, UnicodeDecodeError, yaml.YAMLError):
+        return ""
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

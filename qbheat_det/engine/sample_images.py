@@ -1,0 +1,82 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The same few images of a data set each time, spread evenly over it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import build_mapper
+
+_MAX_TRIED = 10  # consecutive images that cannot be read before a position is left out
+
+
+class SpreadEntries(list[dict[str, Any]]):
+    """Mapped images.
+
+    Attributes:
+        unreadable: file names of the images that could not be read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: list[str] = []
+
+
+def read_spread(
+    records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
+) -> SpreadEntries:
+    """Returns mapped images spread evenly over the records; all if there are fewer.
+
+    An image that cannot be read is replaced by the next that can.
+
+    Args:
+        records: dicts with ``file_name``.
+        mapper: from ``build_mapper``; for an image that cannot be read it raises a ``UserError``
+            or returns something else than a dict.
+        number: of images.
+    """
+    number = min(number, len(records))
+    entries = SpreadEntries()
+    end = 0
+    for index in range(number):
+        start = max(end, index * len(records) // number)
+        for end in range(start + 1, min(start + _MAX_TRIED, len(records)) + 1):
+            try:
+                entry = mapper(dict(records[end - 1]))
+            except UserError:
+                entry = None
+            if isinstance(entry, dict):
+                entries.append(entry)
+                break
+            entries.unreadable.append(str(records[end - 1]["file_name"]))
+    return entries
+
+
+class FixedImages:
+    """Images of the first test set, or of the first training set if there is no test set."""
+
+    def __init__(self, cfg: CfgNode) -> None:
+        """
+        Args:
+            cfg: names the data and the mapper.
+        """
+        self._cfg = cfg
+        self._loaded: dict[int, list[dict[str, Any]]] = {}
+
+    def load(self, number: int) -> list[dict[str, Any]]:
+        """Returns that many images, mapped as in inference; they are read at the first call.
+
+        Raises:
+            UserError: no image can be read.
+        """
+        if number not in self._loaded:
+            name = (*self._cfg.DATASETS.TEST, *self._cfg.DATASETS.TRAIN)[0]
+            mapper = build_mapper(self._cfg, is_train=False)
+            images = read_spread(DatasetCatalog.get(name), mapper, number)
+            if not images:
+                raise UserError(f"no image of the data set '{name}' can be read")
+            self._loaded[number] = list(images)
+        return self._loaded[number]

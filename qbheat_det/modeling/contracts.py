@@ -1,0 +1,249 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What the trainer, the data, the checkpoints and the tools ask of a model.
+
+Any ``nn.Module`` that Detectron2 can build fits. What a model may offer beyond that is written down
+here: as a Protocol where it is a method or a group of attributes, as a function where a model may
+lack an attribute and a default takes its place. Models inherit from none of these classes, and code
+outside ``modeling`` reads such attributes through this file alone.
+
+``isinstance`` finds methods, properties and class attributes of a module, but from Python 3.12 on
+not its parameters, buffers and children. The Protocols below that are checked have none of these.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from detectron2.config import CfgNode
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from torch import Tensor, nn
+
+BatchedInputs = list[dict[str, Any]]
+"""Dicts of a dataset mapper."""
+
+
+# Training
+
+
+@runtime_checkable
+class SupportsLossNormalizers(Protocol):
+    """A model that divides its losses by counts of a batch, such as that of its boxes.
+
+    ``forward`` takes what ``loss_normalizers`` gives as its second argument, where a step is cut
+    into micro-batches; else the model sums over processes by itself. Losses of other models are
+    taken for means over images.
+    """
+
+    def loss_counts(self, batched_inputs: BatchedInputs) -> Tensor:
+        """Returns the counts of a batch, whose sum over all parts of a step is meant."""
+
+    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+        """Returns what each of ``parts`` divides by, from the sum of their counts."""
+
+
+@runtime_checkable
+class SupportsAfterStep(Protocol):
+    """A model that changes more than its weights between steps, such as a queue."""
+
+    def after_step(self) -> None:
+        """Called once a step, after the optimizer's, however many micro-batches there were.
+
+        Not called where a loss is not finite, which ends training. Where the scaler of float16
+        leaves the optimizer's step out, it is called all the same.
+        """
+
+
+def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
+    """Returns ``metrics``: what a model logs besides losses, such as an accuracy.
+
+    Tensors () by name, of the last training batch of this process.
+    """
+    return getattr(model, "metrics", {})
+
+
+def keeps_backbone_in_eval(model: nn.Module) -> bool:
+    """Returns ``backbone_is_frozen``: the backbone stays in evaluation mode while training."""
+    return bool(getattr(model, "backbone_is_frozen", False))
+
+
+def has_held_out_loss(model: type | object) -> bool:
+    """Returns ``held_out_loss`` of a model or its class: one image has a loss in evaluation.
+
+    False for objectives that compare the images of a batch.
+    """
+    return bool(getattr(model, "held_out_loss", True))
+
+
+# Checkpoints and files of weights
+
+
+def train_only_modules(model: nn.Module) -> tuple[str, ...]:
+    """Returns ``train_only_modules``: names of children that inference does without.
+
+    They are in checkpoints, but in no file of trained weights.
+    """
+    return tuple(getattr(model, "train_only_modules", ()))
+
+
+def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
+    """Returns ``pretrain_only_modules``: names of children that no other kind of model takes over.
+
+    An objective's parts, or a classifier's decoder. Only a model that names the same children loads
+    them from a file.
+    """
+    return tuple(getattr(model, "pretrain_only_modules", ()))
+
+
+def optional_modules(model: nn.Module) -> list[str]:
+    """Returns paths of modules that files may hold and that the model's config leaves out.
+
+    A module names its own missing children in ``optional_modules``.
+    """
+    return [
+        f"{path}.{child}".lstrip(".")
+        for path, module in model.named_modules()
+        for child in getattr(module, "optional_modules", ())
+    ]
+
+
+def equivalent_configs(model: nn.Module) -> Mapping[str, Sequence[str]]:
+    """Returns ``equivalent_configs``: by config key, the values under which weights predict alike.
+
+    Weights trained under another value give other scores here.
+    """
+    return getattr(model, "equivalent_configs", {})
+
+
+# Images
+
+
+@runtime_checkable
+class FixedSizeModel(Protocol):
+    """A model of square images of one size: a classifier or a pre-training objective.
+
+    It also has ``backbone``, see ``get_backbone``.
+    """
+
+    image_size: int
+    """S, rows and columns of the images."""
+    in_feature: str
+    """Name of the backbone's map that is pooled or learned from."""
+    head_in_features: list[str]
+    """Names of all outputs of the backbone that the model reads."""
+
+    def preprocess_image(self, batched_inputs: BatchedInputs) -> Tensor:
+        """Returns normalised images (N, 3, S, S) on the model's device."""
+
+
+@runtime_checkable
+class PretrainingObjective(FixedSizeModel, Protocol):
+    """A model that trains its backbone without labels; other models take the backbone over."""
+
+    held_out_loss: bool
+    """See ``has_held_out_loss``."""
+
+    def check_num_images(self, num_images: int) -> None:
+        """Warns where a training set is too small for the objective."""
+
+
+@runtime_checkable
+class ReconstructionObjective(PretrainingObjective, Protocol):
+    """A model that sees a part of an image and reconstructs its pixels.
+
+    In evaluation it returns "reconstruction" (3, S, S), "visible" (S, S) and "loss_reconstruction"
+    for each image, and takes the quarters that are visible as its second argument if it has any.
+    """
+
+    @property
+    def views(self) -> Mapping[str, Sequence[str]]:
+        """Kinds of visible parts by name, each with the quarters that images take in turn."""
+
+
+def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
+    """Returns ``views`` of the meta-architecture that a config names, without building it.
+
+    The class offers them as ``views_from_config(cfg)``; without, there is one view of an image.
+    """
+    model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
+    if not hasattr(model_class, "views_from_config"):
+        return {"image": ()}
+    views: Mapping[str, Sequence[str]] = model_class.views_from_config(cfg)
+    return views
+
+
+class LinearModels(Protocol):
+    """The linear models of one kind of view, M = Δx A."""
+
+    offset: float
+
+    def matrices(self) -> Mapping[str, Tensor]:
+        """Returns M (C, C) by name."""
+
+
+def get_linear_models(model: nn.Module) -> Mapping[str, LinearModels]:
+    """Returns ``predictor.scales``: by view, the linear models that predict features, if any."""
+    return getattr(getattr(model, "predictor", None), "scales", {})
+
+
+def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, those that a model has."""
+    found = {name: getattr(model, name, None) for name in ("pixel_mean", "pixel_std")}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def masks_padding(model: object) -> bool:
+    """Returns ``masks_padding``: a padded batch gives what its images give one by one."""
+    return bool(getattr(model, "masks_padding", False))
+
+
+# Backbones
+
+
+@runtime_checkable
+class SupportsLayerGroups(Protocol):
+    """A backbone that knows its layers, as timm's models do, for layer-wise decay."""
+
+    def group_matcher(self, coarse: bool = False) -> Any:
+        """Returns patterns of parameter names, see ``timm.models.group_parameters``."""
+
+
+def get_backbone(model: nn.Module) -> Backbone | None:
+    """Returns ``backbone``; None if a model has none, or one that is not Detectron2's kind."""
+    backbone = getattr(model, "backbone", None)
+    return backbone if isinstance(backbone, Backbone) else None
+
+
+def get_body_name(backbone: nn.Module) -> str:
+    """Returns the name of the child that holds a backbone's layers; "" if the layers are its own.
+
+    ``bottom_up`` below Detectron2's FPN, ``net`` below ViTDet's pyramid and in ``TimmBackbone``.
+    """
+    children = dict(backbone.named_children())
+    return next((name for name in ("bottom_up", "net") if name in children), "")
+
+
+def get_encoder(backbone: Backbone) -> Backbone:
+    """Returns what stands below a backbone's feature pyramid; the backbone itself without one.
+
+    Of a backbone that gives cached features, the network that they are of, its ``encoder``.
+    """
+    below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
+    below = below if isinstance(below, Backbone) else backbone
+    encoder: Backbone = getattr(below, "encoder", below)
+    return encoder
+
+
+def get_in_features(module: nn.Module) -> list[str] | None:
+    """Returns names of the backbone's outputs that a model or a pyramid reads; None if unknown.
+
+    ``head_in_features`` as in Detectron2's dense detectors, or ``in_features``.
+    """
+    names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)
+    return list(names) if names else None
+
+
+def get_freeze_all(backbone: Backbone) -> int:
+    """Returns ``freeze_all``: the least ``MODEL.BACKBONE.FREEZE_AT`` that freezes all layers.
+
+    5 as in Detectron2's ResNet where a backbone does not say.
+    """
+    return int(getattr(backbone, "freeze_all", 5))

@@ -1,0 +1,335 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""MF-DETR: an end-to-end detector with a head of Mobile-Former blocks.
+
+Papers: QB-Heat, arXiv:2211.13228, Sec. 5 and B.2; "End-to-End Object Detection with
+Transformers" (DETR), arXiv:2005.12872. Deviations: see ``decoder_block.py``; logits are over K + 1
+contiguous classes (DETR: 92 for COCO's ids).
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone, detector_postprocess
+from detectron2.structures import Boxes, ImageList, Instances
+from torch import Tensor, nn
+from torchvision.ops import box_convert
+
+from qbheat_det.layers import halve, padding_mask
+from qbheat_det.layers.cached_images import find_cached_images
+
+from .auxiliary_queries import AuxiliaryQueries, QueryGroups
+from .criterion import HungarianMatcher, SetCriterion, Targets
+from .decoder_block import DecoderWidths
+from .denoising import Denoising
+from .losses import FocalSettings, build_classification
+from .mf_decoder import MFDecoder
+
+logger = logging.getLogger(__name__)
+
+
+@META_ARCH_REGISTRY.register()
+class MFDETR(nn.Module):
+    """A backbone, a decoder with object queries, and a set loss.
+
+    Any Detectron2 backbone with maps at strides 8 and 16 fits. If its ``forward`` takes
+    ``image_sizes``, as ``MobileFormer``'s does, a padded batch gives what its images give one by
+    one; with other backbones it does not, and a warning is logged. In training, the statistics of
+    BatchNorm include the padding, as in Detectron2.
+    """
+
+    train_only_modules = ("auxiliary_queries",)
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        decoder: MFDecoder,
+        criterion: SetCriterion,
+        in_features: Sequence[str],
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+        auxiliary_queries: AuxiliaryQueries | None = None,
+    ) -> None:
+        """
+        Args:
+            backbone: has the outputs ``in_features``.
+            decoder: from these maps to predictions.
+            criterion: from predictions and ground truth to losses.
+            in_features: names of the backbone's maps at strides 8 and 16.
+            pixel_mean: mean of each channel, in the mapper's pixel format.
+            pixel_std: standard deviation of each channel.
+            auxiliary_queries: further queries in training, with losses of their own.
+        """
+        super().__init__()
+        self.backbone = backbone
+        self.decoder = decoder
+        self.criterion = criterion
+        self.auxiliary_queries = auxiliary_queries
+        self.in_features = list(in_features)
+        nn.init.constant_(decoder.class_embed.bias, criterion.classification.initial_bias)
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
+        self.pixel_mean: Tensor
+        self.pixel_std: Tensor
+        self.masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
+        if not self.masks_padding:
+            logger.warning(
+                "%s takes no image_sizes: in a padded batch, features of an image depend on the "
+                "padding",
+                type(backbone).__name__,
+            )
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        node = cfg.MODEL.MF_DETR
+        backbone = build_backbone(cfg)
+        shapes = backbone.output_shape()
+        if set(node.IN_FEATURES) - set(shapes):
+            raise ValueError(
+                f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
+                f"backbone's outputs {list(shapes)}"
+            )
+        criterion = _build_criterion(node)
+        decoder = _build_decoder(node, [shapes[name] for name in node.IN_FEATURES])
+        return {
+            "backbone": backbone,
+            "decoder": decoder,
+            "criterion": criterion,
+            "in_features": node.IN_FEATURES,
+            "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+            "pixel_std": cfg.MODEL.PIXEL_STD,
+            # Built last, so that the random weights of all else are the same with and without it.
+            "auxiliary_queries": _build_auxiliary_queries(node),
+        }
+
+    @property
+    def equivalent_configs(self) -> dict[str, tuple[str, ...]]:
+        """See ``modeling/contracts.py``."""
+        return {"MODEL.MF_DETR.CLASSIFICATION": self.criterion.classification.same_scores}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self.pixel_mean.device
+
+    def forward(
+        self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
+    ) -> Any:
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper: "image" (3, H, W), in training "instances"
+                with ``gt_boxes`` (absolute XYXY) and ``gt_classes``; "height" and "width" of the
+                wanted output in inference, the image's own by default.
+            normalizers: in training, the result of ``loss_normalizers`` for the effective batch;
+                by default for the batches of all processes in this call.
+
+        Returns:
+            A dict of losses in training; else a list of {"instances": Instances} with
+            ``pred_boxes`` (absolute XYXY), ``scores`` and ``pred_classes``, Q an image.
+        """
+        images = self.preprocess_image(batched_inputs)
+        features, padding = self.extract_features(images)
+        if self.training:
+            targets = self.prepare_targets(batched_inputs)
+            return self.losses(features, padding, targets, normalizers)
+        results = self.inference(self.decoder(features, padding), images.image_sizes)
+        return [
+            {"instances": detector_postprocess(result, *_output_size(entry, result))}
+            for entry, result in zip(batched_inputs, results, strict=True)
+        ]
+
+    def losses(
+        self,
+        features: Sequence[Tensor],
+        padding: Tensor | None,
+        targets: Targets,
+        normalizers: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            features: maps at strides 8 and 16, (N, C, H, W) each.
+            padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
+            targets: ground truth of the N images.
+            normalizers: see ``forward``.
+
+        Returns:
+            The losses of the criterion, then those of auxiliary queries.
+        """
+        if normalizers is None:
+            counts = self._loss_counts(targets.counts).to(self.device)
+            normalizers = self.criterion.normalizers_of_processes(counts)
+        if self.auxiliary_queries is None:
+            return self.criterion(self.decoder(features, padding), targets, normalizers[0])
+        outputs = self.decoder(features, padding, self.auxiliary_queries(targets))
+        num_own = self.decoder.num_queries
+        own = {name: values[:, :, :num_own] for name, values in outputs.items()}
+        extra = {name: values[:, :, num_own:] for name, values in outputs.items()}
+        return {
+            **self.criterion(own, targets, normalizers[0]),
+            **self.auxiliary_queries.losses(extra, targets, self.criterion, normalizers),
+        }
+
+    def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns (P, 2): divisors of a batch's losses of classes and boxes, by itself.
+
+        One row is of the object queries, a second one of denoising queries, if there are any. They
+        depend on the ground truth alone.
+        """
+        return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
+
+    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+        """Returns (P, 2): divisors for each part of an effective batch, whose mean is its loss.
+
+        Args:
+            counts: (P, 2), sum of ``loss_counts`` over all parts.
+            parts: their number, over micro-batches and processes.
+        """
+        return self.criterion.mean_normalizers(counts, parts)
+
+    def _loss_counts(self, counts: Sequence[int]) -> Tensor:
+        rows = [self.criterion.normalizers(counts, self.decoder.num_queries)]
+        if self.auxiliary_queries is not None:
+            rows += self.auxiliary_queries.normalizers(counts, self.criterion)
+        return torch.tensor(rows)  # on the CPU, for one transfer of all
+
+    def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
+        """Normalises the images and stacks them, zeros at the right and the bottom."""
+        divisibility = self.backbone.size_divisibility
+        if "features" in batched_inputs[0]:
+            cached = find_cached_images(batched_inputs, divisibility, self.device)
+            if cached is not None:
+                return cached
+        images = [
+            (entry["image"].to(self.device) - self.pixel_mean) / self.pixel_std
+            for entry in batched_inputs
+        ]
+        return ImageList.from_tensors(images, divisibility)
+
+    def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
+        """Returns the maps at strides 8 and 16, and the padding mask (N, 1, H, W) at stride 8."""
+        height, width = images.tensor.shape[-2:]
+        if all(tuple(size) == (height, width) for size in images.image_sizes):
+            sizes = None
+        else:
+            sizes = torch.as_tensor(images.image_sizes, device=self.device)
+        if sizes is not None and self.masks_padding:
+            features = self.backbone(images.tensor, sizes)
+        else:
+            features = self.backbone(images.tensor)
+        padding = None if sizes is None else padding_mask(sizes, (height, width))
+        return [features[name] for name in self.in_features], halve(halve(halve(padding)))
+
+    def prepare_targets(self, batched_inputs: list[dict[str, Any]]) -> Targets:
+        """Brings ground truth from absolute XYXY to cxcywh in [0, 1] of each unpadded image."""
+        labels, boxes = [], []
+        for entry in batched_inputs:
+            instances: Instances = entry["instances"].to(self.device)
+            height, width = instances.image_size
+            scale = self.pixel_mean.new_tensor([width, height, width, height])
+            labels.append(instances.gt_classes)
+            boxes.append(box_convert(instances.gt_boxes.tensor / scale, "xyxy", "cxcywh"))
+        return Targets.stack(labels, boxes)
+
+    def inference(
+        self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
+    ) -> list[Instances]:
+        """Brings the last block's predictions to absolute XYXY of the model's input images.
+
+        Args:
+            outputs: as ``MFDecoder.forward`` returns them.
+            image_sizes: (height, width) of each image in pixels, before padding.
+        """
+        probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
+        scores, classes = probability.max(dim=-1)  # (N, Q)
+        corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")
+        results = []
+        for index, (height, width) in enumerate(image_sizes):
+            scale = corners.new_tensor([width, height, width, height])
+            boxes = Boxes(corners[index] * scale)
+            boxes.clip((height, width))
+            results.append(
+                Instances(
+                    (height, width),
+                    pred_boxes=boxes,
+                    scores=scores[index],
+                    pred_classes=classes[index],
+                )
+            )
+        return results
+
+
+def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder:
+    return MFDecoder(
+        input_shape=input_shape,
+        num_classes=node.NUM_CLASSES,
+        num_queries=node.NUM_OBJECT_QUERIES,
+        num_blocks=node.NUM_BLOCKS,
+        widths=DecoderWidths(
+            dim=node.HIDDEN_DIM,
+            num_heads=node.NHEADS,
+            hidden=node.DIM_FEEDFORWARD,
+            expansion=node.EXPANSION,
+            dropout=node.DROPOUT,
+        ),
+        norm=node.NORM,
+    )
+
+
+def _build_criterion(node: CfgNode) -> SetCriterion:
+    classification = build_classification(
+        node.CLASSIFICATION,
+        no_object_weight=node.NO_OBJECT_WEIGHT,
+        settings=FocalSettings(
+            gamma=node.FOCAL.GAMMA,
+            alpha=node.FOCAL.ALPHA,
+            iou_target=node.FOCAL.IOU_TARGET,
+            prior=node.FOCAL.PRIOR,
+        ),
+    )
+    weights = {
+        "class_weight": node.CLASS_WEIGHT,
+        "l1_weight": node.L1_WEIGHT,
+        "giou_weight": node.GIOU_WEIGHT,
+    }
+    return SetCriterion(
+        matcher=HungarianMatcher(classification=classification, **weights),
+        num_classes=node.NUM_CLASSES,
+        classification=classification,
+        deep_supervision=node.DEEP_SUPERVISION,
+        **weights,
+    )
+
+
+def _output_size(entry: dict[str, Any], result: Instances) -> tuple[int, int]:
+    height, width = result.image_size
+    return entry.get("height", height), entry.get("width", width)
+
+
+def _build_auxiliary_queries(node: CfgNode) -> AuxiliaryQueries | None:
+    denoising, groups = node.DENOISING, node.QUERY_GROUPS
+    if denoising.GROUPS < 0 or groups.COUNT < 1:
+        raise ValueError(
+            f"MODEL.MF_DETR.DENOISING.GROUPS ({denoising.GROUPS}) is at least 0 and "
+            f"MODEL.MF_DETR.QUERY_GROUPS.COUNT ({groups.COUNT}) at least 1"
+        )
+    parts: dict[str, Any] = {}
+    if groups.COUNT > 1:
+        parts["groups"] = QueryGroups(
+            num_groups=groups.COUNT - 1,
+            num_queries=node.NUM_OBJECT_QUERIES,
+            dim=node.HIDDEN_DIM,
+            weight=groups.WEIGHT,
+        )
+    if denoising.GROUPS:
+        parts["denoising"] = Denoising(
+            num_classes=node.NUM_CLASSES,
+            dim=node.HIDDEN_DIM,
+            **{name.lower(): value for name, value in denoising.items()},
+        )
+    return AuxiliaryQueries(**parts) if parts else None

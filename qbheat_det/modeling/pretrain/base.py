@@ -1,0 +1,209 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What pre-training objectives have in common: a backbone, one of its maps, images of one size.
+
+A subclass adds the parts of its objective and a ``forward`` that returns losses in training. The
+dataset mapper decodes and crops. What an objective draws at random it draws in the model, and
+``forward`` takes it as an argument too, for tests and figures.
+
+``ProjectionHead`` follows "Improved Baselines with Momentum Contrastive Learning" (MoCo-v2),
+arXiv:2003.04297, whose perceptron of two layers without BatchNorm is SimCLR's.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone, build_backbone
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.layers import PooledFeatures
+from qbheat_det.modeling.image_model import ImageModel
+
+logger = logging.getLogger(__name__)
+
+
+class PretrainingModel(ImageModel):
+    """A backbone to pre-train, and the map of it that the objective learns from.
+
+    See ``PretrainingObjective`` in ``modeling/contracts.py`` for what callers rely on.
+    """
+
+    pretrain_only_modules: tuple[str, ...] = ()
+    mapper_name = "pretrain"
+    held_out_loss = True
+
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        in_feature: str,
+        head_in_features: Sequence[str],
+        image_size: int,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+    ) -> None:
+        """
+        Args:
+            backbone: has the output ``in_feature``.
+            in_feature: name of the backbone's map that the objective learns from.
+            head_in_features: names of all outputs of the backbone that the objective reads.
+            image_size: S, rows and columns of the images.
+            pixel_mean: mean of each channel, in the mapper's pixel format.
+            pixel_std: standard deviation of each channel.
+
+        Raises:
+            ValueError: the backbone has no such map.
+        """
+        shape = find_map(backbone.output_shape(), in_feature, image_size)
+        for name, other in backbone.output_shape().items():
+            if (other.stride or 0) > shape.stride:
+                logger.warning(
+                    f"The layers of '{name}' come after '{in_feature}', which the objective learns "
+                    "from: they keep their random weights"
+                )
+        super().__init__(
+            backbone=backbone,
+            in_feature=in_feature,
+            head_in_features=head_in_features,
+            image_size=image_size,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+        )
+
+    def check_num_images(self, num_images: int) -> None:
+        """See ``PretrainingObjective``; most objectives take any number of images."""
+
+
+class ProjectionHead(nn.Module):
+    """Pools a backbone's outputs and projects them to one vector of length 1 for each image."""
+
+    def __init__(
+        self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str, hidden_dim: int, dim: int
+    ) -> None:
+        """
+        Args:
+            input_shape: the backbone's ``output_shape()``, with ``in_feature``.
+            in_feature: name of the map to pool; the first token joins it if there are tokens.
+            hidden_dim: width between the two layers.
+            dim: D of the result.
+
+        Raises:
+            ValueError: a width is not positive.
+        """
+        super().__init__()
+        if min(hidden_dim, dim) < 1:
+            raise ValueError(f"HIDDEN_DIM and DIM are at least 1, not {hidden_dim} and {dim}")
+        self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
+        self.hidden = nn.Linear(self.pool.width, hidden_dim)
+        self.out = nn.Linear(hidden_dim, dim)
+
+    @property
+    def in_features(self) -> list[str]:
+        """Names of the backbone's outputs that the head reads."""
+        return self.pool.in_features
+
+    def forward(self, features: Mapping[str, Tensor]) -> Tensor:
+        """
+        Args:
+            features: the map (N, C, H, W) and, if the backbone has them, "tokens" (N, M, E).
+
+        Returns:
+            (N, D), float32, each row of length 1.
+        """
+        projected = self.out(F.relu(self.hidden(self.pool(features))))
+        # In float32 under autocast too: half precision would blur similarities near one.
+        return F.normalize(projected.float(), dim=1)
+
+
+def embedding_from_config(
+    cfg: CfgNode, node: CfgNode, *, multiple: int | None = None
+) -> dict[str, Any]:
+    """Builds what objectives that compare embeddings have in common.
+
+    Args:
+        cfg: the whole config.
+        node: the objective's own keys, with ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``.
+        multiple: see ``find_map``.
+
+    Returns:
+        Arguments of their constructors: those of ``PretrainingModel``, and "head".
+
+    Raises:
+        ValueError: the backbone has no such map, or a width is not positive.
+    """
+    backbone, size = build_backbone(cfg), cfg.INPUT.PRETRAIN.SIZE
+    shapes = backbone.output_shape()
+    find_map(shapes, node.IN_FEATURE, size, multiple=multiple)  # before the head reads its width
+    return {
+        "backbone": backbone,
+        "head": ProjectionHead(
+            input_shape=shapes,
+            in_feature=node.IN_FEATURE,
+            hidden_dim=node.HIDDEN_DIM,
+            dim=node.DIM,
+        ),
+        "in_feature": node.IN_FEATURE,
+        "image_size": size,
+        "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+        "pixel_std": cfg.MODEL.PIXEL_STD,
+    }
+
+
+def check_equal_shares(batch_size: int, processes: int) -> None:
+    """Checks that all processes get as many images, for objectives that gather embeddings.
+
+    Args:
+        batch_size: images of a step, over all processes.
+        processes: their number.
+
+    Raises:
+        UserError: the shares are not equal.
+    """
+    if batch_size % processes:
+        raise UserError(
+            f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes: this "
+            "objective compares images across processes and needs as many from each"
+        )
+
+
+def find_map(
+    shapes: Mapping[str, ShapeSpec], name: str, image_size: int, *, multiple: int | None = None
+) -> ShapeSpec:
+    """Returns the shape of a backbone's map.
+
+    Args:
+        shapes: of the backbone's outputs.
+        name: of the map.
+        image_size: rows and columns of the images, in pixels.
+        multiple: the number of positions along a side of the map must be a multiple of it, and each
+            position cover stride x stride pixels; None allows any image size.
+
+    Raises:
+        ValueError: there is no such map, or the image size does not fit; the message names sizes
+            and maps that do.
+    """
+    strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
+    fitting = [
+        key
+        for key, stride in strides.items()
+        if multiple is None or image_size % (multiple * stride) == 0
+    ]
+    if name not in strides:
+        raise ValueError(
+            f"IN_FEATURE '{name}' is no map of the backbone, whose maps have the strides "
+            f"{strides}; for images of {image_size} pixels, use one of {fitting}, or request "
+            "more maps (MODEL.TIMM.OUT_FEATURES, MODEL.MOBILE_FORMER.OUT_FEATURES)"
+        )
+    if name not in fitting or image_size < 1:
+        side = (multiple or 1) * strides[name]
+        nearest = max(1, round(image_size / side)) * side
+        others = f", or IN_FEATURE to one of {fitting}" if fitting else ""
+        raise ValueError(
+            f"'{name}' has stride {strides[name]}, so the image's side must be a multiple of "
+            f"{side}, not {image_size}: set INPUT.PRETRAIN.SIZE to {nearest}{others}"
+        )
+    return shapes[name]

@@ -1,0 +1,334 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""MoCo-v2: pre-training by contrast of two views of an image with views of other images.
+
+Papers: "Momentum Contrast for Unsupervised Visual Representation Learning", He et al.,
+arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive Learning", Chen et al.,
+arXiv:2003.04297. The QB-Heat paper does not say what it changed for Mobile-Former.
+
+Differences: keys enter the queue and the momentum encoder is updated at the end of a step instead
+of in its middle and at the start of the next, which gives the same numbers; a process can normalise
+its batch in groups (``shuffled_batch_norm.py``).
+
+Keys of earlier batches are of other images only if the queue is far smaller than the training set:
+with N images, each once an epoch, a queue of K <= N keys holds one of the query's own image for a
+share of (K / N)^2 / 2 of the queries. It is 0.1 % for the papers' 65,536 keys of ImageNet.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from detectron2.utils import comm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.core.errors import UserError
+
+from .base import PretrainingModel, ProjectionHead, check_equal_shares, embedding_from_config
+from .shuffled_batch_norm import draw_order, embed_in_groups, embed_shuffled
+
+logger = logging.getLogger(__name__)
+
+
+class MomentumCopy(nn.Module):
+    """A copy of a module whose weights follow it slowly (Eq. 2), without gradients.
+
+    As in MoCo, only weights follow; BatchNorm's statistics are of the copy's own inputs.
+    """
+
+    def __init__(self, module: nn.Module, *, momentum: float) -> None:
+        """
+        Args:
+            module: its weights and buffers are copied.
+            momentum: m, the share of its own weights that the copy keeps in each step, in [0, 1].
+
+        Raises:
+            ValueError: ``momentum`` is not in [0, 1].
+        """
+        super().__init__()
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"MODEL.MOCO.MOMENTUM must be in [0, 1], not {momentum}")
+        self.copied = copy.deepcopy(module).requires_grad_(False)
+        self.momentum = momentum
+
+    @torch.no_grad()
+    def forward(self, *args: Any) -> Any:
+        """Calls the copy."""
+        return self.copied(*args)
+
+    @torch.no_grad()
+    def follow(self, module: nn.Module) -> None:
+        """Moves each weight k towards that of ``module``, q: k becomes m k + (1 - m) q."""
+        # As k + (1 - m)(q - k), so that equal weights keep their bits.
+        torch._foreach_lerp_(
+            list(self.copied.parameters()), list(module.parameters()), 1 - self.momentum
+        )
+
+
+class FeatureQueue(nn.Module):
+    """K keys of D numbers, first in, first out (Sec. 3.2).
+
+    Keys of a step are held until it ends, so that micro-batches make no difference. Keys and
+    position are buffers in checkpoints. Keys that were not filled yet are random directions, the
+    same in every process.
+    """
+
+    def __init__(self, *, size: int, dim: int) -> None:
+        """
+        Args:
+            size: K.
+            dim: D.
+
+        Raises:
+            ValueError: one of them is not positive.
+        """
+        super().__init__()
+        if min(size, dim) < 1:
+            raise ValueError(f"a queue of {size} keys of {dim} numbers cannot be built")
+        generator = torch.Generator().manual_seed(0)
+        random = F.normalize(torch.randn(size, dim, generator=generator), dim=1)
+        self.register_buffer("keys", random)
+        self.register_buffer("next", torch.zeros((), dtype=torch.long))
+        self.keys: Tensor  # (K, D)
+        self.next: Tensor  # index of the oldest key
+        self._held: list[Tensor] = []
+
+    def hold(self, keys: Tensor) -> None:
+        """Keeps keys (M, D) until ``push_held``.
+
+        Raises:
+            RuntimeError: more keys are held than the queue has room for.
+        """
+        self._held.append(keys.detach())
+        if sum(map(len, self._held)) > len(self.keys):
+            raise RuntimeError(
+                f"more than the queue's {len(self.keys)} keys came in one step: either "
+                "MODEL.MOCO.QUEUE_SIZE is below SOLVER.IMS_PER_BATCH, or nothing calls after_step"
+            )
+
+    @torch.no_grad()
+    def push_held(self) -> None:
+        """Replaces the oldest keys by those held."""
+        if not self._held:
+            return
+        keys = torch.cat(self._held)
+        self._held.clear()
+        # An index on the device: a slice would wait for its first number.
+        index = (self.next + torch.arange(len(keys), device=keys.device)) % len(self.keys)
+        self.keys.index_copy_(0, index, keys.to(self.keys.dtype))
+        self.next.add_(len(keys)).remainder_(len(self.keys))
+
+
+def similarity_logits(
+    queries: Tensor, keys: Tensor, others: Tensor, *, temperature: float
+) -> Tensor:
+    """Returns logits (N, 1 + K): similarity to the query's own key first, then to the others.
+
+    Args:
+        queries: (N, D), of length 1.
+        keys: (N, D), of length 1, of the same images as the queries.
+        others: (K, D), of length 1, taken for those of other images.
+        temperature: divides the similarities.
+    """
+    with torch.autocast(queries.device.type, enabled=False):
+        own = (queries * keys).sum(dim=1, keepdim=True)
+        return torch.cat([own, queries @ others.T], dim=1) / temperature
+
+
+def info_nce(logits: Tensor) -> Tensor:
+    """Returns the loss (N,) of logits from ``similarity_logits`` (Eq. 1)."""
+    targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+@META_ARCH_REGISTRY.register()
+class MoCo(PretrainingModel):
+    """An encoder of queries, a momentum encoder of keys, and a queue of earlier keys.
+
+    Any Detectron2 backbone serves as encoder. The loss is a mean over images. With BatchNorm's
+    statistics fixed, gradients of several processes are those of one with the joined batch; with
+    statistics of the batch, those of P processes with g ``norm_groups`` each are those of one with
+    P g.
+    """
+
+    pretrain_only_modules = ("head", "momentum_backbone", "momentum_head", "queue")
+    mapper_name = "two_views"
+    held_out_loss = False
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        head: ProjectionHead,
+        queue: FeatureQueue,
+        in_feature: str,
+        image_size: int,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+        temperature: float = 0.2,
+        momentum: float = 0.999,
+        norm_groups: int = 1,
+    ) -> None:
+        """As ``PretrainingModel``, and:
+
+        Args:
+            head: from the backbone's outputs to embeddings.
+            queue: of keys as wide as the embeddings.
+            temperature: divides similarities, above 0.
+            momentum: see ``MomentumCopy``.
+            norm_groups: parts of each process's batch with batch statistics of their own.
+
+        Raises:
+            ValueError: the backbone has no such map, or a number is out of range.
+        """
+        super().__init__(
+            backbone=backbone,
+            in_feature=in_feature,
+            head_in_features=head.in_features,
+            image_size=image_size,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+        )
+        if temperature <= 0 or norm_groups < 1:
+            raise ValueError(
+                "MODEL.MOCO.TEMPERATURE must be above 0 and MODEL.MOCO.NORM_GROUPS at least 1, not "
+                f"{temperature} and {norm_groups}"
+            )
+        self.head = head
+        self.momentum_backbone = MomentumCopy(backbone, momentum=momentum)
+        self.momentum_head = MomentumCopy(head, momentum=momentum)
+        self.queue = queue
+        self.temperature = temperature
+        self.norm_groups = norm_groups
+        # "contrast_accuracy": share of queries more similar to their own key than to all others.
+        self.metrics: dict[str, Tensor] = {}
+        self.register_load_state_dict_post_hook(_copy_missing_weights)
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        node = cfg.MODEL.MOCO
+        check_equal_shares(cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
+        check_batch(
+            node.QUEUE_SIZE,
+            node.NORM_GROUPS,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            processes=comm.get_world_size(),
+            accumulate=cfg.SOLVER.ACCUMULATE,
+        )
+        return {
+            **embedding_from_config(cfg, node),
+            "queue": FeatureQueue(size=node.QUEUE_SIZE, dim=node.DIM),
+            "temperature": node.TEMPERATURE,
+            "momentum": node.MOMENTUM,
+            "norm_groups": node.NORM_GROUPS,
+        }
+
+    def forward(self, batched_inputs: list[dict[str, Any]], order: Tensor | None = None) -> Any:
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S), the query's view, and in
+                training "image_key" (3, S, S), the key's.
+            order: of the images of all processes, see ``embed_shuffled``; random by default.
+
+        Returns:
+            {"loss_contrastive"}, (), in training; else a list with a dict for each image:
+            "embedding" (D,), of length 1, by the encoder of queries.
+
+        Raises:
+            UserError: an image has another size, or there is one view.
+        """
+        images = self.preprocess_image(batched_inputs)
+        if not self.training:
+            return [{"embedding": row} for row in self.embed(images)]
+        key_images = self.preprocess_image(batched_inputs, key="image_key")
+        if order is None:
+            order = draw_order(len(images), device=self.device)
+        queries = embed_in_groups(self.embed, images, self.norm_groups)
+        all_keys = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
+        self.queue.hold(all_keys)
+        keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]
+        logits = similarity_logits(queries, keys, self.queue.keys, temperature=self.temperature)
+        is_own = logits.detach().argmax(dim=1) == 0
+        self.metrics = {"contrast_accuracy": 100 * is_own.float().mean()}
+        return {"loss_contrastive": info_nce(logits).mean()}
+
+    def check_num_images(self, num_images: int) -> None:
+        """Warns if more than 3 % of the queries have their own image among earlier keys."""
+        size = len(self.queue.keys)
+        if 4 * size > num_images:
+            share = share_with_own_key(size, num_images)
+            logger.warning(
+                f"MODEL.MOCO.QUEUE_SIZE {size:,} is more than a quarter of the {num_images:,} "
+                f"images: for {share:.0%} of the queries it holds another view of their own image, "
+                "which then counts as one of another image"
+            )
+
+    def embed(self, images: Tensor) -> Tensor:
+        """From images (N, 3, S, S) to embeddings (N, D), by the encoder of queries."""
+        embedded: Tensor = self.head(self.backbone(images))
+        return embedded
+
+    def embed_keys(self, images: Tensor) -> Tensor:
+        """From images (N, 3, S, S) to embeddings (N, D), by the momentum encoder."""
+        embedded: Tensor = self.momentum_head(self.momentum_backbone(images))
+        return embedded
+
+    def after_step(self) -> None:
+        """Puts the step's keys into the queue and updates the momentum encoder."""
+        self.queue.push_held()
+        self.momentum_backbone.follow(self.backbone)
+        self.momentum_head.follow(self.head)
+
+
+def share_with_own_key(queue_size: int, num_images: int) -> float:
+    """Returns the share of queries whose image has a key in the queue, at one view an epoch."""
+    epochs = min(queue_size / num_images, 2.0)
+    return epochs**2 / 2 if epochs <= 1 else 1 - (2 - epochs) ** 2 / 2
+
+
+def check_batch(
+    queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
+) -> None:
+    """Checks that queue and groups fit a batch.
+
+    Args:
+        queue_size: keys of the queue.
+        groups: parts of a micro-batch with batch statistics of their own.
+        batch_size: images of a step, over all processes and micro-batches.
+        processes: their number.
+        accumulate: micro-batches of a process.
+
+    Raises:
+        UserError: the queue does not hold whole batches, or a group would be a single image, whose
+            query and key would have the same batch statistics.
+    """
+    if queue_size < 1 or queue_size % batch_size:
+        nearest = max(1, round(queue_size / batch_size)) * batch_size
+        raise UserError(
+            f"MODEL.MOCO.QUEUE_SIZE {queue_size} is no multiple of SOLVER.IMS_PER_BATCH "
+            f"{batch_size}, so that some keys would stay longer than others: set it to {nearest}"
+        )
+    smallest = batch_size // processes // accumulate
+    if groups > 1 and smallest // groups < 2:
+        raise UserError(
+            f"MODEL.MOCO.NORM_GROUPS {groups} leaves groups of one image of the {smallest} that a "
+            "process has at once, whose query and key would have the same statistics: set it to "
+            f"{max(1, smallest // 2)}, or raise SOLVER.IMS_PER_BATCH"
+        )
+
+
+def _copy_missing_weights(model: MoCo, incompatible: Any) -> None:
+    """Lets the momentum encoder start as the encoder, with weights of another kind of model."""
+    missing = set(incompatible.missing_keys)
+    pairs = {
+        "momentum_backbone": (model.momentum_backbone, model.backbone),
+        "momentum_head": (model.momentum_head, model.head),
+    }
+    for name, (momentum_copy, module) in pairs.items():
+        if missing.issuperset(f"{name}.{key}" for key in momentum_copy.state_dict()):
+            momentum_copy.copied.load_state_dict(module.state_dict())

@@ -1,0 +1,311 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Random masking: pre-training by reconstruction of patches masked all over the image.
+
+Two objectives that differ in one part, the features of masked positions: interpolated from visible
+ones, or one learned [MASK] token as in "Masked Autoencoders Are Scalable Vision Learners" (MAE),
+arXiv:2111.06377.
+
+The former applies the assumption of QB-Heat (arXiv:2211.13228), that neighbouring features differ
+by a linear map, to positions with visible neighbours on both sides. No paper fixes the details;
+chosen here: the nearest visible features along each axis, mixed linearly by distance, one matrix
+I + M for each axis that starts at M = 0 as in QB-Heat, and the mean over the axes.
+
+Deviations from MAE: the encoder is convolutional, so it takes the whole image with zeros at masked
+patches, at the cost of the whole image (four times QB-Heat's), and visible positions see visible
+neighbours through their receptive fields. Its output at masked positions is discarded. Decoder,
+target and their config keys, ``MODEL.QB_HEAT``, are QB-Heat's.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from torch import Tensor, nn
+
+from qbheat_det.layers import linear
+
+from .pixel_decoder import ReconstructionDecoder
+from .reconstruction import ReconstructionLoss, ReconstructionModel
+
+
+class RandomMask:
+    """Draws masks with the same number of visible positions, K of G x G, in each image."""
+
+    def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
+        """
+        Args:
+            grid_size: G.
+            mask_ratio: share of masked positions, rounded to whole ones.
+
+        Raises:
+            ValueError: no position would be visible, or none masked.
+        """
+        positions = grid_size**2
+        num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
+        if not 0 < num_visible < positions:
+            raise ValueError(
+                f"MODEL.RANDOM_MASKING.MASK_RATIO {mask_ratio} of the {grid_size} x {grid_size} "
+                "positions must leave at least one visible and mask at least one"
+            )
+        self.grid_size = grid_size
+        self.num_visible = num_visible
+
+    def draw(self, num_images: int, *, device: torch.device) -> Tensor:
+        """Draws from the device's global generator: (N, G, G), True where visible."""
+        return self._choose(torch.rand(num_images, self.grid_size**2, device=device))
+
+    def of_images(self, names: Iterable[str], *, device: torch.device) -> Tensor:
+        """Returns a mask for each image that depends on its name alone."""
+        noise = [
+            torch.rand(
+                self.grid_size**2,
+                generator=torch.Generator().manual_seed(zlib.crc32(name.encode())),
+            )
+            for name in names
+        ]
+        return self._choose(torch.stack(noise).to(device))
+
+    def _choose(self, noise: Tensor) -> Tensor:
+        """Makes the K smallest of each row (N, G * G) visible."""
+        chosen = noise.argsort(dim=1)[:, : self.num_visible]
+        visible = torch.zeros_like(noise, dtype=torch.bool).scatter_(1, chosen, True)
+        return visible.unflatten(1, (self.grid_size, self.grid_size))
+
+
+class _FeaturePredictor(nn.Module):
+    """Predicts the features of masked positions; ``dim`` is C, at least 1."""
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ValueError(f"FEATURE_DIM is at least 1, not {dim}")
+        self.dim = dim
+
+    def forward(self, z: Tensor, visible: Tensor) -> Tensor:
+        """
+        Args:
+            z: (N, G, G, C); values at masked positions have no influence.
+            visible: (N, G, G), True where the encoder got the patch.
+
+        Returns:
+            (N, G, G, C), with visible features as they are.
+        """
+        raise NotImplementedError
+
+
+class InterpolatedFeatures(_FeaturePredictor):
+    """Masked features are linear maps of mixtures of the nearest visible ones along x and y.
+
+    With l and r the nearest visible columns on both sides of a masked column j of the same row,
+    they give (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, where there is
+    only one, that one. The same holds along y, with M_y; the result is the mean over the axes with
+    a visible neighbour. A position with none takes the mean of the image's visible features.
+
+    At M = 0 this is exact, between neighbours, for features that are linear along the axis.
+    """
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__(dim=dim)
+        self.x = nn.Parameter(torch.zeros(dim, dim))  # M_x
+        self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
+
+    def forward(self, z: Tensor, visible: Tensor) -> Tensor:
+        """As in the base class."""
+        along_x, any_x = interpolate(z, visible)
+        along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
+        along_y, any_y = along_y.transpose(1, 2), any_y.transpose(1, 2)
+        # The identity is added apart: in bfloat16, I + M would lose a small M.
+        mapped_x = along_x + linear(along_x, self.x)
+        mapped_y = along_y + linear(along_y, self.y)
+        weights = torch.stack([any_x, any_y]).float()
+        weights = (weights / weights.sum(dim=0).clamp(min=1)).unsqueeze(-1)
+        predicted = weights[0] * mapped_x + weights[1] * mapped_y
+        alone = ~(any_x | any_y).unsqueeze(-1)
+        predicted = torch.where(alone, mean_visible(z, visible), predicted)
+        return torch.where(visible.unsqueeze(-1), z, predicted.to(z.dtype))
+
+
+class MaskToken(_FeaturePredictor):
+    """All masked features are the same learned vector.
+
+    MAE's token has the decoder's width and comes after its first linear layer; this one comes
+    before it, like interpolated features.
+    """
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__(dim=dim)
+        self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
+
+    def forward(self, z: Tensor, visible: Tensor) -> Tensor:
+        """As in the base class."""
+        return torch.where(visible.unsqueeze(-1), z, self.token.to(z.dtype))
+
+
+def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Mixes the nearest visible features on both sides within a row, linearly by distance.
+
+    Args:
+        z: (N, H, W, C).
+        visible: (N, H, W).
+
+    Returns:
+        (N, H, W, C) in float32, with visible features unchanged and 0 in rows without any; and
+        (N, H, W), True in rows with a visible position.
+    """
+    # One matrix for a row, not gathered neighbours, whose gradients a GPU adds in random order.
+    with torch.autocast(z.device.type, enabled=False):
+        weights, has_any = interpolation_weights(visible)
+        # Masked features have weight 0, and must not be infinite.
+        return weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0), has_any
+
+
+def interpolation_weights(visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weight of each visible position of a row for each position of it.
+
+    Args:
+        visible: (..., W).
+
+    Returns:
+        (..., W, W), float32, from the second position to the first: rows sum to 1, or are 0 where
+        nothing is visible; and (..., W), True where something is.
+    """
+    width = visible.shape[-1]
+    index = torch.arange(width, device=visible.device)
+    before = torch.where(visible, index, -1).cummax(dim=-1).values
+    after = torch.where(visible, index, width).flip(-1).cummin(dim=-1).values.flip(-1)
+    has_before, has_after = before >= 0, after < width
+    between = (index - before) / (after - before).clamp(min=1)  # 0 at visible positions
+    weight_after = torch.where(has_before & has_after, between, has_after.float())
+    weight_before = torch.where(has_before, 1 - weight_after, 0.0)
+    weights = weight_before.unsqueeze(-1) * (before.unsqueeze(-1) == index)
+    weights = weights + weight_after.unsqueeze(-1) * (after.unsqueeze(-1) == index)
+    return weights, has_before | has_after
+
+
+def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
+    """From (N, H, W, C) to the mean over the visible positions of each image, (N, 1, 1, C)."""
+    weights = visible.unsqueeze(-1).float()
+    total = torch.where(visible.unsqueeze(-1), z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
+    return total / weights.sum(dim=(1, 2), keepdim=True)
+
+
+class RandomMasking(ReconstructionModel):
+    """An encoder of an image with masked patches, predicted features of these, a decoder to pixels.
+
+    K of the G x G patches are visible, at random, as many in each image.
+    """
+
+    predictor: InterpolatedFeatures | MaskToken
+    predictor_class: type[InterpolatedFeatures] | type[MaskToken]
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        predictor: InterpolatedFeatures | MaskToken,
+        decoder: ReconstructionDecoder,
+        loss: ReconstructionLoss,
+        in_feature: str,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+        mask_ratio: float = 0.75,
+    ) -> None:
+        """As ``ReconstructionModel``, and:
+
+        Args:
+            predictor: from features (N, G, G, C) and visibility (N, G, G) to features.
+            mask_ratio: share of masked positions, see ``RandomMask``.
+        """
+        super().__init__(
+            backbone=backbone,
+            predictor=predictor,
+            decoder=decoder,
+            loss=loss,
+            in_feature=in_feature,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+        )
+        self.mask = RandomMask(grid_size=decoder.grid_size, mask_ratio=mask_ratio)
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {
+            **cls.shared_from_config(cfg),
+            "predictor": cls.predictor_class(dim=cfg.MODEL.QB_HEAT.FEATURE_DIM),
+            "mask_ratio": cfg.MODEL.RANDOM_MASKING.MASK_RATIO,
+        }
+
+    def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, for the mask in
+                evaluation, "image_id" or "file_name".
+            visible: (N, G, G), True where the encoder gets the patch. By default random in
+                training, and a function of the image's name in evaluation.
+
+        Returns:
+            A dict of losses in training; else a list with a dict for each image, see
+            ``ReconstructionModel.inference``.
+
+        Raises:
+            ValueError: ``visible`` has another shape or type, different counts in the images, or
+                all or nothing of an image.
+        """
+        images = self.preprocess_image(batched_inputs)
+        num_visible = self.mask.num_visible if visible is None else int(visible[0].sum())
+        visible = self.choose_visible(batched_inputs, visible)
+        z = self.predictor(self.encode(self.hide(images, visible)), visible)
+        visible = visible.flatten(1)
+        if self.training:
+            return self.training_losses(z, images, visible, visible.shape[1] - num_visible)
+        return self.inference(self.reconstruct(z, images, visible))
+
+    def choose_visible(
+        self, batched_inputs: list[dict[str, Any]], visible: Tensor | None
+    ) -> Tensor:
+        """Returns which positions are visible, (N, G, G), see ``forward``."""
+        shape = (len(batched_inputs), self.mask.grid_size, self.mask.grid_size)
+        if visible is not None:
+            if visible.shape != shape or visible.dtype != torch.bool:
+                raise ValueError(
+                    f"visible positions are a bool tensor of shape {shape}, not "
+                    f"{visible.dtype} of {tuple(visible.shape)}"
+                )
+            counts = set(visible.flatten(1).sum(dim=1).tolist())
+            if len(counts) != 1 or counts & {0, self.mask.grid_size**2}:
+                raise ValueError(
+                    "each image needs as many visible positions, at least one and not all, but "
+                    f"{sorted(counts)} of {self.mask.grid_size**2} are visible"
+                )
+            return visible.to(self.device)
+        if self.training:
+            return self.mask.draw(len(batched_inputs), device=self.device)
+        names = [
+            str(entry.get("image_id", entry.get("file_name", i)))
+            for i, entry in enumerate(batched_inputs)
+        ]
+        return self.mask.of_images(names, device=self.device)
+
+    def hide(self, images: Tensor, visible: Tensor) -> Tensor:
+        """Returns normalised images (N, 3, S, S) with zeros at masked patches."""
+        size = self.decoder.patch_size
+        pixels = visible.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
+        return torch.where(pixels.unsqueeze(1), images, 0.0)
+
+
+@META_ARCH_REGISTRY.register()
+class InterpolatedMasking(RandomMasking):
+    """Random masking with interpolated features; the matrices are ``predictor.x`` and ``.y``."""
+
+    predictor_class = InterpolatedFeatures
+
+
+@META_ARCH_REGISTRY.register()
+class MaskTokenMasking(RandomMasking):
+    """Random masking with one learned feature, ``predictor.token``."""
+
+    predictor_class = MaskToken

@@ -1,0 +1,341 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Pre-training by the Wasserstein dependency between two areas of an image.
+
+Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al.,
+arXiv:1903.11780. Mutual information compares the joint distribution of two areas with the product
+of their marginals by the KL divergence; this measure does so by the Wasserstein distance, in its
+dual form with a Lipschitz critic. The gradient penalty is that of "Improved Training of Wasserstein
+GANs", arXiv:1704.00028. Not said in the paper, or different here:
+
+- the areas are two quarters of an image, as in QB-Heat (arXiv:2211.13228). The centre overlaps
+  with all corners and could be recognised by its pixels, so it is not used;
+- distances are between features, not between images, so that the gradient penalty goes through the
+  critic alone. Features have the length ``radius``, or the encoder could make any distance large;
+- encoder and critic maximise the same estimate, in the same step of the same optimizer;
+- the penalised slope is that in x and y together, and slopes below 1 cost nothing, as a function
+  that is nowhere steep is Lipschitz too (arXiv:1709.08894);
+- the critic has a bilinear term, whose first gradient is the covariance of x and y;
+- both expectations come from all pairs of a batch: terms of f in x or y alone cancel in the dual
+  form, those in x in the contrastive form, and add no variance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from detectron2.utils import comm
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional as F
+
+from qbheat_det.core.errors import UserError
+
+from .base import (
+    PretrainingModel,
+    ProjectionHead,
+    check_equal_shares,
+    embedding_from_config,
+    find_map,
+)
+
+FORMS = ("dual", "contrastive")
+Pairs = tuple[Tensor, Tensor]
+"""x and y, (N, D) each."""
+
+
+@dataclass(frozen=True)
+class AreaPairs:
+    """Two quarters of each image; corners are numbered by twice their row plus their column."""
+
+    first: Tensor  # (N,)
+    second: Tensor  # (N,), another one
+
+    @classmethod
+    def draw(cls, num_images: int, *, device: torch.device) -> "AreaPairs":
+        """Draws from the device's global generator.
+
+        Each corner is first in as many images as any other, or in one more; the second is uniform
+        over the others.
+        """
+        turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
+        first = turns % 4
+        offset = torch.randint(1, 4, (num_images,), device=device)
+        return cls(first, (first + offset) % 4)
+
+    def crop(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """From images (N, C, S, S) to first and second areas, (N, C, S / 2, S / 2) each."""
+        half = images.shape[-1] // 2
+        rows = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, h, 2, h)
+        quarters = rows.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, h, h)
+        each = torch.arange(len(images), device=images.device)
+        return quarters[each, self.first], quarters[each, self.second]
+
+
+class LipschitzCritic(nn.Module):
+    """f(x, y), a network with two hidden layers and a bilinear term; computes in float32."""
+
+    def __init__(self, *, dim: int, hidden_dim: int = 256) -> None:
+        """
+        Args:
+            dim: D of x and of y.
+            hidden_dim: width of the hidden layers.
+
+        Raises:
+            ValueError: one of them is not positive.
+        """
+        super().__init__()
+        if min(dim, hidden_dim) < 1:
+            raise ValueError(
+                f"DIM and CRITIC_DIM of the critic are at least 1, not {dim} and {hidden_dim}"
+            )
+        # The first layer of [x, y] in two halves: all pairs of N x and N y take 2N rows of it.
+        self.from_x = nn.Linear(dim, hidden_dim)
+        self.from_y = nn.Linear(dim, hidden_dim, bias=False)
+        self.rest = nn.Sequential(
+            nn.LeakyReLU(0.2), nn.Linear(hidden_dim, hidden_dim), nn.LeakyReLU(0.2)
+        )
+        self.head = nn.Linear(hidden_dim, 1)
+        self.interaction = nn.Parameter(torch.zeros(dim, dim))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """
+        Args:
+            x: (..., D).
+            y: (..., D), which broadcasts with x: (N, 1, D) and (1, M, D) are all N x M pairs.
+
+        Returns:
+            (...), in float32 under autocast too, since differences of values count.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            x, y = x.float(), y.float()
+            values: Tensor = self.head(self.rest(self.from_x(x) + self.from_y(y))).squeeze(-1)
+            return values + ((x @ self.interaction) * y).sum(dim=-1)
+
+    def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
+        """Measures the critic's slope between pairs of two kinds.
+
+        The pairs are detached: the critic gets gradients of the slopes, the encoder none.
+
+        Args:
+            joint: pairs of the same image.
+            others: pairs of different images.
+            mixing: (N,), in [0, 1], the share of ``joint`` in the point on the line between them.
+
+        Returns:
+            (N,), norms of the gradient in (x, y), differentiable.
+        """
+        share = mixing[:, None]
+        between = [
+            (share * one.detach().float() + (1 - share) * other.detach().float()).requires_grad_()
+            for one, other in zip(joint, others, strict=True)
+        ]
+        # The caller's autocast would compute the gradient in half precision. Gradients are needed
+        # under no_grad too.
+        with torch.autocast(mixing.device.type, enabled=False), torch.enable_grad():
+            values = self(*between)
+            gradients = torch.autograd.grad(values.sum(), between, create_graph=True)
+        # The norm has no derivative at zero, where the critic is flat: 1e-12 gives it one.
+        return (torch.cat(gradients, dim=1).square().sum(dim=1) + 1e-12).sqrt()
+
+
+class DependencyLoss(nn.Module):
+    """From the critic's values of all pairs to the loss.
+
+    The dual form of the measure is E f(x, y) over the joint distribution minus E f(x, y') over the
+    product of the marginals. The contrastive form, which the paper trains, has log-sum-exp over all
+    y in place of the second mean, as in CPC: wrong pairs with high values weigh most.
+    """
+
+    def __init__(self, *, form: str = "contrastive", penalty_weight: float = 10.0) -> None:
+        """
+        Args:
+            form: "dual" or "contrastive".
+            penalty_weight: of the squared excess of slopes over 1. At the optimum of the dual form,
+                the slope is 1 + W / (2 weight) for a distance W, and the estimate that factor
+                times W. The critic of the contrastive form does not maximise the estimate.
+
+        Raises:
+            ValueError: another form, or a weight that is not positive.
+        """
+        super().__init__()
+        if form not in FORMS:
+            raise ValueError(f"MODEL.WASSERSTEIN.FORM is one of {FORMS}, not '{form}'")
+        if not penalty_weight > 0:
+            raise ValueError(
+                f"MODEL.WASSERSTEIN.PENALTY_WEIGHT is above 0, not {penalty_weight}: without a "
+                "penalty the critic is not Lipschitz, and its values mean nothing"
+            )
+        self.form = form
+        self.penalty_weight = penalty_weight
+
+    def forward(self, values: Tensor, partners: Tensor, slopes: Tensor) -> dict[str, Tensor]:
+        """
+        Args:
+            values: (N, M), of the critic for N x and M y.
+            partners: (N,), index of the y of the same image.
+            slopes: of the critic, any number of them.
+
+        Returns:
+            "loss_dependency", in the dual form the negative of the distance, and "loss_penalty".
+        """
+        penalty = self.penalty_weight * (slopes - 1).relu().square().mean()
+        if self.form == "dual":
+            return {"loss_dependency": -dual_distance(values, partners), "loss_penalty": penalty}
+        return {"loss_dependency": F.cross_entropy(values, partners), "loss_penalty": penalty}
+
+
+def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
+    """Returns the mean of f over pairs of the same image minus that over all others, ().
+
+    Args:
+        values: (N, M), of the critic for N x and M y, M at least 2.
+        partners: (N,), index of the y of the same image.
+    """
+    own = values.gather(1, partners[:, None]).squeeze(1)
+    others = (values.sum(dim=1) - own) / (values.shape[1] - 1)
+    return (own - others).mean()
+
+
+@dataclass(frozen=True)
+class DependencyDraw:
+    """What is random in training on N images."""
+
+    areas: AreaPairs
+    mixing: Tensor  # (N,) in [0, 1], see ``LipschitzCritic.slopes``
+
+
+@META_ARCH_REGISTRY.register()
+class WassersteinDependency(PretrainingModel):
+    """An encoder of two quarters of each image, and a critic of pairs of quarters.
+
+    Every area is compared with every other of the batch, over all processes. With BatchNorm's
+    statistics fixed or synchronised, the loss is that of one process with the joined batch, but for
+    areas and mixing, which each process draws. With batch statistics of each process, which the two
+    areas of an image share, the right pairs could be recognised by them: several processes need a
+    ``NORM`` that synchronises. With micro-batches, a batch is one micro-batch of all processes.
+
+    The encoder's convolutions take half the cost of whole images. The critic's part grows with the
+    square of the batch: N images are N x N x ``CRITIC_DIM`` values in each of its layers.
+    """
+
+    pretrain_only_modules = ("head", "critic")
+    held_out_loss = False
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        head: ProjectionHead,
+        critic: LipschitzCritic,
+        loss: DependencyLoss,
+        in_feature: str,
+        radius: float,
+        image_size: int,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+    ) -> None:
+        """As ``PretrainingModel``, and:
+
+        Args:
+            head: from the backbone's outputs to embeddings (N, D) of length 1.
+            critic: of pairs of embeddings.
+            loss: of the critic's values.
+            radius: length that embeddings are scaled to.
+
+        Raises:
+            ValueError: the backbone has no such map, or half an image is no whole number of its
+                positions, or the radius is not positive.
+        """
+        super().__init__(
+            backbone=backbone,
+            in_feature=in_feature,
+            head_in_features=head.in_features,
+            image_size=image_size,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+        )
+        find_map(backbone.output_shape(), in_feature, image_size, multiple=2)
+        if not radius > 0:
+            raise ValueError(f"MODEL.WASSERSTEIN.RADIUS is above 0, not {radius}")
+        self.head = head
+        self.critic = critic
+        self.loss = loss
+        self.radius = radius
+        # "distance", the dual estimate, see ``penalty_weight``, and "slope", the critic's mean.
+        self.metrics: dict[str, Tensor] = {}
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        node = cfg.MODEL.WASSERSTEIN
+        check_equal_shares(cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size())
+        return {
+            **embedding_from_config(cfg, node, multiple=2),
+            "critic": LipschitzCritic(dim=node.DIM, hidden_dim=node.CRITIC_DIM),
+            "loss": DependencyLoss(form=node.FORM, penalty_weight=node.PENALTY_WEIGHT),
+            "radius": node.RADIUS,
+        }
+
+    def forward(
+        self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
+    ) -> Any:
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S).
+            drawn: what is random in training; by default from ``draw``.
+
+        Returns:
+            {"loss_dependency", "loss_penalty"}, () each, in training; else a list with a dict for
+            each image: "embedding" (D,), of length ``radius``, of the whole image.
+
+        Raises:
+            UserError: images have another size, or there is only one in training.
+        """
+        images = self.preprocess_image(batched_inputs)
+        if not self.training:
+            return [{"embedding": row} for row in self.embed(images)]
+        drawn = drawn or self.draw(len(images))
+        x, y = self.embed(torch.cat(drawn.areas.crop(images))).chunk(2)
+        all_x, all_y, partners = gather_pairs(x, y)
+        if len(all_y) < 2:
+            raise UserError(
+                "the Wasserstein dependency compares each image with others, but a step has one: "
+                "raise SOLVER.IMS_PER_BATCH, or lower SOLVER.ACCUMULATE"
+            )
+        values = self.critic(x[:, None], all_y[None])
+        # Neighbours in the batch are other images, in random order.
+        others = (all_x.roll(-1, 0)[partners], all_y.roll(-2, 0)[partners])
+        slopes = self.critic.slopes((x, y), others, drawn.mixing)
+        distance = dual_distance(values.detach(), partners)
+        self.metrics = {"distance": distance, "slope": slopes.detach().mean()}
+        return self.loss(values, partners, slopes)
+
+    def draw(self, num_images: int) -> DependencyDraw:
+        """Draws areas and mixing of N images."""
+        areas = AreaPairs.draw(num_images, device=self.device)
+        return DependencyDraw(areas, torch.rand(num_images, device=self.device))
+
+    def embed(self, images: Tensor) -> Tensor:
+        """From images or areas of them, (N, 3, H, W), to embeddings (N, D)."""
+        embedded: Tensor = self.radius * self.head(self.backbone(images))
+        return embedded
+
+
+def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gathers the pairs of all processes, with gradients.
+
+    Args:
+        x: (N, D).
+        y: (N, D), N equal on all processes.
+
+    Returns:
+        All x and all y, (M, D), and the indices of this process's among them, (N,).
+    """
+    own = torch.arange(len(x), device=x.device)
+    if comm.get_world_size() == 1:
+        return x, y, own
+    all_x, all_y = torch.cat(all_gather(torch.cat([x, y], dim=1))).chunk(2, dim=1)
+    return all_x, all_y, own + comm.get_rank() * len(x)

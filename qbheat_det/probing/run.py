@@ -1,0 +1,276 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Probes frozen backbones, trained or random, of any config on the same images."""
+
+import heapq
+import itertools
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import Backbone
+from torch import Tensor
+from tqdm import tqdm
+
+from qbheat_det.config import find_memory_format
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import hash_tensors
+from qbheat_det.data import (
+    ImageBatches,
+    PretrainingMapper,
+    fingerprint_records,
+    join_messages,
+    load_image_folders,
+    preserved_randomness,
+    unite_labels,
+)
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
+
+from .backbones import count_images_seen, find_feature, load_backbone
+from .batch_norm import recalibrate_bn
+from .features import FrozenFeatures, cache_features
+from .probes import ProbeSettings, check_probes, depth_of, run_probe
+from .results import ProbeResults, ProbeRow
+from .transformer import TransformerSettings
+
+logger = logging.getLogger(__name__)
+_DELAY = 2.0  # seconds without a bar
+_DIGITS = 12  # of the hash that identifies a backbone's weights
+
+
+class BackboneProbe:
+    """Probes backbones on the same images, which are decoded once if memory allows.
+
+    Images are whole: the largest square in the middle, resized to ``INPUT.PRETRAIN.SIZE``,
+    normalised as the config says.
+
+    Attributes:
+        results: a row for each backbone and probe.
+    """
+
+    def __init__(
+        self,
+        cfg: CfgNode,
+        train_folder: str,
+        val_folder: str,
+        *,
+        probes: Sequence[str] = ("knn", "linear", "tran-1"),
+        num_recalibrated: int = 0,
+        feature: str = "",
+        json_file: Path | None = None,
+        seed: int = 0,
+        memory_gb: float = 8.0,
+        on_row: Callable[[ProbeRow], None] = lambda row: None,
+        progress: bool = False,
+    ) -> None:
+        """
+        Args:
+            cfg: of backbone and images; ``TEST.KNN`` and ``MODEL.CLASSIFIER.WIDTH`` are read.
+            train_folder: class folders whose images the probes learn from.
+            val_folder: class folders whose images are classified, once for each row.
+            probes: names as in ``PROBES``; "tran-k:width" for another width than
+                ``MODEL.CLASSIFIER.WIDTH``.
+            num_recalibrated: whole images of ``train_folder`` for BatchNorm statistics with which
+                each backbone is probed a second time; 0 for no second time.
+            feature: name of the feature map; by default the backbone's coarsest, of several the
+                last.
+            json_file: rewritten after each row. Rows that it holds under the same setting are not
+                computed again.
+            seed: of all that the probes draw, and of the images for BatchNorm.
+            memory_gb: that feature maps may take, in GB; only tran-k keeps them.
+            on_row: called with each row as it comes, those of ``json_file`` included.
+            progress: show a bar with the time left on stderr.
+
+        Raises:
+            UserError: images, ``json_file`` or a name are not sound.
+        """
+        check_probes(probes)
+        folders = train_folder, val_folder
+        train, val = (load_image_folders([folder], labelled=True) for folder in folders)
+        records = unite_labels([train], [val], names=folders)
+        self._cfg = cfg
+        # The width of the setting goes without saying, so that its rows are one.
+        own = f":{cfg.MODEL.CLASSIFIER.WIDTH}"
+        self._probes = list(dict.fromkeys(name.removesuffix(own) for name in probes))
+        self._sizes = [len(part) for part in records]
+        self._images = tuple(map(self._load, records))
+        chosen = random.Random(seed).sample(range(self._sizes[0]), self._sizes[0])
+        self._order = {image_id: place for place, image_id in enumerate(chosen)}
+        self._num_recalibrated, self._seed = num_recalibrated, seed
+        self._memory_gb, self._progress, self._on_row = memory_gb, progress, on_row
+        self._feature = find_feature(self._build(), feature)
+        self._settings = ProbeSettings(
+            num_classes=1 + max(record["label"] for part in records for record in part),
+            k=cfg.TEST.KNN.K,
+            temperature=cfg.TEST.KNN.TEMPERATURE,
+            transformer=TransformerSettings(width=cfg.MODEL.CLASSIFIER.WIDTH),
+            seed=seed,
+            device=cfg.MODEL.DEVICE,
+        )
+        contents = [fingerprint_records(part) for part in records]
+        self.results = ProbeResults(self._describe_setting(folders, contents), json_file)
+        self._named = False
+
+    def probe_weights(self, weights: str) -> None:
+        """Probes the backbone of a file.
+
+        Raises:
+            UserError: the file does not fill the backbone of the config.
+        """
+        backbone = self._build()
+        info = load_backbone(backbone, weights)
+        self._probe(backbone, weights, count_images_seen(info))
+
+    def probe_random(self, seed: int) -> None:
+        """Probes a backbone as it is initialised under a seed."""
+        with preserved_randomness():
+            torch.manual_seed(seed)
+            backbone = self._build()
+        self._probe(backbone, f"random, seed {seed}", 0)
+
+    def _describe_setting(
+        self, folders: tuple[str, str], contents: Sequence[int]
+    ) -> dict[str, Any]:
+        return {
+            "train_folder": os.path.abspath(folders[0]),
+            "val_folder": os.path.abspath(folders[1]),
+            "num_images": self._sizes,
+            "contents": list(contents),
+            "feature": self._feature,
+            "size": self._cfg.INPUT.PRETRAIN.SIZE,
+            "pixels": [
+                self._cfg.INPUT.FORMAT,
+                list(self._cfg.MODEL.PIXEL_MEAN),
+                list(self._cfg.MODEL.PIXEL_STD),
+            ],
+            "recalibrate_bn": self._num_recalibrated,
+            **self._settings.to_dict(),
+        }
+
+    def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
+        return ImageBatches(
+            records,
+            mapper=PretrainingMapper(self._cfg, is_train=False),
+            num_workers=self._cfg.DATALOADER.NUM_WORKERS,
+            shared=False,
+            memory_gb=self._cfg.INPUT.PRETRAIN.MEMORY_GB / 2,
+        )
+
+    def _build(self) -> Backbone:
+        backbone = build_bare_backbone(self._cfg).to(self._cfg.MODEL.DEVICE)
+        return backbone.to(memory_format=find_memory_format(self._cfg))
+
+    def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
+        backbone.eval()
+        known = name, hash_tensors(backbone.state_dict())[:_DIGITS]
+        for anew in (False, True)[: 2 if self._num_recalibrated else 1]:
+            missing = self._list_missing(known, anew=anew)
+            if not missing:
+                continue
+            recalibrated = self._recalibrate(backbone) if anew else 0
+            if anew and not recalibrated:  # no BatchNorm, so nothing would differ
+                continue
+            train, val = self._extract(
+                backbone,
+                f"{name}{', statistics anew' if anew else ''}",
+                keep_maps=any(map(depth_of, missing)),
+            )
+            for probe in missing:
+                begin = time.perf_counter()
+                score, chosen = run_probe(probe, train, val, settings=self._settings)
+                row = ProbeRow(
+                    *known,
+                    images_seen=images_seen,
+                    recalibrated=recalibrated,
+                    probe=probe,
+                    top1=score.top1,
+                    top1_standard_error=score.top1_standard_error,
+                    top5=score.top5,
+                    top5_standard_error=score.top5_standard_error,
+                    num_images=score.num_images,
+                    seconds=round(time.perf_counter() - begin, 2),
+                    chosen=chosen,
+                )
+                self.results.add(row)
+                self._on_row(row)
+
+    def _list_missing(self, known: tuple[str, str], *, anew: bool) -> list[str]:
+        """Returns the probes that have no row yet, and tells of the rows that are there."""
+        rows = {probe: self.results.find((*known, anew, probe)) for probe in self._probes}
+        for row in rows.values():
+            if row is not None:
+                self._on_row(row)
+        return [probe for probe, row in rows.items() if row is None]
+
+    def _recalibrate(self, backbone: Backbone) -> int:
+        """Returns the number of images; 0 for a backbone without BatchNorm."""
+        # Of those that can be read, the first in the order drawn; no more of them are held.
+        entries = heapq.nsmallest(
+            self._num_recalibrated,
+            itertools.chain.from_iterable(self._images[0]),
+            key=lambda entry: self._order[entry["image_id"]],
+        )
+        images = [entry["image"] for entry in entries]
+        keys = self._cfg.MODEL
+        norms = recalibrate_bn(
+            backbone, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD
+        )
+        return len(images) if norms else 0
+
+    def _extract(
+        self, backbone: Backbone, title: str, *, keep_maps: bool
+    ) -> tuple[FrozenFeatures, FrozenFeatures]:
+        device = next(backbone.parameters()).device
+        mean, std = (
+            torch.tensor(values, device=device).view(-1, 1, 1)
+            for values in (self._cfg.MODEL.PIXEL_MEAN, self._cfg.MODEL.PIXEL_STD)
+        )
+
+        def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+            images = torch.stack([entry["image"] for entry in batch]).to(device)
+            outputs: dict[str, Tensor] = backbone((images - mean) / std)
+            return outputs
+
+        train, val = (
+            cache_features(
+                describe,
+                batches,
+                num_images=size,
+                feature=self._feature,
+                keep_maps=keep_maps,
+                memory_gb=self._memory_gb * size / sum(self._sizes),
+            )
+            for batches, size in zip(self._show(title), self._sizes, strict=True)
+        )
+        self._log_skipped()
+        for aim, features in {"be learned from": train, "be classified": val}.items():
+            if not len(features):
+                raise UserError(f"none of the images that are to {aim} can be read")
+        return train, val
+
+    def _show(self, title: str) -> Iterator[Iterator[list[dict[str, Any]]]]:
+        """Yields the batches of both sets, under one bar."""
+        total = sum(map(len, self._images))
+        with tqdm(
+            total=total, desc=title[-40:], unit=" batches", delay=_DELAY, disable=not self._progress
+        ) as bar:
+            for batches in self._images:
+                yield _counted(batches, bar)
+
+    def _log_skipped(self) -> None:
+        faults = [fault for batches in self._images for fault in batches.skipped.values()]
+        self.results.broken_images = len(faults)
+        if faults and not self._named:
+            logger.warning(f"Left out, {len(faults):,} in all: {join_messages(faults)}")
+        self._named = True
+
+
+def _counted(batches: ImageBatches, bar: "tqdm[Any]") -> Iterator[list[dict[str, Any]]]:
+    for batch in batches:
+        yield batch
+        bar.update()

@@ -1,0 +1,142 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Who imports whom inside the package, read from the files without running them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "qbheat_det"
+
+BASE = {"core", "config", "layers", "modeling.contracts"}
+MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation"}
+MODELING = {f"modeling.{name}" for name in ("backbone", "pretrain", "detr", "dense")} | {
+    "modeling.classification"
+}
+UPPER = MIDDLE | {"engine"}
+
+# Which areas each area may import, besides itself. `docs/architecture.md` explains the table.
+ALLOWED: dict[str, set[str]] = {
+    "core": set(),
+    "modeling.contracts": set(),
+    "config": {"core"},
+    "layers": {"core", "config"},
+    "data": BASE,
+    "checkpoint": BASE,
+    "solver": BASE,
+    "evaluation": BASE,
+    **dict.fromkeys(MODELING, BASE | {"modeling.backbone"}),
+    "engine": MIDDLE,
+    "probing": UPPER | MODELING,
+    "deployment": UPPER | MODELING,
+    "export": UPPER | MODELING,
+    "model_zoo": UPPER | MODELING,
+    "analysis": UPPER | MODELING | {"probing", "deployment", "model_zoo"},
+}
+# These collect what is below them, for registration.
+COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
+
+
+def area_of(module: str) -> str | None:
+    """Returns the key of ``ALLOWED`` that a dotted module of the package belongs to."""
+    parts = module.split(".")
+    return next(
+        (area for end in (3, 2) if (area := ".".join(parts[1:end])) in ALLOWED),
+        None,
+    )
+
+
+def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Yields what the imports of a parsed file name, absolute, at any depth of the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".") + (["__init__"] if is_package else [])
+                base = ".".join([*parts[: -node.level], *([base] if base else [])])
+            # ``from package import name``: the name may be a module.
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def module_files(root: Path = ROOT) -> dict[str, Path]:
+    """Returns all files of the package by their dotted module."""
+    files = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
+    return files
+
+
+def imports(root: Path = ROOT) -> dict[str, set[str]]:
+    """Returns for each module the names inside the package that it imports."""
+    return {
+        module: {
+            name
+            for name in imported_names(
+                ast.parse(path.read_text("utf-8")), module, path.name == "__init__.py"
+            )
+            if name.split(".")[0] == PACKAGE
+        }
+        for module, path in module_files(root).items()
+    }
+
+
+def file_graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Returns for each module the modules that it imports; names resolve to their modules.
+
+    A package's face counts where something is imported from it, and not where a module below it
+    is: Python runs it then too, but the reader need not read it.
+    """
+    found = imports(root)
+    graph: dict[str, set[str]] = {}
+    for module, names in found.items():
+        targets = {name if name in found else name.rpartition(".")[0] for name in names}
+        graph[module] = {target for target in targets if target in found} - {module}
+    return graph
+
+
+def violations(root: Path = ROOT) -> list[str]:
+    """Returns one line for every import that ``ALLOWED`` does not allow."""
+    lines = []
+    for module, names in imports(root).items():
+        if module in COLLECTORS:
+            continue
+        area = area_of(module)
+        if area is None:
+            lines.append(f"{module} is in no area")
+            continue
+        for name in sorted(names):
+            target = area_of(name)
+            if target != area and target not in ALLOWED[area]:
+                lines.append(f"{module} imports {name}")
+    return lines
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Returns the groups of modules that import each other in a circle (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in graph[node]:
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found

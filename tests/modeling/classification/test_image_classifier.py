@@ -1,0 +1,230 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What an image classifier computes, counts and leaves alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from torch import Tensor
+from torch.testing import assert_close
+
+from qbheat_det.analysis.complexity import CountingRule, count_madds, count_parameters
+from qbheat_det.analysis.components import classifier_counts
+from qbheat_det.config import get_cfg, get_config_path, load_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.classification import ImageClassifier
+from qbheat_det.solver import build_optimizer, layers_above
+from tests.engine.gradient_cases import BLOCKS
+
+SIZE = 32
+FROZEN = {"MODEL.BACKBONE.FREEZE_AT": 4}  # of the three stages of BLOCKS, all
+TRANSFORMER = {"MODEL.CLASSIFIER.DECODER": "transformer", "MODEL.CLASSIFIER.WIDTH": 64}
+TOKENS = {"MODEL.MOBILE_FORMER.OUT_FEATURES": ["s8_expanded", "tokens"]}
+RESNET = {
+    "MODEL.BACKBONE.NAME": "timm:resnet18",
+    "MODEL.TIMM.OUT_FEATURES": ["s32"],
+    "MODEL.CLASSIFIER.IN_FEATURE": "s32",
+}
+
+
+def make_config(values: dict[str, Any] | None = None) -> CfgNode:
+    cfg = get_cfg()
+    defaults = {
+        "MODEL.META_ARCHITECTURE": "ImageClassifier",
+        "MODEL.DEVICE": "cpu",
+        "MODEL.BACKBONE.NAME": "MobileFormer",
+        "MODEL.BACKBONE.FREEZE_AT": 0,
+        "MODEL.MOBILE_FORMER.VARIANT": "custom",
+        "MODEL.MOBILE_FORMER.BLOCKS": BLOCKS[:4],
+        "MODEL.MOBILE_FORMER.STEM_CHANNELS": 8,
+        "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": 32,
+        "MODEL.MOBILE_FORMER.TOKEN_DIM": 16,
+        "MODEL.MOBILE_FORMER.OUT_FEATURES": ["s8_expanded"],
+        "MODEL.CLASSIFIER.IN_FEATURE": "s8_expanded",
+        "MODEL.CLASSIFIER.NUM_CLASSES": 5,
+        "INPUT.PRETRAIN.SIZE": SIZE,
+    }
+    for key, value in {**defaults, **(values or {})}.items():
+        cfg.merge_from_list([key, value])
+    return cfg
+
+
+def make_model(values: dict[str, Any] | None = None) -> ImageClassifier:
+    torch.manual_seed(0)
+    model = build_model(make_config(values))
+    assert isinstance(model, ImageClassifier)
+    return model
+
+
+def make_batch(count: int = 6) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (3, SIZE, SIZE)
+    return [
+        {
+            "image": torch.randint(256, shape, generator=generator, dtype=torch.uint8),
+            "label": index % 5,
+            "file_name": f"{index}.png",
+        }
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, TOKENS, TRANSFORMER, {**TOKENS, **TRANSFORMER}, RESNET, {**RESNET, **TRANSFORMER}],
+    ids=["linear", "with token", "transformer", "both", "ResNet", "transformer on ResNet"],
+)
+def test_loss_and_scores_are_those_of_images_one_by_one(values: dict[str, Any]) -> None:
+    model, batch = make_model(values).eval(), make_batch()
+    mean, std = (t.view(3, 1, 1) for t in (model.pixel_mean, model.pixel_std))
+    losses, agree = [], []
+    with torch.no_grad():
+        results = model(batch)
+        for entry, result in zip(batch, results, strict=True):
+            features = model.backbone(((entry["image"] - mean) / std)[None])
+            scores = model.decoder(features)[0].exp()
+            scores /= scores.sum()
+            assert_close(result["scores"], scores, rtol=1e-4, atol=1e-5)
+            losses.append(-scores[entry["label"]].log())
+            agree.append(float(scores.argmax() == entry["label"]))
+        model.training = True  # BatchNorm goes on with its running statistics
+        loss = model(batch)
+    assert list(loss) == ["loss_cls"]
+    assert_close(loss["loss_cls"], torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
+    assert_close(model.metrics["accuracy"], torch.tensor(100 * np.mean(agree)).float())
+
+
+@pytest.mark.parametrize("values", [{}, RESNET], ids=["MobileFormer", "ResNet"])
+def test_a_frozen_encoder_is_bit_equal_after_training_statistics_too(
+    values: dict[str, Any],
+) -> None:
+    freeze = {"MODEL.BACKBONE.FREEZE_AT": 5} if values else FROZEN
+    model = make_model({**values, **freeze, "MODEL.MOBILE_FORMER.DROP_PATH": 0.5})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.decoder.parameters(), lr=0.1)
+    model.train()
+    for _ in range(3):
+        (loss,) = model(make_batch()).values()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == name.startswith("backbone."), name
+
+
+def test_no_graph_is_kept_of_a_frozen_encoder_and_it_stays_in_evaluation_mode() -> None:
+    frozen, trained = make_model(FROZEN).train(), make_model().train()
+    assert frozen.backbone_is_frozen
+    assert not trained.backbone_is_frozen
+    assert not any(module.training for module in frozen.backbone.modules())
+    assert frozen.decoder.training
+    assert trained.backbone.training
+    maps: list[Tensor] = []
+    for model in (frozen, trained):
+        model.backbone.register_forward_hook(lambda _, __, out: maps.append(out["s8_expanded"]))
+        model(make_batch())
+    assert [feature.requires_grad for feature in maps] == [False, True]
+
+
+@pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
+@pytest.mark.parametrize(
+    ("mixing", "smoothing"),
+    [({"MIXUP": 0.8}, 0.0), ({"CUTMIX": 1.0}, 0.1), ({}, 0.1)],
+    ids=["Mixup", "CutMix with smoothing", "smoothing"],
+)
+def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(
+    mixing: dict[str, float], smoothing: float, decoder: dict[str, Any]
+) -> None:
+    opts = {f"MODEL.CLASSIFIER.{key}": value for key, value in mixing.items()}
+    opts["MODEL.CLASSIFIER.LABEL_SMOOTHING"] = smoothing
+    model, batch = make_model({**opts, **decoder}).train(), make_batch()
+    seen: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    np.random.seed(3)
+    loss = model(batch)["loss_cls"]
+    np.random.seed(3)
+    labels = torch.tensor([entry["label"] for entry in batch])
+    images, targets = model.mixing(model.preprocess_image(batch), labels)
+    assert_close(seen[0], images)
+    # The same statistics of the batch, and no dropout.
+    logs = model.classify(images).log_softmax(dim=1)
+    assert_close(loss, -(targets * logs).sum(dim=1).mean())
+    # Not by chance that of the labels alone.
+    hard = -logs[torch.arange(len(batch)), labels].mean()
+    assert abs(float((loss - hard).detach())) > 1e-4
+
+
+def test_images_are_not_mixed_in_evaluation() -> None:
+    model = make_model({"MODEL.CLASSIFIER.MIXUP": 0.8}).eval()
+    seen: list[Tensor] = []
+    model.backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(make_batch())
+    assert_close(seen[0], model.preprocess_image(make_batch()))
+
+
+@pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
+@pytest.mark.parametrize("values", [{}, TOKENS, RESNET], ids=["map", "map and token", "ResNet"])
+def test_layer_decay_groups_cover_all_parameters_once(
+    values: dict[str, Any], decoder: dict[str, Any]
+) -> None:
+    cfg = make_config({**values, **decoder, "SOLVER.LAYER_DECAY": 0.9, "SOLVER.BASE_LR": 1.0})
+    model = build_model(cfg)
+    groups = build_optimizer(cfg, model).param_groups
+    rates = [(id(p), group["lr"]) for group in groups for p in group["params"]]
+    assert len(rates) == len(dict(rates)) == len(list(model.parameters()))
+    above = layers_above(model.backbone)
+    for name, parameter in model.named_parameters():
+        layers = above[name.removeprefix("backbone.")] if name.startswith("backbone.") else 0
+        assert dict(rates)[id(parameter)] == pytest.approx(0.9**layers), name
+    assert len({rate for _, rate in rates}) > 4
+    # The decoder is a layer of its own, as BEiT has it.
+    assert {dict(rates)[id(p)] for p in model.decoder.parameters()} == {1.0}
+    assert max(dict(rates)[id(p)] for p in model.backbone.parameters()) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "params"),
+    [
+        ("linear_285M", 0, 5_859_580),
+        ("tran1_285M", 1, 5_915_260),
+        ("tran4_285M", 4, 7_249_852),
+        ("tran1_1.0G", 1, 14_748_528),
+    ],
+)
+def test_a_recipes_classifier_has_the_counts_of_the_papers_tables(
+    name: str, depth: int, params: int
+) -> None:
+    cfg = load_config(get_config_path(f"ImageNet-probing/{name}.yaml"), ["MODEL.DEVICE", "cpu"])
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    model = build_model(cfg)
+    counts = classifier_counts(name.split("_")[1], depth)
+    assert count_parameters(model) == counts.params == params
+    images = torch.zeros(1, 3, 224, 224)
+    model.forward = model.classify  # what is counted: from normalised images to logits
+    madds = count_madds(model, images)
+    assert madds.total(CountingRule.CORE) == counts.core
+
+
+def test_labels_and_sizes_that_do_not_fit_are_named() -> None:
+    model = make_model()
+    batch = make_batch()
+    batch[2]["label"] = 5
+    with pytest.raises(UserError, match="2\\.png"):
+        model(batch)
+    del batch[2]["label"]
+    with pytest.raises(UserError, match="2\\.png"):
+        model(batch)
+    batch[1]["image"] = batch[1]["image"][:, :-1]
+    with pytest.raises(UserError, match="1\\.png"):
+        model(batch)
+
+
+def test_what_the_backbone_does_not_give_and_unknown_decoders_are_named() -> None:
+    with pytest.raises(ValueError, match="s4"):
+        make_model({"MODEL.CLASSIFIER.IN_FEATURE": "s4"})
+    with pytest.raises(ValueError, match="DECODER"):
+        make_model({"MODEL.CLASSIFIER.DECODER": "mlp"})

@@ -1,0 +1,125 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""FCOS with the losses of the effective batch, beside Detectron2's own."""
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.modeling.meta_arch.fcos import FCOS
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import EventStorage
+from torch.testing import assert_close
+
+from qbheat_det.modeling.dense import SyncFCOS
+from tests.modeling.tiny_pretraining import make_tiny_config
+
+
+@pytest.fixture
+def cfg() -> CfgNode:
+    cfg = make_tiny_config("SyncFCOS")
+    cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
+    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
+    cfg.MODEL.FPN.OUT_CHANNELS = 32
+    cfg.MODEL.FCOS.NUM_CLASSES = 3
+    cfg.MODEL.FCOS.NUM_CONVS = 1
+    cfg.MODEL.FCOS.NORM = ""  # of a map of one place, 32 groups of 32 channels have no statistics
+    return cfg
+
+
+def _images(*num_boxes: int) -> list[dict[str, Any]]:
+    batch = []
+    for count in num_boxes:
+        instances = Instances((64, 64))
+        corner = torch.rand(count, 2) * 24
+        instances.gt_boxes = Boxes(torch.cat([corner, corner + 16 + 20 * torch.rand(count, 2)], 1))
+        instances.gt_classes = torch.randint(3, (count,))
+        batch.append({"image": torch.randint(256, (3, 64, 64)).byte(), "instances": instances})
+    return batch
+
+
+def _as_detectron2(model: SyncFCOS) -> FCOS:
+    """Returns Detectron2's own class around copies of the same parts."""
+    names = inspect.signature(FCOS.__init__).parameters.keys()
+    parts = {name: copy.deepcopy(vars(model)[name]) for name in names if name in vars(model)}
+    other = FCOS(
+        backbone=copy.deepcopy(model.backbone),
+        head=copy.deepcopy(model.head),
+        pixel_mean=model.pixel_mean.flatten().tolist(),
+        pixel_std=model.pixel_std.flatten().tolist(),
+        **parts,
+    )
+    return other.train(model.training)
+
+
+def test_in_one_process_its_losses_are_detectron2s_step_after_step(cfg: CfgNode) -> None:
+    model = build_model(cfg)
+    theirs = _as_detectron2(model)
+    batches = [_images(2, 3), _images(1, 4), _images(1, 1)]
+    with EventStorage():
+        for batch in batches:
+            assert_close(model(copy.deepcopy(batch)), theirs(copy.deepcopy(batch)))
+    assert float(model.loss_normalizer) != model.first_normalizer
+    assert_close(float(model.loss_normalizer), theirs.loss_normalizer)
+
+
+def test_its_detections_are_detectron2s(cfg: CfgNode) -> None:
+    cfg.MODEL.FCOS.SCORE_THRESH_TEST = 0.0
+    model = build_model(cfg).eval()
+    batch = [{"image": entry["image"]} for entry in _images(0, 0)]
+    with torch.no_grad():
+        pairs = zip(model(batch), _as_detectron2(model)(batch), strict=True)
+    for ours, theirs in pairs:
+        assert len(ours["instances"]) > 0
+        assert_close(ours["instances"].scores, theirs["instances"].scores)
+        assert_close(ours["instances"].pred_boxes.tensor, theirs["instances"].pred_boxes.tensor)
+
+
+def test_an_image_without_boxes_is_background(cfg: CfgNode) -> None:
+    model = build_model(cfg)
+    batch = _images(0, 2)
+    features = [torch.zeros(1, 1, side, side) for side in (8, 4, 2, 1, 1)]
+    anchors = model.anchor_generator(features)
+    labels, _ = model.label_anchors(anchors, [entry["instances"] for entry in batch])
+    assert set(labels[0].tolist()) == {3}
+    assert set(labels[1].tolist()) > {3}
+    with EventStorage():
+        losses = model(_images(0, 0))
+    assert all(torch.isfinite(loss) for loss in losses.values())
+    assert losses["loss_fcos_loc"] == losses["loss_fcos_ctr"] == 0
+
+
+def test_parts_of_a_batch_have_the_losses_of_the_batch(cfg: CfgNode) -> None:
+    model = build_model(cfg).eval()  # BatchNorm would see another batch
+    model.training = True
+    batch = _images(2, 0, 3, 1)
+    parts = [batch[:1], batch[1:]]
+    with EventStorage():
+        whole = copy.deepcopy(model)(copy.deepcopy(batch))
+        counts = sum((model.loss_counts(part) for part in parts), torch.zeros(1))
+        normalizers = model.loss_normalizers(counts, parts=len(parts))
+        losses = [model(part, normalizers) for part in parts]
+    for name, value in whole.items():
+        assert_close(sum(part[name] for part in losses) / len(parts), value)
+
+
+def test_defaults_of_the_config_are_detectron2s_own(cfg: CfgNode) -> None:
+    cfg.MODEL.FCOS.NUM_CLASSES, cfg.MODEL.FCOS.NORM = 80, "GN"
+    found = SyncFCOS.from_config(cfg)
+    for name, parameter in inspect.signature(FCOS.__init__).parameters.items():
+        if name in found and parameter.default not in (inspect.Parameter.empty, None):
+            assert found[name] == parameter.default, name
+
+
+def test_weights_of_detectron2s_class_are_complete(cfg: CfgNode) -> None:
+    model = build_model(cfg)
+    model.load_state_dict(_as_detectron2(model).state_dict())
+
+
+def test_a_level_that_the_backbone_lacks_is_named(cfg: CfgNode) -> None:
+    cfg.MODEL.FCOS.IN_FEATURES = ["p3", "p9"]
+    with pytest.raises(ValueError, match="IN_FEATURES"):
+        build_model(cfg)

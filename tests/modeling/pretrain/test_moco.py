@@ -1,0 +1,345 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""MoCo-v2 as a whole: its steps against a second implementation, its files, what is refused."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone, build_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.pretrain import FeatureQueue, MoCo, ProjectionHead
+from qbheat_det.modeling.pretrain.moco import check_batch, share_with_own_key
+
+SIZE = 8
+
+
+class TinyBackbone(Backbone):
+    """A convolution of stride 4, with BatchNorm or without."""
+
+    def __init__(self, *, norm: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 4, stride=4)
+        self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"map": self.norm(self.stem(x))}
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        return {"map": ShapeSpec(channels=6, stride=4)}
+
+
+def make_model(*, norm: bool = True, queue: int = 12, **values: Any) -> MoCo:
+    torch.manual_seed(1)
+    backbone = TinyBackbone(norm=norm)
+    return MoCo(
+        backbone=backbone,
+        head=ProjectionHead(
+            input_shape=backbone.output_shape(), in_feature="map", hidden_dim=7, dim=5
+        ),
+        queue=FeatureQueue(size=queue, dim=5),
+        in_feature="map",
+        image_size=SIZE,
+        pixel_mean=(120.0, 110.0, 100.0),
+        pixel_std=(60.0, 50.0, 40.0),
+        **values,
+    )
+
+
+def make_batch(count: int = 4, seed: int = 0) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def view() -> Tensor:
+        return torch.randint(256, (3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
+
+    return [{"image": view(), "image_key": view(), "file_name": f"{i}.jpg"} for i in range(count)]
+
+
+def make_config(**moco: Any) -> CfgNode:
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.DEVICE = "MoCo", "cpu"
+    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.FREEZE_AT = "MobileFormer", 0
+    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded"]
+    cfg.INPUT.PRETRAIN.SIZE = 64
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    for key, value in {"HIDDEN_DIM": 16, "DIM": 8, "QUEUE_SIZE": 8, **moco}.items():
+        cfg.MODEL.MOCO[key] = value
+    return cfg
+
+
+def reference_run(model: MoCo, batches: list[list[dict[str, Any]]], lr: float) -> list[float]:
+    """Algorithm 1 of the paper, with its order: the copy follows before the keys are made."""
+    query = nn.ModuleList([copy.deepcopy(model.backbone), copy.deepcopy(model.head)])
+    key = copy.deepcopy(query)
+    queue = [row.clone() for row in model.queue.keys]
+    losses = []
+
+    def embed(pair: nn.ModuleList, batch: list[dict[str, Any]], name: str) -> Tensor:
+        images = torch.stack([entry[name].float() for entry in batch])
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((120.0, 110, 100), (60.0, 50, 40)))
+        return F.normalize(pair[1](pair[0]((images - mean) / std)), dim=1)
+
+    for batch in batches:
+        with torch.no_grad():
+            for k, q in zip(key.parameters(), query.parameters(), strict=True):
+                k.copy_(0.9 * k + 0.1 * q)
+            keys = embed(key, batch, "image_key")
+        queries = embed(query, batch, "image")
+        total = torch.zeros(())
+        for q, k in zip(queries, keys, strict=True):
+            similarities = torch.stack([q @ k, *(q @ other for other in queue)]) / 0.2
+            total = total - F.log_softmax(similarities, dim=0)[0] / len(batch)
+        query.zero_grad()
+        total.backward()
+        with torch.no_grad():
+            for parameter in query.parameters():
+                parameter -= lr * parameter.grad
+        queue = [*queue[len(batch) :], *keys]
+        losses.append(float(total))
+    return losses
+
+
+def run(model: MoCo, batches: list[list[dict[str, Any]]], lr: float, parts: int = 1) -> list[float]:
+    """The same as the trainer does it, a batch in so many parts."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        size = len(batch) // parts
+        for start in range(0, len(batch), size):
+            loss = model(batch[start : start + size])["loss_contrastive"] / parts
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        model.after_step()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_run_is_that_of_the_papers_algorithm(norm: bool) -> None:
+    batches = [make_batch(seed=seed) for seed in range(7)]
+    model = make_model(norm=norm, momentum=0.9)
+    expected = reference_run(model, batches, lr=0.3)
+    assert max(expected) - min(expected) > 0.1
+    found = run(model, batches, lr=0.3)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_micro_batches_make_the_step_of_the_whole_batch() -> None:
+    batches = [make_batch(seed=seed) for seed in range(5)]
+    whole, parts = (make_model(norm=False, momentum=0.9) for _ in range(2))
+    expected, found = run(whole, batches, 0.3), run(parts, batches, 0.3, parts=2)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(parts.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_give_what_processes_of_that_share_would() -> None:
+    batch, model = make_batch(6), make_model(norm_groups=2)
+    order = torch.tensor([4, 0, 3, 1, 5, 2])
+    found = model(batch, order)["loss_contrastive"]
+    other = make_model()  # the same weights
+    images, keys = (other.preprocess_image(batch, key=key) for key in ("image", "image_key"))
+    queries = torch.cat([other.embed(images[:3]), other.embed(images[3:])])
+    shuffled = torch.cat([other.embed_keys(keys[order[:3]]), other.embed_keys(keys[order[3:]])])
+    own = torch.stack([shuffled[order.tolist().index(i)] for i in range(6)])
+    logits = torch.cat([(queries * own).sum(1, keepdim=True), queries @ other.queue.keys.T], 1)
+    expected = F.cross_entropy(logits / 0.2, torch.zeros(6, dtype=torch.long))
+    torch.testing.assert_close(found, expected)
+    assert not torch.isclose(found, make_model()(batch)["loss_contrastive"])
+
+
+def test_gradients_reach_encoder_and_head_alone_and_the_figure_is_a_share() -> None:
+    model = make_model()
+    model(make_batch())["loss_contrastive"].backward()
+    reached = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert reached == {n for n, _ in model.named_parameters() if n.startswith(("backbone", "head"))}
+    assert 0 <= float(model.metrics["contrast_accuracy"]) <= 100
+    model.queue.keys.zero_()
+    model(make_batch(), order=torch.arange(4))
+    images = model.preprocess_image(make_batch())
+    keys = model.preprocess_image(make_batch(), key="image_key")
+    alike = (model.embed(images) * model.embed_keys(keys)).sum(dim=1) > 0
+    torch.testing.assert_close(model.metrics["contrast_accuracy"], 100 * alike.float().mean())
+
+
+def test_in_inference_there_is_an_embedding_of_each_image_and_nothing_changes() -> None:
+    model = make_model().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        found = model(make_batch(3))
+        single = model(make_batch(3)[1:2])
+    assert [set(entry) for entry in found] == [{"embedding"}] * 3
+    torch.testing.assert_close(found[1]["embedding"], single[0]["embedding"])
+    torch.testing.assert_close(found[0]["embedding"].norm(), torch.tensor(1.0))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def seeded_run(model: MoCo, batches: list[list[dict[str, Any]]]) -> Tensor:
+    """Seeds as the trainer does: the order that keys are shuffled in decides how sums round."""
+    torch.manual_seed(2)
+    return torch.tensor(run(model, batches, 0.3))
+
+
+def test_all_that_a_run_goes_on_with_is_state() -> None:
+    batches = [make_batch(seed=seed) for seed in range(6)]
+    whole, halfway = make_model(momentum=0.9), make_model(momentum=0.9)
+    seeded_run(whole, batches[:3])
+    seeded_run(halfway, batches[:3])
+    resumed = make_model(momentum=0.9)
+    resumed.load_state_dict(halfway.state_dict())
+    expected, found = seeded_run(whole, batches[3:]), seeded_run(resumed, batches[3:])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=0)
+
+
+def bare(backbone: nn.Module) -> dict[str, Tensor]:
+    return dict(backbone.state_dict())
+
+
+def whole(backbone: nn.Module) -> dict[str, Tensor]:
+    return {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
+
+
+@pytest.mark.parametrize("to_state", [bare, whole])
+def test_weights_of_an_encoder_go_into_the_copy_too(
+    to_state: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    given = TinyBackbone()
+    given.norm.running_mean.fill_(3.0)  # type: ignore[union-attr, operator]
+    path = tmp_path / "encoder.safetensors"
+    save_weights(str(path), to_state(given), WeightsInfo())
+    model = make_model()
+    head = {name: value.clone() for name, value in model.head.state_dict().items()}
+    SafeCheckpointer(model).load(str(path))
+    for name, value in given.state_dict().items():
+        for own in (model.backbone, model.momentum_backbone.copied):
+            torch.testing.assert_close(own.state_dict()[name], value, rtol=0, atol=0)
+    for name, value in head.items():
+        torch.testing.assert_close(
+            model.momentum_head.copied.state_dict()[name], value, rtol=0, atol=0
+        )
+
+
+def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
+    trained, path = make_model(momentum=0.9), tmp_path / "moco.safetensors"
+    run(trained, [make_batch(seed=seed) for seed in range(3)], 0.3)
+    info = WeightsInfo(left_behind=MoCo.pretrain_only_modules)
+    save_weights(str(path), trained.state_dict(), info)
+    model = make_model(momentum=0.9)
+    SafeCheckpointer(model).load(str(path))
+    for name, value in trained.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0)
+    assert not torch.equal(model.momentum_backbone.copied.stem.weight, model.backbone.stem.weight)
+    other = nn.ModuleDict({"backbone": TinyBackbone(), "head": nn.Linear(2, 2)})
+    SafeCheckpointer(other).load(str(path))
+    torch.testing.assert_close(other["backbone"].stem.weight, trained.backbone.stem.weight)
+
+
+def test_children_are_the_encoder_and_what_is_left_behind() -> None:
+    names = {name for name, _ in make_model().named_children()}
+    assert names == {*MoCo.pretrain_only_modules, "backbone"}
+
+
+@pytest.mark.parametrize("backbone", ["MobileFormer", "tokens", "timm:resnet18"])
+def test_any_backbone_serves(backbone: str) -> None:
+    cfg = make_config()
+    if backbone == "tokens":
+        cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded", "tokens"]
+    elif backbone.startswith("timm"):
+        cfg.MODEL.BACKBONE.NAME, cfg.MODEL.MOCO.IN_FEATURE = backbone, "s16"
+        cfg.MODEL.TIMM.OUT_FEATURES = ["s16"]
+    model = build_model(cfg).train()
+    size = (3, 64, 64)
+    batch = [{key: torch.randint(256, size, dtype=torch.uint8) for key in ("image", "image_key")}
+             for _ in range(4)]  # fmt: skip
+    model(batch)["loss_contrastive"].backward()
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert missing == []
+    assert set(model.head_in_features) == set(model.backbone.output_shape())
+    model.after_step()
+    assert int(model.queue.next) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"TEMPERATURE": 0.0}, "TEMPERATURE"),
+        ({"NORM_GROUPS": 0}, "NORM_GROUPS"),
+        ({"MOMENTUM": 1.1}, "MOMENTUM"),
+        ({"IN_FEATURE": "s32"}, "s32"),
+        ({"DIM": 0}, ""),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        build_model(make_config(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"QUEUE_SIZE": 10}, "IMS_PER_BATCH"),
+        ({"QUEUE_SIZE": 0}, "QUEUE_SIZE"),
+        ({"NORM_GROUPS": 3}, "NORM_GROUPS"),
+    ],
+)
+def test_sizes_that_do_not_go_with_the_batch_are_refused(
+    values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        build_model(make_config(**values))
+
+
+def test_a_group_is_of_two_images_at_least_in_the_smallest_micro_batch() -> None:
+    check_batch(64, 4, batch_size=64, processes=2, accumulate=4)
+    check_batch(4, 1, batch_size=4, processes=2, accumulate=2)  # no groups
+    # Nine images in two micro-batches: of four and of five.
+    check_batch(9, 2, batch_size=9, processes=1, accumulate=2)
+    with pytest.raises(UserError):
+        check_batch(15, 4, batch_size=15, processes=1, accumulate=2)
+
+
+@pytest.mark.parametrize("queue", [32, 128, 256, 400, 512])
+def test_queries_meet_their_own_image_as_often_as_in_a_loop_over_epochs(queue: int) -> None:
+    generator, images, batch = torch.Generator().manual_seed(0), 256, 8
+    order = torch.cat([torch.randperm(images, generator=generator) for _ in range(60)])
+    met = []
+    for start in range(2 * images, len(order), batch):
+        met.append(torch.isin(order[start : start + batch], order[start - queue : start]))
+    found = torch.cat(met).double().mean()
+    expected = torch.tensor(share_with_own_key(queue, images), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def test_a_queue_near_the_size_of_the_training_set_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make_model(queue=12)
+    model.check_num_images(48)
+    assert not caplog.records
+    model.check_num_images(15)  # (12 / 15) ** 2 / 2
+    assert "more than a quarter of the 15 images: for 32% of the queries" in caplog.text
+    model.check_num_images(6)  # of which the queue holds two epochs
+    assert "for 100% of the queries" in caplog.text
+
+
+def test_one_view_alone_is_refused() -> None:
+    batch = [{"image": entry["image"], "file_name": "a.jpg"} for entry in make_batch()]
+    with pytest.raises(UserError, match="a\\.jpg"):
+        make_model()(batch)

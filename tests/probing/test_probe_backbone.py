@@ -1,0 +1,181 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Probes of files and of random backbones, side by side, a function of the seed alone."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+
+from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.config import load_config
+from qbheat_det.engine.backbone_export import build_bare_backbone, export_backbone
+from tests.data.pictures import draw, save
+from tests.tool_modules import load_tool
+
+main = load_tool("probe_backbone").main
+_CONFIG = """
+MODEL:
+  DEVICE: cpu
+  BACKBONE:
+    NAME: NETWORK
+    FREEZE_AT: 0
+  PIXEL_MEAN: [120.0, 120.0, 120.0]
+  PIXEL_STD: [60.0, 60.0, 60.0]
+INPUT:
+  PRETRAIN:
+    SIZE: 32
+DATALOADER:
+  NUM_WORKERS: 0
+TEST:
+  KNN:
+    K: 3
+"""
+
+
+def make_config(tmp_path: Path, backbone: str = "timm:resnet10t") -> str:
+    """Writes a config of a small network of timm, at 32 pixels."""
+    path = tmp_path / f"{backbone.replace(':', '_')}.yaml"
+    path.write_text(_CONFIG.replace("NETWORK", backbone))
+    return str(path)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Flags that name two folders of three classes each, with a broken image."""
+    flags = []
+    for split, first in (("train", 0), ("val", 100)):
+        for i, name in enumerate("abc"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for j in range(3):
+                seed = first + 10 * i + j
+                save(tmp_path / split / name / f"{j}.png", draw(32 + i, 40, seed=seed))
+        flags += [f"--{split}-folder", str(tmp_path / split)]
+    (tmp_path / "train" / "b" / "x.png").write_text("no image")
+    return flags
+
+
+def probe(words: list[str], tmp_path: Path) -> dict[str, Any]:
+    main([*words, "--json", str(tmp_path / "out.json")])
+    return dict(json.loads((tmp_path / "out.json").read_text()))
+
+
+def write_weights(cfg: CfgNode, path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    backbone = build_bare_backbone(cfg)
+    state = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
+    save_weights(str(path), state, WeightsInfo())
+
+
+def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(tmp_path)
+    weights, bare = tmp_path / "w.safetensors", tmp_path / "bare.safetensors"
+    write_weights(load_config(config), weights, seed=7)
+    export_backbone(str(weights), bare)
+    words = ["--config-file", config, "--weights", str(weights), str(bare), *folders]
+    words += ["--random-seeds", "7", "8", "--recalibrate-bn", "4", "--probes", "knn", "linear"]
+    found = probe(words, tmp_path)
+    table = capsys.readouterr().out
+    rows = found["rows"]
+    names = [str(weights), str(bare), "random, seed 7", "random, seed 8"]
+    assert [(row["backbone"], row["recalibrated"], row["probe"]) for row in rows] == [
+        (name, number, kind) for name in names for number in (0, 4) for kind in ("knn", "linear")
+    ]
+    # What a file holds is scored as what it was written from.
+    own = ("backbone", "images_seen", "seconds")
+    scores = [{k: v for k, v in row.items() if k not in own} for row in rows]
+    assert scores[0:4] == scores[4:8] == scores[8:12]
+    assert scores[8:12] != scores[12:16]
+    assert [row["images_seen"] for row in rows[::4]] == [None, None, 0, 0]
+    assert {row["num_images"] for row in rows} == {9}
+    setting = found["setting"]
+    assert (setting["feature"], setting["knn"]["k"], found["broken_images"]) == ("s16", 3, 1)
+    assert "Left out, 1 in all" in caplog.text
+    assert "x.png" in caplog.text
+    assert f"| {names[2]} " in table
+    assert "as stored" in table
+    # What stands in the file is not worked out again, and told again.
+    assert probe(words, tmp_path) == found
+    assert capsys.readouterr().out == table
+
+
+def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
+    folders: list[str], tmp_path: Path
+) -> None:
+    words = ["--config-file", make_config(tmp_path), "--random", *folders]
+    first = probe([*words, "--probes", "knn"], tmp_path)
+    picture = tmp_path / "probes.svg"
+    wide = [*words, "--probes", "knn", "tran-1", "--widths", "192", "64"]
+    both = probe([*wide, "--plot", str(picture)], tmp_path)
+    assert both["rows"][0] == first["rows"][0]
+    # 192 is MODEL.CLASSIFIER.WIDTH, so that its row is that of a command without widths.
+    assert [row["probe"] for row in both["rows"][1:]] == ["tran-1", "tran-1:64"]
+    assert all(row["chosen"]["epochs"] >= 1 for row in both["rows"][1:])
+    assert "tran-1, random" in picture.read_text()
+
+
+def test_results_under_another_setting_are_refused(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config-file", make_config(tmp_path), "--random", "--probes", "knn", *folders]
+    probe(words, tmp_path)
+    with pytest.raises(SystemExit):
+        probe([*words, "MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"], tmp_path)
+    assert "figures under another setting (pixels)" in capsys.readouterr().err
+    image = next(Path(folders[1]).rglob("*.png"))
+    image.rename(image.with_name("another.png"))
+    with pytest.raises(SystemExit):
+        probe(words, tmp_path)
+    assert "figures under another setting (contents)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--weights", "W"], "--config-file"),
+        ([], "--weights FILE"),
+        (["--random", "--feature", "s4"], "s4"),
+        (["--random", "--recalibrate-bn", "-1"], "--recalibrate-bn"),
+        (["--random", "TEST.KNN.K", "0"], "TEST.KNN.K"),
+        (["--random", "--probes", "lin"], "'lin'"),
+        (["--random", "--widths", "96"], "tran-1:96"),
+        (["--random", "--plot", "a.pdf"], "--plot"),
+        (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "--memory-gb"),
+        (["--random", "--val-folder", "OTHER"], r"1 classes that .* lacks \(d\)"),
+        (
+            ["--random", "--train-folder", "BROKEN"],
+            "images that are to be learned from can be read",
+        ),
+        (["--random", "--val-folder", "BROKEN"], "images that are to be classified can be read"),
+    ],
+)
+def test_bad_arguments_are_named(
+    words: list[str],
+    expected: str,
+    folders: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_weights(
+        load_config(make_config(tmp_path, "timm:resnet14t")), tmp_path / "w.safetensors", seed=0
+    )
+    (tmp_path / "other" / "d").mkdir(parents=True)
+    save(tmp_path / "other" / "d" / "0.png", draw(32, 32, seed=0))
+    for name in "abc":
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name / "0.png").write_text("no image")
+    known = {"W": str(tmp_path / "w.safetensors")}
+    known |= {name.upper(): str(tmp_path / name) for name in ("other", "broken")}
+    given = [known.get(word, word) for word in words]
+    with pytest.raises(SystemExit) as stopped:
+        main(["--config-file", make_config(tmp_path), *folders, *given])
+    assert stopped.value.code == 2
+    assert re.search(expected, capsys.readouterr().err)
