@@ -14,7 +14,7 @@ PACKAGE = "qbheat_det"
 
 # Folders of the package by floor. One imports from floors below its own, never from its own.
 FLOORS = {
-    "model_zoo": 6,
+    "model_zoo": 9,
     "engine": 7,
     "analysis": 6,
     "probing": 6,

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cfg.merge_from_list([word for pair in TINY_ENCODER.items() for word in pair])
     state, info = (
         build_model(cfg).state_dict(),
-        WeightsInfo(left_behind=QBHeat.pretrain_only_modules),
+        WeightsInfo(pretrain_only_modules=QBHeat.pretrain_only_modules),
     )
     (folder / "output" / "pretraining").mkdir(parents=True)
     save_weights(str(folder / "output/pretraining/model_final.safetensors"), state, info)

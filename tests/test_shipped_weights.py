@@ -3,10 +3,10 @@
 
 import pytest
 
-from qbheat_det.engine.zoo.add import MAX_SHIPPED
-from qbheat_det.engine.zoo.verify import verify_entry
 from qbheat_det.model_zoo import ZooEntry, load_index
-from qbheat_det.model_zoo.places import SHIPPED
+from qbheat_det.model_zoo.add import MAX_SHIPPED
+from qbheat_det.model_zoo.sources import SHIPPED
+from qbheat_det.model_zoo.verify import verify_entry
 
 ENTRIES = load_index()
 
@@ -17,7 +17,7 @@ def test_a_shipped_entry_is_verified_on_this_machine(
 ) -> None:
     monkeypatch.delenv("QBHEAT_ZOO", raising=False)
     assert (SHIPPED / entry.file).is_file()
-    assert verify_entry(entry).fault == ""
+    assert verify_entry(entry).error == ""
 
 
 def test_every_shipped_file_is_an_entrys_and_all_together_are_small() -> None:

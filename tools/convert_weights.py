@@ -2,17 +2,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Write weights of torchvision or timm under the names of an encoder here (.safetensors), or back.
 
-What a classifier has behind its last map is left out. The new file says which pixels the weights
-were trained on; a file of another network, or half a file, is refused. A detector starts from it
-with MODEL.WEIGHTS.
+The classifier's head is left out. The new file holds the pixel statistics of the training; a file
+of another network, or an incomplete one, is refused. A detector starts from it with MODEL.WEIGHTS.
 
 --to is an encoder:
   detectron2:resnet50   Detectron2's ResNet: resnet18 to resnet152, resnext50_32x4d,
                         resnext101_32x8d, wide_resnet50_2, wide_resnet101_2
-  timm:<model>          any convolutional network of timm, with its own names or torchvision's
-                        where these are the same; timm:<model>.<tag> takes the tag's normalisation
-or a change of names alone:
-  MobileFormer          what timm has trained of mobile_former_285m and the like, for this package
+  timm:<model>          any convolutional network of timm; timm:<model>.<tag> takes the pixel
+                        statistics of the tag
+or a change of names only:
+  MobileFormer          timm's weights of mobile_former_285m and the like, for this package
   timm                  weights of this package (Mobile-Former, or timm:<model>), for
                         timm.create_model(…, checkpoint_path=…)
 
@@ -21,26 +20,22 @@ examples:
   python tools/convert_weights.py --weights resnet50.pth --to detectron2:resnet50 \\
       --output resnet50.safetensors
 
-  # timm's, from the hub's model.safetensors, trained with another normalisation than usual
+  # timm's model.safetensors from the hub, trained with other pixel statistics than usual
   python tools/convert_weights.py --weights model.safetensors --to timm:efficientnet_b0 \\
       --output encoder.safetensors --pixel-mean 127.5 127.5 127.5 --pixel-std 127.5 127.5 127.5
 
-  # a classifier here as a model of timm
+  # a classifier of this package for timm
   python tools/convert_weights.py --weights output/classifier/model_final.safetensors \\
       --to timm --output classifier.safetensors
 """
 
 import argparse
 import logging
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import qbheat_det  # noqa: F401  (registers models)
-from qbheat_det.core.errors import exit_on_user_error
-from qbheat_det.engine.conversion import convert_weights
 
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     summary, rest = (__doc__ or "").split("\n\n", 1)
     parser = argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,15 +52,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             type=float,
             default=(),
             metavar=("R", "G", "B"),
-            help=f"{what} of the channels in 0 … 255 that the weights were trained with",
+            help=f"{what} of the channels, in [0, 255], that the weights were trained with",
         )
     return parser.parse_args(argv)
 
 
-@exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    from qbheat_det.core.errors import exit_on_user_error
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    exit_on_user_error(convert)(args)
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Converts the file and prints the account of its tensors and the keys of a config."""
+    from qbheat_det.checkpoint.convert import convert_weights
+
     done = convert_weights(
         args.weights,
         args.output,

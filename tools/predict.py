@@ -53,6 +53,8 @@ from qbheat_det.analysis.box_drawing import draw_instances  # noqa: E402
 from qbheat_det.checkpoint import load_run_config  # noqa: E402
 from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
+from qbheat_det.deployment import deploy_by_config  # noqa: E402
+from qbheat_det.engine.classify import classify_files, is_classifier  # noqa: E402
 from qbheat_det.engine.exporting.exported_model import ExportedModel  # noqa: E402
 from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
     ExportedPredictor,
@@ -62,14 +64,13 @@ from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
     open_exported,
 )
 from qbheat_det.engine.exporting.split_model import ImageSizeError  # noqa: E402
-from qbheat_det.engine.image_classes import classify_files, is_classifier  # noqa: E402
 from qbheat_det.engine.media import (  # noqa: E402
     Image,
     MediaFile,
     UnreadableMedia,
     find_media,
 )
-from qbheat_det.engine.prediction import (  # noqa: E402
+from qbheat_det.engine.predict import (  # noqa: E402
     MediaPredictor,
     PredictionReport,
     build_predictor,
@@ -157,7 +158,11 @@ def load_config_of_weights(args: argparse.Namespace) -> CfgNode:
 
 
 def build_fast_or_plain(cfg: CfgNode) -> DefaultPredictor:
-    return build_predictor(cfg, fast=cfg.MODEL.DEPLOY.ENABLED)
+    if not cfg.MODEL.DEPLOY.ENABLED:
+        return build_predictor(cfg)
+    predictor = build_predictor(cfg, lambda model: deploy_by_config(model, cfg.MODEL.DEPLOY))
+    print(predictor.model.report, file=sys.stderr)
+    return predictor
 
 
 def open_file(args: argparse.Namespace) -> ExportedModel:

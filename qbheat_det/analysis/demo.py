@@ -24,7 +24,7 @@ from qbheat_det.core.figures import Image
 from qbheat_det.core.text import format_duration
 from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.media import read_bgr, write_image
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 
 from . import load_figures
 from .box_drawing import add_heading, draw_instances, tile_images

@@ -17,7 +17,7 @@ from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 from qbheat_det.engine.sample_images import SpreadEntries, read_spread
 from qbheat_det.engine.seeing.run_sets import Split, find_run_set
 

@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights: read without running what is hidden in a file, accounted for, and written whole."""
+"""Weights: read without running code, matched with a model, accounted for, written atomically."""
 
-from .checkpointer import ExactCheckpointer, SafeCheckpointer, check_exact
-from .fitting import find_unbuilt, fit_weights, without_children
-from .load_report import GroupReport, LoadReport
-from .name_matching import bare_backbone
+from .checkpointer import ExactCheckpointer, SafeCheckpointer
+from .matching import bare_backbone, fit_weights, without_children
+from .report import GroupReport, LoadReport, check_complete, check_exact
 from .run_config import load_embedded_config, load_run_config
 from .timm_weights import TimmWeights
 from .weights_file import (
@@ -25,10 +24,10 @@ __all__ = [
     "TimmWeights",
     "WeightsInfo",
     "bare_backbone",
+    "check_complete",
     "check_exact",
     "check_weights_file",
     "class_names_of",
-    "find_unbuilt",
     "fit_weights",
     "info_of",
     "load_embedded_config",

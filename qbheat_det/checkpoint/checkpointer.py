@@ -1,13 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's checkpointer, reading tensors only and writing files that are whole or not there.
+"""Detectron2's checkpointer, restricted to tensors, with atomic files and a strict account.
 
 Detectron2 unpickles ``.pkl`` files, and a pickle can run code; here they are refused. Detectron2
-logs what does not fit and goes on; here it is an error unless asked for.
+logs what does not fit and continues; here that is an error unless partial loading is requested.
 """
 
 import os
+import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +21,29 @@ from qbheat_det.core.files import remove_leftovers, write_atomically
 from qbheat_det.modeling.contracts import (
     equivalent_configs,
     get_pixel_statistics,
+    optional_modules,
     pretrain_only_modules,
+    train_only_modules,
 )
 
-from .fitting import (
-    find_left_behind,
-    find_training_only,
-    find_unbuilt,
-    fit_weights,
-    without_children,
-)
-from .load_report import LoadReport
-from .resumable import find_fault, newest_whole
+from .matching import fit_weights, has_same_shapes, without_children
+from .report import LoadReport, check_complete, check_exact
 from .weights_file import (
     WeightsFile,
     check_weights_file,
     class_names_beside,
-    local_weights,
+    load_pytorch,
     read_weights_file,
 )
 from .weights_info import WeightsInfo
 
 
 class SafeCheckpointer(DetectionCheckpointer):
-    """Saves whole checkpoints, resumes from them, and starts new runs from others' weights.
+    """Saves checkpoints atomically, resumes from them, and starts new runs from other weights.
 
-    After ``load``, ``report`` says what became of each tensor, and ``info`` what the file says of
-    itself; both None where nothing was loaded.
+    Attributes:
+        report: of the last ``load``; None if nothing was loaded.
+        info: the description inside the file of the last ``load``, or None.
     """
 
     def __init__(
@@ -64,8 +61,8 @@ class SafeCheckpointer(DetectionCheckpointer):
             model: to load into and to save.
             save_dir: folder of the checkpoints.
             class_names: the model's classes, contiguous order; empty if unknown.
-            allow_partial: load what fits, even where a file promises more.
-            save_to_disk: None saves on the main process alone.
+            allow_partial: load what fits even if a file holds more or less than the model needs.
+            save_to_disk: None saves on the main process only.
             checkpointables: objects with ``state_dict`` and ``load_state_dict``.
         """
         super().__init__(model, save_dir, save_to_disk=save_to_disk, **checkpointables)
@@ -73,17 +70,14 @@ class SafeCheckpointer(DetectionCheckpointer):
         self.allow_partial = allow_partial
         self.report: LoadReport | None = None
         self.info: WeightsInfo | None = None
-        self._resuming = False
-        self._file = WeightsFile({})
-        self._filename = ""
         if self.save_dir and self.save_to_disk:
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Writes ``name``.pth, then names it in ``last_checkpoint``; does so whole or not at all.
+        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``.
 
         Args:
-            name: file name without its ending.
+            name: file name without suffix.
             kwargs: more to save, made of tensors, numbers, strings, lists and dicts.
 
         Raises:
@@ -101,7 +95,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         self.tag_last_checkpoint(path.name)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Names the file that ``resume_or_load`` goes on from."""
+        """Names the file that ``resume_or_load`` resumes from."""
         tag = Path(self.save_dir) / "last_checkpoint"
         write_atomically(tag, lambda stream: stream.write(last_filename_basename.encode()))
 
@@ -109,62 +103,47 @@ class SafeCheckpointer(DetectionCheckpointer):
         """Loads a file into the model; an empty path leaves the model as it is.
 
         Args:
-            path: ``.safetensors`` or PyTorch's format, here or behind an address.
+            path: ``.safetensors`` or PyTorch's format; a path or an address.
             checkpointables: names of those to load besides the model; all if None.
 
         Returns:
-            What else the file holds, such as "iteration" and "info".
+            The rest of the file, such as "iteration" and "info".
 
         Raises:
-            UserError: the file cannot be read, or holds less than it promises; the model is as
-                it was before.
+            UserError: the file cannot be read or does not fit; the model is unchanged.
         """
-        self.report = self.info = None
-        if path:
-            check_weights_file(path)
-            path = local_weights(path)
-        # fvcore's own: Detectron2's reads options for its heuristic from behind a "?" in the path,
-        # and its main trips over them in the next load where one has failed.
-        return dict(super(DetectionCheckpointer, self).load(path, checkpointables))
+        return self._load_file_into_model(path, checkpointables, resuming=False)
 
-    def has_checkpoint(self) -> bool:
-        """Whether there is a tag to resume from, or a checkpoint that a kill left without one."""
-        return super().has_checkpoint() or bool(self._newest_whole())
-
-    def get_all_checkpoint_files(self) -> list[str]:
-        """Returns the paths of all ``.pth`` files in the folder."""
-        return list(super().get_all_checkpoint_files()) if os.path.isdir(self.save_dir) else []
-
-    def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """Goes on from the last checkpoint if ``resume`` and there is one; else loads ``path``.
-
-        Where the last one is missing or damaged, the newest whole one takes its place, and the
-        log says so.
+    def resume(self, path: str) -> dict[str, Any]:
+        """Loads a checkpoint of this run with all checkpointables.
 
         Returns:
             As ``load``.
 
         Raises:
-            UserError: as ``load``; or there are checkpoints to resume from, but none is whole.
+            UserError: as ``load``, or the file is of another model.
+        """
+        return self._load_file_into_model(path, None, resuming=True)
+
+    def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
+        """Resumes from the last checkpoint if ``resume`` and there is one; else loads ``path``.
+
+        If the last one is missing or damaged, the newest whole one is used, with a warning.
+
+        Raises:
+            UserError: as ``load``; or there are checkpoints, but none is whole.
         """
         if not (resume and self.has_checkpoint()):
             return self.load(path, checkpointables=[])
         return self.resume(self.find_checkpoint_to_resume())
 
-    def resume(self, path: str) -> dict[str, Any]:
-        """Loads a checkpoint with all that the run keeps; see ``find_checkpoint_to_resume``.
+    def has_checkpoint(self) -> bool:
+        """Whether there is a tag to resume from, or a whole checkpoint without a tag."""
+        return super().has_checkpoint() or bool(self._find_newest_whole())
 
-        Returns:
-            As ``load``.
-
-        Raises:
-            UserError: as ``load``, or the model of the file is another one.
-        """
-        self._resuming = True
-        try:
-            return self.load(path)
-        finally:
-            self._resuming = False
+    def get_all_checkpoint_files(self) -> list[str]:
+        """Returns the paths of all ``.pth`` files in the folder."""
+        return list(super().get_all_checkpoint_files()) if os.path.isdir(self.save_dir) else []
 
     def find_checkpoint_to_resume(self) -> str:
         """Returns the path of the last checkpoint, or else of the newest whole one.
@@ -172,171 +151,162 @@ class SafeCheckpointer(DetectionCheckpointer):
         Raises:
             UserError: none is whole.
         """
-        last = self.get_checkpoint_file()
-        fault = find_fault(last) if last else f"'{self.save_dir}' has no file 'last_checkpoint'"
-        if not fault:
-            return last
-        other = self._newest_whole()
+        last, error = self.get_checkpoint_file(), f"'{self.save_dir}' has no 'last_checkpoint'"
+        if last:
+            try:
+                _read_whole(last)
+            except UserError as damage:
+                error = str(damage)
+            else:
+                return last
+        other = self._find_newest_whole()
         if not other:
             raise UserError(
-                f"cannot resume: {fault}, and '{self.save_dir}' has no other whole checkpoint; "
-                "start anew in another OUTPUT_DIR, or move this one away"
+                f"cannot resume: {error}, and '{self.save_dir}' has no other whole checkpoint; "
+                "start again in another OUTPUT_DIR, or move this one away"
             )
-        self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", fault, other)
+        self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", error, other)
         return other
 
     def get_checkpoint_file(self) -> str:
-        """Returns the path that ``last_checkpoint`` names; empty if it does not name one."""
+        """Returns the path that ``last_checkpoint`` names, or ""."""
         try:
             named = (Path(self.save_dir) / "last_checkpoint").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return ""
         return os.path.join(self.save_dir, os.path.basename(named)) if named else ""
 
-    def _newest_whole(self) -> str:
-        return newest_whole(self.get_all_checkpoint_files(), needs=tuple(self.checkpointables))
+    def _find_newest_whole(self) -> str:
+        """Returns the whole checkpoint of the highest iteration, or ""; skips other weights."""
+        found: list[tuple[int, str]] = []
+        for path in self.get_all_checkpoint_files():
+            try:
+                content = _read_whole(path)
+            except UserError:
+                continue
+            iteration = content.get("iteration")
+            if isinstance(iteration, int) and {"model", *self.checkpointables} <= content.keys():
+                found.append((iteration, path))
+        return max(found, default=(0, ""))[1]
 
-    def _load_file(self, filename: str) -> dict[str, Any]:
-        self._filename, self._file = filename, read_weights_file(filename)
-        lacks = [key for key in self.checkpointables if key not in self._file.rest]
-        if self._resuming and lacks:
+    def _load_file_into_model(
+        self, path: str, checkpointables: Collection[str] | None, *, resuming: bool
+    ) -> dict[str, Any]:
+        self.report = self.info = None
+        if not path:
+            return {}
+        file = read_weights_file(path)
+        lacks = [key for key in self.checkpointables if key not in file.rest]
+        if resuming and lacks:
             raise UserError(
-                f"cannot resume from '{filename}': it holds no {' and no '.join(lacks)}, so it is "
-                "no checkpoint of this run; start a new run from its weights with MODEL.WEIGHTS"
+                f"cannot resume from '{path}': it holds no {' and no '.join(lacks)}, so it is no "
+                "checkpoint of this run; start a new run from its weights with MODEL.WEIGHTS"
             )
-        state = self._file.state if self._resuming else self._file.evaluated
-        return {**self._file.rest, "model": state}
+        self._fill_model(path, file, resuming=resuming)
+        rest = dict(file.rest)
+        for key in self.checkpointables if checkpointables is None else checkpointables:
+            if key in rest:
+                self.checkpointables[key].load_state_dict(rest.pop(key))
+        return rest
 
-    def _load_model(self, checkpoint: dict[str, Any]) -> None:
-        own_state = self.model.state_dict()
-        info = self._file.info
-        stored = checkpoint.pop("model")
-        skipped = self._find_skipped(stored)
+    def _fill_model(self, path: str, file: WeightsFile, *, resuming: bool) -> None:
+        model, info = self.model, file.info
+        stored, own_state = file.state if resuming else file.evaluated, model.state_dict()
+        # A model of the same objective loads its parts; all others skip them.
+        own_parts = pretrain_only_modules(model)
+        skip = [] if info is None or info.pretrain_only_modules == own_parts else [
+            *info.pretrain_only_modules
+        ]  # fmt: skip
+        train_only = [] if resuming else self._find_train_only(stored)
         fitting, report = fit_weights(
             stored,
-            without_children(own_state, skipped),
-            file=self._filename,
-            old_classes=info.class_names if info else class_names_beside(self._filename),
+            without_children(own_state, train_only),
+            file=path,
+            old_classes=info.class_names if info else class_names_beside(path),
             classes=self.class_names,
-            unbuilt=find_unbuilt(self.model),
-            left_behind=[
-                *find_left_behind(self.model, info.left_behind if info else ()),
-                *skipped,
-            ],
-            private=pretrain_only_modules(self.model),
+            optional_modules=optional_modules(model),
+            skip=[*skip, *train_only],
+            private=own_parts,
         )
-        self._file = WeightsFile({})
-        self._check(report)
-        # The tensors stand for the model's own modules now, whatever modules saved them: a
-        # version that another class wrote must not start a conversion.
+        if resuming:
+            check_exact(report, "resume with the config of the run, or start a new one")
+        else:
+            self._check(report)
+        # Without the file's module versions, which could start a conversion of its tensors.
         state = OrderedDict(fitting)
         state._metadata = own_state._metadata  # type: ignore[attr-defined]
-        self.model.load_state_dict(state, strict=False)
+        model.load_state_dict(state, strict=False)
         self.report, self.info = report, info
-        self.logger.info("Loaded '%s': %s", self._filename, report)
-        if self.allow_partial and (faults := report.find_faults(new_parts=True)):
-            self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(faults))
-        self._compare_pixels()
-        self._compare_scores()
+        self.logger.info("Loaded '%s': %s", path, report)
+        if self.allow_partial and (errors := report.find_errors(new_parts=True)):
+            self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(errors))
+        if info is not None:
+            self._compare_pixels(info)
+            self._compare_config(info)
 
-    def _find_skipped(self, stored: Mapping[str, Tensor]) -> Sequence[str]:
-        # A new run starts its training-only parts anew, from a checkpoint as from an export.
-        return () if self._resuming else find_training_only(self.model, stored, keep_equal=False)
+    def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
+        # A new run initialises its train-only modules, from a checkpoint as from an export.
+        return list(train_only_modules(self.model))
 
     def _check(self, report: LoadReport) -> None:
-        if self._resuming:
-            check_exact(
-                report, "resume with the config of the run, or start anew from MODEL.WEIGHTS"
-            )
-            return
-        check_promise(report, allow_partial=self.allow_partial)
+        check_complete(report, allow_partial=self.allow_partial)
 
-    def _compare_pixels(self) -> None:
-        """Warns where the model sees other pixel values than the weights were trained on."""
+    def _compare_pixels(self, info: WeightsInfo) -> None:
+        """Warns if the model normalises images otherwise than the weights were trained with."""
+        stored = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
         for name, now in get_pixel_statistics(self.model).items():
-            trained = getattr(self.info, name, ())
-            if not trained:
-                continue
             values = now.detach().cpu().double().flatten()
-            expected = torch.tensor(trained, dtype=torch.float64)
-            if values.shape != expected.shape or not torch.allclose(values, expected, rtol=1e-4):
-                self.logger.warning(
-                    "'%s' was trained with %s %s in format %s, but the model has %s: set "
-                    "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD to those of the weights",
-                    self._filename,
-                    name,
-                    list(trained),
-                    getattr(self.info, "pixel_format", "") or "unknown",
-                    values.tolist(),
-                )
+            expected = torch.tensor(stored[name], dtype=torch.float64)
+            if not stored[name] or (
+                values.shape == expected.shape and torch.allclose(values, expected, rtol=1e-4)
+            ):
+                continue
+            self.logger.warning(
+                "The weights were trained with %s %s in format %s, but the model has %s: set "
+                "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD to those of the weights",
+                *(name, list(stored[name]), info.pixel_format or "unknown", values.tolist()),
+            )
 
-    def _compare_scores(self) -> None:
-        """Warns where outputs become scores otherwise than the weights were trained for."""
-        name = type(self.model).__name__
-        if self.info is None or self.info.value_of("MODEL.META_ARCHITECTURE") != name:
+    def _compare_config(self, info: WeightsInfo) -> None:
+        """Warns if the weights were trained under a config that gives other scores."""
+        if info.value_of("MODEL.META_ARCHITECTURE") != type(self.model).__name__:
             return
-        for key, alike in equivalent_configs(self.model).items():
-            trained = self.info.value_of(key)
-            if trained is not None and trained not in alike:
+        for key, values in equivalent_configs(self.model).items():
+            trained = info.value_of(key)
+            if trained is not None and trained not in values:
                 self.logger.warning(
-                    "'%s' was trained with %s %s, but this model's scores are those of %s: they "
-                    "mean nothing until it is trained so; to evaluate, set the key to the former",
-                    self._filename,
-                    key,
-                    trained,
-                    " and ".join(alike),
+                    "The weights were trained with %s %s, but the scores of this model are for "
+                    "%s: train it further, or set the key to the former to evaluate",
+                    *(key, trained, " and ".join(values)),
                 )
 
 
 class ExactCheckpointer(SafeCheckpointer):
     """For trained models: every tensor of the file and of the model must find its partner.
 
-    The classes too: weights of other names, or of another order, are refused. What serves training
-    alone may be missing, or be another.
+    The classes must agree in name and order. Only train-only modules may be missing or differ.
     """
 
-    def _find_skipped(self, stored: Mapping[str, Tensor]) -> Sequence[str]:
-        return find_training_only(self.model, stored, keep_equal=True)
+    def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
+        own = self.model.state_dict()
+        children = train_only_modules(self.model)
+        return [child for child in children if not has_same_shapes(child, own, stored)]
 
     def _check(self, report: LoadReport) -> None:
         check_exact(report, "use the config.yaml that was written beside the weights")
 
 
-def check_promise(report: LoadReport, *, allow_partial: bool) -> None:
-    """
-    Raises:
-        UserError: part of the file has no place, or part of the model is filled in part; with
-            ``allow_partial``, only where the file is of another architecture.
-    """
-    faults = report.find_faults(new_parts=True)
-    if report.is_of_another_architecture:
-        raise UserError(
-            f"'{report.file}' is of another architecture: {report.num_placed} of its "
-            f"{report.num_stored} tensors fit the model ({'; '.join(faults)}); use the config that "
-            "belongs to these weights"
-        )
-    if faults and not allow_partial:
-        note = f"; {report.note}" if report.note else ""
-        raise UserError(
-            f"'{report.file}' does not fill what it promises: {'; '.join(faults)}{note}; use the "
-            "config that belongs to these weights, or load what fits with --allow-partial"
-        )
+def _read_whole(path: str) -> dict[str, Any]:
+    """Returns a checkpoint's content, its tensors mapped from the disk.
 
-
-def check_exact(report: LoadReport, way_out: str) -> None:
-    """
     Raises:
-        UserError: the file does not fill the whole model, or is of other classes.
+        UserError: it cannot be read, or a checksum inside is wrong.
     """
-    change = report.class_change
-    if change is not None:
-        raise UserError(
-            f"'{report.file}' was trained on the classes {list(change.old)}, but the model's are "
-            f"{list(change.now)}: another name or order is another meaning of the same score; "
-            f"{way_out}"
-        )
-    faults = report.find_faults(new_parts=False)
-    if faults:
-        raise UserError(
-            f"'{report.file}' does not fit the model of the config: {'; '.join(faults)}; {way_out}"
-        )
+    check_weights_file(path)
+    content = load_pytorch(path, mmap=True)
+    damaged = zipfile.ZipFile(path).testzip() if zipfile.is_zipfile(path) else None
+    if damaged:
+        raise UserError(f"'{path}' is damaged at '{damaged}'")
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' holds no checkpoint")
+    return content

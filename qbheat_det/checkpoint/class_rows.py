@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Class layers of a model: their rows carried over to other classes by the classes' names."""
+"""Class layers: their rows are carried over to another data set by the names of the classes."""
 
 import re
 from collections.abc import Sequence
@@ -13,10 +13,7 @@ from qbheat_det.core.errors import UserError
 
 @dataclass(frozen=True)
 class ClassChange:
-    """How the classes of weights differ from those of the model, by name.
-
-    ``kept`` and ``new`` together are the model's classes, ``kept`` and ``dropped`` the file's.
-    """
+    """Classes of a file (``old``) and of a model (``now``), in contiguous order."""
 
     old: tuple[str, ...]
     now: tuple[str, ...]
@@ -26,19 +23,13 @@ class ClassChange:
         """Classes of both, in the model's order."""
         return tuple(name for name in self.now if name in self.old)
 
-    @property
-    def new(self) -> tuple[str, ...]:
-        """Classes that the weights do not know."""
-        return tuple(name for name in self.now if name not in self.old)
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """Classes that the model does not have."""
-        return tuple(name for name in self.old if name not in self.now)
-
     def __str__(self) -> str:
-        groups = (("kept by name", self.kept), ("new", self.new), ("dropped", self.dropped))
-        parts = [f"{what} ({len(names)}): {', '.join(names) or '-'}" for what, names in groups]
+        groups = {
+            "kept by name": self.kept,
+            "new": [name for name in self.now if name not in self.old],
+            "dropped": [name for name in self.old if name not in self.now],
+        }
+        parts = (f"{what} ({len(n)}): {', '.join(n) or '-'}" for what, n in groups.items())
         return f"classes {'; '.join(parts)}"
 
 
@@ -50,7 +41,7 @@ class _Layout:
     per_class: int = 1
     trailing: int = 0
     has_anchors: bool = False
-    can_be_shared: bool = False  # one block of rows for all classes, where the config says so
+    class_agnostic: bool = False  # one block of rows for all classes, if the config says so
 
 
 _LAYOUTS = (
@@ -58,29 +49,29 @@ _LAYOUTS = (
     _Layout(re.compile(r"^decoder\.classifier\.(weight|bias)$")),
     # MF-DETR: no-object comes last.
     _Layout(re.compile(r"(^|\.)class_embed\.(weight|bias)$"), trailing=1),
-    # RetinaNet, and FCOS with one anchor: for each anchor of a place, all classes.
+    # RetinaNet, and FCOS with one anchor: all classes for each anchor.
     _Layout(re.compile(r"(^|\.)head\.cls_score\.(weight|bias)$"), has_anchors=True),
-    # Faster R-CNN, and the stages of Cascade R-CNN: background comes last; four deltas a class.
+    # Faster R-CNN and the stages of Cascade R-CNN: background comes last; four deltas a class.
     _Layout(re.compile(r"(^|\.)box_predictor(\.\d+)?\.cls_score\.(weight|bias)$"), trailing=1),
     _Layout(
         re.compile(r"(^|\.)box_predictor(\.\d+)?\.bbox_pred\.(weight|bias)$"),
         per_class=4,
-        can_be_shared=True,
+        class_agnostic=True,
     ),
-    _Layout(re.compile(r"(^|\.)mask_head\.predictor\.(weight|bias)$"), can_be_shared=True),
+    _Layout(re.compile(r"(^|\.)mask_head\.predictor\.(weight|bias)$"), class_agnostic=True),
 )
 
 
 def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> ClassChange | None:
-    """Returns how two lists of class names differ; None where they are equal or one is unknown.
+    """Returns how two lists of class names differ; None if they are equal or one is empty.
 
     Args:
-        old: names in the weights; empty if unknown.
-        now: names in the model; empty if unknown.
-        file: for the sentence.
+        old: names in the file; empty if unknown.
+        now: names of the model; empty if unknown.
+        file: for the error message.
 
     Raises:
-        UserError: the lists differ, and a name stands twice in one of them.
+        UserError: the lists differ, and one has a name twice.
     """
     if not old or not now or list(old) == list(now):
         return None
@@ -103,28 +94,29 @@ def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChang
     """Returns the model's tensor with the rows of the kept classes taken from a file.
 
     Args:
-        name: the tensor's name in the model.
+        name: of the tensor in the model.
         stored: (R_old, …), rows of the file's classes.
-        fresh: (R_new, …), the model's own initialisation; its other rows stay. Not changed.
+        fresh: (R_new, …), the model's initialisation, kept for new classes. Not changed.
         change: the classes of both.
 
     Returns:
-        A tensor like ``fresh``; ``stored`` itself where all classes share the rows; None where
-        either tensor's rows are not those of its classes.
+        A tensor like ``fresh``; ``stored`` itself if all classes share the rows; None if the rows
+        of either tensor are not those of its classes.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:
         return None
-    if _is_shared(layout, stored, fresh, change):
+    one_class = len(change.old) == len(change.now) == 1  # then shared rows are those of the class
+    if layout.class_agnostic and not one_class and {len(stored), len(fresh)} == {layout.per_class}:
         return stored
-    blocks = _by_class(layout, stored, len(change.old))
     result = fresh.detach().clone()
-    result_blocks = _by_class(layout, result, len(change.now))
-    if blocks is None or result_blocks is None or len(blocks) != len(result_blocks):
+    old_rows = _split_by_class(layout, stored, len(change.old))
+    new_rows = _split_by_class(layout, result, len(change.now))
+    if old_rows is None or new_rows is None or len(old_rows) != len(new_rows):
         return None
     old_index = torch.tensor([change.old.index(name) for name in change.kept], dtype=torch.long)
     new_index = torch.tensor([change.now.index(name) for name in change.kept], dtype=torch.long)
-    result_blocks[:, new_index] = blocks[:, old_index].to(result)
+    new_rows[:, new_index] = old_rows[:, old_index].to(result)
     if layout.trailing:
         result[-layout.trailing :] = stored[-layout.trailing :].to(result)
     return result
@@ -134,14 +126,8 @@ def _find_layout(name: str) -> _Layout | None:
     return next((layout for layout in _LAYOUTS if layout.names.search(name)), None)
 
 
-def _is_shared(layout: _Layout, stored: Tensor, fresh: Tensor, change: ClassChange) -> bool:
-    one_class = len(change.old) == len(change.now) == 1  # then a row of all is a row of the class
-    rows = {len(stored), len(fresh)}
-    return layout.can_be_shared and not one_class and rows == {layout.per_class}
-
-
-def _by_class(layout: _Layout, tensor: Tensor, num_classes: int) -> Tensor | None:
-    """A view (A, K, per_class, …) of the rows that belong to classes."""
+def _split_by_class(layout: _Layout, tensor: Tensor, num_classes: int) -> Tensor | None:
+    """Returns a view (A, K, per_class, …) of the rows that belong to classes."""
     num_rows = len(tensor) - layout.trailing
     num_anchors, rest = divmod(num_rows, num_classes * layout.per_class)
     if rest or num_anchors < 1 or (num_anchors > 1 and not layout.has_anchors):

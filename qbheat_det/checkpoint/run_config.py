@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The config that belongs to trained weights, found inside them or beside them."""
+"""The config of trained weights, inside the file or beside it."""
 
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from qbheat_det.core.errors import UserError
 
 from .weights_file import info_of, local_weights
 
-# Detectron2 fetches and unpickles what the last two name where the first is true.
+# If the first is true, Detectron2 unpickles the files that the other two name.
 _UNPICKLED = (
     "MODEL.LOAD_PROPOSALS",
     "DATASETS.PROPOSAL_FILES_TRAIN",
@@ -29,7 +29,7 @@ def load_run_config(
     device: str | None = None,
     opts: Sequence[str] = (),
 ) -> CfgNode:
-    """Returns the config that belongs to trained weights, with ``MODEL.WEIGHTS`` set to them.
+    """Returns the config of trained weights, with ``MODEL.WEIGHTS`` set to them.
 
     Args:
         weights: path or address of the weights.
@@ -39,7 +39,7 @@ def load_run_config(
         opts: alternating keys and values that override the file.
 
     Raises:
-        UserError: a file is missing, the config is not sound, or there is no such device.
+        UserError: a file is missing, the config is invalid, or there is no such device.
     """
     cfg = load_config(config_file, opts) if config_file else _load_own_config(weights, opts)
     if device is None and "MODEL.DEVICE" not in opts[::2]:
@@ -53,38 +53,39 @@ def load_run_config(
 
 def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
     info = info_of(weights)
-    if info is None or not info.config:
-        beside = Path(local_weights(weights)).parent / "config.yaml"
-        if not beside.is_file():
-            raise UserError(
-                f"no config inside '{weights}' and no config.yaml beside it: name one with "
-                "--config-file"
-            )
-        cfg = load_config(beside, opts)
-        _refuse_pickles(cfg, f"'{beside}'", opts)
+    if info is not None and info.config:
+        cfg = load_embedded_config(info.config, f"the config inside '{weights}'", opts)
+        if "OUTPUT_DIR" not in opts[::2]:  # a folder of the machine that trained the weights
+            cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
         return cfg
-    cfg = load_embedded_config(info.config, f"the config inside '{weights}'", opts)
-    if "OUTPUT_DIR" not in opts[::2]:  # a folder of whoever trained the weights
-        cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
+    beside = Path(local_weights(weights)).parent / "config.yaml"
+    if not beside.is_file():
+        raise UserError(
+            f"no config inside '{weights}' and no config.yaml beside it: name one with "
+            "--config-file"
+        )
+    cfg = load_config(beside, opts)
+    _refuse_pickles(cfg, f"'{beside}'", opts)
     return cfg
 
 
 def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
-    """Reads a config that travels inside another file, which anyone may have written.
+    """Reads an untrusted config that travels inside another file.
 
     Args:
         text: YAML.
-        where: what the sentence of an error calls it.
+        where: its name in error messages.
         opts: alternating keys and values that override it.
 
     Raises:
-        UserError: it is no config, refers to other files or to itself, or names files that
+        UserError: it is no valid config, has aliases or a ``_BASE_``, or names files that
             Detectron2 would unpickle.
     """
     try:
         events = list(yaml.parse(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where} is not plain YAML") from error
+    # Aliases could make a small file fill the memory.
     if "_BASE_" in text or any(isinstance(event, yaml.AliasEvent) for event in events):
         raise UserError(f"{where} is refused: it refers to other files or to itself")
     with tempfile.TemporaryDirectory() as folder:
@@ -93,8 +94,8 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
         try:
             cfg = load_config(unpacked, opts)
         except (UserError, RecursionError) as error:
-            sentence = str(error).replace(str(unpacked), where)
-            raise UserError(sentence if where in sentence else f"{where}: {sentence}") from error
+            message = str(error).replace(str(unpacked), where)
+            raise UserError(message if where in message else f"{where}: {message}") from error
     _refuse_pickles(cfg, where, opts)
     return cfg
 

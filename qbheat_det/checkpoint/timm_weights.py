@@ -1,50 +1,55 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""timm's published weights by address: ``MODEL.WEIGHTS: "timm://resnet18.a1_in1k"``.
+"""Weights from timm and for timm: ``timm://`` addresses, and names of a Mobile-Former's tensors.
 
-Importing this module makes Detectron2's path manager understand such addresses. They are fetched
-once, by timm, and kept beside what Detectron2 fetches; nothing else in the package downloads
-weights of timm. As files of weights they state the pixels that they were trained on, so that
-another normalisation is noticed when they are loaded.
+Importing this module lets Detectron2's path manager resolve addresses such as
+``timm://resnet18.a1_in1k``. timm downloads the weights once; they are then kept in Detectron2's
+cache as a file that states its pixel statistics, so that loading them into a model with other ones
+gives a warning.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
 
 from qbheat_det.config.rules import check_timm_name
 from qbheat_det.core.errors import UserError
 
-from .weights_file import save_weights
+from .matching import bare_backbone, fit_weights
+from .report import check_complete
+from .weights_file import read_weights, save_weights
 from .weights_info import WeightsInfo
 
 logger = logging.getLogger(__name__)
 _PREFIX = "timm://"
+_DECODER = "decoder."
+_TOKENS = "tokens"  # a top-level parameter of every Mobile-Former
+_LINEAR = {"classifier.weight", "classifier.bias"}
+_NORM = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
 
 class TimmWeights(PathHandler):
-    """From ``timm://<model>`` or ``timm://<model>.<tag>`` to a file on this machine."""
+    """Resolves ``timm://<model>`` and ``timm://<model>.<tag>`` to a local file."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [_PREFIX]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        name = _in_full(path.removeprefix(_PREFIX))
+        name = _complete_name(path.removeprefix(_PREFIX))
         file = Path(get_cache_dir()) / "timm" / f"{name}.safetensors"
         if force or not file.is_file():
-            _fetch(name, file)
+            _download(name, file)
         return str(file)
 
 
-def _in_full(name: str) -> str:
-    """Adds the tag that timm takes where none is named.
-
-    Raises:
-        UserError: there is no such model, or there are no such weights of it.
-    """
+def _complete_name(name: str) -> str:
+    """Adds timm's default tag to a name without one."""
     model, _, tag = name.partition(".")
     check_timm_name(model)
     published = timm.list_models(f"{model}.*", pretrained=True)
@@ -59,24 +64,105 @@ def _in_full(name: str) -> str:
     return name
 
 
-def _fetch(name: str, file: Path) -> None:
-    logger.info("Fetching timm's weights '%s' to '%s'", name, file)
+def _download(name: str, file: Path) -> None:
+    logger.info("Downloading timm's weights '%s' to '%s'", name, file)
     try:
         model = timm.create_model(name, pretrained=True)
-    except Exception as error:  # of the hub, of the network below it, of the file
+    except Exception as error:  # of the hub, the network or the file
         reason = " ".join(str(error).split("\n", 1)[0].split())
         raise UserError(
-            f"timm's weights '{name}' could not be fetched ({reason}): where there is no network, "
-            f"copy '{file}' from a machine that has fetched them, or name a file of weights in "
-            "MODEL.WEIGHTS"
+            f"timm's weights '{name}' could not be downloaded ({reason}): without a network, copy "
+            f"'{file}' from another machine, or name a file of weights in MODEL.WEIGHTS"
         ) from error
-    settings = model.pretrained_cfg
-    info = WeightsInfo(
-        pixel_format="RGB",
-        pixel_mean=tuple(255 * float(value) for value in settings["mean"]),
-        pixel_std=tuple(255 * float(value) for value in settings["std"]),
-    )
+    mean, std = (tuple(255 * float(v) for v in model.pretrained_cfg[k]) for k in ("mean", "std"))
+    info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
     save_weights(str(file), model.state_dict(), info)
+
+
+def names_for_timm(
+    state: Mapping[str, Tensor], model: nn.Module | None = None
+) -> dict[str, Tensor]:
+    """Renames the tensors of a model on Mobile-Former as timm's Mobile-Former has them.
+
+    Of a classifier with a linear decoder these are the backbone and the last layer, with a
+    BatchNorm before it folded in; of all other models the backbone. Tensors under timm's names are
+    returned as they are.
+
+    Args:
+        state: tensors by name.
+        model: unused; timm's loaders pass it.
+    """
+    names = bare_backbone(state)
+    if not names:
+        return dict(state)
+    return {**{short: state[name] for name, short in names.items()}, **_fold_classifier(state)}
+
+
+def names_for_package(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames the tensors of timm's Mobile-Former as ``ImageClassifier`` has them.
+
+    Args:
+        state: tensors by name, with or without a common prefix.
+
+    Returns:
+        Names in "backbone." and "decoder.classifier."; empty if it is no Mobile-Former.
+    """
+    prefixes = [name.removesuffix(_TOKENS) for name in state if name.endswith(_TOKENS)]
+    if len(prefixes) != 1 or f"{prefixes[0]}stem.weight" not in state:
+        return {}
+    inside = {n.removeprefix(prefixes[0]): t for n, t in state.items() if n.startswith(prefixes[0])}
+    return {
+        f"{_DECODER if name.startswith('classifier.') else 'backbone.'}{name}": tensor
+        for name, tensor in inside.items()
+    }
+
+
+def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    decoder = {n.partition(_DECODER)[2]: tensor for n, tensor in state.items() if _DECODER in n}
+    if not set(decoder) >= _LINEAR or not set(decoder) <= _LINEAR | _NORM:
+        return {}  # a transformer decoder, or none
+    weight, bias = decoder["classifier.weight"], decoder["classifier.bias"]
+    if "norm.running_var" in decoder:
+        scale = (decoder["norm.running_var"].double() + nn.BatchNorm1d(1).eps).rsqrt()
+        folded = weight.double() * scale
+        bias = (bias.double() - folded @ decoder["norm.running_mean"].double()).to(bias.dtype)
+        weight = folded.to(weight.dtype)
+    return {"classifier.weight": weight, "classifier.bias": bias}
+
+
+def load_into_timm_model(model: nn.Module, settings: dict[str, Any] | None, path: str) -> None:
+    """Loads a file of this package into timm's Mobile-Former, which takes RGB images in [0, 1].
+
+    The classifier is loaded if the file has one of the same shape, and else left as it is.
+
+    Args:
+        model: a Mobile-Former with timm's names.
+        settings: timm's ``pretrained_cfg``, whose mean and std become those of the file.
+        path: of the weights.
+
+    Raises:
+        UserError: the file cannot be read, or its backbone does not fit.
+    """
+    state, info = read_weights(path)
+    stored = {name: tensor.float() for name, tensor in names_for_timm(state).items()}
+    own = model.state_dict()
+    for name in _LINEAR & set(stored):
+        if name not in own or stored[name].shape != own[name].shape:
+            del stored[name]
+    is_bgr = info is not None and info.pixel_format == "BGR"
+    if "stem.weight" in stored and "stem.weight" in own:
+        stem = stored["stem.weight"].flip(1) if is_bgr else stored["stem.weight"]
+        if stem.shape[1] != own["stem.weight"].shape[1]:
+            stem = adapt_input_conv(own["stem.weight"].shape[1], stem)
+        stored["stem.weight"] = stem
+    fitting, report = fit_weights(stored, own, file=path)
+    check_complete(report)
+    model.load_state_dict(fitting, strict=False)
+    logger.info("Loaded '%s': %s", path, report)
+    if info is not None and info.pixel_mean and info.pixel_std and settings is not None:
+        order = slice(None, None, -1 if is_bgr else 1)
+        settings["mean"] = tuple(value / 255 for value in info.pixel_mean[order])
+        settings["std"] = tuple(value / 255 for value in info.pixel_std[order])
 
 
 PathManager.register_handler(TimmWeights())

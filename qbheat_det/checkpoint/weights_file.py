@@ -1,12 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files of weights, read as tensors only: ``.safetensors``, and PyTorch's own format.
+"""Reading and writing weights as tensors only: ``.safetensors`` and PyTorch's own format.
 
-Wherever a file is taken, so is an address that Detectron2's path manager understands, such as
+A path may also be an address that Detectron2's path manager resolves, such as
 ``qbheat://retinanet/285M_aquarium``.
 """
 
 import json
-import os
 import pickle
 import warnings
 import zipfile
@@ -27,10 +26,10 @@ from qbheat_det.core.files import write_atomically
 
 from .weights_info import WeightsInfo
 
-# safetensors holds strings by name. One name only: the order of several changes from run to run,
-# and equal weights should give equal files.
+# One metadata key only: safetensors writes several in a random order, and equal weights should
+# give equal files.
 _METADATA_KEY = "qbheat_det"
-# Where others' training scripts put the weights, the plain ones before their moving average.
+# Keys under which training scripts store weights, the plain ones before their moving average.
 _STATE_KEYS = (
     "model", "state_dict", "model_state_dict", "model_state",
     "model_ema", "state_dict_ema", "ema_state_dict",
@@ -39,7 +38,7 @@ _STATE_KEYS = (
 
 @dataclass
 class WeightsFile:
-    """What a file holds: named tensors, what else a checkpoint keeps, and its own description."""
+    """Content of a file: named tensors, the rest of a checkpoint, and its description."""
 
     state: dict[str, Tensor]
     rest: dict[str, Any] = field(default_factory=dict)
@@ -47,13 +46,13 @@ class WeightsFile:
 
     @property
     def evaluated(self) -> dict[str, Tensor]:
-        """The moving average of a training checkpoint that keeps one, as the run evaluated it."""
+        """The moving average of a training checkpoint if it has one, else ``state``."""
         average: Any = self.rest.get("ema")
         return dict(average) if _is_state(average) else self.state
 
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
-    """Returns a file's tensors by name, averaged if kept, and what it says of itself if it does.
+    """Returns the tensors by name (the moving average if stored) and the file's description.
 
     Raises:
         UserError: see ``read_weights_file``.
@@ -63,26 +62,25 @@ def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
 
 
 def read_weights_file(path: str) -> WeightsFile:
-    """Reads ``.safetensors``, or any other ending as PyTorch's format, into the CPU's memory.
+    """Reads ``.safetensors``, or PyTorch's format for any other ending, onto the CPU.
 
     Raises:
-        UserError: there is no such file, it is damaged or no weights, or reading it could run
-            code.
+        UserError: the file is missing, damaged or holds no weights, or reading it could run code.
     """
     check_weights_file(path)
     path = local_weights(path)
     file = _read_safetensors(path) if _is_safetensors(path) else _read_pytorch(path)
     for name, tensor in file.state.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise UserError(f"'{path}': '{name}' is not a plain tensor of numbers")
+            raise UserError(f"'{path}': '{name}' is not a plain dense tensor")
     return file
 
 
 def local_weights(path: str) -> str:
-    """Returns the file that an address stands for, fetching it if need be; paths as they are.
+    """Returns the local file of an address, downloaded if necessary; paths are returned as is.
 
     Raises:
-        UserError: it cannot be fetched.
+        UserError: it cannot be downloaded.
     """
     if "://" not in path:
         return path
@@ -95,12 +93,12 @@ def local_weights(path: str) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights with their description as ``.safetensors``, whole or not at all.
+    """Writes weights with their description as ``.safetensors``, atomically.
 
     Raises:
         UserError: the file cannot be written.
     """
-    # Tensors that share memory, as tied weights do, are written one by one.
+    # Clones, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in state_dict.items()
@@ -110,7 +108,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns what a file says of itself, or None, without bringing its tensors into memory.
+    """Returns a file's description, or None, without reading its tensors.
 
     Raises:
         UserError: see ``read_weights_file``.
@@ -125,9 +123,7 @@ def info_of(path: str) -> WeightsInfo | None:
 
 
 def class_names_of(path: str) -> tuple[str, ...]:
-    """Returns the names of the classes that weights were trained on; empty if nothing says so.
-
-    They stand in the file, or else in the ``config.yaml`` beside it.
+    """Returns the class names in a file, or else in the ``config.yaml`` beside it; or nothing.
 
     Raises:
         UserError: see ``read_weights_file``.
@@ -137,7 +133,7 @@ def class_names_of(path: str) -> tuple[str, ...]:
 
 
 def class_names_beside(path: str) -> tuple[str, ...]:
-    """Returns ``MODEL.CLASS_NAMES`` of the ``config.yaml`` in a file's folder; else nothing."""
+    """Returns ``MODEL.CLASS_NAMES`` of the ``config.yaml`` in a file's folder, or nothing."""
     try:
         text = (Path(local_weights(path)).parent / "config.yaml").read_text(encoding="utf-8")
         names = yaml.safe_load(text)["MODEL"]["CLASS_NAMES"]
@@ -148,53 +144,47 @@ def class_names_beside(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Checks, without reading it, that a path can be weights; an address is fetched for that.
+    """Checks that a path can hold weights, without reading it; an address is downloaded.
 
     Raises:
-        UserError: it does not exist, cannot be fetched, is a folder, is empty or is a pickle.
+        UserError: it does not exist, cannot be downloaded, is a folder, empty or a pickle.
     """
-    path = Path(weights)
-    if path.suffix.lower() in {".pkl", ".pickle"}:
+    if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
             ".pth where you trust it, with torch.save({'model': …})"
         )
     path = Path(local_weights(weights))
     if path.is_dir():
-        raise UserError(f"'{weights}' is a folder: name the weights in it, such as model_final.pth")
+        raise UserError(f"'{weights}' is a folder: name a file in it, such as model_final.pth")
     if not path.is_file():
         hint = "" if Path(weights).suffix else "; names of the model zoo begin with qbheat://"
         raise UserError(f"weights file '{weights}' does not exist{hint}")
     if not path.stat().st_size:
-        raise UserError(f"weights file '{weights}' is empty: fetch or copy it again")
+        raise UserError(f"weights file '{weights}' is empty: download or copy it again")
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """``torch.load`` that builds nothing but tensors and plain containers.
-
-    Args:
-        path: file.
-        mmap: leave the tensors on the disk until they are used.
+    """Calls ``torch.load`` with ``weights_only=True``; maps tensors from the disk with ``mmap``.
 
     Raises:
         UserError: the file is damaged, of another kind, or holds more than tensors.
     """
     try:
-        # PyTorch's old format, before 1.6, was no zip and cannot be mapped.
+        # PyTorch's format before 1.6 was no zip file and cannot be mapped.
         mapped = mmap and zipfile.is_zipfile(path)
         with warnings.catch_warnings():  # it asks people to report what is refused here
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # a broken file can raise anything on its way through zip
+    except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
                 f"'{path}' is refused: it holds objects besides tensors, and building these can "
-                "run code hidden in the file; save its state_dict() alone where you trust it"
+                "run code hidden in the file; save only its state_dict() where you trust it"
             ) from error
         raise UserError(
-            f"'{path}' cannot be read as PyTorch weights; it may be truncated, not be a weights "
-            "file at all, or be a pickle of other objects, whose code is never run "
-            f"({type(error).__name__})"
+            f"'{path}' cannot be read as PyTorch weights; it may be truncated, another kind of "
+            f"file, or a pickle of other objects, whose code is never run ({type(error).__name__})"
         ) from error
 
 
@@ -204,11 +194,10 @@ def _read_pytorch(path: str) -> WeightsFile:
         for key in _STATE_KEYS:
             if _is_state(loaded.get(key)):
                 rest = {name: value for name, value in loaded.items() if name != key}
-                info = WeightsInfo.from_dict(rest.get("info"))
-                return WeightsFile(dict(loaded[key]), rest, info)
+                return WeightsFile(loaded[key], rest, WeightsInfo.from_dict(rest.get("info")))
         if _is_state(loaded):
-            return WeightsFile(dict(loaded))
-    raise UserError(f"'{path}' holds no weights: a dict of named tensors is expected")
+            return WeightsFile(loaded)
+    raise UserError(f"'{path}' holds no weights: expected a dict of named tensors")
 
 
 def _read_safetensors(path: str) -> WeightsFile:
@@ -216,7 +205,7 @@ def _read_safetensors(path: str) -> WeightsFile:
         info = _parse_metadata(opened.metadata())
     state = safetensors.torch.load_file(path)
     if not state:
-        raise UserError(f"'{path}' holds no weights: there is no tensor in it")
+        raise UserError(f"'{path}' holds no weights: it has no tensor")
     return WeightsFile(state, {} if info is None else {"info": info.to_dict()}, info)
 
 
@@ -225,8 +214,8 @@ def _open_safetensors(path: str) -> Any:
         return safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise UserError(
-            f"'{path}' cannot be read as safetensors; it may be truncated, or not be such a file "
-            f"at all ({error})"
+            f"'{path}' cannot be read as safetensors; it may be truncated or another kind of file "
+            f"({error})"
         ) from error
 
 
@@ -245,5 +234,5 @@ def _is_state(value: object) -> bool:
     )
 
 
-def _is_safetensors(path: str | os.PathLike[str]) -> bool:
+def _is_safetensors(path: str) -> bool:
     return Path(path).suffix.lower() == ".safetensors"

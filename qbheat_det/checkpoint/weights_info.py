@@ -1,28 +1,42 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a file of weights says of itself: classes, pixels, config, and where it comes from."""
+"""The description inside every file of weights: classes, pixel statistics, config, origin."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.config import dump_config
 
-T = TypeVar("T")
+# The type of each field, or of its items where it is a tuple.
+_KINDS: dict[str, type] = {
+    "class_names": str,
+    "category_ids": int,
+    "pixel_format": str,
+    "pixel_mean": float,
+    "pixel_std": float,
+    "config": str,
+    "commit": str,
+    "iteration": int,
+    "pretrain_only_modules": str,
+}
 
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Travels inside every file of weights that the package writes.
+    """Metadata that travels inside a file of weights.
 
-    ``class_names`` and ``category_ids`` (the annotation file's) stand in contiguous order;
-    ``pixel_mean`` and ``pixel_std`` are those of ``pixel_format``'s channels; ``config`` is the
-    whole config as YAML; ``iteration`` is the last one that went into the weights. ``left_behind``
-    are the beginnings of names that belong to the training itself: no other model takes them over.
+    Attributes:
+        class_names: in contiguous order, as are ``category_ids``, those of the annotation file.
+        pixel_format: "RGB" or "BGR", the order of ``pixel_mean`` and ``pixel_std``.
+        config: the whole config of the run as YAML.
+        commit: of the code that trained the weights; empty if unknown.
+        iteration: the last one that went into the weights.
+        pretrain_only_modules: children of the model that serve pre-training alone; no other model
+            loads them.
     """
 
     class_names: tuple[str, ...] = ()
@@ -33,34 +47,27 @@ class WeightsInfo:
     config: str = ""
     commit: str = ""
     iteration: int = 0
-    left_behind: tuple[str, ...] = ()
+    pretrain_only_modules: tuple[str, ...] = ()
 
     @classmethod
     def from_config(
-        cls, cfg: CfgNode, *, iteration: int, commit: str, left_behind: Sequence[str] = ()
+        cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
     ) -> "WeightsInfo":
-        """Takes everything from a run's config.
-
-        Args:
-            cfg: resolved config, with ``MODEL.CLASS_NAMES`` and ``MODEL.CATEGORY_IDS`` set.
-            iteration: the last iteration that went into the weights.
-            commit: of the code that trained them; empty where it is not known.
-            left_behind: children of the model that no other model takes over.
-        """
+        """Takes everything else from a run's resolved config."""
         return cls(
-            class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
-            category_ids=tuple(int(number) for number in cfg.MODEL.CATEGORY_IDS),
+            class_names=tuple(map(str, cfg.MODEL.CLASS_NAMES)),
+            category_ids=tuple(map(int, cfg.MODEL.CATEGORY_IDS)),
             pixel_format=str(cfg.INPUT.FORMAT),
-            pixel_mean=tuple(float(value) for value in cfg.MODEL.PIXEL_MEAN),
-            pixel_std=tuple(float(value) for value in cfg.MODEL.PIXEL_STD),
+            pixel_mean=tuple(map(float, cfg.MODEL.PIXEL_MEAN)),
+            pixel_std=tuple(map(float, cfg.MODEL.PIXEL_STD)),
             config=dump_config(cfg),
             commit=commit,
             iteration=iteration,
-            left_behind=tuple(left_behind),
+            pretrain_only_modules=tuple(pretrain_only_modules),
         )
 
     def value_of(self, key: str) -> object:
-        """Returns what the config inside has under a key such as "MODEL.DEVICE", or None."""
+        """Returns the value of a key such as "MODEL.DEVICE" in the stored config, or None."""
         try:
             found = yaml.safe_load(self.config)
         except yaml.YAMLError:
@@ -70,64 +77,35 @@ class WeightsInfo:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns strings, numbers and lists of them: what JSON and a checkpoint can hold."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in dataclasses.asdict(self).items()
-        }
+        """Returns strings, numbers and lists of them, for JSON and checkpoints."""
+        fields = dataclasses.asdict(self).items()
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields}
 
     @classmethod
     def from_dict(cls, content: object) -> "WeightsInfo | None":
-        """Reads what ``to_dict`` gave, from a file that anyone may have written.
+        """Reads the output of ``to_dict`` from an untrusted file.
 
         Returns:
-            None where the content is of another kind or a field is of another type; fields that
-            are missing are empty, and unknown ones are passed over.
+            None if the content or a field has another type. Missing fields are empty; unknown
+            fields are ignored.
         """
         if not isinstance(content, dict):
             return None
-        known = {key: content[key] for key in _READERS if key in content}
-        try:
-            return cls(**{key: _READERS[key](value) for key, value in known.items()})
-        except (TypeError, ValueError, OverflowError):
-            return None
+        known: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name not in content:
+                continue
+            value, is_tuple = content[field.name], isinstance(field.default, tuple)
+            if is_tuple != isinstance(value, list | tuple):
+                return None
+            items = tuple(value) if is_tuple else (value,)
+            if not all(_is_of_type(item, _KINDS[field.name]) for item in items):
+                return None
+            known[field.name] = items if is_tuple else value
+        return cls(**known)
 
 
-def _string(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise TypeError
-    return float(value)
-
-
-def _tuple_of(read: Callable[[object], T]) -> Callable[[object], tuple[T, ...]]:
-    def read_all(value: object) -> tuple[T, ...]:
-        if not isinstance(value, list | tuple):
-            raise TypeError
-        return tuple(read(item) for item in value)
-
-    return read_all
-
-
-_READERS: dict[str, Callable[[object], Any]] = {
-    "class_names": _tuple_of(_string),
-    "category_ids": _tuple_of(_integer),
-    "pixel_format": _string,
-    "pixel_mean": _tuple_of(_number),
-    "pixel_std": _tuple_of(_number),
-    "config": _string,
-    "commit": _string,
-    "iteration": _integer,
-    "left_behind": _tuple_of(_string),
-}
+def _is_of_type(value: object, kind: type) -> bool:
+    if kind is float:  # NaN compares as false, and integers in JSON have no upper bound
+        return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e38
+    return type(value) is kind

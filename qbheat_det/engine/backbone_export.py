@@ -66,7 +66,7 @@ def export_backbone(
         bare = _recalibrate(bare, weights, cfg, images)
     # What belongs to the model around it is not in the file.
     info = dataclasses.replace(
-        info or WeightsInfo(), class_names=(), category_ids=(), left_behind=()
+        info or WeightsInfo(), class_names=(), category_ids=(), pretrain_only_modules=()
     )
     save_weights(str(output), bare, info)
     return len(bare), len(images)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A run in small, before the long one: everything is built, used once, and measured.
+"""A dry run: a few steps, one small evaluation and one checkpoint, and a forecast of the rest.
 
-It works in a temporary folder beside ``OUTPUT_DIR``, which tells whether that disk can be
-written to, and leaves nothing behind.
+It works in a temporary folder beside ``OUTPUT_DIR``, so that the same disk is tested, and leaves
+nothing behind.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,175 +26,137 @@ from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import TrainStream
-from qbheat_det.engine.feature_build import CacheEstimate
-from qbheat_det.engine.hooks.monitors import MOST_WAITING, describe_waiting
 
-from .dry_run_report import DryRunReport
-from .loader_speed import measure_loader
+from .dry_run_report import Cost, DryRunReport, measure_loader
+from .feature_build import CacheEstimate
+from .hooks.checkpoints import PeriodicCheckpointer
+from .hooks.evaluation import EvalHook
+from .hooks.monitors import MOST_WAITING, describe_waiting
+from .hooks.training_run import TrainingRun
 from .memory import resident_with_workers, total_memory
 from .setup import filter_detectron2_logs
+from .trainer import Trainer
 from .writers import check_wandb
 
-_ENDING = "_dry_run"
+_SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
 _LOADER_SECONDS = 3.0
 
 
 def dry_run(
-    cfg: CfgNode, build_trainer: Callable[[CfgNode], Any], *, num_steps: int = 3
+    cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer], *, num_steps: int = 3
 ) -> DryRunReport:
-    """Makes a few steps, one evaluation of a few images, a checkpoint, and reads that back.
+    """Makes a few steps, evaluates a few images, writes a checkpoint and reads it back.
 
     To be called by all processes of a run.
 
     Args:
         cfg: of the whole run.
-        build_trainer: ``Trainer``, or what returns one from a config.
-        num_steps: steps; the first warms up and is not counted.
+        build_trainer: ``Trainer``, or a function that builds one.
+        num_steps: steps to make. The first warms up and is not counted if there are others.
 
     Raises:
-        UserError: whatever the whole run would end with at its beginning.
-        RuntimeError: a tensor does not come back from a checkpoint as it was.
+        UserError: any error with which the whole run would end at its beginning.
+        RuntimeError: a tensor read back from a checkpoint has changed.
     """
     filter_detectron2_logs()
     if cfg.SOLVER.WANDB_PROJECT:
         check_wandb()
     start = time.perf_counter()
-    with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as few_images:
-        few, num_tried, num_images = few_images
-        small = cfg.clone()
-        small.defrost()
-        small.OUTPUT_DIR = str(folder)
-        small.DATASETS.TEST = few
-        small.TEST.KNN.TRAIN = small.TEST.KNN.VAL = ()  # a score takes as long as ever
-        small.SOLVER.WANDB_PROJECT = ""  # a dry run is nobody's experiment
-        trainer = build_trainer(small)
+    with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as test_sets:
+        trainer = build_trainer(_shrink(cfg, folder, test_sets.names))
         planned, iterations = trainer.cfg, trainer.max_iter
-        cached = getattr(trainer, "cached_features", None)
-        if cached:
-            cached.rehearse(folder, cfg.DATASETS.TEST)
+        if trainer.cached_features:
+            trainer.cached_features.rehearse(folder, cfg.DATASETS.TEST)
         trainer.resume_or_load(resume=False)
-        measured = _Measured(trainer)
+        timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)
         trainer.train()
-        setup_seconds = measured.first_step_end - start
-        disk = _try_disk(trainer, folder)
-        speeds = _try_loader(trainer, measured, num_workers=cfg.DATALOADER.NUM_WORKERS)
-    parameters = list(trainer.model.parameters())
+        begin = time.perf_counter()
+        trainer.save("dry_run")
+        checkpoint_seconds = time.perf_counter() - begin
+        disk = _measure_disk(trainer, folder)
+        loader = _measure_loader(trainer, timer.compute_seconds)
+    num_checkpoints, num_kept = _count_checkpoints(planned, iterations)
+    evaluation = timer.forecast_evaluation(test_sets.num_images, test_sets.num_tried)
+    cache = trainer.cached_features.estimate if trainer.cached_features else None
+    costs = [
+        Cost("Set-up", timer.first_step_end - start, 1),
+        *([_describe_cache(cache)] if cache and cache.num_missing else []),
+        Cost(f"Step of {planned.SOLVER.IMS_PER_BATCH} images", timer.step_seconds, iterations),
+        Cost("Checkpoint", checkpoint_seconds, num_checkpoints),
+    ]
+    if test_sets.num_images:
+        name = f"Evaluation of {test_sets.num_images:,} images"
+        costs.insert(-1, Cost(name, evaluation, _count_evaluations(planned, iterations)))
+    parameters = list(trainer.bare_model.parameters())
     return DryRunReport(
-        iterations=iterations,
-        images_per_step=planned.SOLVER.IMS_PER_BATCH,
-        num_evaluations=_count_evaluations(planned, iterations) if num_images else 0,
-        num_test_images=num_images,
+        costs=tuple(costs),
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        setup_seconds=setup_seconds,
-        step_seconds=tuple(measured.step_seconds),
-        evaluation_seconds=measured.predict_evaluation(num_images, num_tried),
-        memory_bytes=measured.memory_bytes,
+        num_checkpoints_kept=num_kept,
+        cache_bytes=int(cache.missing_bytes) if cache else 0,
+        memory_bytes=timer.memory_bytes,
         memory_total_bytes=total_memory(),
-        gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        gpu_total_bytes=_gpu_total_bytes(),
-        **_count_checkpoints(planned, iterations),
         **disk,
-        **speeds,
-        **(_describe_cache(cached.estimate) if cached else {}),
+        **loader,
+        **_measure_gpu(),
     )
 
 
-def _describe_cache(estimate: CacheEstimate) -> dict[str, Any]:
-    return {
-        "num_views_to_encode": estimate.num_missing,
-        "encoding_seconds": estimate.seconds / comm.get_world_size(),
-        "cache_bytes": int(estimate.missing_bytes),
-    }
+def _shrink(cfg: CfgNode, folder: Path, test_sets: tuple[str, ...]) -> CfgNode:
+    small = cfg.clone()
+    small.defrost()
+    small.OUTPUT_DIR = str(folder)
+    small.DATASETS.TEST = test_sets
+    small.TEST.KNN.TRAIN = small.TEST.KNN.VAL = ()  # the score would take its whole time
+    small.SOLVER.WANDB_PROJECT = ""
+    return small
 
 
-def _try_loader(trainer: Any, measured: "_Measured", *, num_workers: int) -> dict[str, Any]:
-    """Lets the loader run alone; returns what the report says of it, of all processes together."""
-    stream = trainer.data_loader
-    if not isinstance(stream, TrainStream):  # of a trainer with a loader of its own
-        return {}
-    loader = measure_loader(stream, seconds=_LOADER_SECONDS)
-    compute = sum(measured.compute_seconds) / len(measured.compute_seconds)
-    step = compute / (1 - loader.share_waited(compute))
-    share = max(comm.all_gather(loader.share_waited(compute)))
-    return {
-        "loader_images_per_second": sum(comm.all_gather(loader.images_per_second)),
-        "wanted_images_per_second": trainer.cfg.SOLVER.IMS_PER_BATCH / compute,
-        "waiting": describe_waiting(share, step, num_workers) if share > MOST_WAITING else "",
-    }
+def _describe_cache(estimate: CacheEstimate) -> Cost:
+    each = estimate.seconds / estimate.num_missing / comm.get_world_size()
+    return Cost("View to encode", each, estimate.num_missing)
 
 
-def _try_disk(trainer: Any, folder: Path) -> dict[str, Any]:
-    """Saves and reads back; returns what the report says of it, the same on all processes."""
-    seconds, path = _save(trainer, folder)
-    compared = _compare_with_file(trainer, path) if comm.is_main_process() else 0
-    size = path.stat().st_size if comm.is_main_process() else 0
-    weights = max((f.stat().st_size for f in folder.glob("*.safetensors")), default=0)
-    # What the main process wrote is everyone's.
-    compared, size, weights = comm.all_gather((compared, size, weights))[0]
-    return {
-        "num_tensors_compared": compared,
-        "checkpoint_seconds": seconds,
-        "checkpoint_bytes": size,
-        "weights_bytes": 2 * weights,  # the last and the best
-        "free_bytes": shutil.disk_usage(folder).free + _size(folder),  # the folder goes again
-    }
+class _Timer(HookBase):
+    """Measures a trainer's steps, evaluations and memory, after all other hooks of each step."""
 
+    trainer: TrainingRun
 
-def _count_checkpoints(cfg: CfgNode, iterations: int) -> dict[str, Any]:
-    written = max(1, math.ceil(iterations / max(1, cfg.SOLVER.CHECKPOINT_PERIOD)))
-    periodic, kept = written - 1, cfg.SOLVER.CHECKPOINTS_KEPT
-    # The oldest goes when the next is written; the last one is there besides.
-    on_disk = 1 + (min(kept + 1, periodic) if kept else periodic)
-    return {"num_checkpoints": written, "num_checkpoints_kept": on_disk}
-
-
-class _Measured(HookBase):
-    """Watches a trainer's steps, evaluations and memory from the inside."""
-
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.memory_bytes = 0
-        self._step_ends: list[float] = []
-        self._aside = 0.0  # seconds of evaluation and saving since the last step ended
-        self._steps: list[float] = []
-        self._waits: list[float] = []  # of them, for images
+        self.first_step_end = 0.0
+        self._evaluator = trainer.find_hook(EvalHook)
+        self._checkpointer = trainer.find_hook(PeriodicCheckpointer)
+        self._steps: list[tuple[float, float]] = []  # seconds, and of these waiting for data
         self._begin = 0.0
         self._evaluation = 0.0
-        self._image_starts: list[float] = []  # of each batch, where they come in batches
+        self._image_starts: list[float] = []  # of each batch, where there are batches
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        # First of all hooks, so that what the others do belongs to the step that follows.
         trainer.register_hooks([self])
-        trainer._hooks.insert(0, trainer._hooks.pop())
-        for name in ("evaluate", "test", "save"):
-            if callable(getattr(trainer, name, None)):
-                setattr(trainer, name, self._timed(getattr(trainer, name), name != "save"))
-        for model in {trainer.model, getattr(trainer, "evaluated_model", trainer.model)}:
-            model.register_forward_pre_hook(self._note_image)
+        trainer.evaluated_model.register_forward_pre_hook(self._note_image)
 
     @property
-    def first_step_end(self) -> float:
-        """Clock at the end of the first step."""
-        return self._step_ends[0]
+    def step_seconds(self) -> float:
+        """Mean, not median: a long run has images of all sizes, the slow ones too."""
+        return self._mean([seconds for seconds, _ in self._steps])
 
     @property
-    def step_seconds(self) -> list[float]:
-        """Of all steps but the first, where there are others."""
-        return self._steps[1:] or self._steps
+    def compute_seconds(self) -> float:
+        """As ``step_seconds``, without waiting for data."""
+        return self._mean([seconds - waited for seconds, waited in self._steps])
 
-    @property
-    def compute_seconds(self) -> list[float]:
-        """As ``step_seconds``, without waiting for images."""
-        both = list(zip(self._steps, self._waits, strict=True))
-        return [step - wait for step, wait in both[1:] or both]
+    @staticmethod
+    def _mean(values: list[float]) -> float:
+        counted = values[1:] or values
+        return sum(counted) / len(counted)
 
-    def predict_evaluation(self, num_images: int, num_tried: int) -> float:
+    def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
         """Returns the seconds that ``num_images`` take, of all processes together.
 
-        Where those tried came as one batch, the time to begin counts for each of them too.
+        If those tried came as one batch, the time to begin counts for each of them too.
         """
         starts = self._image_starts
         gaps = sorted(after - before for before, after in itertools.pairwise(starts))
@@ -204,38 +167,94 @@ class _Measured(HookBase):
         return once + each * num_images / comm.get_world_size()
 
     def before_train(self) -> None:
-        """Starts the clock."""
         self._begin = time.perf_counter()
 
+    def before_step(self) -> None:
+        self._image_starts = []  # of the evaluation that follows this step
+
     def after_step(self) -> None:
-        """Stops it once a step."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self._steps.append(now - self._begin - self._aside)
-        self._waits.append(self.trainer.storage.latest()["data_time"][0])
-        self._step_ends.append(now)
-        self._aside = 0.0
-        self._begin = time.perf_counter()
+        evaluation = self._evaluator.seconds if self._evaluator else 0.0
+        saving = self._checkpointer.seconds if self._checkpointer else 0.0
+        waited = self.trainer.storage.latest()["data_time"][0]
+        self._steps.append((now - self._begin - evaluation - saving, waited))
+        self._evaluation = evaluation or self._evaluation
+        self.first_step_end = self.first_step_end or now
         self.memory_bytes = max(self.memory_bytes, resident_with_workers())
-
-    def _timed(self, call: Callable[..., Any], is_evaluation: bool) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            self._image_starts = [] if is_evaluation else self._image_starts
-            try:
-                return call(*args, **kwargs)
-            finally:
-                seconds = time.perf_counter() - begin
-                self._aside += seconds
-                self._evaluation = seconds if is_evaluation else self._evaluation
-                self.memory_bytes = max(self.memory_bytes, resident_with_workers())
-
-        return timed
+        self._begin = time.perf_counter()
 
     def _note_image(self, model: nn.Module, _: Any) -> None:
         if not model.training:
             self._image_starts.append(time.perf_counter())
+
+
+def _measure_loader(trainer: Trainer, compute_seconds: float) -> dict[str, Any]:
+    """Runs the data loader alone; returns fields of the report, of all processes together."""
+    loader = measure_loader(trainer.data_loader, seconds=_LOADER_SECONDS)
+    share = loader.share_waited(compute_seconds)
+    step = compute_seconds / (1 - share)
+    share = max(comm.all_gather(share))
+    workers = loader.num_workers
+    return {
+        "loader_images_per_second": sum(comm.all_gather(loader.images_per_second)),
+        "wanted_images_per_second": trainer.cfg.SOLVER.IMS_PER_BATCH / compute_seconds,
+        "waiting": describe_waiting(share, step, workers) if share > MOST_WAITING else "",
+    }
+
+
+def _measure_disk(trainer: Trainer, folder: Path) -> dict[str, int]:
+    """Reads the checkpoint back; returns fields of the report, the same on all processes."""
+    compared = size = 0
+    path = folder / "dry_run.pth"
+    if comm.is_main_process():
+        compared, size = _compare_with_file(trainer, path), path.stat().st_size
+    weights = max((file.stat().st_size for file in folder.glob("*.safetensors")), default=0)
+    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    # Only the main process writes.
+    compared, size, weights = comm.all_gather((compared, size, weights))[0]
+    return {
+        "num_tensors_compared": compared,
+        "checkpoint_bytes": size,
+        "weights_bytes": 2 * weights,  # the last and the best
+        "free_bytes": shutil.disk_usage(folder).free + used,  # the folder will be removed
+    }
+
+
+def _measure_gpu() -> dict[str, int]:
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.cuda.current_device()
+    return {
+        "gpu_bytes": int(torch.cuda.max_memory_allocated()),
+        "gpu_total_bytes": int(torch.cuda.get_device_properties(device).total_memory),
+    }
+
+
+def _compare_with_file(trainer: Trainer, path: Path) -> int:
+    """Reads a checkpoint into a new model; returns the number of tensors, all equal bit for bit."""
+    fresh = trainer.build_model(trainer.cfg)
+    ExactCheckpointer(fresh, class_names=trainer.cfg.MODEL.CLASS_NAMES).load(str(path))
+    before, after = trainer.bare_model.state_dict(), fresh.state_dict()
+    for name, tensor in before.items():
+        pair = [t.detach().cpu().contiguous().flatten() for t in (tensor, after[name])]
+        if not torch.equal(*(t.view(torch.uint8) for t in pair)):  # as bytes, nan equals nan
+            raise RuntimeError(f"'{name}' has changed when it is read back from a checkpoint")
+    return len(before)
+
+
+def _count_checkpoints(cfg: CfgNode, iterations: int) -> tuple[int, int]:
+    """Returns how many checkpoints are written, and the most that lie on the disk at a time."""
+    written = max(1, math.ceil(iterations / max(1, cfg.SOLVER.CHECKPOINT_PERIOD)))
+    periodic, kept = written - 1, cfg.SOLVER.CHECKPOINTS_KEPT
+    # The oldest is removed after the next is written; the last one is kept besides.
+    return written, 1 + (min(kept + 1, periodic) if kept else periodic)
+
+
+def _count_evaluations(cfg: CfgNode, iterations: int) -> int:
+    period = cfg.TEST.EVAL_PERIOD
+    return max(1, math.ceil(iterations / period)) if period > 0 else 1
 
 
 @contextlib.contextmanager
@@ -259,67 +278,32 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+@dataclass
+class _TestSets:
+    names: tuple[str, ...] = ()
+    num_tried: int = 0
+    num_images: int = 0  # of the whole sets
+
+
 @contextlib.contextmanager
-def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Yields the names of small test sets that exist meanwhile, their size, and the whole ones'."""
-    names, tried, total = [], 0, 0
+def _few_test_images(cfg: CfgNode) -> Iterator[_TestSets]:
+    """Registers small test sets in place of ``DATASETS.TEST`` and removes them afterwards."""
+    sets = _TestSets()
     try:
         for name in cfg.DATASETS.TEST:
             records = DatasetCatalog.get(name)
-            total += len(records)
             few = records[:: max(1, len(records) // _NUM_TEST_IMAGES)][:_NUM_TEST_IMAGES]
-            tried += len(few)
-            small = name + _ENDING
+            small = name + _SUFFIX
             DatasetCatalog.register(small, lambda few=few: few)
-            names.append(small)
+            sets.names += (small,)
+            sets.num_images += len(records)
+            sets.num_tried += len(few)
             known = MetadataCatalog.get(name).as_dict()
-            # Without its json file, Detectron2's evaluator writes one of the images at hand.
+            # Without its json file, Detectron2's evaluator writes one for the images at hand.
             dropped = {"name", "json_file", "drawn_on_first_use"}
             MetadataCatalog.get(small).set(**{k: v for k, v in known.items() if k not in dropped})
-        yield tuple(names), tried, total
+        yield sets
     finally:
-        for name in names:
+        for name in sets.names:
             DatasetCatalog.remove(name)
             MetadataCatalog.remove(name)
-
-
-def _save(trainer: Any, folder: Path) -> tuple[float, Path]:
-    """Saves a checkpoint; returns the seconds it took and its path."""
-    begin = time.perf_counter()
-    save = getattr(trainer, "save", None) or trainer.checkpointer.save
-    save("dry_run")
-    return time.perf_counter() - begin, folder / "dry_run.pth"
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _compare_with_file(trainer: Any, path: Path) -> int:
-    """Reads a checkpoint into a fresh model; returns how many tensors came back bit for bit."""
-    fresh = trainer.build_model(trainer.cfg)
-    ExactCheckpointer(fresh, class_names=trainer.cfg.MODEL.CLASS_NAMES).load(str(path))
-    model = getattr(trainer, "bare_model", trainer.model)
-    before, after = model.state_dict(), fresh.state_dict()
-    for name, tensor in before.items():
-        if not _same_bits(tensor, after[name]):
-            raise RuntimeError(f"'{name}' does not come back from a checkpoint as it was")
-    return len(before)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    as_bytes = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
-    return torch.equal(*as_bytes)  # nan equals nan
-
-
-def _count_evaluations(cfg: CfgNode, iterations: int) -> int:
-    period = cfg.TEST.EVAL_PERIOD
-    return max(1, math.ceil(iterations / period)) if period > 0 else 1
-
-
-def _gpu_total_bytes() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

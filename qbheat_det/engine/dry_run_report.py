@@ -1,201 +1,173 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a dry run measured, what it predicts for the whole run, and the table of both."""
+"""The forecast of a dry run as a table, and the speed of a data loader alone."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-_MIB = 2**20
+from qbheat_det.core.text import format_bytes, format_duration
+from qbheat_det.data import TrainStream
+
+_MIN_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one kind in a whole run: the seconds of one time, and how often it is done."""
+
+    name: str
+    seconds: float
+    times: int
+
+    @property
+    def total(self) -> float:
+        """Seconds of all times together."""
+        return self.seconds * self.times
 
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Measured on a few steps and images; ``str`` of it is the table for people.
+    """Measured on a few steps and images; ``str`` gives the table.
 
     Attributes:
-        iterations: of the whole run.
-        images_per_step: over all processes.
-        num_evaluations: of the whole run.
-        num_checkpoints: that the whole run writes.
-        num_checkpoints_kept: most that lie on the disk at a time.
-        num_test_images: of one evaluation, over all processes.
+        costs: forecast for the whole run.
         num_parameters: of the model.
         num_trainable: those that are not frozen.
-        num_tensors_compared: read back from the checkpoint and equal bit for bit.
-        setup_seconds: building data, model and everything else, and the first step.
-        step_seconds: of each measured step; the first is not among them.
-        evaluation_seconds: predicted for one evaluation of all test images.
-        checkpoint_seconds: to write one checkpoint.
-        checkpoint_bytes: size of one.
-        weights_bytes: size of the two files of weights beside them, the best and the final ones.
+        num_tensors_compared: read back from the checkpoint, and equal bit for bit.
+        num_checkpoints_kept: most that lie on the disk at a time.
+        checkpoint_bytes: size of one checkpoint.
+        weights_bytes: size of the best and the final weights together.
+        cache_bytes: of the cached features that are still to be written.
         free_bytes: on the disk of ``OUTPUT_DIR``.
-        memory_bytes: highest resident memory of this process and, at that time, of its workers.
+        memory_bytes: peak resident memory of this process and its workers.
         memory_total_bytes: of this machine.
-        gpu_bytes: highest memory that tensors took on this process's GPU; 0 without one.
+        gpu_bytes: peak memory of tensors on this process's GPU; 0 without one.
         gpu_total_bytes: of that GPU.
-        num_views_to_encode: that the cache of features lacks; 0 without one.
-        encoding_seconds: to encode them.
-        cache_bytes: that they will take on the disk of the cache.
-        loader_images_per_second: that the loaders of all processes give alone; 0 if not measured.
+        loader_images_per_second: of the data loaders of all processes alone.
         wanted_images_per_second: that steps would take if they never waited.
-        waiting: what to do where steps will wait for images; empty where they will not.
+        waiting: advice where steps will wait for data, else empty.
     """
 
-    iterations: int
-    images_per_step: int
-    num_evaluations: int
-    num_checkpoints: int
-    num_checkpoints_kept: int
-    num_test_images: int
+    costs: tuple[Cost, ...]
     num_parameters: int
     num_trainable: int
     num_tensors_compared: int
-    setup_seconds: float
-    step_seconds: tuple[float, ...]
-    evaluation_seconds: float
-    checkpoint_seconds: float
+    num_checkpoints_kept: int
     checkpoint_bytes: int
     weights_bytes: int
+    cache_bytes: int
     free_bytes: int
     memory_bytes: int
     memory_total_bytes: int
+    loader_images_per_second: float
+    wanted_images_per_second: float
+    waiting: str = ""
     gpu_bytes: int = 0
     gpu_total_bytes: int = 0
-    num_views_to_encode: int = 0
-    encoding_seconds: float = 0.0
-    cache_bytes: int = 0
-    loader_images_per_second: float = 0.0
-    wanted_images_per_second: float = 0.0
-    waiting: str = ""
-
-    @property
-    def mean_step_seconds(self) -> float:
-        """Mean, not median: images of all sizes come in a long run, the slow ones too."""
-        return sum(self.step_seconds) / len(self.step_seconds)
-
-    @property
-    def training_seconds(self) -> float:
-        """Predicted for all steps."""
-        return self.iterations * self.mean_step_seconds
 
     @property
     def total_seconds(self) -> float:
-        """Predicted for everything."""
-        return (
-            self.setup_seconds
-            + self.encoding_seconds
-            + self.training_seconds
-            + self.num_evaluations * self.evaluation_seconds
-            + self.num_checkpoints * self.checkpoint_seconds
-        )
+        """Forecast for the whole run."""
+        return sum(cost.total for cost in self.costs)
 
     @property
     def disk_bytes(self) -> int:
-        """Predicted for all weights that lie on the disk at a time."""
+        """Forecast for all files of weights that lie on the disk at a time."""
         return self.num_checkpoints_kept * self.checkpoint_bytes + self.weights_bytes
 
-    @property
-    def fits_disk(self) -> bool:
-        """Whether the disk has room for them."""
-        return self.disk_bytes < self.free_bytes
-
     def __str__(self) -> str:
-        checked = f"{self.num_tensors_compared} tensors of a checkpoint read back bit for bit"
+        compared = f"{self.num_tensors_compared} tensors of a checkpoint read back bit for bit"
         rows = [
-            ("Set-up", format_duration(self.setup_seconds), 1, self.setup_seconds),
-            (
-                f"Step of {self.images_per_step} images",
-                _format_range(self.step_seconds),
-                self.iterations,
-                self.training_seconds,
-            ),
-            (
-                f"Evaluation of {self.num_test_images:,} images",
-                format_duration(self.evaluation_seconds),
-                self.num_evaluations,
-                self.num_evaluations * self.evaluation_seconds,
-            ),
-            (
-                "Checkpoint",
-                format_duration(self.checkpoint_seconds),
-                self.num_checkpoints,
-                self.num_checkpoints * self.checkpoint_seconds,
-            ),
+            f"{cost.name:<32}{format_duration(cost.seconds):>18}{cost.times:>10,}"
+            f"{format_duration(cost.total):>16}"
+            for cost in self.costs
         ]
-        if self.num_views_to_encode:
-            each = self.encoding_seconds / self.num_views_to_encode
-            views = self.num_views_to_encode
-            rows.insert(1, ("View to encode", format_duration(each), views, self.encoding_seconds))
-        lines = [
-            f"Dry run: {len(self.step_seconds) + 1} steps and one evaluation done, {checked}.",
-            f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trained.",
-            "",
-            f"{'Predicted':<32}{'each':>18}{'times':>10}{'together':>16}",
-        ]
-        lines += [
-            f"{name:<32}{each:>18}{times:>10,}{format_duration(all_of_them):>16}"
-            for name, each, times, all_of_them in rows
-        ]
-        lines += [f"{'Whole run':<60}{format_duration(self.total_seconds):>16}", ""]
-        return "\n".join([*lines, *self._list_resources()])
-
-    def _list_resources(self) -> list[str]:
-        lines = []
-        if self.gpu_total_bytes:
-            lines.append(
-                _compare(
-                    "GPU memory", self.gpu_bytes, self.gpu_total_bytes, " a process; there are"
-                )
-            )
-        lines.append(
-            _compare("Memory", self.memory_bytes, self.memory_total_bytes, " a process; there are")
+        return "\n".join(
+            [
+                f"Dry run: {compared}.",
+                f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trained.",
+                "",
+                f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}",
+                *rows,
+                f"{'Whole run':<60}{format_duration(self.total_seconds):>16}",
+                "",
+                *self._resources(),
+            ]
         )
-        lines.append(
-            f"{_compare('Disk', self.disk_bytes, self.free_bytes, '; free are')} "
-            f"({self.num_checkpoints_kept} checkpoints of {_format_bytes(self.checkpoint_bytes)}, "
-            f"weights of {_format_bytes(self.weights_bytes)})"
+
+    def _resources(self) -> Iterator[str]:
+        def compare(name: str, needed: int, available: int, of: str = " per process") -> str:
+            return (
+                f"{name + ':':<12}{format_bytes(needed)}{of}, {format_bytes(available)} available"
+            )
+
+        if self.gpu_total_bytes:
+            yield compare("GPU memory", self.gpu_bytes, self.gpu_total_bytes)
+        yield compare("Memory", self.memory_bytes, self.memory_total_bytes)
+        yield (
+            f"{compare('Disk', self.disk_bytes, self.free_bytes, '')} "
+            f"({self.num_checkpoints_kept} checkpoints of {format_bytes(self.checkpoint_bytes)}, "
+            f"weights of {format_bytes(self.weights_bytes)})"
         )
         if self.cache_bytes:
-            lines.append(
-                f"{'Features:':<12}{_format_bytes(self.cache_bytes)} to be cached besides "
-                "(MODEL.CACHE_FEATURES.FOLDER)"
-            )
-        if self.loader_images_per_second:
-            lines.append(
-                f"{'Images:':<12}the loader alone gives {self.loader_images_per_second:.3g} a "
-                f"second, steps would take {self.wanted_images_per_second:.3g}"
-            )
+            cache = format_bytes(self.cache_bytes)
+            yield f"{'Features:':<12}{cache} to be cached (MODEL.CACHE_FEATURES.FOLDER)"
+        yield (
+            f"{'Images:':<12}{self.loader_images_per_second:.3g} per second from the loader alone; "
+            f"steps would take {self.wanted_images_per_second:.3g}"
+        )
         if self.waiting:
-            lines.append(f"{self.waiting}.")
-        if not self.fits_disk:
-            lines.append("The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.")
-        lines.append("Larger images than those of these steps take more memory and time.")
-        return lines
+            yield f"{self.waiting}."
+        if self.disk_bytes >= self.free_bytes:
+            yield "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space."
+        yield "Larger images than those of these steps take more memory and time."
 
 
-def format_duration(seconds: float) -> str:
-    """Returns ``"2 d 3 h"``, ``"1 h 05 min"``, ``"3 min 10 s"``, ``"4.2 s"`` or ``"120 ms"``."""
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 48:
-        return f"{hours} h {minutes:02d} min"
-    days, hours = divmod(round(seconds / 3600), 24)
-    return f"{days} d {hours} h"
+@dataclass(frozen=True)
+class LoaderSpeed:
+    """Speed of a data loader alone.
+
+    Attributes:
+        images_per_second: of this process.
+        batch_seconds: time of a batch.
+        num_workers: processes that load; 0 if the training process itself does.
+    """
+
+    images_per_second: float
+    batch_seconds: float
+    num_workers: int
+
+    def share_waited(self, compute_seconds: float) -> float:
+        """Returns the share of a step's time that it will wait for data, in [0, 1].
+
+        Args:
+            compute_seconds: of a step, without waiting.
+        """
+        if self.num_workers == 0:  # one after the other
+            return self.batch_seconds / (self.batch_seconds + compute_seconds)
+        return max(0.0, 1 - compute_seconds / self.batch_seconds)
 
 
-def _format_range(seconds: Sequence[float]) -> str:
-    least, greatest = format_duration(min(seconds)), format_duration(max(seconds))
-    return least if least == greatest else f"{least} to {greatest}"
+def measure_loader(stream: TrainStream, *, seconds: float = 3.0) -> LoaderSpeed:
+    """Takes batches as fast as they come; those prefetched before the first are not counted.
 
-
-def _format_bytes(count: int) -> str:
-    return f"{count / _MIB:.1f} MiB" if count < 1024 * _MIB else f"{count / _MIB / 1024:.1f} GiB"
-
-
-def _compare(name: str, needed: int, there: int, verb: str) -> str:
-    return f"{name + ':':<12}{_format_bytes(needed)}{verb} {_format_bytes(there)}"
+    Args:
+        stream: from which a new iterator is taken.
+        seconds: to measure for; the batch that is under way then is counted.
+    """
+    batches = iter(stream)
+    prefetched = 1 + 2 * stream.num_workers  # PyTorch's loaders work two batches ahead
+    try:
+        for _ in range(prefetched):
+            next(batches)
+        images, count, start = 0, 0, time.perf_counter()
+        while count < max(_MIN_BATCHES, stream.num_workers) or (
+            time.perf_counter() - start < seconds
+        ):
+            images += len(next(batches))
+            count += 1
+        elapsed = time.perf_counter() - start
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()  # otherwise workers wait for the garbage collector
+    return LoaderSpeed(images / elapsed, elapsed / count, stream.num_workers)

@@ -284,7 +284,7 @@ class Trainer(DefaultTrainer):
                 self.cfg,
                 iteration=0,
                 commit=find_commit(),
-                left_behind=pretrain_only_modules(self.bare_model),
+                pretrain_only_modules=pretrain_only_modules(self.bare_model),
             )
         return dataclasses.replace(self._info, iteration=self.iter)
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trained weights by name, as Detectron2's ``model_zoo`` has them.
+"""Trained weights by name, as in Detectron2's ``model_zoo``; see docs/zoo.md.
 
 ::
 
@@ -7,20 +7,24 @@
 
     zoo.list("retinanet/*")
     model = zoo.get("retinanet/285M_aquarium")
-
-See docs/zoo.md.
 """
 
-from .addresses import ZooWeights
-from .index import Figure, Fingerprint, OutputPrint, ZooEntry, find_entry, list_entries, load_index
-from .models import get, get_address, get_checkpoint, get_config, get_config_file
-from .models import list_names as list
-from .timm_tags import timm_name
+from .api import (
+    ZooWeights,
+    get,
+    get_address,
+    get_checkpoint,
+    get_config,
+    get_config_file,
+    timm_name,
+)
+from .api import list_names as list
+from .index import Fingerprint, Metric, OutputStats, ZooEntry, find_entry, list_entries, load_index
 
 __all__ = [
-    "Figure",
     "Fingerprint",
-    "OutputPrint",
+    "Metric",
+    "OutputStats",
     "ZooEntry",
     "ZooWeights",
     "find_entry",

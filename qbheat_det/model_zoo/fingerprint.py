@@ -1,15 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Functional fingerprints: a few numbers that weights, pre-processing and code give together.
+"""Functional fingerprints: numbers that weights, pre-processing and code give together.
 
-A hash says that a file is whole; it does not say that today's code reads images, resizes,
-normalises and computes as the code did that the figures were measured with. So an entry of the
-zoo also holds what its model gives for images that are drawn by integer arithmetic: no data is
-needed, and no library's random numbers. They are written as PNG and go the way of any image,
-through the config's mapper of test images and the model's own normalisation and padding.
+A hash proves that a file is whole, not that today's code reads, resizes, normalises and computes
+as the code did that measured the metrics. So an entry also holds statistics of its model's outputs
+on synthetic images, drawn by integer arithmetic and read like any image file: through the config's
+mapper, the model's normalisation and its padding.
 
-What is compared are raw outputs (maps, logits, boxes before any step that jumps, such as a
-threshold, a sort or the suppression of overlapping boxes), with the tolerance that stands beside
-them; the detections at the end are compared loosely.
+Compared are raw outputs: maps, logits and boxes before any threshold, sort or suppression. The
+final detections are compared loosely.
 """
 
 import math
@@ -32,38 +30,37 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper
 from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone
 
-from .index import Fingerprint, OutputPrint
+from .index import Fingerprint, OutputStats
 
 VERSION = 1
 TOLERANCE = 1e-3
-"""Of a raw output's standard deviation: what counts as the same. Rounding of float32 in another
-order makes some 1e-5 of it on any machine; pixels in another order, or resized otherwise, more
-than 1e-1."""
+"""Of a raw output's standard deviation. Rounding of float32 in another order makes some 1e-5 of it;
+flipped channels or another way of resizing more than 1e-1."""
 SCORE_TOLERANCE = 0.02
 """Of the scores of detections, in [0, 1]."""
 BOX_TOLERANCE = 0.02
-"""Of the corners of the surest detection, in lengths of the image's longer side."""
+"""Of the corners of the best detection, relative to the longer side of the image."""
 
-# Odd, one lying and one standing, so that resizing rounds and a batch of detection is padded.
+# Odd sizes, landscape and portrait, so that resizing rounds and a batch of detection is padded.
 _SIZES = ((331, 467), (419, 283))
 _NUM_VALUES = 10
 _NUM_DETECTIONS = 5
-_SUREST = ".surest_box"
-# The children whose outputs are raw, in the order in which they are computed. Of two stages, it is
-# the first: what the second one reads are boxes that a sort chose.
-_WATCHED = ("backbone", "proposal_generator.rpn_head", "head", "predictor", "decoder")
+_BEST_BOX = ".surest_box"
+# Modules with raw outputs, in the order of computation. Of two-stage detectors only the first
+# stage: the second one reads boxes that a sort has chosen.
+_RAW_MODULES = ("backbone", "proposal_generator.rpn_head", "head", "predictor", "decoder")
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one output lies from a fingerprint.
+    """Difference of one output from a fingerprint.
 
     Attributes:
         output: its name.
-        largest: of the differences of mean, standard deviation and values; infinite where the
-            output is missing or has another shape.
-        tolerance: what ``largest`` may be.
-        note: what else is to be said; empty where the numbers say all.
+        largest: difference of mean, standard deviation and values; infinite if the output is
+            missing or has another shape.
+        tolerance: the largest one that counts as equal.
+        note: why it is infinite; else empty.
     """
 
     output: str
@@ -72,75 +69,74 @@ class Deviation:
     note: str = ""
 
     @property
-    def is_same(self) -> bool:
-        """Whether the output counts as the same."""
+    def is_equal(self) -> bool:
+        """Whether the output counts as equal."""
         return self.largest <= self.tolerance
 
 
 def draw_images() -> list[npt.NDArray[np.uint8]]:
-    """Draws the synthetic images, (H, W, 3) RGB each: waves, plain boxes and fine noise."""
+    """Draws the synthetic images, (H, W, 3) RGB: waves, plain boxes and fine noise."""
     return [_draw(height, width, number) for number, (height, width) in enumerate(_SIZES)]
 
 
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
-    """Runs a model on the synthetic images, in evaluation mode; its mode is restored.
+    """Runs a model on the synthetic images in evaluation mode; restores its mode.
 
     Args:
-        model: with its weights: a detector, a classifier, a model of pre-training or a bare
-            backbone.
-        cfg: of the model; pre-processing is taken from it.
+        model: a detector, a classifier, a pre-training objective or a bare backbone.
+        cfg: of the model, for pre-processing.
 
     Raises:
-        UserError: the model has no outputs that could be compared, or gives NaN.
+        UserError: the model has no outputs to compare, or gives NaN.
     """
     batch = _read_images(cfg)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # TF32 rounds inputs to 10 bits. Nothing should draw in evaluation; seeded, nothing can.
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
-            torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
+            torch.backends.cudnn.flags(enabled=True, allow_tf32=False),  # TF32 keeps 10 bits
         ):
             torch.manual_seed(0)
-            outputs = list(_run(model, cfg, batch))
+            outputs = tuple(_run(model, cfg, batch))
     finally:
         for module, training in modes.items():
             module.training = training
     if not outputs:
-        raise UserError(f"a {type(model).__name__} has no raw outputs to take a fingerprint of")
+        raise UserError(f"a {type(model).__name__} has no raw outputs for a fingerprint")
     for output in outputs:
         if not math.isfinite(output.mean):
             raise UserError(f"output '{output.name}' holds NaN or infinity on synthetic images")
-    return Fingerprint(VERSION, tuple(outputs))
+    return Fingerprint(VERSION, outputs)
 
 
 def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Deviation]:
-    """Returns how far each output of ``expected`` is from what was found, and what it lacks.
+    """Returns the deviation of each output of either fingerprint.
 
-    What is tolerated is computed anew from what was found: an index cannot ask for more.
+    Tolerances are those of ``found``, so that an index cannot ask for larger ones.
 
     Raises:
-        UserError: they were taken of other synthetic images.
+        UserError: they are of other synthetic images.
     """
     if expected.version != found.version:
         raise UserError(
-            f"the fingerprint is of version {expected.version}, but this package takes those of "
-            f"version {found.version}: verify with the package that the entry came with"
+            f"the fingerprint is of version {expected.version}, but this package computes version "
+            f"{found.version}: verify with the package that the entry came with"
         )
     outputs = {output.name: output for output in found.outputs}
     deviations = [_compare(output, outputs.get(output.name)) for output in expected.outputs]
-    names = {output.name for output in expected.outputs}
-    for name, output in outputs.items():
-        # A surest box is there or not by a margin of scores, which is compared loosely itself.
-        if name not in names and not name.endswith(_SUREST):
-            note = "the index does not know this output"
-            deviations.append(Deviation(name, math.inf, output.tolerance, note))
+    known = {output.name for output in expected.outputs}
+    deviations += [
+        Deviation(name, math.inf, output.tolerance, "the index does not have this output")
+        for name, output in outputs.items()
+        # Whether there is a best box depends on a margin of scores, which are compared themselves.
+        if name not in known and not name.endswith(_BEST_BOX)
+    ]
     return deviations
 
 
-def _compare(expected: OutputPrint, found: OutputPrint | None) -> Deviation:
+def _compare(expected: OutputStats, found: OutputStats | None) -> Deviation:
     if found is None:
         return Deviation(expected.name, math.inf, expected.tolerance, "there is no such output")
     if expected.shape != found.shape:
@@ -149,20 +145,18 @@ def _compare(expected: OutputPrint, found: OutputPrint | None) -> Deviation:
     before = (expected.mean, expected.std, *expected.values)
     now = (found.mean, found.std, *found.values)
     largest = max(abs(a - b) for a, b in zip(before, now, strict=True))
-    # The numbers are rounded to six digits, which is no difference.
-    rounding = 1e-5 * max(abs(value) for value in before)
+    rounding = 1e-5 * max(map(abs, before))  # the numbers have six digits
     return Deviation(expected.name, largest, min(expected.tolerance, found.tolerance) + rounding)
 
 
 def _draw(height: int, width: int, number: int) -> npt.NDArray[np.uint8]:
-    y, x, channel = np.ogrid[:height, :width, :3]
-    y, x, channel = (axis.astype(np.int64) for axis in (y, x, channel))
+    y, x, channel = (axis.astype(np.int64) for axis in np.ogrid[:height, :width, :3])
     phase = 3 * x * (channel + 1) + 2 * y * (3 - channel) + 97 * number
     wave = np.abs(phase % 510 - 255)  # 0 … 255 and back
     noise = (x * 73856093) ^ (y * 19349663) ^ ((channel + 3 * number + 1) * 83492791)
     noise = (((noise ^ (noise >> 13)) * 40503) & 0xFFFFFF) >> 19  # 0 … 31
     image = (wave * 7) // 8 + noise
-    for box in range(6):  # things with an inside and an outline
+    for box in range(6):
         top, left = (height * (37 * box % 71)) // 100, (width * (53 * box % 73)) // 100
         bottom, right = top + height // (4 + box), left + width // (3 + box % 4)
         image[top:bottom, left:right] = [(90 * box + 60 * c) % 256 for c in range(3)]
@@ -179,23 +173,23 @@ def _read_images(cfg: CfgNode) -> list[dict[str, Any]]:
             height, width = image.shape[:2]
             record = {"image_id": number, "height": height, "width": width, "label": 0}
             entry = mapper({"file_name": str(file), **record})
-            assert isinstance(entry, dict)  # no fault: the file is our own
+            assert isinstance(entry, dict)  # not an error: the file is our own
             batch.append(entry)
     return batch
 
 
-def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Iterator[OutputPrint]:
+def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Iterator[OutputStats]:
     if isinstance(model, Backbone):
-        yield from _print_all("backbone", model(_normalise(model, cfg, batch)))
+        yield from _summarise_all("backbone", model(_normalise(model, cfg, batch)))
         return
-    raw: dict[str, list[OutputPrint]] = {}
+    raw: dict[str, list[OutputStats]] = {}
     handles = [
         module.register_forward_hook(_record(name, raw))
         for name, module in model.named_modules()
-        if name in _WATCHED
+        if name in _RAW_MODULES
     ]
     try:
-        if isinstance(model, PretrainingObjective):  # others use the maps of whole images
+        if isinstance(model, PretrainingObjective):  # maps of whole images, for other models
             backbone = get_backbone(model)
             assert backbone is not None
             backbone(model.preprocess_image(list(batch)))
@@ -206,7 +200,7 @@ def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Ite
     for outputs in raw.values():
         yield from outputs
     for number, result in enumerate(results if isinstance(results, list) else []):
-        yield from _print_result(f"image{number}", result)
+        yield from _summarise_result(f"image{number}", result)
 
 
 def _normalise(model: Backbone, cfg: CfgNode, batch: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -220,67 +214,53 @@ def _normalise(model: Backbone, cfg: CfgNode, batch: Sequence[Mapping[str, Any]]
     return padded
 
 
-def _record(name: str, raw: dict[str, list[OutputPrint]]) -> Callable[..., None]:
+def _record(name: str, raw: dict[str, list[OutputStats]]) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: object, output: object) -> None:
-        # Written down at once: RetinaNet takes the sigmoid of its logits in place.
-        raw.setdefault(name, list(_print_all(name, output)))
+        # At once: RetinaNet takes the sigmoid of its logits in place.
+        raw.setdefault(name, list(_summarise_all(name, output)))
 
     return hook
 
 
-def _print_all(name: str, output: object) -> Iterator[OutputPrint]:
+def _summarise_all(name: str, output: object) -> Iterator[OutputStats]:
+    """Summarises each floating-point tensor in nested mappings and sequences."""
     if isinstance(output, Tensor):
         if output.is_floating_point() and output.numel():
-            yield _print(name, output)
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from _print_all(f"{name}.{key}", value)
-    elif isinstance(output, list | tuple):
-        for number, value in enumerate(output):
-            yield from _print_all(f"{name}.{number}", value)
+            yield _summarise(name, output)
+    elif isinstance(output, Mapping | list | tuple):
+        items = output.items() if isinstance(output, Mapping) else enumerate(output)
+        for key, value in items:
+            yield from _summarise_all(f"{name}.{key}", value)
 
 
-def _print(name: str, output: Tensor) -> OutputPrint:
-    values = output.detach().double().cpu().flatten()
-    # Strides of the golden section: no two values have the same place in their maps.
-    places = [(step * 2654435769 % 2**32) * len(values) >> 32 for step in range(_NUM_VALUES)]
-    mean, std = float(values.mean()), float(values.std(correction=0))
-    return OutputPrint(
-        name=name,
-        shape=tuple(output.shape),
-        mean=_round(mean),
-        std=_round(std),
-        values=tuple(_round(float(values[place])) for place in dict.fromkeys(places)),
-        # An output that is the same everywhere is measured by itself.
-        tolerance=_round(TOLERANCE * (std if std > 1e-6 * abs(mean) else max(abs(mean), 1e-6))),
-    )
-
-
-def _print_result(image: str, result: Mapping[str, Any]) -> Iterator[OutputPrint]:
-    for key, value in result.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            yield _print(f"{image}.{key}", value)
+def _summarise_result(image: str, result: Mapping[str, Any]) -> Iterator[OutputStats]:
+    tensors = {key: value for key, value in result.items() if isinstance(value, Tensor)}
+    yield from _summarise_all(image, tensors)
     instances = result.get("instances")
-    if isinstance(instances, Instances):
-        yield from _print_detections(image, instances)
+    if not isinstance(instances, Instances):
+        return
+    scores, order = instances.scores.sort(descending=True)
+    best = scores.new_zeros(_NUM_DETECTIONS)
+    best[: len(scores)] = scores[:_NUM_DETECTIONS]
+    yield _summarise(f"{image}.scores", best, SCORE_TOLERANCE)
+    # Which box comes first is certain only if no other one has nearly the same score.
+    if best[0] - best[1] > 2 * SCORE_TOLERANCE:
+        box = instances.pred_boxes.tensor[order[0]]
+        yield _summarise(f"{image}{_BEST_BOX}", box, BOX_TOLERANCE * max(instances.image_size))
 
 
-def _print_detections(image: str, instances: Instances) -> Iterator[OutputPrint]:
-    scores, order = instances.scores.double().cpu().sort(descending=True)
-    surest = [*scores[:_NUM_DETECTIONS].tolist(), *[0.0] * _NUM_DETECTIONS][:_NUM_DETECTIONS]
-    yield _print_loosely(f"{image}.scores", surest, SCORE_TOLERANCE)
-    # Which box comes first is known only where no other one is nearly as sure.
-    if surest[0] - surest[1] > 2 * SCORE_TOLERANCE:
-        corners = instances.pred_boxes.tensor[order[0].item()].double().tolist()
-        tolerance = BOX_TOLERANCE * max(instances.image_size)
-        yield _print_loosely(f"{image}{_SUREST}", corners, tolerance)
-
-
-def _print_loosely(name: str, values: Sequence[float], tolerance: float) -> OutputPrint:
-    mean = sum(values) / len(values)
-    std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-    rounded = tuple(_round(value) for value in values)
-    return OutputPrint(name, (len(values),), _round(mean), _round(std), rounded, tolerance)
+def _summarise(name: str, output: Tensor, tolerance: float | None = None) -> OutputStats:
+    values = output.detach().double().cpu().flatten()
+    mean, std = float(values.mean()), float(values.std(correction=0))
+    if tolerance is None:  # an output that is constant is compared relative to its value
+        scale = std if std > 1e-6 * abs(mean) else max(abs(mean), 1e-6)
+        tolerance = _round(TOLERANCE * scale)
+    count, sample = len(values), values
+    if count > _NUM_VALUES:  # steps of the golden section: positions spread over all channels
+        positions = [(step * 2654435769 % 2**32) * count >> 32 for step in range(_NUM_VALUES)]
+        sample = values[positions]
+    rounded = tuple(map(_round, sample.tolist()))
+    return OutputStats(name, tuple(output.shape), _round(mean), _round(std), rounded, tolerance)
 
 
 def _round(value: float) -> float:

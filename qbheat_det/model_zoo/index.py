@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The index of the model zoo: what each name stands for, measured and by whom to be checked.
+"""The index of the model zoo, ``index.json``: a list of entries, read strictly.
 
-The index is a file in the package, ``index.json``: a list of entries. Weights are not in it; they
-are found by the file's name and its SHA-256 (see ``places``).
+The weights are separate files, found by name and SHA-256; see ``sources``.
 """
 
 import dataclasses
@@ -10,43 +9,34 @@ import datetime
 import difflib
 import fnmatch
 import json
-import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 
-from .strict_json import from_plain, parse_json, to_plain
-
 INDEX_FILE = Path(__file__).with_name("index.json")
 PREFIX = "qbheat://"  # of addresses
 TASKS = ("pretraining", "detection", "classification")
-# Letters that mean the same on every file system, in an address, and in a repository of the hub.
-_NAME = re.compile(r"[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_NUMBERS = re.compile(r"\[\n([-+.0-9eE,\s]+)\n\s*\]")
-_COMMIT = re.compile(r"[0-9a-f]{7,64}")
-_CONFIG = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*\.yaml", re.ASCII)
-_DATE = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Metric:
     """One measured number.
 
     Attributes:
-        metric: what was measured, such as "AP" or "kNN top-1".
+        name: such as "AP" or "kNN top-1".
         value: the number.
-        unit: "%", "ms", …; empty for a plain number.
-        data: the data and its split, such as "Aquarium test".
-        spread: over what and how far it varies, such as "±0.4 over 3 seeds"; empty if not known.
-        note: what a reader must know beside it.
+        unit: "%", "ms" and so on; empty for a plain number.
+        data: data set and split, such as "Aquarium test".
+        spread: such as "±0.4 over 3 seeds"; empty if unknown.
+        note: what else a reader must know.
     """
 
-    metric: str
+    name: str
     value: float
     unit: str
     data: str
@@ -55,16 +45,15 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputPrint:
-    """What one output of the model is on the synthetic images.
+class OutputStats:
+    """Statistics of one output of a model on the synthetic images.
 
     Attributes:
-        name: which output of which image.
+        name: of the output.
         shape: of the whole output.
-        mean: over all its values.
-        std: over all its values.
-        values: a strided sample of them.
-        tolerance: the largest difference from these numbers that counts as the same.
+        mean: over all its values, as ``std``.
+        values: a sample of them.
+        tolerance: largest difference from these numbers that counts as equal.
     """
 
     name: str
@@ -77,40 +66,38 @@ class OutputPrint:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """The outputs on a fixed synthetic batch: weights, pre-processing and code in numbers.
+    """Outputs on the synthetic images, in the model's order; see ``fingerprint``.
 
-    Attributes:
-        version: of the synthetic images and of how they are sampled.
-        outputs: by name, in the model's order.
+    ``version`` is that of the images and of the sampling.
     """
 
     version: int
-    outputs: tuple[OutputPrint, ...]
+    outputs: tuple[OutputStats, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ZooEntry:
-    """One file of weights and how it came to be.
+    """One file of weights and its origin.
 
     Attributes:
         name: task and variant, then the data, such as "retinanet/285M_aquarium".
         task: one of ``TASKS``.
         summary: one line.
-        config: the recipe that it was trained by, a path below ``configs/``.
-        file: name of the file, which is the name with "-" for "/".
-        sha256: of the file, in lower-case hexadecimal digits.
-        size: of the file, in bytes.
+        config: the recipe that trained it, a path below ``configs/``.
+        file: its name, which is ``name`` with "-" for "/".
+        sha256: of the file.
+        size: of the file in bytes.
         num_params: parameters of the model.
         madds: multiply-adds of one image of ``madds_input``.
         madds_input: (H, W) in pixels.
-        data: what it was trained on.
+        data: the training data.
         data_licence: of that data.
         licence: of the weights.
-        command: what trained it.
-        commit: the revision of this package that trained it.
-        date: on which the file was made, YYYY-MM-DD.
-        figures: measured from the file.
-        fingerprint: what ``verify`` compares with; None where there is none.
+        command: trained it.
+        commit: of this package that trained it.
+        date: YYYY-MM-DD on which the file was written.
+        metrics: measured from the file.
+        fingerprint: what ``verify`` compares with; may be None.
     """
 
     name: str
@@ -129,156 +116,190 @@ class ZooEntry:
     command: str
     commit: str
     date: str
-    figures: tuple[Figure, ...] = ()
+    metrics: tuple[Metric, ...] = ()
     fingerprint: Fingerprint | None = None
 
 
-def file_of(name: str) -> str:
-    """Returns the file name that belongs to the name of an entry.
+def _matches(pattern: str) -> Callable[[Any], bool]:
+    regex = re.compile(pattern, re.ASCII)
+    return lambda value: isinstance(value, str) and regex.fullmatch(value) is not None
+
+
+def _is_line(value: Any, *, or_empty: bool = False) -> bool:
+    """Whether a text has content, and no control characters for a terminal."""
+    return isinstance(value, str) and value.isprintable() and (or_empty or bool(value.strip()))
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        return datetime.date.fromisoformat(value).isoformat() == value
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_number(value: Any) -> bool:  # NaN compares as false, and JSON's integers have no bound
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _integer(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+_LINE = (_is_line, "one line of text")
+_NOTE = (lambda value: _is_line(value, or_empty=True), "at most one line of text")
+_NUMBER = (_is_number, "a finite number")
+# Per class and field: a check of the JSON value, and what is expected, for the message.
+_RULES: dict[type, dict[str, tuple[Callable[[Any], bool], str]]] = {
+    ZooEntry: {
+        # Characters that every file system, address and repository takes.
+        "name": (
+            _matches(r"(?=.{1,200}$)[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+"),
+            "task/variant of letters, digits, '_' and '.', such as retinanet/285M_aquarium",
+        ),
+        "task": (lambda value: value in TASKS, f"one of {', '.join(TASKS)}"),
+        "config": (_matches(r"(\w[\w.-]*/)*\w[\w.-]*\.yaml"), "the path of a YAML below configs/"),
+        "file": (_is_line, "the name with '-' for '/' and .safetensors"),
+        "sha256": (_matches(r"[0-9a-f]{64}"), "64 lower-case hexadecimal digits"),
+        "size": (_integer(1), "a number of bytes"),
+        "num_params": (_integer(1), "a number of parameters"),
+        "madds": (_integer(0), "a number of multiply-adds"),
+        "madds_input": (lambda v: _list_of(_integer(1))(v) and len(v) == 2, "[height, width]"),
+        **dict.fromkeys(("summary", "data", "data_licence", "licence"), _LINE),
+        "command": (
+            lambda value: isinstance(value, str) and all(map(_is_line, value.split("\n"))),
+            "lines of a shell",
+        ),
+        "commit": (_matches(r"[0-9a-f]{7,64}"), "7 to 64 lower-case hexadecimal digits"),
+        "date": (_is_date, "YYYY-MM-DD"),
+        "metrics": (_list_of(bool), "a list of metrics"),
+        "fingerprint": (lambda value: value is None or isinstance(value, dict), "an object"),
+    },
+    Metric: {
+        "name": _LINE, "value": _NUMBER, "unit": _NOTE, "data": _LINE, "spread": _NOTE,
+        "note": _NOTE,
+    },
+    Fingerprint: {
+        "version": (_integer(1), "a whole number"),
+        "outputs": (lambda value: isinstance(value, list) and bool(value), "a list of outputs"),
+    },
+    OutputStats: {
+        "name": _LINE, "mean": _NUMBER,
+        "shape": (_list_of(_integer(1)), "a list of sizes"),
+        "std": (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
+        "values": (lambda value: bool(value) and _list_of(_is_number)(value), "a list of numbers"),
+        "tolerance": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    },
+}  # fmt: skip
+_NESTED: dict[str, type] = {"metrics": Metric, "fingerprint": Fingerprint, "outputs": OutputStats}
+
+
+def parse_entry(value: Any, where: str) -> ZooEntry:
+    """Builds an entry from JSON data; nothing is converted, guessed or ignored.
 
     Raises:
-        UserError: that can be no name of an entry.
+        UserError: names ``where`` and the field that is unknown, missing or invalid.
     """
-    if not _NAME.fullmatch(name) or len(name) > 200:
-        raise UserError(
-            f"'{name}' can be no name in the model zoo: a task in small letters, '/', a variant "
-            "of letters, digits, '_' and '.', such as retinanet/285M_aquarium"
-        )
+    entry: ZooEntry = _parse(ZooEntry, value, where)
+    if entry.file != file_of(entry.name):
+        raise UserError(f"{where}: 'file' is {entry.file!r}, expected '{file_of(entry.name)}'")
+    return entry
+
+
+def _parse(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is no JSON object with named fields")
+    rules = _RULES[kind]
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    for what, names in (("unknown", set(value) - set(rules)), ("missing", required - set(value))):
+        if names:
+            raise UserError(f"{where}: the field '{min(names)}' is {what}")
+    fields = {}
+    for name, part in value.items():
+        check, expected = rules[name]
+        if not check(part):
+            raise UserError(f"{where}: '{name}' is {part!r:.60}, expected {expected}")
+        inner = _NESTED.get(name)
+        if isinstance(part, list):
+            items = enumerate(part)
+            part = [_parse(inner, p, f"{where}: {name}[{i}]") if inner else p for i, p in items]
+        elif inner and part is not None:
+            part = _parse(inner, part, f"{where}: '{name}'")
+        fields[name] = tuple(part) if isinstance(part, list) else part
+    return kind(**fields)
+
+
+def to_plain(entry: ZooEntry) -> dict[str, Any]:
+    """Returns an entry as JSON data, the reverse of ``parse_entry``."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(entry)))
+    return plain
+
+
+def file_of(name: str) -> str:
+    """Returns the file name of an entry: "retinanet-285M_aquarium.safetensors"."""
     return name.replace("/", "-") + ".safetensors"
 
 
-def load_index(path: str | os.PathLike[str] | None = None) -> tuple[ZooEntry, ...]:
-    """Reads an index, strictly.
-
-    Args:
-        path: the file; None takes the package's own.
+def load_index(path: Path | None = None) -> tuple[ZooEntry, ...]:
+    """Reads an index; None is the one of the package.
 
     Raises:
-        UserError: the file cannot be read, or something in it is not sound; names the field.
+        UserError: the file cannot be read, or an entry is invalid; names the field.
     """
-    path = INDEX_FILE if path is None else Path(path)
+    path = INDEX_FILE if path is None else path
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the index '{path}' cannot be read: {error}") from error
-    content = parse_json(text, f"the index '{path}'")
     if not isinstance(content, list):
         raise UserError(f"the index '{path}' is no list of entries")
-    entries = []
+    return _parse_all(content, path)
+
+
+def _parse_all(content: Iterable[Any], path: Path) -> tuple[ZooEntry, ...]:
+    entries: dict[str, ZooEntry] = {}
     for number, value in enumerate(content):
-        name = value.get("name") if isinstance(value, dict) else None
-        where = f"'{path}', entry {name if isinstance(name, str) else number}"
-        entry = from_plain(ZooEntry, value, where)
-        check_entry(entry, where)
-        entries.append(entry)
-    _check_apart(entries, path)
-    return tuple(entries)
+        name = value.get("name", number) if isinstance(value, dict) else number
+        entry = parse_entry(value, f"'{path}', entry {name}")
+        file = entry.file.lower()  # some file systems ignore case
+        if file in entries:
+            raise UserError(
+                f"the index '{path}': {entries[file].name} and {entry.name} have one file name"
+            )
+        entries[file] = entry
+    return tuple(entries.values())
 
 
-def save_index(entries: Iterable[ZooEntry], path: str | os.PathLike[str] | None = None) -> None:
-    """Writes an index in the order of the names, whole or not at all.
-
-    Args:
-        entries: what it is to hold.
-        path: the file; None takes the package's own.
+def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
+    """Returns the file content of an index, sorted by name; ``path`` is for messages.
 
     Raises:
-        UserError: an entry is not sound, two have one name, or the file cannot be written.
+        UserError: an entry is invalid, or two have one file name.
     """
-    path = INDEX_FILE if path is None else Path(path)
+    plain = [to_plain(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
+    _parse_all(plain, path)
+    text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+    # Hundreds of numbers in a fingerprint: each list of numbers takes one line.
+    lists = re.compile(r"\[\n([-+.0-9eE,\s]+)\n\s*\]")
+    return lists.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode()
+
+
+def save_index(entries: Iterable[ZooEntry], path: Path | None = None) -> None:
+    """Writes an index atomically; None is the one of the package.
+
+    Raises:
+        UserError: see ``render_index``; or the file cannot be written.
+    """
+    path = INDEX_FILE if path is None else path
     content = render_index(entries, path)
     write_atomically(path, lambda stream: stream.write(content))
 
 
-def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
-    """Returns what ``save_index`` writes; the path is for the sentence of an error.
-
-    Raises:
-        UserError: an entry is not sound, or two have one name.
-    """
-    entries = sorted(entries, key=lambda entry: entry.name)
-    for entry in entries:
-        check_entry(entry, f"entry {entry.name}")
-    _check_apart(entries, path)
-    plain = [to_plain(entry) for entry in entries]
-    text = json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    # Hundreds of numbers of a fingerprint: a list of them is one line.
-    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode()
-
-
-def check_entry(entry: ZooEntry, where: str) -> None:
-    """Checks what the kinds of the fields do not say.
-
-    Raises:
-        UserError: names the field.
-    """
-    try:
-        file = file_of(entry.name)
-        datetime.date.fromisoformat(entry.date)
-    except (UserError, ValueError) as error:
-        raise UserError(f"{where}: {error}") from error
-    tests = {
-        "task": (entry.task in TASKS, f"one of {', '.join(TASKS)}"),
-        "summary": (_is_line(entry.summary), "one line"),
-        "config": (_CONFIG.fullmatch(entry.config), "the path of a YAML below configs/"),
-        "file": (entry.file == file, f"'{file}', as the name says"),
-        "sha256": (_SHA256.fullmatch(entry.sha256), "64 small hexadecimal digits"),
-        "size": (entry.size > 0, "a number of bytes"),
-        "num_params": (entry.num_params > 0, "a number of parameters"),
-        "madds": (entry.madds >= 0, "a number of multiply-adds"),
-        "madds_input": (min(entry.madds_input) > 0, "height and width in pixels"),
-        "data": (_is_line(entry.data), "one line"),
-        "data_licence": (_is_line(entry.data_licence), "one line"),
-        "licence": (_is_line(entry.licence), "one line"),
-        "command": (all(map(_is_line, entry.command.split("\n"))), "lines of a shell"),
-        "commit": (_COMMIT.fullmatch(entry.commit), "7 to 64 small hexadecimal digits"),
-        "date": (_DATE.fullmatch(entry.date), "YYYY-MM-DD"),
-    }
-    for field, (is_sound, expected) in tests.items():
-        if not is_sound:
-            value = getattr(entry, field)
-            raise UserError(f"{where}: '{field}' is {value!r}, where {expected} is expected")
-    for number, figure in enumerate(entry.figures):
-        _check_figure(figure, f"{where}: 'figures'[{number}]")
-    if entry.fingerprint is not None:
-        _check_fingerprint(entry.fingerprint, f"{where}: 'fingerprint'")
-
-
-def _is_line(text: str) -> bool:
-    """Whether a text says something, and nothing that moves a terminal's cursor."""
-    return bool(text.strip()) and text.isprintable()
-
-
-def _check_figure(figure: Figure, where: str) -> None:
-    if not math.isfinite(figure.value):
-        raise UserError(f"{where}: 'value' is {figure.value}, where a number is expected")
-    for field in ("metric", "data", "unit", "spread", "note"):
-        text = getattr(figure, field)
-        is_sound = _is_line(text) if field in ("metric", "data") else text.isprintable()
-        if not is_sound:
-            raise UserError(f"{where}: '{field}' is {text!r}, where one line is expected")
-
-
-def _check_fingerprint(found: Fingerprint, where: str) -> None:
-    names = [output.name for output in found.outputs]
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"{where} needs outputs, each of another name")
-    for output in found.outputs:
-        tests = {
-            "name": _is_line(output.name),
-            "shape": min(output.shape, default=1) > 0,
-            "std": output.std >= 0,
-            "values": bool(output.values),
-            "tolerance": output.tolerance > 0,
-        }
-        for field, is_sound in tests.items():
-            if not is_sound:
-                value = getattr(output, field)
-                raise UserError(f"{where}, output {output.name!r}: '{field}' cannot be {value!r}")
-
-
 def zoo_folders() -> tuple[Path, ...]:
-    """Returns the folders that ``$QBHEAT_ZOO`` names, in its order.
+    """Returns the folders in ``$QBHEAT_ZOO``, separated as in ``$PATH``.
 
     Raises:
         UserError: one of them is no folder.
@@ -292,12 +313,12 @@ def zoo_folders() -> tuple[Path, ...]:
 
 
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
-    """Returns the entries whose name matches a shell pattern, by name.
+    """Returns the entries whose name matches a shell pattern, sorted by name.
 
-    They are those of the package, and those of each ``index.json`` in a folder of ``$QBHEAT_ZOO``.
+    Those of the package, and of each ``index.json`` in a folder of ``$QBHEAT_ZOO``.
 
     Raises:
-        UserError: an index is not sound, or two mean different things by one name.
+        UserError: an index is invalid, or two have different entries of one name.
     """
     entries: dict[str, tuple[ZooEntry, Path]] = {}
     own = [folder / INDEX_FILE.name for folder in zoo_folders()]
@@ -306,21 +327,17 @@ def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
             known, where = entries.setdefault(entry.file.lower(), (entry, path))
             if known != entry:
                 raise UserError(
-                    f"'{path}' and '{where}' both name '{entry.name}', and not the same: give one "
-                    "of them another name"
+                    f"'{path}' and '{where}' have different entries '{entry.name}': rename one"
                 )
     found = sorted((entry for entry, _ in entries.values()), key=lambda entry: entry.name)
     return tuple(entry for entry in found if fnmatch.fnmatchcase(entry.name, pattern))
 
 
 def find_entry(name: str) -> ZooEntry:
-    """Returns the entry of a name.
-
-    Args:
-        name: of the entry; the address ``qbheat://NAME`` is taken, too.
+    """Returns the entry of a name or of an address ``qbheat://NAME``.
 
     Raises:
-        UserError: there is none; names the nearest.
+        UserError: there is none; suggests similar names.
     """
     name = name.removeprefix(PREFIX)
     entries = {entry.name: entry for entry in list_entries()}
@@ -329,13 +346,3 @@ def find_entry(name: str) -> ZooEntry:
     nearest = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
     hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see tools/zoo.py list"
     raise UserError(f"the model zoo has no '{name}': {hint}")
-
-
-def _check_apart(entries: Iterable[ZooEntry], path: Path) -> None:
-    """Names and files, which differ less than names do, must each stand once."""
-    seen: dict[str, str] = {}
-    for entry in entries:
-        file = entry.file.lower()  # some file systems know no capitals
-        if file in seen:
-            raise UserError(f"the index '{path}': {seen[file]} and {entry.name} have one file name")
-        seen[file] = entry.name

@@ -8,12 +8,12 @@ from detectron2.modeling import Backbone
 from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
-    find_unbuilt,
     fit_weights,
     load_embedded_config,
     read_weights,
 )
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import optional_modules
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,14 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     state, info = read_weights(weights)
     names = bare_backbone(state)
     bare = {short: state[name] for name, short in names.items()} if names else state
-    unbuilt = find_unbuilt(backbone)
-    fitting, report = fit_weights(bare, backbone.state_dict(), file=weights, unbuilt=unbuilt)
+    unbuilt = optional_modules(backbone)
+    fitting, report = fit_weights(
+        bare, backbone.state_dict(), file=weights, optional_modules=unbuilt
+    )
     groups = report.groups.values()
-    filled, total = report.num_placed, sum(group.num_tensors for group in groups)
-    if filled < total or report.left_over:
-        more = f", and holds {len(report.left_over)} that it lacks" if report.left_over else ""
+    filled, total = report.num_loaded, sum(group.num_tensors for group in groups)
+    if filled < total or report.unexpected:
+        more = f", and holds {len(report.unexpected)} that it lacks" if report.unexpected else ""
         raise UserError(
             f"'{weights}' fills {filled} of the {total} tensors of the config's backbone{more}: "
             "name the config that belongs to these weights with --config-file"

@@ -12,7 +12,7 @@ from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint.class_rows import carry_over_rows, compare_classes
-from qbheat_det.checkpoint.fitting import fit_weights
+from qbheat_det.checkpoint.matching import fit_weights
 from qbheat_det.core.errors import UserError
 
 OLD = ("cat", "dog", "bird", "fish")
@@ -25,7 +25,7 @@ def _carry(old_module: nn.Module, new_module: nn.Module, name: str, new: tuple[s
     old = {f"{name}.{key}": value for key, value in old_module.state_dict().items()}
     state = {f"{name}.{key}": value for key, value in new_module.state_dict().items()}
     fitting, report = fit_weights(old, state, file="w.pth", old_classes=OLD, classes=new)
-    assert report.find_faults(new_parts=False) == []
+    assert report.find_errors(new_parts=False) == []
     assert report.class_change is not None
     new_module.load_state_dict({key[len(name) + 1 :]: value for key, value in fitting.items()})
 

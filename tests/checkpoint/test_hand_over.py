@@ -46,7 +46,7 @@ class TinyPretraining(nn.Module):
 
 
 def _info(model: nn.Module) -> WeightsInfo:
-    return WeightsInfo(left_behind=tuple(getattr(model, "pretrain_only_modules", ())))
+    return WeightsInfo(pretrain_only_modules=tuple(getattr(model, "pretrain_only_modules", ())))
 
 
 def _save(model: nn.Module, folder: Path, kind: str) -> str:
@@ -87,9 +87,9 @@ def test_a_detector_takes_the_backbone_and_nothing_else(
     assert report is not None
     assert report.groups["backbone"].is_full
     assert report.groups["decoder"].is_new
-    assert report.left_over == report.spare == ()
+    assert report.unexpected == report.unused == ()
     assert "9/9 backbone tensors; " in caplog.text
-    assert "left behind by rule: projection, predictor, decoder" in caplog.text
+    assert "skipped: projection, predictor, decoder" in caplog.text
 
 
 def test_without_the_rule_names_that_collide_are_an_error_and_not_taken(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_resumed_pre_training_takes_all(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
-    info = WeightsInfo(left_behind=("backbone", "decoder"))
+    info = WeightsInfo(pretrain_only_modules=("backbone", "decoder"))
     save_weights(str(tmp_path / "w.safetensors"), TinyDetector().state_dict(), info)
     with pytest.raises(UserError, match="another architecture"):
         SafeCheckpointer(TinyDetector()).load(str(tmp_path / "w.safetensors"))
@@ -128,7 +128,7 @@ def test_a_rule_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_a_child_is_left_behind_by_its_whole_name(tmp_path: Path) -> None:
     model = TinyDetector(seed=1)
-    info = WeightsInfo(left_behind=("deco", "back"))
+    info = WeightsInfo(pretrain_only_modules=("deco", "back"))
     save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
     checkpointer = SafeCheckpointer(TinyDetector())
     checkpointer.load(str(tmp_path / "w.safetensors"))
@@ -187,8 +187,8 @@ def test_real_detectors_report_the_whole_backbone(
     report = checkpointer.report
     assert report is not None
     assert report.groups["backbone"].is_full
-    assert report.left_behind == LEFT_BEHIND
-    assert report.left_over == ()
+    assert report.skipped == LEFT_BEHIND
+    assert report.unexpected == ()
     inside = model.backbone if name == "MFDETR" else model.backbone.bottom_up
     _assert_same_weights(inside, pretrained)
 
@@ -208,5 +208,5 @@ def test_timms_own_files_fit_and_what_the_backbone_leaves_out_is_no_fault(tmp_pa
     report = checkpointer.report
     assert report is not None
     assert report.groups["backbone"].is_full
-    assert report.left_over == ()
-    assert any("head.fc" in key for key in report.spare)
+    assert report.unexpected == ()
+    assert any("head.fc" in key for key in report.unused)

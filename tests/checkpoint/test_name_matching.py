@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from qbheat_det.checkpoint.fitting import find_unbuilt, fit_weights
-from qbheat_det.checkpoint.name_matching import match_names
+from qbheat_det.checkpoint.matching import fit_weights, match_names
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import optional_modules
 from tests.checkpoint.tiny_models import TinyBackbone, TinyDetector
 
 PLAIN, PYRAMID = TinyDetector().state_dict(), TinyDetector(pyramid=True).state_dict()
@@ -59,7 +59,7 @@ def test_a_detectors_backbone_fits_the_backbone_alone() -> None:
 
 def test_a_file_that_fits_twice_is_an_error_that_names_both_places() -> None:
     pair = nn.ModuleDict({"student": TinyBackbone(), "teacher": TinyBackbone()})
-    with pytest.raises(UserError, match=r"'w' fits in more than one place .*student\., teacher\."):
+    with pytest.raises(UserError, match=r"'w' fits in more than one part .*student\., teacher\."):
         match_names(pair.state_dict(), BARE, file="w")
 
 
@@ -81,7 +81,7 @@ def test_parts_of_a_pyramid_are_reported_apart() -> None:
     fitting, report = fit_weights(dict(BARE), PYRAMID, file="w")
     assert sorted(fitting) == sorted(f"backbone.bottom_up.{name}" for name in BARE)
     assert str(report) == "9/9 backbone tensors; fpn: new, 2 tensors; decoder: new, 4 tensors"
-    assert report.find_faults(new_parts=True) == []
+    assert report.find_errors(new_parts=True) == []
 
 
 def test_a_part_that_the_model_leaves_out_may_stand_in_the_file() -> None:
@@ -89,11 +89,11 @@ def test_a_part_that_the_model_leaves_out_may_stand_in_the_file() -> None:
     del model.backbone.bottom_up.expand
     names = model.state_dict()
     _, report = fit_weights(dict(BARE), names, file="w")
-    assert report.find_faults(new_parts=True) == ["2 unexpected (expand.weight, expand.bias)"]
+    assert report.find_errors(new_parts=True) == ["2 unexpected (expand.weight, expand.bias)"]
     model.backbone.bottom_up.optional_modules = ("expand",)
-    _, report = fit_weights(dict(BARE), names, file="w", unbuilt=find_unbuilt(model))
-    assert report.find_faults(new_parts=True) == []
+    _, report = fit_weights(dict(BARE), names, file="w", optional_modules=optional_modules(model))
+    assert report.find_errors(new_parts=True) == []
     assert "7/7 backbone tensors" in str(report)
-    assert "2 not used by the model (expand.weight, expand.bias)" in str(report)
+    assert "2 not used (expand.weight, expand.bias)" in str(report)
     # For a trained model it is one of another config.
-    assert "2 unexpected (expand.weight, expand.bias)" in report.find_faults(new_parts=False)
+    assert "2 unexpected (expand.weight, expand.bias)" in report.find_errors(new_parts=False)

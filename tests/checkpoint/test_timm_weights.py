@@ -61,10 +61,10 @@ def test_pixels_of_another_normalisation_are_warned_of(
     hub: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     SafeCheckpointer(_Detector()).load("timm://resnet18")
-    assert "was trained with pixel_mean" not in caplog.text
+    assert "trained with pixel_mean" not in caplog.text
     with caplog.at_level(logging.WARNING):
         SafeCheckpointer(_Detector(mean=0.5)).load("timm://resnet18")
-    assert "was trained with pixel_mean [123.67" in caplog.text
+    assert "trained with pixel_mean [123.67" in caplog.text
 
 
 def test_without_a_network_one_sentence_says_where_the_file_belongs(
@@ -77,7 +77,7 @@ def test_without_a_network_one_sentence_says_where_the_file_belongs(
     monkeypatch.setattr(timm, "create_model", fail)
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
     with pytest.raises(
-        UserError, match=r"could not be fetched \(We couldn't connect\).*copy '"
+        UserError, match=r"could not be downloaded \(We couldn't connect\).*copy '"
     ) as e:
         SafeCheckpointer(model).load("timm://resnet18.a1_in1k")
     assert "\n" not in str(e.value)

@@ -143,7 +143,11 @@ def _tensor(shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[st
         ("w.pth", lambda path: torch.save({"model": {}}, path), "holds no weights"),
         ("w.pth", lambda path: torch.save({"model": {"a": 3}}, path), "holds no weights"),
         ("w.pth", lambda path: torch.save({3: torch.ones(1)}, path), "holds no weights"),
-        ("w.pth", lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path), "plain tensor"),
+        (
+            "w.pth",
+            lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path),
+            "dense",
+        ),
         ("w.pth", lambda path: torch.save({"a": torch.ones(1, device="meta")}, path), "plain"),
         ("w.pkl", lambda path: path.write_bytes(b"\x80\x04."), "can run code"),
         ("w.PKL", lambda path: path.write_bytes(b"\x80\x04."), "can run code"),

@@ -216,7 +216,8 @@ def test_a_dry_run_encodes_a_sample_and_says_what_the_cache_will_take(
     forget_runs()
     cfg = build_config(tiny_training.parse(tmp_path / "run", tiny_data, opts))
     report = dry_run(cfg, Trainer)
-    assert report.num_views_to_encode == 2 * 12 + 12  # not of the few images that it evaluates
+    (cost,) = (cost for cost in report.costs if cost.name == "View to encode")
+    assert cost.times == 2 * 12 + 12  # not of the few images that it evaluates
     assert report.cache_bytes > 0
     assert "to be cached" in str(report)
     assert list(tmp_path.iterdir()) == []

@@ -147,8 +147,7 @@ def test_two_processes_find_what_one_finds(folders: Folders, tmp_path: Path) -> 
 def test_a_dry_run_rehearses_it(folders: Folders, tmp_path: Path) -> None:
     cfg, _ = configure({"OUTPUT_DIR": str(tmp_path)}, *flags_of(folders))
     report = dry_run(cfg, Trainer)
-    assert report.num_test_images == 8
-    assert report.evaluation_seconds > 0
+    assert "Evaluation of 8 images" in [cost.name for cost in report.costs]
 
 
 def test_a_broken_folder_in_a_class_folder_and_shared_images_are_told(

@@ -92,7 +92,7 @@ def test_every_detector_starts_from_what_a_pre_training_run_writes(
         path = str(tmp_path / "run" / file)
         info = info_of(path)
         assert info is not None
-        assert info.left_behind == QBHeat.pretrain_only_modules
+        assert info.pretrain_only_modules == QBHeat.pretrain_only_modules
         for name in ("MFDETR", "SyncRetinaNet"):
             model = build_model(_detector_config(backbone, name))
             checkpointer = SafeCheckpointer(model)
@@ -100,6 +100,6 @@ def test_every_detector_starts_from_what_a_pre_training_run_writes(
             report = checkpointer.report
             assert report is not None
             assert report.groups["backbone"].is_full
-            assert (report.left_over, report.left_behind) == ((), QBHeat.pretrain_only_modules)
+            assert (report.unexpected, report.skipped) == ((), QBHeat.pretrain_only_modules)
             inside = getattr(model.backbone, "bottom_up", model.backbone)
             torch.testing.assert_close(dict(inside.state_dict()), dict(averaged), rtol=0, atol=0)

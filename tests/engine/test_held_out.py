@@ -147,8 +147,7 @@ def test_a_dry_run_rehearses_it(folders: tuple[str, str], tmp_path: Path) -> Non
     flags = ("--image-folder", folders[0], "--val-image-folder", folders[1])
     cfg, _ = configure({"OUTPUT_DIR": str(tmp_path)}, *flags)
     report = dry_run(cfg, Trainer)
-    assert report.num_test_images == NUM_HELD_OUT + 1
-    assert report.evaluation_seconds > 0
+    assert f"Evaluation of {NUM_HELD_OUT + 1} images" in [cost.name for cost in report.costs]
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
     # The file of weights says what stays behind, and holds the encoder under the keys of all.
     tensors, info = read_weights(str(tmp_path / "model_final.safetensors"))
     assert info is not None
-    assert set(info.left_behind) == set(trainer.bare_model.pretrain_only_modules)
-    assert {name.partition(".")[0] for name in tensors} <= {"backbone", *info.left_behind}
+    assert set(info.pretrain_only_modules) == set(trainer.bare_model.pretrain_only_modules)
+    assert {name.partition(".")[0] for name in tensors} <= {"backbone", *info.pretrain_only_modules}
     assert {f"backbone.{name}" for name in names} <= set(tensors)
 
     (tmp_path / "model_final.pth").unlink()

@@ -19,7 +19,7 @@ from pycocotools import mask as mask_util
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.media import MediaFile, find_media, name_outputs
-from qbheat_det.engine.prediction import (
+from qbheat_det.engine.predict import (
     MediaPredictor,
     build_predictor,
     get_category_id,

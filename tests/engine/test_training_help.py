@@ -58,7 +58,7 @@ def test_weights_are_evaluated_and_taken_over_with_help_or_without(
         checkpointer = kind(model, class_names=cfg.MODEL.CLASS_NAMES)
         checkpointer.load(str(folder / file))
         assert checkpointer.report is not None
-        assert checkpointer.report.left_over == ()
+        assert checkpointer.report.unexpected == ()
         found = model.state_dict()
         for name, tensor in exported.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)

@@ -13,7 +13,7 @@ from detectron2.modeling import build_model
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.prediction import build_predictor, get_category_id
+from qbheat_det.engine.predict import build_predictor, get_category_id
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config
 
 

@@ -1,85 +1,143 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A zoo with places of its own, apart from this machine's, and a server."""
+"""An empty zoo, apart from this machine's; a server; tiny models to put into the zoo."""
 
+import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
+import torch
 from detectron2.config import CfgNode
+from detectron2.modeling import build_model
 from torch import Tensor
 
-from qbheat_det.model_zoo import ZooEntry, download, index, places
-from qbheat_det.model_zoo.index import save_index
+from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.model_zoo import (
+    Fingerprint,
+    Metric,
+    OutputStats,
+    ZooEntry,
+    index,
+    sources,
+)
+from qbheat_det.model_zoo.index import file_of, save_index
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from tests.engine.tiny_detectors import make_retinanet_config
+from tests.modeling.tiny_pretraining import make_tiny_config
 
 from .servers import Served, serve
-from .zoo_cases import save_tiny_backbone, save_tiny_detector
 
-UseIndex = Callable[..., None]
+DETECTOR, BACKBONE = "retinanet/tiny", "qb_heat/tiny"
+CONTENT = b"weights" * 3000
+MakeEntry = Callable[..., ZooEntry]
+
+
+def make_entry(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -> ZooEntry:
+    """Returns an entry for a file of that content."""
+    entry = ZooEntry(
+        name=name,
+        task="detection",
+        summary="A tiny RetinaNet",
+        config="coco/retinanet_285M_finetune.yaml",
+        file=file_of(name),
+        sha256=hashlib.sha256(content).hexdigest(),
+        size=len(content),
+        num_params=12,
+        madds=34,
+        madds_input=(64, 96),
+        data="toy shapes",
+        data_licence="CC0",
+        licence="Apache-2.0",
+        command="python tools/train_net.py",
+        commit="c0ffee1",
+        date="2026-11-21",
+        metrics=(Metric("AP", 12.5, "%", "toy val", note="by chance"),),
+        fingerprint=Fingerprint(1, (OutputStats("s8", (1, 2), 0.0, 1.0, (0.5, -1e-7), 1e-3),)),
+    )
+    return dataclasses.replace(entry, **changes)
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in the place of the package's weights; its index is empty."""
     for name in ("QBHEAT_ZOO", "QBHEAT_ZOO_URL", "QBHEAT_ZOO_HUB", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(places, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(download, "_PAUSE", 0.0)
+    monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(index, "INDEX_FILE", tmp_path / "index.json")
+    save_index([])
+    return tmp_path / "shipped"
 
 
 @pytest.fixture
-def use_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UseIndex:
-    """Puts entries in the place of the package's own."""
+def ship(shipped: Path) -> MakeEntry:
+    """Puts an entry and its file into the package."""
 
-    def use(*entries: ZooEntry) -> None:
-        save_index(entries, tmp_path / "index.json")
-        monkeypatch.setattr(index, "INDEX_FILE", tmp_path / "index.json")
+    def put(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -> ZooEntry:
+        entry = make_entry(name, content, **changes)
+        save_index([*index.load_index(), entry])
+        shipped.mkdir(exist_ok=True)
+        (shipped / entry.file).write_bytes(content)
+        return entry
 
-    return use
+    return put
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    """A server that a test fills."""
-    with serve(Served()) as started:
-        yield started
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
+    """A server of files that is also the hub."""
+    with serve() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_TOKEN", "mine")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        # The hub's storage of large files has a protocol of its own; the alternative is HTTP.
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        yield running
 
 
 @dataclass(frozen=True)
-class TinyZoo:
-    """A folder with two models.
+class Trained:
+    """A file of weights as a run leaves it, with its config and tensors."""
 
-    Attributes:
-        folder: of the files.
-        entries: of the detector and of the backbone.
-        configs: by name.
-        states: tensors in float32, by name.
-    """
-
-    folder: Path
-    entries: tuple[ZooEntry, ...]
-    configs: dict[str, CfgNode]
-    states: dict[str, dict[str, Tensor]]
+    path: Path
+    cfg: CfgNode
+    state: dict[str, Tensor]
 
 
 @pytest.fixture(scope="session")
-def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> TinyZoo:
-    """The files; they are not to be changed."""
-    folder = tmp_path_factory.mktemp("tiny_zoo")
-    cases = [save_tiny_detector(folder), save_tiny_backbone(folder)]
-    states = {
-        entry.name: {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-        for entry, _, state in cases
-    }
-    configs = {entry.name: cfg for entry, cfg, _ in cases}
-    return TinyZoo(folder, tuple(entry for entry, *_ in cases), configs, states)
+def detector(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A tiny RetinaNet."""
+    cfg = make_retinanet_config()
+    cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS = ["square", "disc", "cross"], [4, 9, 11]
+    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST = 64, 96
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build_model(cfg)
+    return _save(tmp_path_factory.mktemp("detector"), cfg, model)
 
 
-@pytest.fixture
-def tiny(tiny_files: TinyZoo, use_index: UseIndex, monkeypatch: pytest.MonkeyPatch) -> TinyZoo:
-    """A zoo of a tiny detector and a tiny bare backbone."""
-    use_index(*tiny_files.entries)
-    monkeypatch.setenv("QBHEAT_ZOO", str(tiny_files.folder))
-    configs = {name: cfg.clone() for name, cfg in tiny_files.configs.items()}
-    return TinyZoo(tiny_files.folder, tiny_files.entries, configs, tiny_files.states)
+@pytest.fixture(scope="session")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A tiny bare Mobile-Former whose config names folders of someone's machine."""
+    cfg = make_tiny_config()
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    cfg.OUTPUT_DIR = "runs/of/someone"
+    cfg.MODEL.WEIGHTS = "runs/before.safetensors"
+    cfg.MODEL.CACHE_FEATURES.FOLDER = "/home/someone/cache"
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = build_bare_backbone(cfg)
+    return _save(tmp_path_factory.mktemp("backbone"), cfg, model)
+
+
+def _save(folder: Path, cfg: CfgNode, model: torch.nn.Module) -> Trained:
+    path, state = folder / "model_final.safetensors", model.state_dict()
+    save_weights(
+        str(path), state, WeightsInfo.from_config(cfg, iteration=7, commit="c0ffee1-dirty")
+    )
+    return Trained(path, cfg, {key: tensor.clone() for key, tensor in state.items()})

@@ -27,7 +27,9 @@ def _train(cfg: CfgNode, path: Path) -> dict[str, Tensor]:
     cfg.INPUT.MIN_SIZE_TEST = 64
     cfg.DATALOADER.NUM_WORKERS = 0
     model = build_model(cfg)
-    info = WeightsInfo.from_config(cfg, iteration=7, commit="c0ffee", left_behind=["decoder"])
+    info = WeightsInfo.from_config(
+        cfg, iteration=7, commit="c0ffee", pretrain_only_modules=["decoder"]
+    )
     save_weights(str(path), model.state_dict(), info)
     backbone = getattr(model.backbone, "bottom_up", model.backbone)
     return {key: value.clone() for key, value in backbone.state_dict().items()}
@@ -55,7 +57,7 @@ def test_the_file_holds_the_backbone_alone_and_fills_that_of_any_config(
     state, info = read_weights(f"{tmp_path}/b.safetensors")
     torch.testing.assert_close(state, expected, rtol=0, atol=0)
     assert info is not None
-    assert (info.class_names, info.category_ids, info.left_behind) == ((), (), ())
+    assert (info.class_names, info.category_ids, info.pretrain_only_modules) == ((), (), ())
     assert (info.iteration, info.commit, info.pixel_format) == (7, "c0ffee", "RGB")
     assert "timm:resnet18" in info.config
     for other in (make_mf_detr_config, make_retinanet_config):
@@ -65,7 +67,7 @@ def test_the_file_holds_the_backbone_alone_and_fills_that_of_any_config(
         checkpointer.load(f"{tmp_path}/b.safetensors")
         assert checkpointer.report is not None
         assert checkpointer.report.groups["backbone"].is_full
-        assert checkpointer.report.left_over == ()
+        assert checkpointer.report.unexpected == ()
 
 
 def test_statistics_come_from_whole_images_and_all_else_from_the_run(

@@ -19,7 +19,7 @@ from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.engine.media import Image, UnreadableMedia, find_media, read_bgr
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 from qbheat_det.engine.seeing.refusal import NothingToSee
 from qbheat_det.engine.seeing.run_sets import find_run_set
 

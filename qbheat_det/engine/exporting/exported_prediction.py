@@ -9,7 +9,7 @@ from detectron2.structures import Instances
 
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.image_classes import TOP_CLASSES, ClassifiedFiles, name_likeliest
+from qbheat_det.engine.classify import TOP_CLASSES, ClassifiedFiles, name_likeliest
 from qbheat_det.engine.media import Image, MediaFile, UnreadableMedia, read_bgr
 
 from .exported_model import EXPORTED_SUFFIXES, ExportedModel

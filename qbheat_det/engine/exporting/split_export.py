@@ -20,7 +20,7 @@ from torch import Tensor
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.engine.media import Image
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 
 from .agreement import Agreement, build_reference, measure_agreement, table_of
 from .deployable import build_deployable

@@ -15,7 +15,7 @@ from qbheat_det.analysis.run import PROBE_FILES as FILES
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 from qbheat_det.engine.sample_images import read_spread
 
 from .refusal import NothingToSee as NothingToSee  # builders take both from here

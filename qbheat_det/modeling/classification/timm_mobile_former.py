@@ -16,9 +16,8 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.checkpoint.timm_weights import load_into_timm_model
 from qbheat_det.modeling.backbone import MobileFormer, MobileFormerArch
-
-from .timm_loading import load_into
 
 
 class TimmMobileFormer(MobileFormer):
@@ -200,7 +199,7 @@ class TimmMobileFormer(MobileFormer):
         Raises:
             UserError: the file cannot be read, or its backbone is not this one.
         """
-        load_into(self, path)
+        load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 
     def _take(self, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
         taken, last = feature_take_indices(len(self.stages), indices)

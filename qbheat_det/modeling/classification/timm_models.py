@@ -3,7 +3,7 @@
 
 Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
 with timm, and under ``timm:<name>`` with Detectron2. No weights are fetched here: where there are
-some, they are told of by ``qbheat_det.model_zoo.timm_tags``.
+some, they are told of by ``qbheat_det.model_zoo.api``.
 """
 
 import warnings
@@ -15,10 +15,10 @@ import timm
 from timm.models import DefaultCfg, PretrainedCfg, build_model_with_cfg, register_model
 from torch import nn
 
+from qbheat_det.checkpoint.timm_weights import names_for_timm
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, register_timm_backbone
 
-from .timm_loading import names_for_timm
 from .timm_mobile_former import TimmMobileFormer
 
 TIMM_NAMES = {

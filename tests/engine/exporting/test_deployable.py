@@ -21,7 +21,7 @@ from qbheat_det.engine.exporting.agreement import build_reference
 from qbheat_det.engine.exporting.deployable import build_deployable
 from qbheat_det.engine.exporting.detector_heads import NOTHING
 from qbheat_det.engine.exporting.suppression import suppress
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 from tests.engine.exporting.split_cases import build, make_config, save
 
 _FCOS: dict[str, Any] = {

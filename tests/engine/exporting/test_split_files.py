@@ -15,12 +15,12 @@ from PIL import Image
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.engine.classify import is_classifier
 from qbheat_det.engine.exporting import ExportedModel, split_export
 from qbheat_det.engine.exporting.agreement import build_reference
 from qbheat_det.engine.exporting.export_info import SPLIT_KEY
 from qbheat_det.engine.exporting.split_model import SplitModel
-from qbheat_det.engine.image_classes import is_classifier
-from qbheat_det.engine.prediction import build_predictor
+from qbheat_det.engine.predict import build_predictor
 from tests.engine.exporting.split_cases import save
 from tests.tool_modules import TOOLS, load_tool
 

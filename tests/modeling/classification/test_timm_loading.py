@@ -15,7 +15,7 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import ZooEntry, list_entries, timm_name
-from qbheat_det.model_zoo.timm_tags import add_entries
+from qbheat_det.model_zoo.api import add_entries_to_timm
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.engine.gradient_cases import BLOCKS
@@ -121,7 +121,7 @@ def test_a_backbone_of_other_widths_is_refused_and_nothing_is_changed(path: Path
     _save_classifier(path, _config())
     other = _timm_model(_config({"MODEL.MOBILE_FORMER.TOKEN_DIM": 32}), num_classes=0)
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="of another shape"):
         other.load_pretrained(str(path))
     torch.testing.assert_close(dict(other.state_dict()), before, rtol=0, atol=0)
 
@@ -159,21 +159,21 @@ def test_entries_of_the_zoo_are_tags(monkeypatch: pytest.MonkeyPatch) -> None:
         TimmMobileFormer, "load_pretrained", lambda self, path, prefix="": asked.append(path)
     )
     try:
-        add_entries(entries)
+        add_entries_to_timm(entries)
         tags = timm.list_models("mobile_former*", pretrained=True)
         assert tags == ["mobile_former_3_7g.x", "mobile_former_285m.qb_heat_toy_2"]
         with torch.device("meta"):
             model = timm.create_model(tags[1], pretrained=True)
             plain = timm.create_model("mobile_former_285m")
     finally:
-        add_entries(list_entries())
+        add_entries_to_timm(list_entries())
     assert asked == ["qbheat://qb_heat/285M_toy.2"]
     assert (model.num_classes, plain.num_classes) == (0, 1000)
     assert model.pretrained_cfg["license"] == "cc0-1.0"
-    with pytest.raises(UserError):
-        add_entries([*entries, _entry("qb_heat/285M_toy_2")])
+    with pytest.raises(UserError, match=r"qb_heat/285M_toy_2"):
+        add_entries_to_timm([*entries, _entry("qb_heat/285M_toy_2")])
 
 
 def test_weights_without_a_name_are_refused() -> None:
-    with pytest.raises(UserError, match="mobile_former_1g"):
+    with pytest.raises(UserError, match="'mobile_former_1g' alone names no weights"):
         timm.create_model("mobile_former_1g", pretrained=True)

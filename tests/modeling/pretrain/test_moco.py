@@ -239,7 +239,7 @@ def test_weights_of_an_encoder_go_into_the_copy_too(
 def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     trained, path = make_model(momentum=0.9), tmp_path / "moco.safetensors"
     run(trained, [make_batch(seed=seed) for seed in range(3)], 0.3)
-    info = WeightsInfo(left_behind=MoCo.pretrain_only_modules)
+    info = WeightsInfo(pretrain_only_modules=MoCo.pretrain_only_modules)
     save_weights(str(path), trained.state_dict(), info)
     model = make_model(momentum=0.9)
     SafeCheckpointer(model).load(str(path))

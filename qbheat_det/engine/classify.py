@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The classes of single image files, by a classifier's weights."""
+"""Classifies image files with a trained classifier."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _DELAY = 2.0  # seconds without a bar
 
 @dataclass
 class ClassifiedFiles:
-    """What a classifier says of files.
+    """Predicted classes of files.
 
     Attributes:
         results: for each image, in order, "file_name" and "classes": the likeliest first, each

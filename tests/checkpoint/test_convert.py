@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import SafeCheckpointer, info_of, read_weights
-from qbheat_det.checkpoint.resnet_names import torchvision_name
+from qbheat_det.checkpoint.convert import RESNETS, convert_weights, find_target, torchvision_name
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.conversion import RESNETS, convert_weights, find_target
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.modeling.classification.test_timm_mobile_former import TINY
@@ -71,7 +70,7 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     done = convert_weights(str(weights), output, "detectron2:resnet50")
     assert done.report is not None
     assert done.target is not None
-    assert [key.removeprefix("module.") for key in done.report.spare] == ["fc.weight", "fc.bias"]
+    assert [key.removeprefix("module.") for key in done.report.unused] == ["fc.weight", "fc.bias"]
     cfg = get_cfg()
     for key, value in done.target.keys.items():
         cfg.merge_from_list([key, value])
@@ -83,7 +82,7 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     checkpointer.load(str(output))
     assert checkpointer.report is not None
     assert checkpointer.report.groups["backbone"].is_full
-    assert not checkpointer.report.left_over
+    assert not checkpointer.report.unexpected
     x = torch.randn(1, 3, 48, 32, dtype=torch.float64)
     with torch.no_grad():
         expected = _stages(net.double(), x)
@@ -135,7 +134,7 @@ def test_a_timm_encoder_takes_timms_own_with_the_normalisation_of_the_tag(tmp_pa
     cfg = timm.get_pretrained_cfg(name)
     assert done.info.pixel_mean == pytest.approx([255 * value for value in cfg.mean])
     assert done.report is not None
-    assert all(key.startswith(("conv_head.", "classifier.")) for key in done.report.spare)
+    assert all(key.startswith(("conv_head.", "classifier.")) for key in done.report.unused)
     backbone = TimmBackbone(name=name, out_features=["s8", "s32"])
     checkpointer = SafeCheckpointer(_Model(backbone))
     checkpointer.load(str(output))
@@ -154,8 +153,8 @@ def test_a_timm_encoder_takes_timms_own_with_the_normalisation_of_the_tag(tmp_pa
         ("timm:resnet19", "no model 'resnet19'"),
         ("timm:resnet18.no_such_tag", "no weights 'resnet18.no_such_tag'"),
         ("resnet18", "is no encoder"),
-        ("MobileFormer", "no weights of a Mobile-Former of timm"),
-        ("timm", "no weights of one of the package's encoders"),
+        ("MobileFormer", "timm's Mobile-Former"),
+        ("timm", "an encoder of this package"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -173,7 +172,7 @@ def test_half_a_file_and_a_mean_of_unit_images_are_refused(tmp_path: Path, resne
     save_file({key: value for key, value in state.items() if "layer4" not in key}, path)
     with pytest.raises(UserError, match="no layer4"):
         convert_weights(str(path), output, "detectron2:resnet18")
-    with pytest.raises(UserError, match="multiply it"):
+    with pytest.raises(UserError, match="--pixel-mean"):
         convert_weights(str(path), output, "timm:resnet18", pixel_mean=(0.485, 0.456, 0.406))
     with pytest.raises(UserError, match=r"must end in \.safetensors"):
         convert_weights(str(path), tmp_path / "ours.pth", "timm:resnet18")
@@ -216,7 +215,7 @@ def test_the_tool_prints_the_report_and_the_keys(
     tool.main(arguments)
     printed = capsys.readouterr().out
     assert "24/24 layer1 tensors" in printed
-    assert "2 not used by the model (fc.bias, fc.weight)" in printed
+    assert "2 not used (fc.bias, fc.weight)" in printed
     assert f"{output}: 120 tensors" in printed
     assert "MODEL.RESNETS.DEPTH 18" in printed
     assert 'MODEL.PIXEL_MEAN "[123.675, 116.28, 103.53]"' in printed

@@ -6,7 +6,6 @@ names and the ids of the classes. For others' weights ``config.yaml`` beside the
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +15,13 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
+from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.deployment import deploy_by_config
-
-from .media import (
+from qbheat_det.engine.media import (
     Image,
     MediaFile,
     UnreadableMedia,
@@ -37,13 +35,15 @@ from .media import (
 Draw = Callable[[Image, Instances], Image]
 
 
-def build_predictor(cfg: CfgNode, *, fast: bool = False) -> DefaultPredictor:
+def build_predictor(
+    cfg: CfgNode, prepare: Callable[[nn.Module], nn.Module] | None = None
+) -> DefaultPredictor:
     """Returns Detectron2's predictor, its model holding exactly the tensors of the weights file.
 
     Args:
         cfg: as of ``load_run_config``.
-        fast: whether the model is its deployed form, made as ``MODEL.DEPLOY`` says; what was done
-            is printed.
+        prepare: is given the model with its weights and returns what predicts, such as its
+            deployed form.
 
     Raises:
         UserError: the weights cannot be read, or do not fit the model of the config.
@@ -51,13 +51,12 @@ def build_predictor(cfg: CfgNode, *, fast: bool = False) -> DefaultPredictor:
     unloaded = cfg.clone()
     unloaded.defrost()
     unloaded.MODEL.WEIGHTS = ""
-    unloaded.MODEL.DEPLOY.ENABLED = False  # here, where the weights are in it
+    unloaded.MODEL.DEPLOY.ENABLED = False  # the weights come first
     predictor = DefaultPredictor(unloaded)
     checkpointer = ExactCheckpointer(predictor.model, class_names=cfg.MODEL.CLASS_NAMES)
     checkpointer.load(cfg.MODEL.WEIGHTS)
-    if fast:
-        predictor.model = deploy_by_config(predictor.model, cfg.MODEL.DEPLOY)
-        print(predictor.model.report, file=sys.stderr)
+    if prepare is not None:
+        predictor.model = prepare(predictor.model)
     return predictor
 
 
@@ -112,7 +111,7 @@ def read_image_ids(json_file: str, media: Sequence[MediaFile]) -> list[int]:
 
 @dataclass
 class PredictionReport:
-    """What a pass over the inputs came to; ``skipped`` pairs a file's path with the reason."""
+    """Counts of a run over files; ``skipped`` pairs a file's path with the reason."""
 
     num_images: int = 0
     num_frames: int = 0
@@ -121,7 +120,7 @@ class PredictionReport:
 
 
 class MediaPredictor:
-    """Predicts on files, writes what ``draw`` makes of them, and collects COCO-format results.
+    """Predicts on files, draws the boxes with ``draw``, and collects COCO-format results.
 
     ``results`` has, for each box, ``image_id``, ``file_name``, ``category_id``, ``bbox`` (XYWH,
     pixels of the upright input image) and ``score``; ``segmentation`` (RLE) where the model

@@ -1,0 +1,247 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Matches the tensors of a file with those of a model, and accounts for each.
+
+Detectron2's heuristic matches each tensor by the end of its own name, so that a few tensors of
+another architecture can slip in. Here one change of prefix holds for the whole file: it was saved
+from a wrapper, is a bare backbone, or its backbone stood below a feature pyramid.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from qbheat_det.core.errors import UserError
+
+from .class_rows import ClassChange, carry_over_rows, compare_classes, is_class_layer
+from .report import GroupReport, LoadReport
+
+BACKBONE, BELOW_FPN = "backbone.", "backbone.bottom_up."
+# DistributedDataParallel and AveragedModel, torch.compile, Lightning and other wrappers.
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+_AVERAGED_MODEL_COUNTER = "n_averaged"
+# BatchNorm's counter, which nothing reads unless its momentum is None; RetinaNet's running mean of
+# positives, which training finds again; and pixel statistics, which the config sets.
+_OPTIONAL = ("num_batches_tracked", "loss_normalizer", "pixel_mean", "pixel_std")
+_OLD_ANCHORS = "anchor_generator.cell_anchors"
+_UNNAMED = "the file does not name its classes: their rows are taken in order where the number fits"
+
+
+def fit_weights(
+    stored: Mapping[str, Tensor],
+    model_state: Mapping[str, Tensor],
+    *,
+    file: str,
+    old_classes: Sequence[str] = (),
+    classes: Sequence[str] = (),
+    optional_modules: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    private: Sequence[str] = (),
+) -> tuple[dict[str, Tensor], LoadReport]:
+    """Matches the tensors of a file with a model's; changes neither.
+
+    Args:
+        stored: the file's tensors by name.
+        model_state: the model's, freshly initialised.
+        file: path of the file, for messages.
+        old_classes: class names in the file, contiguous order; empty if unknown.
+        classes: class names of the model; empty if unknown.
+        optional_modules: paths of modules that the model's config leaves out.
+        skip: children in the file that are not loaded, even if the model has parts so named.
+        private: see ``match_names``.
+
+    Returns:
+        Tensors for ``load_state_dict`` by the model's names, and the report. Whether what fits is
+        enough is for ``check_complete`` or ``check_exact``.
+
+    Raises:
+        UserError: a tensor holds NaN or infinity, or names are ambiguous.
+    """
+    skipped = tuple(child for child in skip if any(_is_of(child, key) for key in stored))
+    stored = without_children(stored, skipped)
+    _check_finite(stored, file)
+    change = compare_classes(old_classes, classes, file=file)
+    names = match_names(model_state, stored, file=file, private=private)
+    fitting, groups = _fill(model_state, {name: stored[key] for key, name in names.items()}, change)
+    left = {k: n for k, n in names.items() if n not in model_state and not is_optional(n)}
+    unused = tuple(k for k, n in left.items() if n.startswith(_as_prefixes(optional_modules)))
+    has_classes = any(is_class_layer(name) for name in names.values() if name in model_state)
+    return fitting, LoadReport(
+        file=file,
+        num_stored=len(names),
+        groups=groups,
+        unexpected=tuple(key for key in left if key not in unused),
+        unused=unused,
+        skipped=skipped,
+        class_change=change if has_classes else None,
+        note=_UNNAMED if has_classes and classes and not old_classes else "",
+    )
+
+
+def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensors of a model without those of some of its children."""
+    return {
+        key: tensor
+        for key, tensor in state.items()
+        if not any(_is_of(child, key) for child in children)
+    }
+
+
+def has_same_shapes(child: str, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> bool:
+    """Whether a model and a file have the same tensors, by name and shape, of a child."""
+    own, other = (
+        {key: tensor.shape for key, tensor in tensors.items() if _is_of(child, key)}
+        for tensors in (state, stored)
+    )
+    return own == other
+
+
+def match_names(
+    model_names: Collection[str],
+    file_names: Collection[str],
+    *,
+    file: str,
+    private: Collection[str] = (),
+) -> dict[str, str]:
+    """Maps each name in a file to a name in the model, or to one that the model does not have.
+
+    Args:
+        model_names: of the model's state.
+        file_names: of the tensors in the file.
+        file: path of the file, for messages.
+        private: children of the model that a file must name in full, such as a copy of its
+            backbone.
+
+    Raises:
+        UserError: the tensors fit in two parts of the model.
+    """
+    model = set(model_names)
+    short = _strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
+    names = set(short.values())
+    public = [name for name in model if name.partition(".")[0] not in private]
+    added, removed = _longest_agreement(public, names), _longest_agreement(names, model)
+    if len(added) > 1:
+        whole = [p for p in added if _num_matched(("", p), model, names) == len(names)]
+        if len(whole) > 1:
+            raise UserError(
+                f"'{file}' fits in more than one part of the model ({', '.join(whole)}): name its "
+                "tensors in full, as the model does"
+            )
+        added = whole  # partial agreement with several parts means none of them
+    changes = [
+        ("", ""),
+        (BACKBONE, BELOW_FPN),
+        (BELOW_FPN, BACKBONE),
+        *(("", prefix) for prefix in added),
+        *((prefix, "") for prefix in removed),
+    ]
+    best = max(changes, key=lambda change: _num_matched(change, model, names))
+    return {name: _change_prefix(best, value) for name, value in short.items()}
+
+
+def bare_backbone(names: Collection[str]) -> dict[str, str]:
+    """Maps the names of a backbone's tensors in a file to those without a prefix.
+
+    Of a feature pyramid it is the backbone below. The map is empty if the file has none.
+    """
+    short = _strip_wrappers((), names)
+    for prefix in (BELOW_FPN, BACKBONE):
+        inside = {n: v.removeprefix(prefix) for n, v in short.items() if v.startswith(prefix)}
+        if inside:
+            return inside
+    return {}
+
+
+def is_optional(name: str) -> bool:
+    """Whether a tensor may be missing in a file, or be unexpected, without harm."""
+    return name.rpartition(".")[2] in _OPTIONAL or _OLD_ANCHORS in name
+
+
+def _fill(
+    model_state: Mapping[str, Tensor], stored: Mapping[str, Tensor], change: ClassChange | None
+) -> tuple[dict[str, Tensor], dict[str, GroupReport]]:
+    group_of = _find_groups(model_state)
+    groups = {group: GroupReport() for group in group_of.values()}
+    fitting: dict[str, Tensor] = {}
+    for name, fresh in model_state.items():
+        group = groups[group_of[name]]
+        tensor = stored.get(name)
+        if tensor is None:
+            if not is_optional(name):
+                group.missing.append(name)
+            continue
+        if change is not None and is_class_layer(name):
+            fitted = carry_over_rows(name, tensor, fresh, change)
+        else:
+            fitted = tensor if tensor.shape == fresh.shape else None
+        if fitted is None:
+            group.mismatched.append(f"{name} {tuple(tensor.shape)} instead of {tuple(fresh.shape)}")
+        elif fitted is tensor:
+            group.num_loaded += 1
+        else:
+            group.adapted.append(name)
+        if fitted is not None:
+            fitting[name] = fitted
+    return fitting, groups
+
+
+def _find_groups(names: Iterable[str]) -> dict[str, str]:
+    """The model's child that each tensor belongs to; of a pyramid "fpn" and "backbone" below."""
+    groups = {name: name.split(".")[0] if "." in name else "top-level" for name in names}
+    if any(name.startswith(BELOW_FPN) for name in groups):
+        for name, group in groups.items():
+            if group == "backbone" and not name.startswith(BELOW_FPN):
+                groups[name] = "fpn"
+    return groups
+
+
+def _check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged; take an "
+                "earlier checkpoint"
+            )
+
+
+def _is_of(child: str, name: str) -> bool:
+    return name == child or name.startswith(f"{child}.")
+
+
+def _as_prefixes(modules: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{module}." for module in modules)
+
+
+def _strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
+    short = {name: name for name in names}
+    for _ in _WRAPPERS:  # wrappers may be nested in any order
+        for wrapper in _WRAPPERS:
+            own = any(name.startswith(wrapper) for name in model)
+            if short and not own and all(name.startswith(wrapper) for name in short.values()):
+                short = {name: value[len(wrapper) :] for name, value in short.items()}
+    return short
+
+
+def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> list[str]:
+    """The prefixes that most of ``longer`` have before a name of ``shorter``; several in a tie."""
+    counts: Counter[str] = Counter()
+    for name in longer:
+        parts = name.split(".")
+        for index in range(1, len(parts)):
+            if ".".join(parts[index:]) in shorter:
+                counts[".".join(parts[:index]) + "."] += 1
+    most = max(counts.values(), default=0)
+    return sorted(prefix for prefix, count in counts.items() if count == most)
+
+
+def _change_prefix(change: tuple[str, str], name: str) -> str:
+    old, new = change
+    return new + name[len(old) :] if name.startswith(old) else name
+
+
+def _num_matched(change: tuple[str, str], model: Collection[str], names: Collection[str]) -> int:
+    changed = [_change_prefix(change, name) for name in names]
+    if len(set(changed)) < len(changed):  # two tensors would get one name
+        return -1
+    return sum(name in model for name in changed)

@@ -1,0 +1,159 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Account of every tensor of a file and of a model after loading, as one log line."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
+
+from .class_rows import ClassChange
+
+
+@dataclass
+class GroupReport:
+    """How the tensors of one part of the model, such as its backbone, were filled.
+
+    Attributes:
+        num_loaded: tensors taken from the file as they are.
+        adapted: names of tensors whose class rows were taken from the file.
+        missing: names without a partner in the file.
+        mismatched: names whose partner in the file has another shape, with both shapes.
+    """
+
+    num_loaded: int = 0
+    adapted: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+    @property
+    def num_filled(self) -> int:
+        """Tensors taken from the file, as they are or adapted."""
+        return self.num_loaded + len(self.adapted)
+
+    @property
+    def num_tensors(self) -> int:
+        """All tensors of the part but optional ones that the file lacks."""
+        return self.num_filled + len(self.missing) + len(self.mismatched)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the file has nothing for this part."""
+        return not self.num_filled and not self.mismatched
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every tensor of the part is taken from the file."""
+        return self.num_filled == self.num_tensors
+
+    def describe(self, name: str) -> str:
+        """Returns such as ``"9/9 backbone tensors"``."""
+        if self.is_new:
+            return f"{name}: new, {self.num_tensors} tensors"
+        if not self.adapted and not self.mismatched:
+            return f"{self.num_filled}/{self.num_tensors} {name} tensors"
+        shapes = f", {len(self.mismatched)} of another shape" if self.mismatched else ""
+        counts = f"{len(self.adapted)} adapted, {len(self.missing)} missing{shapes}"
+        return f"{name}: {counts}, {self.num_loaded} as stored"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Outcome of matching a file with a model.
+
+    Attributes:
+        file: its path.
+        num_stored: tensors in the file that were matched.
+        groups: parts of the model by name.
+        unexpected: names in the file that the model does not have.
+        unused: those of modules that the model's config leaves out.
+        skipped: children in the file that this model does not load.
+        class_change: None where the classes agree or are unknown.
+        note: a further sentence, or "".
+    """
+
+    file: str
+    num_stored: int
+    groups: Mapping[str, GroupReport]
+    unexpected: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    class_change: ClassChange | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        parts = [group.describe(name) for name, group in self.groups.items() if group.num_tensors]
+        parts += [_count(self.unexpected, "unexpected"), _count(self.unused, "not used")]
+        parts += [f"skipped: {', '.join(self.skipped)}"] if self.skipped else []
+        lines = ["; ".join(filter(None, parts)), str(self.class_change or ""), self.note]
+        return "\n".join(filter(None, lines))
+
+    @property
+    def num_loaded(self) -> int:
+        """Tensors of the model that the file fills."""
+        return sum(group.num_filled for group in self.groups.values())
+
+    @property
+    def is_of_another_architecture(self) -> bool:
+        """Whether so little fits that it can only be by accident of names and shapes."""
+        full = any(group.is_full and not group.is_new for group in self.groups.values())
+        return not self.num_loaded or (2 * self.num_loaded < self.num_stored and not full)
+
+    def find_errors(self, *, new_parts: bool) -> list[str]:
+        """Lists what keeps the file from filling the model, as phrases.
+
+        Args:
+            new_parts: the file may lack whole parts of the model, and hold modules that the
+                model's config leaves out.
+        """
+        groups = [g for g in self.groups.values() if not (new_parts and g.is_new)]
+        unexpected = self.unexpected if new_parts else (*self.unexpected, *self.unused)
+        errors = [
+            _count([name for group in groups for name in group.missing], "missing"),
+            _count(unexpected, "unexpected"),
+            _count([name for group in groups for name in group.mismatched], "of another shape"),
+        ]
+        return [error for error in errors if error]
+
+
+def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
+    """Checks that a file fills all parts of a model that it has tensors for.
+
+    Raises:
+        UserError: a tensor is unexpected, missing or of another shape; with ``allow_partial``,
+            only if the file is of another architecture.
+    """
+    errors = "; ".join([*report.find_errors(new_parts=True), *filter(None, [report.note])])
+    if report.is_of_another_architecture:
+        raise UserError(
+            f"'{report.file}' is of another architecture: {report.num_loaded} of its "
+            f"{report.num_stored} tensors fit the model ({errors}); use the config that belongs to "
+            "these weights"
+        )
+    if report.find_errors(new_parts=True) and not allow_partial:
+        raise UserError(
+            f"'{report.file}' does not fit the model: {errors}; use the config that belongs to "
+            "these weights, or load what fits with --allow-partial"
+        )
+
+
+def check_exact(report: LoadReport, advice: str) -> None:
+    """Checks that a file fills the whole model and is of the same classes.
+
+    Raises:
+        UserError: it does not; the message ends with ``advice``.
+    """
+    change = report.class_change
+    if change is not None:
+        raise UserError(
+            f"'{report.file}' was trained on the classes {list(change.old)}, but the model's are "
+            f"{list(change.now)}, and scores belong to a name and an order; {advice}"
+        )
+    if errors := report.find_errors(new_parts=False):
+        raise UserError(
+            f"'{report.file}' does not fit the model of the config: {'; '.join(errors)}; {advice}"
+        )
+
+
+def _count(names: Sequence[str], what: str) -> str:
+    return f"{len(names)} {what} ({join_first(names)})" if names else ""

@@ -1,0 +1,277 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Adds an entry to the model zoo: a smaller file of weights, and its description in the index."""
+
+import argparse
+import dataclasses
+import datetime
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from torch import Tensor
+
+from qbheat_det.checkpoint import WeightsInfo, load_run_config, read_weights, save_weights
+from qbheat_det.config import dump_config, get_cfg, get_config_path
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import hash_file, write_atomically
+from qbheat_det.engine.eval_only import evaluate
+from qbheat_det.engine.run_record import find_commit
+from qbheat_det.engine.setup import build_config
+
+from . import index, sources
+from .api import open_trained
+from .fingerprint import compute_fingerprint
+from .index import Metric, ZooEntry, file_of, parse_entry, to_plain
+from .verify import count_costs, find_task
+
+MAX_SHIPPED = 40_000_000
+"""Bytes of all weights that are shipped with the package."""
+
+_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_METRIC = re.compile(
+    rf"(?P<name>[^=:]+)=\s*(?P<value>{_NUMBER})\s*(?:(?:±|\+-)\s*(?P<spread>{_NUMBER}))?"
+    r"\s*(?P<unit>(?:[^:\d.][^:]*)?):(?P<data>[^:]+)(?::(?P<note>.*))?",
+    re.DOTALL,
+)
+# Results of an evaluation by task and key, and their names in an entry.
+_RESULTS = {
+    "bbox": {"AP": "AP", "AP50": "AP50", "AP75": "AP75"},
+    "segm": {"AP": "mask AP", "AP50": "mask AP50"},
+    "classification": {"top1": "top-1", "top5": "top-5"},
+    "knn": {"top1": "kNN top-1"},
+}
+# Absolute paths, those below a home, of Windows, a server or an address, and those with "..".
+_PATH = re.compile(r"([/~\\]|[A-Za-z]:[\\/]|file:).*|(.*[\\/])?\.\.([\\/].*)?", re.DOTALL)
+# Keys that only have a meaning on the machine of the run.
+_KEYS_OF_THE_RUN = (
+    "OUTPUT_DIR",
+    "MODEL.WEIGHTS",
+    "MODEL.CACHE_FEATURES.FOLDER",
+    "DATASETS.PROPOSAL_FILES_TRAIN",
+    "DATASETS.PROPOSAL_FILES_TEST",
+    "SOLVER.WANDB_PROJECT",
+)
+
+
+def add_entry(
+    weights: str,
+    description: Mapping[str, str],
+    *,
+    metrics: Sequence[Metric] = (),
+    measure: Callable[[Path], Sequence[Metric]] | None = None,
+    output: Path | None = None,
+    replace: bool = False,
+) -> ZooEntry:
+    """Writes a file of weights in half precision, and its entry into the index beside it.
+
+    The fingerprint and the measured metrics are those of the file as written. If anything fails,
+    neither file nor index has changed.
+
+    Args:
+        weights: of a trained model or a bare backbone, with its config inside or beside it.
+        description: fields of ``ZooEntry`` that the file does not hold: name, summary, config,
+            data, data_licence, licence and command; and commit and date, empty for those of the
+            file or the checkout, and for today.
+        metrics: measured before.
+        measure: measures more from a file.
+        output: a folder with an index of its own; None ships the file with the package.
+        replace: whether the entry may exist.
+
+    Raises:
+        UserError: the weights cannot be read or do not fit their model, the entry exists, a field
+            is invalid, or the shipped weights would be too large.
+    """
+    folder = sources.SHIPPED if output is None else output
+    index_file = index.INDEX_FILE if output is None else output / index.INDEX_FILE.name
+    others = _read_others(index_file, description["name"], replace=replace)
+    get_config_path(description["config"])
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / file_of(description["name"])
+        commit = _write_half_precision(weights, file)
+        trained = open_trained(str(file), device="cpu")
+        costs = dataclasses.asdict(count_costs(trained))
+        fields = {**_describe_origin(description, commit), **costs, "task": find_task(trained)}
+        entry = ZooEntry(
+            **fields, file=file.name, sha256=hash_file(file), size=file.stat().st_size,
+            metrics=tuple(metrics),
+        )  # fmt: skip
+        parse_entry(to_plain(entry), f"entry {entry.name}")  # before the steps that take long
+        if output is None:
+            _check_shipped_size([*others, entry])
+        fingerprint = compute_fingerprint(trained.model, trained.cfg)
+        measured = measure(file) if measure else ()
+        entry = dataclasses.replace(entry, fingerprint=fingerprint, metrics=(*metrics, *measured))
+        content = index.render_index([*others, entry], index_file)
+        _write_both(folder / file.name, file.read_bytes(), index_file, content)
+    return entry
+
+
+def parse_metric(text: str) -> Metric:
+    """Reads "NAME=VALUE:DATA" or "NAME=VALUE±SPREAD UNIT:DATA:NOTE".
+
+    Raises:
+        UserError: it is neither.
+    """
+    match = _METRIC.fullmatch(text.strip())
+    if match is None:
+        raise UserError(
+            f"--metric '{text}' is not NAME=VALUE:DATA or NAME=VALUE±SPREAD UNIT:DATA:NOTE, such "
+            "as 'AP=21.3%:Aquarium val' or 'top-1=61.2±0.4%:Caltech-101 val:3 seeds'"
+        )
+    parts = {name: (value or "").strip() for name, value in match.groupdict().items()}
+    spread = f"±{parts.pop('spread')}" if parts["spread"] else parts.pop("spread")
+    return Metric(**{**parts, "value": float(parts["value"])}, spread=spread)  # type: ignore[arg-type]
+
+
+def measure_metrics(weights: Path, data: str, args: argparse.Namespace) -> list[Metric]:
+    """Evaluates a file as ``tools/train_net.py --eval-only`` does.
+
+    Args:
+        weights: the file; its config names the test set unless ``args`` does.
+        data: name of that set in the metrics.
+        args: data flags of the command line.
+
+    Raises:
+        UserError: there is nothing to evaluate on, or the evaluation gives no metrics.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        opts = ["MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", folder]
+        own = {"config_file": "", "opts": opts, "eval_only": True, "resume": False}
+        results = evaluate(build_config(argparse.Namespace(**{**vars(args), **own})))
+    metrics = [*_name_scores(results, data), *_name_losses(results, data)]
+    if not metrics:
+        raise UserError(
+            "the evaluation gave no metrics: name its data with --val-json and --val-images, "
+            "--val-folder, --val-image-folder, or --knn-train-folder and --knn-val-folder"
+        )
+    return metrics
+
+
+def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a model's tensors with matrices and filters in float16.
+
+    Vectors and numbers stay in float32: they are small, each acts on a whole channel, and float16
+    would turn some variances of BatchNorm into 0 or infinity. So do matrices with values beyond
+    the range of float16.
+    """
+    return {name: _halve(tensor) for name, tensor in state.items()}
+
+
+def remove_machine_paths(info: WeightsInfo, cfg: CfgNode) -> WeightsInfo:
+    """Returns a description whose config, ``cfg``, has no paths of the training machine."""
+    own = cfg.clone()
+    own.defrost()
+    _reset_paths(own, get_cfg(), "")
+    return dataclasses.replace(info, config=dump_config(own))
+
+
+def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry]:
+    """Returns the entries of an index, if it exists, without the one of that name."""
+    entries = index.load_index(index_file) if index_file.exists() else ()
+    if not replace and name in {entry.name for entry in entries}:
+        raise UserError(f"'{name}' is in '{index_file}' already: ask for it with --replace")
+    if index_file != index.INDEX_FILE:
+        shipped = {entry.file.lower() for entry in index.load_index()}
+        if file_of(name).lower() in shipped:
+            raise UserError(f"'{name}' is an entry of the package itself: choose another name")
+    return [entry for entry in entries if entry.name != name]
+
+
+def _write_half_precision(weights: str, target: Path) -> str:
+    """Writes the file of the entry; returns the commit in the weights, or ""."""
+    state, info = read_weights(weights)
+    cfg = load_run_config(weights, device="cpu")
+    info = info or WeightsInfo.from_config(cfg, iteration=0, commit="")
+    save_weights(str(target), halve_precision(state), remove_machine_paths(info, cfg))
+    return info.commit
+
+
+def _describe_origin(description: Mapping[str, str], commit: str) -> dict[str, Any]:
+    commit = description.get("commit") or commit or find_commit()
+    clean = commit.removesuffix("-dirty")
+    changed = "" if clean == commit else "  # with changes to that commit"
+    return {
+        **description,
+        "command": description["command"] + changed,
+        "commit": clean,
+        "date": description.get("date") or datetime.date.today().isoformat(),
+    }
+
+
+def _check_shipped_size(entries: Sequence[ZooEntry]) -> None:
+    new = entries[-1]
+    here = [entry for entry in entries if (sources.SHIPPED / entry.file).is_file()]
+    total = sum(entry.size for entry in {*here, new})
+    if total > MAX_SHIPPED:
+        raise UserError(
+            f"with '{new.name}' the weights in the package would have {total / 1e6:.1f} MB of "
+            f"{MAX_SHIPPED / 1e6:.0f} MB: write it elsewhere with --output, or remove another one"
+        )
+
+
+def _write_both(file: Path, content: bytes, index_file: Path, index_content: bytes) -> None:
+    """Writes weights, then the index; restores the first if the second fails."""
+    before = file.read_bytes() if file.is_file() else None
+    write_atomically(file, lambda stream: stream.write(content))
+    try:
+        write_atomically(index_file, lambda stream: stream.write(index_content))
+    except BaseException:
+        if before is None:
+            file.unlink(missing_ok=True)
+        else:
+            write_atomically(file, lambda stream: stream.write(before))
+        raise
+
+
+def _halve(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    full = tensor.float()
+    half = full.half()
+    return half if tensor.dim() > 1 and bool(half.isfinite().all()) else full
+
+
+def _reset_paths(node: CfgNode, fresh: CfgNode, prefix: str) -> None:
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, CfgNode):
+            _reset_paths(value, fresh[key], f"{name}.")
+        elif name in _KEYS_OF_THE_RUN or (name != "MODEL.CLASS_NAMES" and _has_path(value)):
+            node[key] = fresh[key]
+
+
+def _has_path(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_path, value))
+    return isinstance(value, str) and _PATH.fullmatch(value) is not None
+
+
+def _name_scores(results: Mapping[str, Mapping[str, Any]], data: str) -> Iterator[Metric]:
+    for task, names in _RESULTS.items():
+        found = results.get(task, {})
+        for key, name in names.items():
+            if math.isnan(found.get(key, math.nan)):
+                continue
+            error = found.get(f"{key}_standard_error")
+            spread = "" if error is None else f"±{error:.1f}, the binomial standard error"
+            yield Metric(name, round(float(found[key]), 2), "%", data, spread)
+
+
+def _name_losses(results: Mapping[str, Mapping[str, Any]], data: str) -> Iterator[Metric]:
+    """The held-out loss of pre-training, and that of each view in its note."""
+    found = results.get("reconstruction", {})
+    if "loss" not in found:
+        return
+    views = {
+        key.removeprefix("loss_"): value
+        for key, value in found.items()
+        if key.startswith("loss_") and not key.endswith("_standard_error")
+    }
+    note = ", ".join(f"{view} {value:.4f}" for view, value in views.items())
+    error = found.get("loss_standard_error", math.nan)
+    spread = "" if math.isnan(error) else f"±{error:.4f}, the standard error"
+    yield Metric("held-out loss", round(float(found["loss"]), 4), "", data, spread, note)

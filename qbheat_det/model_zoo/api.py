@@ -1,0 +1,216 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Configs, files and models by name, as in Detectron2's ``model_zoo``; addresses; timm's tags.
+
+Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, so that addresses
+work wherever Detectron2 takes weights: in ``MODEL.WEIGHTS``, ``DefaultPredictor`` and LazyConfigs.
+It also registers the zoo's Mobile-Formers as weights of timm's models, such as
+``mobile_former_285m.qb_heat_caltech101``.
+"""
+
+import functools
+import io
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import PathHandler
+from torch import nn
+
+from qbheat_det.checkpoint import (
+    ExactCheckpointer,
+    LoadReport,
+    bare_backbone,
+    load_run_config,
+    read_weights,
+)
+from qbheat_det.config import get_config_path, load_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.classification import TIMM_NAMES, add_timm_weights
+
+from .index import PREFIX, ZooEntry, find_entry, list_entries
+from .sources import cache_folder, fetch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in evaluation mode, filled exactly from a file; a bare backbone if it holds no more.
+
+    ``report`` is None if the weights were not loaded.
+    """
+
+    model: nn.Module
+    cfg: CfgNode
+    report: LoadReport | None
+
+
+def list_names(pattern: str = "*") -> list[str]:
+    """Returns the names that match a shell pattern such as ``"retinanet/*"``, sorted."""
+    return [entry.name for entry in list_entries(pattern)]
+
+
+def get_config_file(name: str) -> str:
+    """Returns the path of the YAML that trained an entry; downloads nothing.
+
+    Raises:
+        UserError: there is no such entry or config.
+    """
+    return get_config_path(find_entry(name).config)
+
+
+def get_config(name: str, *, trained: bool = True) -> CfgNode:
+    """Returns the config of an entry.
+
+    Args:
+        name: of the entry.
+        trained: True gives the config inside the weights, with the classes of its data and
+            ``MODEL.WEIGHTS`` set, as ``DefaultPredictor`` takes it. False gives the recipe as
+            shipped, without what the entry's command overrides.
+
+    Raises:
+        UserError: there is no such entry, or its weights cannot be downloaded.
+    """
+    return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
+
+
+def get_address(name: str) -> str:
+    """Returns the value for ``MODEL.WEIGHTS``; downloads nothing.
+
+    Raises:
+        UserError: there is no such entry.
+    """
+    return PREFIX + find_entry(name).name
+
+
+def get_checkpoint(name: str) -> str:
+    """Returns the path of an entry's ``.safetensors``, downloaded if necessary, hash checked.
+
+    Raises:
+        UserError: there is no such entry, or no source has the file.
+    """
+    return str(fetch(find_entry(name)))
+
+
+def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
+    """Builds the model of an entry from the config inside its weights, in evaluation mode.
+
+    Args:
+        name: of the entry. If its file holds a backbone only, the model is the backbone.
+        trained: load the weights; every tensor of file and model must find its partner.
+        device: "cpu" or "cuda"; None takes the GPU if there is one.
+
+    Raises:
+        UserError: there is no such entry or device, the weights cannot be downloaded, or they do
+            not fit the model.
+    """
+    return open_trained(get_checkpoint(name), trained=trained, device=device).model
+
+
+def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
+    """Builds the model of a file of weights from the config inside or beside it, and fills it.
+
+    Raises:
+        UserError: the file cannot be read, or does not fit its model exactly.
+    """
+    cfg = load_run_config(weights, device=device)
+    is_bare = not bare_backbone(read_weights(weights)[0])
+    model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
+    model.to(torch.device(cfg.MODEL.DEVICE))
+    checkpointer = ExactCheckpointer(model, class_names=() if is_bare else cfg.MODEL.CLASS_NAMES)
+    if trained:
+        checkpointer.load(weights)
+    return TrainedModel(model.eval(), cfg, checkpointer.report)
+
+
+class ZooWeights(PathHandler):
+    """Resolves ``qbheat://NAME`` to a ``.pth`` file, which Detectron2's checkpointer reads.
+
+    Its releases cannot read ``.safetensors`` so far.
+    """
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [PREFIX]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        entry = find_entry(path)
+        return str(_write_pytorch(fetch(entry), cache_folder(entry)))
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
+        if set(mode) - set("rbt"):
+            raise UserError(f"'{path}' can only be read")
+        return open(self._get_local_path(path), mode, buffering)
+
+    def _exists(self, path: str, **kwargs: Any) -> bool:
+        return path.removeprefix(PREFIX) in list_names()
+
+    def _isfile(self, path: str, **kwargs: Any) -> bool:
+        return self._exists(path)
+
+
+@functools.lru_cache
+def _write_pytorch(source: Path, folder: Path) -> Path:
+    """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
+    state, info = read_weights(str(source))
+    tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+    content = {"model": tensors, **({"info": info.to_dict()} if info else {})}
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    target = folder / source.with_suffix(".pth").name
+    if not target.is_file() or target.read_bytes() != stream.getvalue():
+        write_atomically(target, lambda file: file.write(stream.getvalue()))
+    return target
+
+
+def timm_name(entry: ZooEntry) -> str:
+    """Returns timm's name of an entry's backbone, or "" if timm has no such model.
+
+    "qb_heat/285M_caltech101" is "mobile_former_285m.qb_heat_caltech101".
+    """
+    task, _, variant = entry.name.partition("/")
+    size, _, rest = variant.partition("_")
+    if size not in TIMM_NAMES:
+        return ""
+    tag = "_".join(filter(None, [task, rest])).lower()
+    return f"{TIMM_NAMES[size]}.{tag.replace('/', '_').replace('.', '_')}"
+
+
+def add_entries_to_timm(entries: Iterable[ZooEntry]) -> None:
+    """Registers entries as weights of timm's Mobile-Formers; all or none.
+
+    Raises:
+        UserError: two entries have one tag, such as "x/285M_a.b" and "x/285M_a_b".
+    """
+    tagged: dict[str, ZooEntry] = {}
+    for entry in entries:
+        name = timm_name(entry)
+        other = tagged.setdefault(name, entry) if name else entry
+        if other != entry:
+            raise UserError(f"'{other.name}' and '{entry.name}' have one tag in timm: rename one")
+    add_timm_weights(
+        {
+            name: {
+                "file": PREFIX + entry.name,
+                "custom_load": True,
+                "num_classes": 0,
+                "license": entry.licence,
+                "description": entry.summary,
+            }
+            for name, entry in tagged.items()
+        }
+    )
+
+
+PathManager.register_handler(ZooWeights())
+try:
+    add_entries_to_timm(list_entries())
+except UserError as error:  # a user's index must not keep the package from being imported
+    logger.warning("timm has no weights of the model zoo: %s", error)

@@ -1,0 +1,175 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Finds the weights of an entry, or downloads them, from the first source that has them:
+
+1. the folders in ``$QBHEAT_ZOO`` (several as in ``$PATH``);
+2. the weights shipped with the package, ``qbheat_det/model_zoo/weights``;
+3. earlier downloads, in Detectron2's cache (``$FVCORE_CACHE``);
+4. the address ``$QBHEAT_ZOO_URL``, to which the file name is appended;
+5. the repositories of the Hugging Face hub in ``$QBHEAT_ZOO_HUB``, ``OWNER/NAME`` or
+   ``OWNER/NAME@REVISION``, separated by commas (``$HF_ENDPOINT`` for another hub).
+
+Only a file with the SHA-256 of the index is used. A file of the same name with another content is
+an error and not skipped. Processes that ask at the same time download once.
+"""
+
+import http.client
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from iopath.common.file_io import get_cache_dir
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import file_lock, hash_file
+from qbheat_det.core.text import format_bytes
+
+from .index import ZooEntry, zoo_folders
+
+SHIPPED = Path(__file__).with_name("weights")
+
+
+class UnavailableError(Exception):
+    """Why a source does not give a file; the next one may."""
+
+
+def cache_folder(entry: ZooEntry) -> Path:
+    """Returns the folder of downloads for this content: two versions of an entry can coexist."""
+    return Path(get_cache_dir()) / "qbheat_zoo" / entry.sha256[:12]
+
+
+def fetch(entry: ZooEntry) -> Path:
+    """Returns the local file of an entry, its hash checked; downloads it if necessary.
+
+    Raises:
+        UserError: a source has another file of this name, or none has it; the message says which
+            file to put where.
+    """
+    found = find_local(entry)
+    if found is not None:
+        return check_hash(found, entry)
+    target, errors = cache_folder(entry) / entry.file, []
+    lock = target.with_name(f".{target.name}.lock")
+    with file_lock(lock, waiting=f"Waiting for another process that downloads '{target.name}'"):
+        if target.is_file():  # downloaded by the other process
+            return check_hash(target, entry)
+        for source in _remote_sources():
+            try:
+                if "://" in source:
+                    _download(f"{source}/{entry.file}", target, entry)
+                else:
+                    download_from_hub(source, entry, target.parent)
+            except UnavailableError as error:
+                errors.append(str(error))
+            else:
+                return target
+    reasons = "; ".join(errors) or "$QBHEAT_ZOO_URL and $QBHEAT_ZOO_HUB are not set"
+    raise UserError(
+        f"the weights of '{entry.name}' cannot be downloaded ({reasons}): put the file "
+        f"'{entry.file}' ({format_bytes(entry.size)}, its SHA-256 begins with "
+        f"{entry.sha256[:12]}) into the folder '{target.parent}', or into one in $QBHEAT_ZOO"
+    )
+
+
+def find_local(entry: ZooEntry) -> Path | None:
+    """Returns the first file of that name on this machine, unchecked, or None.
+
+    Raises:
+        UserError: ``$QBHEAT_ZOO`` names what is no folder.
+    """
+    folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
+    files = (folder / entry.file for folder in folders)
+    return next((file for file in files if file.is_file()), None)
+
+
+def describe_source(entry: ZooEntry) -> str:
+    """Returns where ``fetch`` would take a file from; nothing is read or downloaded.
+
+    Raises:
+        UserError: an environment variable is invalid.
+    """
+    found = find_local(entry)
+    if found is None:
+        return next(iter(_remote_sources()), "nowhere")
+    names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
+    return names.get(found.parent, str(found.parent))
+
+
+def check_hash(path: Path, entry: ZooEntry) -> Path:
+    """Returns the path of a file that has the SHA-256 of the index.
+
+    Raises:
+        UserError: it has another one, or cannot be read.
+    """
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror or error}") from error
+    if found != entry.sha256:
+        raise UserError(
+            f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' in "
+            f"the index with {entry.sha256[:12]}; replace or remove the file"
+        )
+    return path
+
+
+def download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
+    """Downloads an entry's file from the Hugging Face hub into a folder.
+
+    Args:
+        repository: OWNER/NAME, or OWNER/NAME@REVISION.
+        entry: of the index.
+        folder: for the file.
+
+    Raises:
+        UnavailableError: the hub cannot be reached, or lacks the repository or the file.
+        UserError: it has another file of that name, which is removed again.
+    """
+    import huggingface_hub  # takes a second, and most weights come from elsewhere
+
+    name, _, revision = repository.partition("@")
+    # Read here, as the client reads it when it is imported.
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    try:
+        path = huggingface_hub.hf_hub_download(
+            name, entry.file, revision=revision or None, local_dir=folder, endpoint=endpoint
+        )
+    except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
+        raise UnavailableError(f"hub {repository}: {_one_line(error)}") from error
+    try:
+        return check_hash(Path(path), entry)
+    except UserError:
+        Path(path).unlink()
+        raise
+
+
+def _download(url: str, target: Path, entry: ZooEntry) -> None:
+    try:
+        torch.hub.download_url_to_file(
+            url, str(target), hash_prefix=entry.sha256, progress=sys.stderr.isatty()
+        )
+    except RuntimeError as error:  # the hash
+        raise UserError(
+            f"'{url}' is refused: it is not the file of '{entry.name}' in the index, or was cut "
+            f"off ({error})"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:  # of the network
+        raise UnavailableError(f"{url}: {_one_line(error)}") from error
+
+
+def _remote_sources() -> Iterator[str]:
+    """Yields ``$QBHEAT_ZOO_URL`` without a final slash, then the repositories of the hub."""
+    url = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
+    is_web = url.startswith(("http://", "https://")) and url.isprintable() and " " not in url
+    if url and not is_web:
+        raise UserError(
+            f"$QBHEAT_ZOO_URL is '{url}', but must begin with http:// or https:// and have no "
+            "spaces; use $QBHEAT_ZOO for folders"
+        )
+    names = [url, *os.environ.get("QBHEAT_ZOO_HUB", "").split(",")]
+    yield from filter(None, map(str.strip, names))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,27 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Durations, sizes and long lists as text."""
+
+import pytest
+
+from qbheat_det.core.text import format_bytes, format_duration, join_first
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.1204, "120 ms"),
+        (4.25, "4.2 s"),
+        (190, "3 min 10 s"),
+        (3900, "1 h 05 min"),
+        (7199.9, "2 h 00 min"),
+        (200_000, "2 d 8 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_sizes_and_lists() -> None:
+    assert [format_bytes(n) for n in (512, 3.5 * 2**20, 2**41)] == ["512 B", "3.5 MiB", "2.0 TiB"]
+    assert join_first([1, 2, 3]) == "1, 2, 3"
+    assert join_first("abcde", 2) == "a, b and 3 more"

@@ -1,0 +1,338 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""New entries: content of file and index, measured metrics, and that an error changes nothing."""
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.modeling import build_model
+
+import qbheat_det.model_zoo as zoo
+import qbheat_det.model_zoo.add as add_module
+from qbheat_det.analysis import CountingRule, count_madds
+from qbheat_det.checkpoint import (
+    WeightsInfo,
+    bare_backbone,
+    load_embedded_config,
+    read_weights,
+    save_weights,
+)
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import ImageBatches, build_mapper
+from qbheat_det.engine.class_folders import LABELLED_VAL
+from qbheat_det.model_zoo import Metric, ZooEntry, index
+from qbheat_det.model_zoo.add import (
+    add_entry,
+    halve_precision,
+    measure_metrics,
+    parse_metric,
+    remove_machine_paths,
+)
+from qbheat_det.model_zoo.api import TrainedModel, open_trained
+from qbheat_det.model_zoo.fingerprint import compute_fingerprint
+from qbheat_det.model_zoo.verify import Costs
+from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from tests.engine.classifier_cases import make_classes
+from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
+from tests.tool_modules import load_tool
+
+from .conftest import BACKBONE, MakeEntry, Trained, make_entry
+
+ORIGIN = {
+    "name": BACKBONE,
+    "summary": "A tiny Mobile-Former",
+    "config": "custom/qb_heat_285M_cpu.yaml",
+    "data": "drawn shapes",
+    "data_licence": "CC0-1.0",
+    "licence": "Apache-2.0",
+    "command": "python tools/train_net.py --config-file …",
+}
+
+
+@pytest.fixture
+def add(backbone: Trained) -> MakeEntry:
+    """Adds the tiny backbone."""
+
+    def add_tiny(weights: object = None, **more: Any) -> ZooEntry:
+        origin = {key: more.pop(key) for key in [*ORIGIN, "commit", "date"] if key in more}
+        return add_entry(str(weights or backbone.path), {**ORIGIN, **origin}, **more)
+
+    return add_tiny
+
+
+@pytest.fixture
+def quick(backbone: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips costs and fingerprint, which take long, and the model."""
+    monkeypatch.setattr(add_module, "count_costs", lambda trained: Costs(12, 34, (64, 64)))
+    model = TrainedModel(build_bare_backbone(backbone.cfg), backbone.cfg, None)
+    monkeypatch.setattr(add_module, "open_trained", lambda path, **more: model)
+    monkeypatch.setattr(add_module, "compute_fingerprint", lambda *args: make_entry().fingerprint)
+
+
+def test_only_matrices_are_halved_and_only_if_float16_can_hold_them() -> None:
+    state = {
+        "conv.weight": torch.full((4, 3, 1, 1), 1 / 3),
+        "bn.running_var": torch.tensor([1e-9, 1e6]),  # 0 and infinity in float16
+        "bn.num_batches_tracked": torch.tensor(7),
+        "large": torch.full((2, 2), 7e4),
+        "was_half": torch.ones(2, dtype=torch.float16),
+    }
+    light = halve_precision(state)
+    expected = {
+        **{name: tensor.float() for name, tensor in state.items()},
+        "conv.weight": state["conv.weight"].half(),
+        "bn.num_batches_tracked": torch.tensor(7),
+    }
+    torch.testing.assert_close(light, expected, rtol=0, atol=0)
+
+
+def test_a_config_loses_paths_of_every_kind_and_keeps_names(backbone: Trained) -> None:
+    cfg = backbone.cfg.clone()
+    cfg.MODEL.CLASS_NAMES = ["/", "file: a", ".."]
+    cfg.MODEL.CACHE_FEATURES.FOLDER = "private"
+    cfg.DATASETS.TRAIN = ("../../me", "shapes")
+    cfg.TEST.KNN.TRAIN = ("file:///home/me",)
+    cfg.TEST.KNN.VAL = ("\\\\server\\x",)
+    cfg.INPUT.CLASSIFY.RAND_AUGMENT = [["/home/me"]]
+    cfg.DATASETS.TEST = ("a..b", "c/d")
+    info = WeightsInfo.from_config(cfg, iteration=7, commit="")
+    found = load_embedded_config(remove_machine_paths(info, cfg).config, "it")
+    assert found.MODEL.CLASS_NAMES == ["/", "file: a", ".."]
+    assert found.DATASETS.TEST == ("a..b", "c/d")
+    for value in (
+        *(found.MODEL.CACHE_FEATURES.FOLDER, found.DATASETS.TRAIN, found.TEST.KNN.TRAIN),
+        *(found.TEST.KNN.VAL, found.INPUT.CLASSIFY.RAND_AUGMENT),
+    ):
+        assert not value
+
+
+def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
+    add: MakeEntry, shipped: Path, backbone: Trained
+) -> None:
+    metrics = (Metric("kNN top-1", 12.5, "%", "shapes val"),)
+    measured = []
+
+    def measure(file: Path) -> list[Metric]:
+        measured.append(file.read_bytes())
+        return [Metric("speed", 2.0, "ms", "a CPU")]
+
+    entry = add(metrics=metrics, measure=measure)
+    content = (shipped / "qb_heat-tiny.safetensors").read_bytes()
+    assert index.load_index() == (entry,)
+    assert measured == [content]
+    assert [metric.name for metric in entry.metrics] == ["kNN top-1", "speed"]
+    assert (entry.sha256, entry.size) == (hashlib.sha256(content).hexdigest(), len(content))
+    network = build_bare_backbone(backbone.cfg).eval()
+    assert entry.num_params == sum(p.numel() for p in network.parameters())
+    madds = count_madds(network, torch.zeros(1, 3, 64, 64)).total(CountingRule.CORE)
+    assert (entry.madds, entry.madds_input, entry.task) == (madds, (64, 64), "pretraining")
+    assert (entry.date, entry.commit) == (datetime.date.today().isoformat(), "c0ffee1")
+    assert entry.command == f"{ORIGIN['command']}  # with changes to that commit"
+
+    state, info = read_weights(str(shipped / entry.file))
+    torch.testing.assert_close(state, halve_precision(backbone.state), rtol=0, atol=0)
+    assert not bare_backbone(state)
+    assert info is not None
+    assert (info.iteration, info.pixel_format) == (7, backbone.cfg.INPUT.FORMAT)
+    assert not any(word in info.config for word in ("someone", "runs", "before"))
+    assert info.value_of("OUTPUT_DIR") == get_cfg().OUTPUT_DIR
+    # The fingerprint is of the file, not of the weights that it was made from.
+    model = zoo.get(BACKBONE, device="cpu")
+    assert compute_fingerprint(model, zoo.get_config(BACKBONE)) == entry.fingerprint
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_entry_is_replaced_only_on_request(add: MakeEntry) -> None:
+    add()
+    with pytest.raises(UserError, match="--replace"):
+        add()
+    entry = add(summary="Another", commit="abcdef0", date="2026-01-02", replace=True)
+    assert index.load_index() == (entry,)
+    assert (entry.summary, entry.commit, entry.date) == ("Another", "abcdef0", "2026-01-02")
+    assert entry.command == ORIGIN["command"]  # the given commit has no changes
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_folder_has_an_index_of_its_own(
+    add: MakeEntry, tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = add(output=tmp_path / "mine")
+    assert index.load_index() == ()
+    assert not shipped.exists()
+    monkeypatch.setenv("QBHEAT_ZOO", str(tmp_path / "mine"))
+    assert zoo.find_entry(BACKBONE) == entry
+    assert zoo.get_checkpoint(BACKBONE) == str(tmp_path / "mine" / entry.file)
+    monkeypatch.delenv("QBHEAT_ZOO")
+    add(name="qb_heat/own")
+    for name in ("qb_heat/own", "qb_heat/OWN"):
+        with pytest.raises(UserError, match=f"'{name}'"):
+            add(name=name, output=tmp_path / "mine")
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": "custom/none.yaml"}, r"none\.yaml"),
+        ({"name": "Retina net"}, "'name'"),
+        ({"summary": "two\nlines"}, "'summary'"),
+        ({"date": "today"}, "'date'"),
+        ({"weights": "none.pth"}, r"none\.pth"),
+        ({"weights": "pickle"}, r"weights\.pth"),
+        ({"max_shipped": 1000}, "--output"),
+        ({"metrics": [Metric("AP", 1e999, "", "toy")]}, r"metrics\[0\]: 'value'"),
+        ({"measure": lambda path: [Metric("AP", math.nan, "", "toy")]}, "'value'"),
+        ({"measure": lambda path: _raise(UserError("no data"))}, "no data"),
+    ],
+)
+def test_an_error_changes_nothing(
+    add: MakeEntry,
+    shipped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    message: str,
+) -> None:
+    change = dict(change)
+    if limit := change.pop("max_shipped", 0):
+        monkeypatch.setattr(add_module, "MAX_SHIPPED", limit)
+    if change.get("weights") == "pickle":
+        change["weights"] = tmp_path / "weights.pth"
+        change["weights"].write_bytes(pickle.dumps({"model": print}))
+    with pytest.raises(UserError, match=message):
+        add(**change)
+    assert index.load_index() == ()
+    assert not shipped.exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_index_that_cannot_be_written_leaves_the_weights_as_they_were(
+    add: MakeEntry, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = add()
+    (shipped / first.file).write_bytes(b"before")
+    write = add_module.write_atomically
+
+    def full(path: Path, *args: Any) -> None:
+        if path.name == "index.json":
+            raise UserError("the disk is full")
+        write(path, *args)
+
+    monkeypatch.setattr(add_module, "write_atomically", full)
+    for name in (BACKBONE, "qb_heat/second"):
+        with pytest.raises(UserError, match="disk is full"):
+            add(name=name, replace=True)
+    assert [path.name for path in shipped.iterdir()] == [first.file]
+    assert (shipped / first.file).read_bytes() == b"before"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_limit_is_for_all_shipped_files_that_exist(
+    add: MakeEntry, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = add()
+    monkeypatch.setattr(add_module, "MAX_SHIPPED", first.size + 1000)
+    with pytest.raises(UserError, match="--output"):
+        add(name="qb_heat/second")
+    assert add(replace=True) == first
+    (shipped / first.file).unlink()
+    add(name="qb_heat/second")
+    assert [entry.name for entry in index.load_index()] == ["qb_heat/second", BACKBONE]
+
+
+@pytest.mark.parametrize(
+    ("text", "metric"),
+    [
+        ("AP=21.3%:Aquarium val", Metric("AP", 21.3, "%", "Aquarium val")),
+        (
+            "kNN top-1 = 61.2 ± 0.4 % : Caltech-101 val : k = 20, 3 seeds",
+            Metric("kNN top-1", 61.2, "%", "Caltech-101 val", "±0.4", "k = 20, 3 seeds"),
+        ),
+        ("latency=7+-1ms:a CPU", Metric("latency", 7.0, "ms", "a CPU", "±1")),
+        ("loss=-0.5:toy:at 10:30", Metric("loss", -0.5, "", "toy", "", "at 10:30")),
+        *[(text, None) for text in ("AP=21.3", "AP:val", "=3:val", "AP=high:val", "AP=1.2.3:val:")],
+    ],
+)
+def test_metrics_are_read_from_the_command_line(text: str, metric: Metric | None) -> None:
+    if metric is not None:
+        assert parse_metric(text) == metric
+        return
+    with pytest.raises(UserError, match=f"'{text}'"):
+        parse_metric(text)
+
+
+def test_held_out_losses_are_metrics_beside_nearest_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses = {"loss_corner": 0.83174, "loss_centre": 0.7872, "loss": 0.80947}
+    results: dict[str, dict[str, float]] = {
+        "reconstruction": {**losses, "loss_standard_error": 0.00421},
+        "knn": {"top1": 16.04, "top1_standard_error": 1.06},
+    }
+    monkeypatch.setattr(add_module, "build_config", lambda args: None)
+    monkeypatch.setattr(add_module, "evaluate", lambda cfg: results)
+    knn, loss = measure_metrics(Path("w.safetensors"), "toy val", argparse.Namespace())
+    assert (knn.name, knn.value, knn.unit) == ("kNN top-1", 16.04, "%")
+    note, spread = "corner 0.8317, centre 0.7872", "±0.0042, the standard error"
+    assert loss == Metric("held-out loss", 0.8095, "", "toy val", spread, note)
+    results["reconstruction"] = {"loss": 0.5, "loss_standard_error": math.nan}
+    _, loss = measure_metrics(Path("w.safetensors"), "toy val", argparse.Namespace())
+    assert loss == Metric("held-out loss", 0.5, "", "toy val")
+    results.clear()
+    with pytest.raises(UserError, match="--val-json"):
+        measure_metrics(Path("w.safetensors"), "toy val", argparse.Namespace())
+
+
+def test_the_tool_evaluates_the_file_that_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_classes(tmp_path / "val", {"a": 5, "b": 3, "c": 4})
+    cfg = make_case_config(Case(CLASSIFIER), "cpu")
+    cfg.MODEL.CLASS_NAMES, cfg.DATALOADER.NUM_WORKERS = ["a", "b", "c"], 0
+    torch.manual_seed(3)
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="c0ffee1")
+    save_weights(f"{tmp_path}/run.safetensors", build_model(cfg).state_dict(), info)
+    given = {
+        **{key.replace("_", "-"): value for key, value in ORIGIN.items()},
+        "name": "tran1/tiny_shapes",
+        "weights": f"{tmp_path}/run.safetensors",
+        "metric": "speed=2ms:a CPU",
+        "evaluate": "shapes val",
+        "val-folder": str(folder),
+        "output": f"{tmp_path}/mine",
+    }
+    flags = [word for key, value in given.items() for word in (f"--{key}", value)]
+    try:
+        assert load_tool("zoo").main(["add", *flags]) == 0
+        records = DatasetCatalog.get(LABELLED_VAL)
+    finally:
+        DatasetCatalog.remove(LABELLED_VAL)
+        MetadataCatalog.remove(LABELLED_VAL)
+    (entry,) = index.load_index(tmp_path / "mine" / "index.json")
+    assert json.loads(capsys.readouterr().out)["name"] == "tran1/tiny_shapes"
+    assert entry.task == "classification"
+    speed, top1, _ = entry.metrics
+    assert speed == Metric("speed", 2.0, "ms", "a CPU")
+
+    trained = open_trained(str(tmp_path / "mine" / entry.file), device="cpu")
+    mapper = build_mapper(trained.cfg, is_train=False)
+    (batch,) = ImageBatches(records, mapper=mapper, batch_size=12, shared=False)
+    with torch.no_grad():
+        classes = torch.stack([one["scores"] for one in trained.model(batch)]).argmax(dim=1)
+    right = sum(int(a) == one["label"] for a, one in zip(classes, batch, strict=True))
+    assert top1.value == pytest.approx(100 * right / 12, abs=0.01)
+    assert dataclasses.replace(top1, value=0.0, spread="") == Metric("top-1", 0, "%", "shapes val")

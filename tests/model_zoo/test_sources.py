@@ -1,0 +1,128 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Sources of weights: their order, what is refused, and the message when there is none."""
+
+import os
+import re
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
+
+from .conftest import CONTENT, make_entry
+from .servers import Served
+
+ENTRY = make_entry()
+
+
+def _put(folder: Path, content: bytes = CONTENT) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ENTRY.file).write_bytes(content)
+    return folder / ENTRY.file
+
+
+def test_sources_are_asked_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Served, shipped: Path
+) -> None:
+    assert describe_source(ENTRY) == "nowhere"
+    server.files[ENTRY.file] = CONTENT
+    monkeypatch.setenv("QBHEAT_ZOO_URL", f"{server.url}/")
+    assert describe_source(ENTRY) == server.url
+    cached = fetch(ENTRY)
+    assert cached == cache_folder(ENTRY) / ENTRY.file
+    assert cached.read_bytes() == CONTENT
+    assert describe_source(ENTRY) == "downloaded"
+    assert fetch(ENTRY) == cached
+    assert fetch(ENTRY) == cached
+    assert server.gets == [f"/{ENTRY.file}"]
+    file = _put(shipped)
+    assert fetch(ENTRY) == file
+    assert describe_source(ENTRY) == "shipped"
+    second = _put(tmp_path / "two")
+    monkeypatch.setenv("QBHEAT_ZOO", f"{tmp_path}{os.pathsep}{tmp_path / 'two'}")
+    assert fetch(ENTRY) == second
+    first = _put(tmp_path)
+    assert fetch(ENTRY) == first
+    assert describe_source(ENTRY) == str(tmp_path)
+
+
+def test_a_wrong_local_file_is_refused_kept_and_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: Path
+) -> None:
+    _put(shipped)
+    wrong = _put(tmp_path / "mine", b"other")
+    monkeypatch.setenv("QBHEAT_ZOO", str(tmp_path / "mine"))
+    with pytest.raises(UserError, match=f"'{wrong}'.*{ENTRY.sha256[:12]}"):
+        fetch(ENTRY)
+    assert wrong.read_bytes() == b"other"
+
+
+def test_two_versions_of_an_entry_have_their_own_folders() -> None:
+    assert cache_folder(make_entry(content=b"new")) != cache_folder(ENTRY)
+
+
+def test_without_a_source_the_message_says_which_file_to_put_where(
+    monkeypatch: pytest.MonkeyPatch, server: Served
+) -> None:
+    with pytest.raises(UserError, match="QBHEAT_ZOO_URL"):
+        fetch(ENTRY)
+    monkeypatch.setenv("QBHEAT_ZOO_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*; hub someone/zoo") as caught:
+        fetch(ENTRY)
+    found = re.search(r"the file '(.+?)' .* into the folder '(.+?)'", str(caught.value))
+    assert found is not None
+    (Path(found[2]) / found[1]).write_bytes(CONTENT)
+    assert fetch(ENTRY).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("content", [b"short", CONTENT[:-1] + b"x", CONTENT * 2])
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_a_wrong_download_is_refused_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, server: Served, content: bytes, on_hub: bool
+) -> None:
+    if on_hub:
+        server.repositories["someone/zoo"] = {ENTRY.file: content}
+    else:
+        server.files[ENTRY.file] = content
+        server.repositories["someone/zoo"] = {ENTRY.file: CONTENT}  # which is not asked then
+        monkeypatch.setenv("QBHEAT_ZOO_URL", server.url)
+    monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
+    with pytest.raises(UserError, match="is refused"):
+        fetch(ENTRY)
+    names = [path.name for path in cache_folder(ENTRY).iterdir()]
+    assert all(name.startswith(".") for name in names)  # the lock, and the hub's own notes
+
+
+def test_repositories_and_revisions_of_the_hub_are_asked_in_order(
+    monkeypatch: pytest.MonkeyPatch, server: Served
+) -> None:
+    server.repositories["b/two"] = {ENTRY.file: CONTENT}
+    monkeypatch.setenv("QBHEAT_ZOO_URL", f"{server.url}/lacks")
+    monkeypatch.setenv("QBHEAT_ZOO_HUB", "a/one, b/two@v1")
+    path = fetch(ENTRY)
+    assert path == cache_folder(ENTRY) / ENTRY.file
+    assert path.read_bytes() == CONTENT
+    assert server.gets[-1] == f"/b/two/resolve/v1/{ENTRY.file}"
+
+
+def test_two_processes_download_once(monkeypatch: pytest.MonkeyPatch, server: Served) -> None:
+    server.files[ENTRY.file], server.delay = CONTENT, 0.5
+    monkeypatch.setenv("QBHEAT_ZOO_URL", server.url)
+    context = get_context("fork")  # a new interpreter would import the package again
+    processes = [context.Process(target=fetch, args=(ENTRY,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(server.gets) == 1
+
+
+@pytest.mark.parametrize("address", ["file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"])
+def test_other_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("QBHEAT_ZOO_URL", address)
+    with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
+        fetch(ENTRY)

@@ -1,0 +1,96 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``tools/zoo.py`` list and fetch; examples in its help and in docs/zoo.md are valid."""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import qbheat_det.model_zoo as zoo
+from qbheat_det.model_zoo import ZooEntry
+from qbheat_det.model_zoo.index import load_index, save_index
+from tests.tool_modules import load_tool
+
+from .conftest import CONTENT, DETECTOR, MakeEntry, make_entry
+
+TOOL = load_tool("zoo")
+DOCS = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text("utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _two_entries(ship: MakeEntry) -> None:
+    ship()
+    missing = make_entry("mf_detr/tiny", b"x" * 2**20, metrics=())
+    save_index([*load_index(), missing])
+
+
+def test_the_list_has_metrics_sizes_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert TOOL.main(["list"]) == 0
+    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["name", "task", "metrics", "size", "from"],
+        ["mf_detr/tiny", "detection", "none measured", "1.0 MiB", "nowhere"],
+        ["retinanet/tiny", "detection", "AP 12.5 % (toy val)", "20.5 KiB", "shipped"],
+    ]
+    assert TOOL.main(["list", "fcos/*"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "fcos/*" in captured.err
+    assert TOOL.main(["list", "retinanet/*", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["from"]) == (DETECTOR, "shipped")
+    assert found["metrics"][0]["value"] == 12.5
+    assert "fingerprint" not in found
+
+
+def test_fetched_files_can_be_copied_to_a_folder_for_another_machine(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert TOOL.main(["fetch", DETECTOR, "retina*"]) == 0
+    assert capsys.readouterr().out == f"{shipped}/retinanet-tiny.safetensors\n"
+    copy = tmp_path / "copies" / "retinanet-tiny.safetensors"
+    for _ in range(2):
+        assert TOOL.main(["fetch", DETECTOR, "--output", str(copy.parent)]) == 0
+        assert capsys.readouterr().out == f"{copy}\n"
+        monkeypatch.setenv("QBHEAT_ZOO", str(copy.parent))
+    assert copy.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("retinanet/tiney", r"retinanet/tiny\?"),
+        ("fcos/*", r"'fcos/\*'"),
+        ("mf_detr/tiny", "'mf_detr-tiny.safetensors'"),
+    ],
+)
+def test_entries_that_cannot_be_fetched_give_one_line_and_exit_code_2(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        TOOL.main(["fetch", name])
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("text", "least"), [(TOOL.__doc__, 6), (DOCS, 5)], ids=["help", "docs"])
+def test_every_example_is_understood(text: str, least: int) -> None:
+    commands = re.findall(
+        r"^ *(?:\w+=\S+ )?python tools/zoo\.py (.*)$", text.replace("\\\n", " "), re.MULTILINE
+    )
+    assert len(commands) >= least
+    for command in commands:
+        TOOL.parse_args(shlex.split(command, comments=True))
+
+
+def test_the_docs_name_every_field_of_the_index_and_only_existing_functions() -> None:
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", DOCS, flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {field.name for field in dataclasses.fields(ZooEntry)} <= named
+    functions = set(re.findall(r"`(\w+)\(", DOCS))
+    assert functions
+    assert functions <= set(zoo.__all__)
