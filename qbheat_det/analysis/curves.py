@@ -11,7 +11,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,24 +31,14 @@ from .plotting import (
     to_text,
 )
 from .run import Run, read_metrics
+from .training_log import Curve, Quantity, find_quantities, flatten, has_step, read_series
 
 Axis = Literal["epochs", "images", "minutes", "steps"]
-Curve = tuple[list[float], list[float]]
-"""Positions on the axis, rising, and values; nan is a gap."""
 AXES: dict[Axis, str] = {
     "epochs": "epochs",
     "images": "images seen",
     "minutes": "minutes of training",
     "steps": "steps",
-}
-_QUANTITIES = {  # pattern of keys: title of the chart, label of the values
-    r"^total_loss$": ("Total loss", "loss"),
-    r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # inner decoder blocks (_0) repeat the last
-    r"/AP(50|75)?$": ("{} on the test set", "AP (%)"),
-    r"accuracy$|/top[15]$": ("Accuracy: {}", "accuracy (%)"),
-    r"^correlation/mean$": ("Spatial correlation of the map", "mean |correlation|"),
-    r"^lr$": ("Learning rate", "learning rate"),
-    r"^gradient_norm$": ("Norm of the gradients", "norm"),
 }
 _FEW_POINTS = 25  # are marked
 _LOG_SCALE_FROM = 100.0  # largest value by the smallest
@@ -69,19 +58,6 @@ _EXPLANATION = (
     "the values between them are unknown."
 )
 _MINUTES = "Minutes add up the logged durations of steps, without evaluations and pauses."
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A logged key with the title of its chart and the label of its values."""
-
-    key: str
-    title: str
-    label: str
-
-    @property
-    def is_score(self) -> bool:
-        return self.label.endswith("(%)")
 
 
 @register_figure("curves")
@@ -158,41 +134,6 @@ def draw_training_curves(
     image = chart_image(figure, format="png")
     write_atomically(output_png, lambda stream: stream.write(image.content))
     return True
-
-
-def has_step(record: Mapping[str, Any]) -> bool:
-    """Whether a record of ``metrics.json`` has its iteration."""
-    iteration = record.get("iteration")
-    return isinstance(iteration, int | float) and math.isfinite(iteration)
-
-
-def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
-    """Returns the iterations at which a key was logged, rising, and its values.
-
-    Where a resumed run repeats an iteration, the later record counts. What is not finite is nan;
-    both lists are empty if nothing is finite.
-    """
-    points = {
-        float(record["iteration"]): float(record[key])
-        for record in records
-        if isinstance(record.get(key), int | float) and has_step(record)
-    }
-    if not any(map(math.isfinite, points.values())):
-        return [], []
-    iterations = sorted(points)
-    values = [points[iteration] for iteration in iterations]
-    return iterations, [value if math.isfinite(value) else math.nan for value in values]
-
-
-def find_quantities(records: Sequence[Mapping[str, Any]]) -> list[Quantity]:
-    """Returns what a log holds, in the order of ``_QUANTITIES``; AP of single classes is not."""
-    keys = dict.fromkeys(key for record in records for key in record)
-    found: dict[str, Quantity] = {}
-    for pattern, (title, label) in _QUANTITIES.items():
-        for key in keys:
-            if key not in found and re.search(pattern, key) and read_series(records, key)[0]:
-                found[key] = Quantity(key, title.format(key), label)
-    return list(found.values())
 
 
 def list_quantities(runs: Sequence[Run]) -> list[Quantity]:
@@ -334,17 +275,6 @@ def _format(value: float) -> str:
 
 def _last(values: Sequence[float]) -> float:
     return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the leaves of a nested mapping, such as a config, by dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= {f"{key}.{name}": leaf for name, leaf in flatten(value).items()}
-        else:
-            leaves[key] = value
-    return leaves
 
 
 def _read_config(run: Run) -> dict[str, Any]:

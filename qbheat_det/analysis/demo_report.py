@@ -16,10 +16,10 @@ from qbheat_det.core.text import format_duration
 from qbheat_det.engine.hooks.visualize import VISUALIZATIONS_DIR
 from qbheat_det.engine.run_record import list_versions
 
-from .curves import read_series
 from .page import Fact, Page, Section
 from .plotting import chart_image, list_styles, start_chart, themed
 from .run import read_metrics
+from .training_log import read_series
 
 PRETRAINED, RANDOM = "QB-Heat", "random"
 NOTE = (

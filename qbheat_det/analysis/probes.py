@@ -227,7 +227,8 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
         axes.set_xlabel("images seen in pre-training")
         _finish(axes)
     if len(groups):
-        add_legend(figure, panels[0])
+        most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
+        add_legend(figure, most)
     return figure
 
 

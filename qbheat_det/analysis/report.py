@@ -23,10 +23,10 @@ from qbheat_det.core.figures import (
 )
 from qbheat_det.core.files import write_atomically
 
-from .curves import has_step
 from .figure import FigureOptions
 from .page import Fact, Page, Section, write_page
 from .run import Run
+from .training_log import has_step
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "unknown"

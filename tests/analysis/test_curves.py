@@ -15,12 +15,11 @@ from qbheat_det.analysis.curves import (
     draw_curves,
     draw_training_curves,
     find_positions,
-    find_quantities,
-    read_series,
     select_curve,
 )
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
+from qbheat_det.analysis.training_log import find_quantities, read_series
 from qbheat_det.config import get_cfg
 from qbheat_det.core.figures import NotApplicable
 

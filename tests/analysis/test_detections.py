@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qbheat_det.analysis import detections
+from qbheat_det.analysis import detection_results, detections
 from qbheat_det.analysis.detections import draw_detections
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
@@ -61,12 +61,11 @@ def write_detector(
     cfg.DATALOADER.NUM_WORKERS = 0
     cfg.MODEL.DEVICE = "cpu"
     run = write_run(folder, cfg, logged={"bbox/AP": ap})
-    if name not in detections.DatasetCatalog:
-        register_source(name, {"json_file": str(data / "boxes.json"),
-                               "image_root": str(data / "images"), "labelled": True})  # fmt: skip
+    source = {"json_file": str(data / "boxes.json"), "image_root": str(data / "images")}
+    register_source(name, {**source, "labelled": True})
     if found is not None:
         (run / "inference" / name).mkdir(parents=True)
-        (run / "inference" / name / detections.RESULTS_FILE).write_text(json.dumps(found))
+        (run / "inference" / name / detection_results.RESULTS_FILE).write_text(json.dumps(found))
     return run
 
 
@@ -122,7 +121,7 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
 def test_the_last_evaluation_is_used_and_errors_count_from_the_best_f1(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detections, "_predict", None)  # a call would fail
+    monkeypatch.setattr(detection_results, "_predict", None)  # a call would fail
     better = [*FOUND[:2], {**FOUND[2], "bbox": RIGHT}]
     # Correct, wrong, correct: 1 up to recall 1/2, then 2/3.
     ap = 100 * (51 + 50 * 2 / 3) / 101 / 2

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qbheat_det.analysis.curves import flatten
+from qbheat_det.analysis.training_log import flatten
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_file, write_atomically

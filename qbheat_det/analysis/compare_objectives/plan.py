@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from detectron2.config import CfgNode
 
-from qbheat_det.analysis.curves import flatten
+from qbheat_det.analysis.training_log import flatten
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
