@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="torch.meshgrid")
     from qbheat_det.analysis.demo import run_demo
     from qbheat_det.core.errors import exit_on_user_error
-    from qbheat_det.engine.backbone_export import export_backbone
+    from qbheat_det.export import export_backbone
 
     exit_on_user_error(run_demo)(
         args.output, export_backbone, pretraining=args.pretraining, detection=args.detection

@@ -2,20 +2,17 @@
 """Accuracy of probes of frozen backbones: by decoder (Fig. 8) and by images seen (Fig. 6)."""
 
 import itertools
-import json
 import math
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
-from qbheat_det.probing import depth_of, width_of
 
 from .figure import FigureOptions, run_each
 from .plotting import (
@@ -27,9 +24,15 @@ from .plotting import (
     themed,
     to_text,
 )
+from .probe_results import (
+    ProbeFile,
+    ProbeResult,
+    choose_statistics,
+    parse_results,
+    read_probes,
+)
 from .run import PROBE_FILES, Run
 
-RANDOM = "random"
 _Key = TypeVar("_Key", bound=Hashable)
 _SPREAD = 0.5  # of a decoder's place, over which the points of all series are spread
 _EXPLANATION = (
@@ -41,64 +44,6 @@ _EXPLANATION = (
     "and random backbones also as initialized; the table has all. A line over images seen joins "
     "the checkpoints of one run, so all but the last were taken before the end of its schedule.",
 )
-
-
-class Decoder(NamedTuple):
-    """What a probe is trained with; sorts by its power.
-
-    Attributes:
-        power: 0 for nearest neighbors, 1 for a linear classifier, 2 for transformer blocks.
-        depth: k of tran-k; 0 for others.
-        width: of its blocks; 0 for others.
-    """
-
-    power: int
-    depth: int = 0
-    width: int = 0
-
-    @property
-    def name(self) -> str:
-        return ("kNN", "linear", f"tran-{self.depth}")[self.power]
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}, width {self.width}" if self.width else self.name
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """One probe of one backbone.
-
-    Attributes:
-        series: one run with its checkpoints, one objective with its seeds, or all random backbones.
-        backbone: file of the weights, or "random, seed 1".
-        images_seen: in training; 0 for a random backbone, None where unknown.
-        recalibrated: whether BatchNorm's statistics are of whole images.
-        decoder: of the probe.
-        top1: in percent.
-        error: standard error of ``top1`` over the images.
-    """
-
-    series: str
-    backbone: str
-    images_seen: int | None
-    recalibrated: bool
-    decoder: Decoder
-    top1: float
-    error: float
-
-
-@dataclass(frozen=True)
-class ProbeFile:
-    """The results in one file, and the settings that they share."""
-
-    results: Sequence[ProbeResult]
-    setting: Mapping[str, Any]
-
-    @property
-    def task(self) -> str:
-        """Identifies the images: only results of the same ones can be compared."""
-        return json.dumps([self.setting.get(key) for key in ("contents", "num_classes")])
 
 
 @register_figure("probes")
@@ -145,26 +90,9 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     )
 
 
-def read_probes(file: Path) -> ProbeFile:
-    """Reads what ``tools/probe_backbone.py --json`` or a comparison of objectives wrote.
-
-    Results that are not numbers are left out.
-
-    Raises:
-        UserError: the file cannot be read, or has no results.
-    """
-    try:
-        setting, results = _read_content(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"'{file}' has no results of probes: {error!r}") from error
-    if not results:
-        raise UserError(f"'{file}' has no results of probes")
-    return ProbeFile(results, setting)
-
-
 def plot_probes(content: Mapping[str, Any]) -> MplFigure:
     """Draws the content of such a file as ``plot_by_images`` does."""
-    return plot_by_images(choose_statistics(_read_content(content)[1]))
+    return plot_by_images(choose_statistics(parse_results(content)[1]))
 
 
 @themed
@@ -232,21 +160,6 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
     return figure
 
 
-def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
-    """Returns the recalibrated results of each series, or all if there are none.
-
-    Random backbones keep both, the others as a series of their own: either may be higher.
-    """
-    recalibrated = {result.series for result in results if result.recalibrated}
-    chosen = []
-    for result in results:
-        if result.recalibrated or result.series not in recalibrated:
-            chosen.append(result)
-        elif result.images_seen == 0:
-            chosen.append(replace(result, series=f"{result.series}, as initialized"))
-    return chosen
-
-
 def _draw_task(results: Sequence[ProbeResult]) -> dict[str, Image]:
     chosen = choose_statistics(results)
     caption = "Top-1 under each decoder; of a run, its last checkpoint."
@@ -299,45 +212,6 @@ def _read_file_of(run: Run) -> ProbeFile:
             f"'{run.label}' has no {PROBE_FILES[0]} (tools/probe_backbone.py --json)"
         )
     return read_probes(run.probe_file)
-
-
-def _read_content(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[ProbeResult]]:
-    setting = dict(content["setting"])
-    return setting, list(_read_rows(list(content["rows"]), setting))
-
-
-def _read_rows(
-    rows: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]
-) -> Iterator[ProbeResult]:
-    seen_in: dict[Path, list[tuple[Any, Any]]] = {}
-    for row in rows:
-        key = (row["images_seen"], row["digest"])
-        own = seen_in.setdefault(Path(row["backbone"]).parent, [])
-        own += [] if key in own or row["images_seen"] == 0 else [key]
-    for row in rows:
-        seen, path = row["images_seen"], Path(row["backbone"])
-        numbers = [number for number, _ in seen_in[path.parent]]
-        # Files of one folder that saw different numbers of images are checkpoints of one run.
-        is_run = len(set(numbers)) == len(numbers) and (None not in numbers or len(numbers) == 1)
-        series = str(path.parent) if is_run else str(path.parent / path.stem)
-        if seen == 0:
-            series = RANDOM
-        if row["top1"] is not None:
-            yield ProbeResult(
-                series=row.get("series", series),
-                backbone=str(row["backbone"]),
-                images_seen=None if seen is None else int(seen),
-                recalibrated=bool(row["recalibrated"]),
-                decoder=_read_decoder(row["probe"], setting),
-                top1=float(row["top1"]),
-                error=float(row["top1_standard_error"] or 0.0),
-            )
-
-
-def _read_decoder(probe: str, setting: Mapping[str, Any]) -> Decoder:
-    if depth := depth_of(probe):
-        return Decoder(2, depth, width_of(probe) or int(setting["tran"]["width"]))
-    return Decoder(int(probe == "linear"))
 
 
 def _tabulate(results: Sequence[ProbeResult]) -> Table:

@@ -10,36 +10,6 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from tests.modeling.tiny_pretraining import make_tiny_config
-
-CLASSES = ["cat", "dog", "bird"]
-
-
-def classifier_config() -> CfgNode:
-    """Returns one for images of 80 pixels."""
-    cfg = make_tiny_config("ImageClassifier")
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded", "tokens"]
-    cfg.MODEL.CLASS_NAMES = CLASSES
-    cfg.MODEL.CLASSIFIER.NUM_CLASSES = 3
-    cfg.MODEL.CLASSIFIER.DECODER = "linear"
-    cfg.MODEL.CLASSIFIER.IN_FEATURE = "s16_expanded"
-    cfg.INPUT.DATASET_MAPPER_NAME = "classify"
-    cfg.INPUT.PRETRAIN.SIZE = 80
-    cfg.MODEL.DEVICE = "cpu"
-    return cfg
-
-
-def detector_config() -> CfgNode:
-    """Returns a RetinaNet of three classes."""
-    cfg = make_tiny_config("SyncRetinaNet")
-    cfg.MODEL.BACKBONE.NAME = "build_mobile_former_fpn_backbone"
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16"]
-    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
-    cfg.MODEL.FPN.OUT_CHANNELS = 16
-    cfg.MODEL.RETINANET.IN_FEATURES = ["p3", "p4", "p5", "p6", "p7"]
-    cfg.MODEL.RETINANET.NUM_CLASSES = 3
-    cfg.MODEL.DEVICE = "cpu"
-    return cfg
 
 
 def write_run(folder: Path, cfg: CfgNode, *, logged: Mapping[str, float] | None = None) -> Path:

@@ -29,7 +29,7 @@ from qbheat_det.analysis.compare_objectives.results import (
     render_tables,
     summarize,
 )
-from qbheat_det.analysis.probes import read_probes
+from qbheat_det.analysis.probe_results import read_probes
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from tests.data.pictures import draw, save

@@ -17,7 +17,8 @@ from qbheat_det.data import register_image_folders
 from qbheat_det.evaluation import ClassificationEvaluator
 from tests.data.pictures import draw, save
 
-from .run_folders import CLASSES, classifier_config, detector_config, write_run
+from .run_folders import write_run
+from .tiny_runs import CLASSES, classifier_config, retinanet_config
 
 
 def make_matrix(num_classes: int) -> npt.NDArray[np.int64]:
@@ -104,6 +105,6 @@ def test_inference_and_the_last_evaluation_give_the_same_matrix(
 
 
 def test_other_models_are_not_applicable(tmp_path: Path) -> None:
-    run = Run.open(write_run(tmp_path / "boxes", detector_config()))
+    run = Run.open(write_run(tmp_path / "boxes", retinanet_config()))
     with pytest.raises(NotApplicable, match="boxes"):
         draw_classes([run], FigureOptions())

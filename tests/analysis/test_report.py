@@ -17,7 +17,8 @@ from qbheat_det.analysis.run import Run
 from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
 from tests.tool_modules import load_tool
 
-from .run_folders import detector_config, write_run
+from .run_folders import write_run
+from .tiny_runs import retinanet_config
 
 
 def make_figure(runs: Sequence[Run], options: FigureOptions) -> Figure:
@@ -53,7 +54,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_run(tmp_path_factory.mktemp("runs") / "a", detector_config()))
+    return str(write_run(tmp_path_factory.mktemp("runs") / "a", retinanet_config()))
 
 
 def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:

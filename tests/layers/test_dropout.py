@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.layers import Dropout
-from qbheat_det.layers.dropout import draw_kept, rounded
+from qbheat_det.layers.cpu_kernels import draw_kept, rounded
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

@@ -86,7 +86,7 @@ def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
     page = (output / "report.html").read_text()
     for title in ("backbone better?", "Reconstructions", "Spectrum", "Predictions", "hand"):
         assert f"{title}" in page
-    assert page.count("<figure") >= 4  # predictions
+    assert page.count("<figure") >= 4 + 2  # predictions, reconstructions, spectrum
     assert {p.suffix for p in (output / "images").iterdir()} == {".png"}
     assert len(list((output / "images").iterdir())) == 4
     assert (output / "predictions.jpg").is_file()

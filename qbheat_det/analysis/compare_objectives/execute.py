@@ -24,7 +24,7 @@ from qbheat_det.core.files import file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_duration
 from qbheat_det.data import preserved_randomness
 from qbheat_det.engine.run_record import find_commit, list_versions
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .objectives import RANDOM
 from .plan import Comparison, Job, Row, list_jobs
