@@ -21,6 +21,7 @@ from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
 from .figure import FigureOptions, run_each
 from .plotting import INK, chart_image, start_figure, themed, to_text, to_texts
 from .run import Run
+from .training_log import get_last_metric, read_evaluation
 
 Counts = npt.NDArray[np.int64]
 _MOST_NUMBERED, _MOST_NAMED = 16, 110  # classes whose cells, or rows, have room for text
@@ -147,10 +148,10 @@ def _count_confusions(run: Run) -> tuple[Sequence[str], Counts, str]:
     """Returns class names, matrix and source of a run: its last evaluation, or inference."""
     run.require_kind("classifier")
     names = tuple(run.cfg.MODEL.CLASS_NAMES)
-    counts = _rebuild_counts(run.read_evaluation("classification.json"), names)
+    counts = _rebuild_counts(read_evaluation(run, "classification.json"), names)
     if counts is not None and counts.sum():
         top1 = 100 * counts.trace() / counts.sum()
-        if abs(top1 - run.get_last_metric("classification/top1")) < _TOLERANCE:
+        if abs(top1 - get_last_metric(run, "classification/top1")) < _TOLERANCE:
             return names, counts, "the run's last evaluation"
     return names, _classify_test_set(run, names), "inference"
 

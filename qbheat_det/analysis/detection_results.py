@@ -18,6 +18,7 @@ from qbheat_det.engine.trainer import Trainer
 
 from .detection_scores import evaluate_boxes, score_detections
 from .run import Run
+from .training_log import get_last_metric, read_evaluation
 
 RESULTS_FILE = "coco_instances_results.json"
 _TOLERANCE = 1e-6  # percent; the two libraries of COCO's metrics differ by rounding
@@ -103,11 +104,11 @@ def evaluate_run(run: Run, dataset: DetectionSet) -> tuple[Any, bool]:
             f"'{run.label}' has the classes {join_first(names)}, unlike '{dataset.json_file}' "
             f"({join_first(dataset.class_names)})"
         )
-    results = run.read_evaluation(RESULTS_FILE)
+    results = read_evaluation(run, RESULTS_FILE)
     if _is_valid(results, dataset):
         evaluator = evaluate_boxes(dataset.content, results)
         ap = score_detections(evaluator).summary["AP"]
-        if abs(ap - run.get_last_metric("bbox/AP")) < _TOLERANCE:
+        if abs(ap - get_last_metric(run, "bbox/AP")) < _TOLERANCE:
             return evaluator, True
     return evaluate_boxes(dataset.content, _predict(run, dataset)), False
 

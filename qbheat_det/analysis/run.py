@@ -2,7 +2,6 @@
 """A run or a checkpoint, each part of it loaded on first use: config, metrics, model, images."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -188,32 +187,6 @@ class Run:
         except (UserError, OSError) as error:
             raise NotApplicable(f"the {split} set cannot be read: {error}") from error
         return name
-
-    def read_evaluation(self, file_name: str) -> Any:
-        """Returns the JSON that the last evaluation on the first test set wrote, unchecked.
-
-        It belongs to these weights only if its metric is that of ``get_last_metric``: an earlier
-        or interrupted evaluation gives another.
-
-        Args:
-            file_name: below ``inference/<test set>``.
-
-        Returns:
-            None where there is no such file, or the weights are not the run's last.
-        """
-        if self.folder is None or self.weights.stem != "model_final" or not self.cfg.DATASETS.TEST:
-            return None
-        path = self.folder / "inference" / self.cfg.DATASETS.TEST[0] / file_name
-        try:
-            return json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-
-    def get_last_metric(self, key: str) -> float:
-        """Returns a metric that was logged with the run's last iteration; nan if it was not."""
-        last = max((r["iteration"] for r in self.metrics if "iteration" in r), default=-1)
-        found = [r[key] for r in self.metrics if r.get("iteration") == last and key in r]
-        return float(found[-1]) if found else math.nan
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
         """Returns entries of the run's mapper in inference, spread evenly over all images.
