@@ -21,7 +21,7 @@ _MODULES = (
     "attention_figure",
     "class_activation",
     "correlation",
-    "propagation_figure",
+    "propagation",
     "queries",
     "reconstruction",
     "spectrum_figure",
