@@ -19,7 +19,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import load_image_folders
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
 

@@ -32,7 +32,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.classification import TIMM_NAMES, add_timm_weights
 
 from .index import PREFIX, ZooEntry, find_entry, list_entries

@@ -40,7 +40,7 @@ from qbheat_det.model_zoo.add import (
 )
 from qbheat_det.model_zoo.api import TrainedModel, open_trained
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.classifier_cases import make_classes
 from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
 from tests.tool_modules import load_tool
