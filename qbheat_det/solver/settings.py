@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, get_cfg
 
 from qbheat_det.core.errors import UserError
 
@@ -14,6 +14,9 @@ Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 LR_SCALING: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 """Factor on the learning rate by the ratio of the batch to the reference batch."""
+# The last is in Detectron2's main branch only, with the key NUM_DECAYS.
+_SCHEDULERS = ["WarmupMultiStepLR", "WarmupCosineLR"]
+_SCHEDULERS += ["WarmupStepWithFixedGammaLR"] if "NUM_DECAYS" in get_cfg().SOLVER else []
 
 
 def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
@@ -53,9 +56,7 @@ EPOCH_RULES: Rules = {
     "VIS.EPOCHS": _EPOCHS,
 }
 ITERATION_RULES: Rules = {
-    "SOLVER.LR_SCHEDULER_NAME": _one_of(
-        "WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR"
-    ),
+    "SOLVER.LR_SCHEDULER_NAME": _one_of(*_SCHEDULERS),
     "SOLVER.WARMUP_METHOD": _one_of("linear", "constant"),
     "SOLVER.WARMUP_FACTOR": _at_least(0),
     "SOLVER.WARMUP_ITERS": _at_least(0),
