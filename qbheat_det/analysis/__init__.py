@@ -20,8 +20,12 @@ __all__ = [
 _MODULES = (
     "attention_figure",
     "class_activation",
+    "confusion_matrix",
     "correlation",
-    "propagation_figure",
+    "curves",
+    "detections",
+    "probes",
+    "propagation",
     "queries",
     "reconstruction",
     "spectrum_figure",
