@@ -23,7 +23,7 @@ from benchmarks.forms import (
     Forwards,
 )
 from benchmarks.timing import Result, Sample, told_in_rounds
-from qbheat_det.deployment.precision import multiplies_bfloat16
+from qbheat_det.deployment.precision import supports_bfloat16
 
 Contender = tuple[str, str]  # a detector, its form
 _ROUNDS = 7
@@ -55,7 +55,7 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
     if quick:
         height, width, side = height // 4, width // 4, side // 4
-    pairs = AT_TEST_SIZE + (IN_BF16 if multiplies_bfloat16(torch.device("cpu")) or quick else [])
+    pairs = AT_TEST_SIZE + (IN_BF16 if supports_bfloat16(torch.device("cpu")) or quick else [])
     rows = compare(pairs, height, width, threads=threads, quick=quick)
     return rows + compare(AT_640, side, side, threads=threads, quick=quick, where="640_")
 

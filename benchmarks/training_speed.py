@@ -43,7 +43,7 @@ from benchmarks.timing import (
 )
 from benchmarks.training_worker import CLOCKS, find_jobs
 from benchmarks.workers import LeftOut, said, started
-from qbheat_det.deployment.precision import multiplies_bfloat16
+from qbheat_det.deployment.precision import supports_bfloat16
 
 BEFORE = "3039a0fb1d852814b91589d7e47e3969f3d8f043"
 _CHANNELS_LAST = ("MODEL.CHANNELS_LAST", "True")
@@ -98,7 +98,7 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
 def default_contenders() -> list[str]:
     """Returns those that are measured unasked on this machine."""
     left_out = ["after_compiled"]
-    if not multiplies_bfloat16(torch.device("cpu")):
+    if not supports_bfloat16(torch.device("cpu")):
         left_out += ["before_bf16", "after_bf16"]
     return [name for name in CONTENDERS if name not in left_out]
 

@@ -19,7 +19,7 @@ FLOORS = {
     "analysis": 6,
     "probing": 6,
     "modeling.dense": 4,
-    "deployment": 4,
+    "deployment": 6,
     "modeling.pretrain": 4,
     "modeling.detr": 4,
     "modeling.classification": 4,

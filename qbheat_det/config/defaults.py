@@ -150,20 +150,18 @@ def _add_mf_detr(cfg: CfgNode) -> None:
 
 
 def _add_deploy(cfg: CfgNode) -> None:
-    """Keys of the form in which trained weights predict; docs/fast.md has what each step gains.
+    """How ``tools/predict.py`` and ``tools/train_net.py --eval-only`` deploy; see docs/fast.md.
 
-    Training does not read it: a trainer's models, and averages of them, evaluate in plain form.
+    Detectron2's own programs do not read these keys: they call ``qbheat_det.deploy(model)``.
     """
     cfg.MODEL.DEPLOY = CfgNode()
     # Bring the model, once its weights are loaded, into its fastest equal form on the device.
     cfg.MODEL.DEPLOY.ENABLED = False
     # "float32", or "bfloat16" for processors and GPUs that multiply it: AP moves by some tenths.
     cfg.MODEL.DEPLOY.PRECISION = "float32"
-    cfg.MODEL.DEPLOY.COMPILE = "auto"  # or "off"; compiled programs are kept on the disk
-    # [[height, width], …] in pixels, after resizing, that are compiled for before the first image.
-    cfg.MODEL.DEPLOY.IMAGE_SIZES = []
-    # Images of one size after which a process compiles for that size; 0: never.
-    cfg.MODEL.DEPLOY.COMPILE_AFTER = 300
+    # "auto" compiles for IMAGE_SIZES (on GPUs: for all sizes if there are none); or "off".
+    cfg.MODEL.DEPLOY.COMPILE = "auto"
+    cfg.MODEL.DEPLOY.IMAGE_SIZES = []  # [[height, width], …] in pixels, after resizing
     # On the CPU, keep the memory that an image frees for the next one, where else the kernel fills
     # it with zeros page by page. It holds for the whole process. Only with glibc.
     cfg.MODEL.DEPLOY.KEEP_MEMORY = True

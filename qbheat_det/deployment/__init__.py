@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Trained models in their fastest equal form on a device."""
 
-from .deploy import Deployed, deploy
-from .predictor_key import deploy_by_config, honours_deploy_key
+from .deploy import deploy, deploy_by_config
+from .deployed_model import DeployedModel
 from .report import DeployReport, Step
 
-__all__ = ["DeployReport", "Deployed", "Step", "deploy", "deploy_by_config", "honours_deploy_key"]
+__all__ = ["DeployReport", "DeployedModel", "Step", "deploy", "deploy_by_config"]

@@ -1,84 +1,34 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A trained model in its fastest equal form: the steps, in their order."""
+"""``deploy``: brings a trained model into its fastest equal form, step by step."""
 
 import copy
-import functools
+import logging
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from qbheat_det.core.environment import keep_freed_memory
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers.quick_blocks import quicken_blocks
-from qbheat_det.modeling.contracts import masks_padding
+from qbheat_det.core.text import format_duration
+from qbheat_det.modeling.contracts import FixedSizeModel
 
-from .compiled_call import CompiledCall, find_fault
-from .compiled_part import CompiledForward
+from .compiling import compile_parts, find_compiler_error, find_parts, restore_parts
+from .deployed_model import DeployedModel
 from .folding import fold_batch_norms
-from .part_forwards import autocast_all, replace_forward, restore_forwards
-from .part_programs import MOST_COMPILED, PartPrograms, Plan, first_line
-from .precision import choose_precision
-from .program import require_compiler
-from .program_cache import ProgramCache
+from .fused_blocks import fuse_blocks
+from .precision import DTYPES, supports_bfloat16
 from .report import DeployReport
-from .samples import call, find_parts, input_size
-from .settings import COMPILE_AFTER, Settings, tell_on_stderr
 
+logger = logging.getLogger(__name__)
 
-class Deployed:
-    """What a deployed model is besides its class: for prediction alone.
-
-    Attributes:
-        report: what was done, and what was not and why.
-    """
-
-    report: DeployReport
-
-    def train(self, mode: bool = True) -> Any:
-        """Stays in evaluation mode.
-
-        Raises:
-            UserError: training is asked for.
-        """
-        if mode:
-            raise UserError(
-                "a deployed model does not train: its BatchNorms are folded and its programs hold "
-                "the weights. Train the model that it was made of, and deploy it again"
-            )
-        return super().train(False)  # type: ignore[misc]
-
-    def load_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Refuses.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(
-            "a deployed model takes no other weights: its programs hold the ones that it was made "
-            "with. Load them into the plain model, and deploy that"
-        )
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the model's own, without gradients."""
-        own: Callable[..., Any] = super().forward  # type: ignore[misc]
-        inputs = arguments[0] if len(arguments) == 1 and not keywords else None
-        with torch.no_grad():
-            if getattr(self, "_records_graphs", False):  # the last call's results were taken
-                torch.compiler.cudagraph_mark_step_begin()
-            # Such a model gives for a padded batch what its images give alone: so they go alone.
-            alone = masks_padding(self)
-            if (
-                alone
-                and isinstance(inputs, list)
-                and len({tuple(entry["image"].shape) for entry in inputs}) > 1
-            ):
-                return [own([entry])[0] for entry in inputs]
-            return own(*arguments, **keywords)
+_COMPILE = ("auto", "off")
+_DYNAMIC_SIZE = (512, 640)  # of the image that code for all sizes is compiled with
 
 
 def deploy(
@@ -87,198 +37,171 @@ def deploy(
     precision: str = "float32",
     compile: str = "auto",
     image_sizes: Sequence[Sequence[int]] = (),
-    compile_after: int = COMPILE_AFTER,
     keep_memory: bool = True,
-    cache_folder: str | Path | None = None,
-    tell: Callable[[str], None] = tell_on_stderr,
-) -> nn.Module:
+) -> DeployedModel:
     """Returns a copy of a trained model in its fastest equal form on the model's device.
 
-    It has the model's class and is called as the model is, with images of any size. BatchNorm is
-    folded, maps are channels-last, and for image sizes that are asked for or come often backbone
-    and head are compiled; ``report`` says of each step whether it applied. Compiling takes minutes
-    once, later processes load what was compiled then. In float32 scores differ from the model's by
-    less than 0.001 and boxes by less than 0.1 pixel.
+    It is called as the model is, with images of any size. BatchNorm is folded, blocks are fused
+    (CPU), feature maps are channels-last, and backbone and heads are compiled for ``image_sizes``.
+    Compiling takes minutes; PyTorch keeps the result on disk, so that later processes take tens of
+    seconds. In float32, scores differ from the model's by less than 0.001 and boxes by less than
+    0.1 pixel.
 
     Args:
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.
-        precision: "float32" or, for devices that multiply it, "bfloat16", which is not equal:
-            AP moves by some tenths (docs/fast.md).
-        compile: "auto", or "off" for the steps that need no compiler.
-        image_sizes: (height, width) in pixels of images as the model gets them, for which it is
-            compiled now: an image of each is run. On CUDA, all there are, which get graphs.
-        compile_after: images of one size in this process after which it is compiled for that size;
-            0 is never. On CUDA not used.
-        keep_memory: keep what is freed after an image for the next one. It holds for the whole
-            process, whose memory then does not shrink (glibc).
-        cache_folder: of compiled programs; by default "programs" in ``$QBHEAT_CACHE``.
-        tell: takes a line for the user, as of what is compiled and how long it takes.
+        precision: "float32", or "bfloat16", which is not equal: AP changes by some tenths.
+        compile: "auto", or "off".
+        image_sizes: (height, width) in pixels of images as the model gets them, to compile for. On
+            the CPU other sizes run uncompiled. On CUDA, code is compiled for all sizes if none is
+            given, and recorded as CUDA graphs if they are.
+        keep_memory: keep freed memory for the next image (CPU with glibc). Holds for the whole
+            process.
 
     Raises:
-        UserError: an argument is none of those named, the model has no backbone, or it does not
-            take an image of ``image_sizes``.
+        UserError: an argument is not valid, the model is deployed already or has no backbone, or it
+            does not take an image of ``image_sizes``.
     """
-    settings = Settings(
-        precision=precision,
-        compile=compile,
-        image_sizes=image_sizes,
-        compile_after=compile_after,
-        keep_memory=keep_memory,
-        cache_folder=cache_folder,
-        tell=tell,
-    )
+    sizes = _check_arguments(precision, compile, image_sizes)
+    if isinstance(model, DeployedModel):
+        raise UserError("the model is deployed already: deploy the original with other settings")
     find_parts(model)  # raises
     device = next(model.parameters()).device
-    dtype, reason = choose_precision(precision, device)
-    deployed = _copy(model)
     report = DeployReport()
-    _fold(deployed, report)
-    deployed.to(memory_format=torch.channels_last)
-    report.add("channels-last", True, "weights and maps have their channels innermost")
-    _keep_memory(settings.keep_memory, device, report)
-    report.add("precision", dtype != torch.float32, f"{str(dtype).split('.')[1]}: {reason}")
-    _compile(deployed, settings, dtype, report)
-    setattr(deployed, "report", report)  # noqa: B010  which nn.Module's types refuse
+    with torch.inference_mode(False):  # whatever the caller's mode, for weights that compile
+        copied = copy.deepcopy(model).eval().requires_grad_(False)
+        _rewrite(copied, device, report)
+        _keep_memory(keep_memory, device, report)
+        _describe_precision(precision, device, report)
+        deployed = DeployedModel(copied, DTYPES[precision], report)
+        if compile == "off":
+            report.add("compile", False, "not asked for")
+        elif device.type == "cpu" and not sizes:
+            report.add("compile", False, "image_sizes name no size to compile for")
+        else:
+            _compile(deployed, sizes, device)
     return deployed
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    twin.__dict__.pop("forward", None)  # of the key, see predictor_key.py
-    restore_forwards(twin)  # it may be deployed, or be a part of what is
-    twin.__dict__.pop("_records_graphs", None)
-    twin.eval()
-    for parameter in twin.parameters():
-        parameter.requires_grad_(False)
-    if not isinstance(twin, Deployed):
-        own = type(twin)
-        twin.__class__ = type(own.__name__, (Deployed, own), {"__module__": own.__module__})
-    return twin
+def deploy_by_config(model: nn.Module, node: CfgNode) -> DeployedModel:
+    """Deploys a model as ``MODEL.DEPLOY`` says.
+
+    Args:
+        model: as for ``deploy``.
+        node: ``MODEL.DEPLOY`` of a config; ``ENABLED`` is not read.
+
+    Raises:
+        UserError: as ``deploy``.
+    """
+    return deploy(
+        model,
+        precision=node.PRECISION,
+        compile=node.COMPILE,
+        image_sizes=node.IMAGE_SIZES,
+        keep_memory=node.KEEP_MEMORY,
+    )
 
 
-def _fold(model: nn.Module, report: DeployReport) -> None:
+def _check_arguments(precision: Any, compile: Any, image_sizes: Any) -> list[tuple[int, int]]:
+    """Returns ``image_sizes`` as tuples."""
+    if precision not in DTYPES:
+        raise UserError(f"precision is one of {', '.join(DTYPES)}, not {precision!r}")
+    if compile not in _COMPILE:
+        raise UserError(f"compile is one of {', '.join(_COMPILE)}, not {compile!r}")
+    try:
+        sizes = [(height, width) for height, width in image_sizes]
+    except (TypeError, ValueError):
+        sizes = [(0, 0)]
+    if not all(type(length) is int and length > 0 for size in sizes for length in size):
+        raise UserError(f"image_sizes is a list of [height, width] in pixels, not {image_sizes!r}")
+    return sizes
+
+
+def _rewrite(model: nn.Module, device: torch.device, report: DeployReport) -> None:
     folded, left = fold_batch_norms(model)
-    what = f"{folded} BatchNorms are part of the convolutions before them"
-    if left:
-        what += f"; {left} follow no convolution directly and stay"
-    again = isinstance(model, Deployed) and hasattr(model, "report")
-    none = "done when it was deployed before" if again else "there is no BatchNorm"
-    report.add("fold", folded > 0, what if folded or left else none)
-    quick = quicken_blocks(model) if next(model.parameters()).device.type == "cpu" else 0
-    none = "done when it was deployed before" if again else "none is known"
-    told = f"{quick} pass over an image's maps less often" if quick else none
-    report.add("blocks", quick > 0, told)
+    rest = f"; {left} follow no convolution and stay" if left else ""
+    detail = f"{folded} BatchNorms are folded into convolutions{rest}"
+    report.add("fold", folded > 0, detail if folded or left else "there is no BatchNorm")
+    fused = fuse_blocks(model) if device.type == "cpu" else 0
+    none = "the model has no blocks with a fused form" if device.type == "cpu" else "only on CPUs"
+    report.add("fuse", fused > 0, f"{fused} blocks are fused for single images" if fused else none)
+    model.to(memory_format=torch.channels_last)
+    report.add("channels-last", True, "weights and feature maps have their channels last")
 
 
-def _keep_memory(asked: bool, device: torch.device, report: DeployReport) -> None:
-    kept = asked and device.type == "cpu" and keep_freed_memory()
-    why_not = "only with glibc, on the CPU" if asked else "not asked for"
-    told = "freed memory stays with this process for the next image" if kept else why_not
-    report.add("memory", kept, told)
+def _keep_memory(wanted: bool, device: torch.device, report: DeployReport) -> None:
+    kept = wanted and device.type == "cpu" and keep_freed_memory()
+    why_not = "only on CPUs with glibc" if wanted else "not asked for"
+    report.add("memory", kept, "this process keeps freed memory" if kept else why_not)
+
+
+def _describe_precision(precision: str, device: torch.device, report: DeployReport) -> None:
+    is_native = supports_bfloat16(device)
+    if precision == "bfloat16":
+        detail = "bfloat16 by autocast" + ("" if is_native else ", slower: this device emulates it")
+    else:
+        detail = "float32" + ("; precision='bfloat16' is faster, and not equal" * is_native)
+    report.add("precision", precision == "bfloat16", detail)
 
 
 def _compile(
-    model: nn.Module, settings: Settings, dtype: torch.dtype, report: DeployReport
+    deployed: DeployedModel, sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> None:
-    device = next(model.parameters()).device
-    parts = find_parts(model)
-    if settings.compile == "off":
-        report.add("compile", False, "not asked for")
-        autocast_all(parts, dtype, device)
-    elif device.type == "cuda":
-        _compile_for_cuda(model, parts, settings, dtype, report)
-    else:
-        _compile_for_cpu(model, parts, settings, dtype, report)
-
-
-def _compile_for_cuda(
-    model: nn.Module,
-    parts: dict[str, nn.Module],
-    settings: Settings,
-    dtype: torch.dtype,
-    report: DeployReport,
-) -> None:
-    device = next(model.parameters()).device
-    autocast_all(parts, dtype, device)
-    fault = find_fault(device)
-    if fault:
-        report.add("compile", False, f"PyTorch compiles nothing here: {fault}")
-        if settings.image_sizes:
-            settings.tell(f"nothing is compiled: {fault}")
+    report = deployed.report
+    error = find_compiler_error(device)
+    if error:
+        report.add("compile", False, f"torch.compile does not work here: {error}")
+        logger.warning("Nothing is compiled: %s", error)
         return
-    # What a graph returns is overwritten by its next run: a model reads it before, others may not.
-    graphs = bool(settings.image_sizes) and not isinstance(model, Backbone)
-    calls = {
-        name: CompiledCall(
-            part.forward,
-            functools.partial(_give_up, name, report),
-            dynamic=not settings.image_sizes,
-            mode="reduce-overhead" if graphs else None,
-        )
-        for name, part in parts.items()
-    }
-    for name, part in parts.items():
-        replace_forward(part, calls[name])
-    model._records_graphs = graphs  # type: ignore[assignment]
-    when = "for the sizes asked for" if settings.image_sizes else "at the first image"
-    settings.tell(f"compiling {' and '.join(parts)} {when}: a minute or several")
+    parts = find_parts(deployed.model)
+    # A graph's next run overwrites its results: a detector has read them by then, a caller may not.
+    graphs = device.type == "cuda" and bool(sizes) and not isinstance(deployed.model, Backbone)
+    what = f"{' and '.join(parts)} for " + (
+        ", ".join(f"{height}x{width}" for height, width in sizes) or "images of all sizes"
+    )
+    logger.info("Compiling %s: this takes minutes, and less in later processes", what)
     start = time.perf_counter()
-    _run_sizes(model, settings)
-    if settings.image_sizes:
-        when += f", in {time.perf_counter() - start:.0f} s"
-        settings.tell(f"compiled {when}")
-    compiled = [name for name, call in calls.items() if not call.has_failed]
-    if compiled:
-        report.add("compile", True, f"{' and '.join(compiled)}, with torch.compile {when}")
-    why_not = "a backbone's maps would be overwritten" if settings.image_sizes else "sizes vary"
-    report.add("CUDA graphs", graphs, "one for each image size" if graphs else why_not)
-
-
-def _give_up(name: str, report: DeployReport, reason: str) -> None:
-    report.add("compile", False, f"{name} runs as it is, PyTorch cannot compile it: {reason}")
-
-
-def _compile_for_cpu(
-    model: nn.Module,
-    parts: dict[str, nn.Module],
-    settings: Settings,
-    dtype: torch.dtype,
-    report: DeployReport,
-) -> None:
-    own = {name: part.forward for name, part in parts.items()}
-    autocast_all(parts, dtype, next(model.parameters()).device)
+    compile_parts(parts.values(), dynamic=not sizes, cuda_graphs=graphs)
+    deployed.has_cuda_graphs = graphs
     try:
-        cache = ProgramCache(Path(settings.cache_folder) if settings.cache_folder else None)
-    except UserError as error:
-        report.add("compile", False, str(error))
-        if settings.image_sizes:
-            settings.tell(f"nothing is compiled: {error}")
+        for size in sizes or [_DYNAMIC_SIZE]:
+            _run_random_image(deployed, size, device)
+    except TorchDynamoException as error:
+        restore_parts(parts.values())
+        deployed.has_cuda_graphs = False
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        report.add("compile", False, f"PyTorch cannot compile {what}: {reason}")
+        logger.warning("PyTorch cannot compile %s: %s", what, reason)
         return
-    after, sentence = settings.compile_after, f"programs of one size each, from {cache.folder}"
+    if device.type == "cpu":
+        deployed.compiled_sizes = frozenset(sizes)
+    report.add("compile", True, f"{what}, in {format_duration(time.perf_counter() - start)}")
+    if device.type == "cuda":
+        none = "a backbone's outputs would be overwritten" if sizes else "image_sizes name no size"
+        report.add("CUDA graphs", graphs, "one for each image size" if graphs else none)
+
+
+def _run_random_image(deployed: DeployedModel, size: tuple[int, int], device: torch.device) -> None:
+    """Runs a deployed model on one random image, which compiles it for the size.
+
+    Raises:
+        UserError: the model does not take the image.
+        TorchDynamoException: PyTorch cannot compile it.
+    """
+    model: Any = deployed.model
     try:
-        require_compiler()
-        if after:
-            sentence += f"; a size that has come {after} times is compiled, {MOST_COMPILED} at most"
-    except UserError as error:
-        after, sentence = 0, f"{sentence}; none can be made: {error}"
-    report.add("compile", True, sentence)
-    plan = Plan(cache, after, settings.tell, report)
-    for name, part in parts.items():
-        programs = PartPrograms(part, name, dtype, own[name], part.forward, plan)
-        replace_forward(part, CompiledForward(programs))
-    plan.asks = True
-    _run_sizes(model, settings)
-    plan.asks = False
-
-
-def _run_sizes(model: nn.Module, settings: Settings) -> None:
-    """Runs an image of each size that was asked for, which compiles for it."""
-    for size in settings.image_sizes:
-        try:
-            call(model, input_size(model, size))
-        except Exception as error:
-            height, width = size
-            raise UserError(
-                f"the model does not take an image of {height}x{width} pixels, for which it was to "
-                f"be compiled: {first_line(error)}"
-            ) from error
+        if isinstance(model, Backbone):
+            multiple = model.size_divisibility or 1  # a detector pads to it
+            height, width = (-(-length // multiple) * multiple for length in size)
+            channels = next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels
+            deployed(torch.rand(1, channels, height, width, device=device))
+        else:
+            if isinstance(model, FixedSizeModel):
+                size = model.image_size, model.image_size
+            pixels = torch.randint(256, (len(model.pixel_mean), *size), dtype=torch.uint8)
+            deployed([{"image": pixels, "height": size[0], "width": size[1]}])
+    except TorchDynamoException:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"image_sizes: the model does not take an image of {size[0]}x{size[1]} pixels: {error}"
+        ) from error

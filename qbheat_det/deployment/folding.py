@@ -1,12 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""BatchNorm that is a fixed scale and shift becomes part of the convolution before it."""
+"""BatchNorm folded into the weights of the convolution before it."""
 
 from collections import Counter
 from typing import Any
 
-import torch
 from detectron2.layers import Conv2d, FrozenBatchNorm2d, NaiveSyncBatchNorm
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from qbheat_det.layers import DepthwiseConv2d, NormedConv2d
 
@@ -15,15 +15,15 @@ _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, NaiveSyncBatchNorm, FrozenBatchNorm2
 
 
 def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
-    """Folds every BatchNorm that directly follows a convolution of its own, in place.
+    """Folds, in place, every BatchNorm that directly follows a convolution used nowhere else.
 
-    That is the ``norm`` of a Detectron2 convolution, and a pair of neighbours in a ``Sequential``.
+    Found are the ``norm`` of Detectron2's convolutions, and neighbours in an ``nn.Sequential``.
 
     Args:
         model: in evaluation mode.
 
     Returns:
-        How many were folded, and how many are left.
+        The number of folded norms, and of those that are left.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     folded = 0
@@ -35,9 +35,8 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
         elif type(module) is nn.Sequential:
             for index in range(len(module) - 1):
                 convolution, norm = module[index], module[index + 1]
-                alone = uses[id(convolution)] == uses[id(norm)] == 1
-                plain = getattr(convolution, "norm", None) is None
-                if alone and plain and _can_fold(convolution, norm) and not _acts(convolution):
+                unshared = uses[id(convolution)] == uses[id(norm)] == 1
+                if unshared and _is_bare(convolution) and _can_fold(convolution, norm):
                     _fold(convolution, norm)
                     module[index + 1] = nn.Identity()
                     folded += 1
@@ -52,24 +51,20 @@ def _can_fold(convolution: nn.Module, norm: object) -> bool:
     )
 
 
-def _acts(convolution: nn.Module) -> bool:
-    return getattr(convolution, "activation", None) is not None
+def _is_bare(convolution: nn.Module) -> bool:
+    """Whether nothing of a Detectron2 convolution's own comes between it and the next module."""
+    if not isinstance(convolution, Conv2d):
+        return True
+    return convolution.norm is None and convolution.activation is None
 
 
-@torch.no_grad()
 def _fold(convolution: Any, norm: Any) -> None:
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.double()
-    if convolution.bias is not None:
-        shift = shift + convolution.bias.double() * scale
-    weight = convolution.weight
-    convolution.weight = _constant(weight.double() * scale[:, None, None, None], weight)
-    convolution.bias = _constant(shift, weight)
-
-
-def _constant(value: Tensor, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.to(like.dtype), requires_grad=False)
+    convolution.weight, convolution.bias = fuse_conv_bn_weights(
+        convolution.weight,
+        convolution.bias,
+        norm.running_mean,
+        norm.running_var,
+        norm.eps,
+        norm.weight,
+        norm.bias,
+    )

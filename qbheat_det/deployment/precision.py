@@ -1,71 +1,53 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Whether bfloat16 is arithmetic of the device, or only a slower way to write float32."""
+"""Whether a device multiplies bfloat16 natively, and a model's parts under autocast."""
 
-import platform
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from qbheat_det.core.errors import UserError
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By their names in ``MODEL.DEPLOY.PRECISION``."""
 
-PRECISIONS = ("float32", "bfloat16")
-# As Linux names them: products of bfloat16 in AVX-512 and AMX; Arm's own.
-_NATIVE_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-
-
-def choose_precision(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Returns the type to compute in, and a sentence on it.
-
-    Args:
-        wanted: "float32" or "bfloat16".
-        device: where the model lives.
-
-    Raises:
-        UserError: ``wanted`` is neither.
-    """
-    check_precision(wanted)
-    has_it = multiplies_bfloat16(device)
-    if wanted == "bfloat16":
-        return torch.bfloat16, "as asked for" if has_it else "slower, for this device emulates it"
-    other = "this device multiplies bfloat16 too, which rounds more: precision='bfloat16' takes it"
-    return torch.float32, other if has_it else "this device does not multiply bfloat16"
+# Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
-def check_precision(wanted: str) -> None:
-    """Raises a UserError for what is none of ``PRECISIONS``."""
-    if wanted not in PRECISIONS:
-        raise UserError(f"precision is one of {', '.join(PRECISIONS)}, not '{wanted}'")
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 is arithmetic of a device."""
+def supports_bfloat16(device: torch.device) -> bool:
+    """Returns whether a device multiplies bfloat16 natively, rather than by emulation."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and bool(processor_flags() & _NATIVE_FLAGS)
+    return device.type == "cpu" and bool(read_cpu_flags() & _BF16_FLAGS)
 
 
-def processor_flags() -> set[str]:
-    """Returns what the processor can do, as Linux names it; nothing elsewhere."""
-    for line in _processor_lines():
-        name, _, value = line.partition(":")
-        if name.strip().lower() in ("flags", "features"):
-            return set(value.split())
-    return set()
-
-
-def processor_name() -> str:
-    """Returns the model of the processor, and of what it can do a list."""
-    names = ("model name", "cpu implementer", "cpu part", "cpu family", "model", "stepping")
-    found = dict.fromkeys(
-        line.strip()
-        for line in _processor_lines()
-        if line.partition(":")[0].strip().lower() in names
-    )
-    return " ".join([platform.machine(), platform.processor(), *found, *sorted(processor_flags())])
-
-
-def _processor_lines() -> list[str]:
+def read_cpu_flags() -> set[str]:
+    """Returns the processor's features by Linux's names; none on other systems."""
     try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []
+        return set()
+    fields = (line.partition(":") for line in lines)
+    found = (value for name, _, value in fields if name.strip().lower() in ("flags", "features"))
+    return set(next(found, "").split())
+
+
+def return_float32(parts: Iterable[nn.Module]) -> None:
+    """Adds hooks that cast what modules return in half precision to float32.
+
+    Under autocast the parts then compute in bfloat16, and what follows them, such as decoding
+    boxes, in float32. Integers and masks are left as they are.
+    """
+    for part in parts:
+        part.register_forward_hook(_to_float32)
+
+
+def _to_float32(_: nn.Module, __: Any, output: Any) -> Any:
+    return tree_map(_widen, output)
+
+
+def _widen(x: Any) -> Any:
+    is_half = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+    return x.float() if is_half else x

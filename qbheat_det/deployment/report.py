@@ -1,45 +1,34 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What was done to a model for deployment, step by step, and what was not and why."""
+"""The report of ``deploy``: each step, and whether it applied."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its name, whether it applied, and a sentence of what it did or why it did not."""
+    """One step: its name, whether it applied, and what it did or why it did not apply."""
 
     name: str
     applied: bool
-    sentence: str
+    detail: str
 
     def __str__(self) -> str:
-        return f"{self.name:<14}{'yes' if self.applied else 'no':<5}{self.sentence}"
+        return f"{self.name:<14}{'yes' if self.applied else 'no':<5}{self.detail}"
 
 
-@dataclass
-class DeployReport:
-    """The steps of ``deploy``, in their order; printed, a line each."""
+class DeployReport(dict[str, Step]):
+    """The steps by name, in their order; printed one a line."""
 
-    steps: list[Step] = field(default_factory=list)
+    def add(self, name: str, applied: bool, detail: str) -> None:
+        """Adds a step.
 
-    def add(self, name: str, applied: bool, sentence: str) -> None:
-        """Appends a step."""
-        self.steps.append(Step(name, applied, sentence))
-
-    def __getitem__(self, name: str) -> Step:
-        """Returns the first step of a name; "program" may come several times.
-
-        Raises:
-            KeyError: there is none.
+        Args:
+            name: "fold", "fuse", "channels-last", "memory", "precision", "compile" or
+                "CUDA graphs".
+            applied: whether the model changed.
+            detail: what was done, or why not.
         """
-        for step in self.steps:
-            if step.name == name:
-                return step
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
+        self[name] = Step(name, applied, detail)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.steps))
+        return "\n".join(map(str, self.values()))

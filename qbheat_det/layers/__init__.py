@@ -7,6 +7,7 @@ from .convolutions import DepthwiseConv2d, NormedConv2d
 from .cross_attention import FormerToMobile, MobileToFormer
 from .dropout import Dropout
 from .dynamic_relu import DynamicReLU
+from .fast_linear import Linear, linear, replace_linear_layers
 from .former import Former
 from .mobile_former_block import (
     DownMobile,
@@ -19,7 +20,6 @@ from .mobile_former_block import (
 from .padding import halve, padding_mask, resize_bilinear, valid_sizes, zero_padding
 from .pooled_features import PooledFeatures
 from .position_encoding import SinePositionEncoding
-from .products import Linear, linear, multiply_by_rows
 
 __all__ = [
     "AttentionRecord",
@@ -43,10 +43,10 @@ __all__ = [
     "depthwise",
     "halve",
     "linear",
-    "multiply_by_rows",
     "padding_mask",
     "pointwise",
     "read_attention",
+    "replace_linear_layers",
     "resize_bilinear",
     "valid_sizes",
     "zero_padding",

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .dropout import draw_kept, rounded
-from .products import linear
+from .fast_linear import linear
 from .recording import is_recorded
 
 _PART = 1 << 20  # weights that are computed at a time; as float32, 4 MiB

@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import Linear, PooledFeatures, multiply_by_rows
+from qbheat_det.layers import Linear, PooledFeatures, replace_linear_layers
 
 from .linear_decoder import check_map
 
@@ -64,7 +64,7 @@ class TransformerDecoder(nn.Module):
         self.blocks = nn.Sequential(
             *(Block(dim, dim // 64, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
         )
-        multiply_by_rows(self.blocks)
+        replace_linear_layers(self.blocks)
         self.norm = nn.LayerNorm(dim)
         self.classifier = nn.Linear(dim + self.pool.token_dim, num_classes)
         for module in self.modules():

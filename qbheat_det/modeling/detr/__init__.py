@@ -13,7 +13,6 @@ from .losses import (
 )
 from .mf_decoder import MFDecoder
 from .mf_detr import MFDETR
-from .quick_lite_mobile import QuickLiteMobile
 
 __all__ = [
     "MFDETR",
@@ -25,7 +24,6 @@ __all__ = [
     "HungarianMatcher",
     "MFDecoder",
     "QueryGroups",
-    "QuickLiteMobile",
     "SetCriterion",
     "SoftmaxClassification",
     "Targets",

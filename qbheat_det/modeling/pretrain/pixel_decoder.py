@@ -15,7 +15,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import Linear, linear, multiply_by_rows
+from qbheat_det.layers import Linear, linear, replace_linear_layers
 
 
 class DecoderBlock(Block):
@@ -23,7 +23,7 @@ class DecoderBlock(Block):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        multiply_by_rows(self)
+        replace_linear_layers(self)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
         """

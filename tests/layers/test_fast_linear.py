@@ -7,14 +7,14 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import Linear, linear, multiply_by_rows, products
+from qbheat_det.layers import Linear, fast_linear, linear, replace_linear_layers
 
 SHAPES = [(64, 8), (3, 50, 8), (2, 9, 7, 8), (1, 1000, 8)]
 
 
-@pytest.fixture(params=[True, False], ids=["convolutions", "products"])
+@pytest.fixture(params=[True, False], ids=["convolutions", "fast_linear"])
 def preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(products, "prefers_convolutions", lambda: request.param)
+    monkeypatch.setattr(fast_linear, "prefers_convolutions", lambda: request.param)
     return bool(request.param)
 
 
@@ -75,14 +75,14 @@ def test_no_rows(preferred: bool) -> None:
 def test_convolutions_are_for_many_rows_of_float32(
     monkeypatch: pytest.MonkeyPatch, x: Tensor, taken: bool
 ) -> None:
-    monkeypatch.setattr(products, "prefers_convolutions", lambda: True)
+    monkeypatch.setattr(fast_linear, "prefers_convolutions", lambda: True)
     seen = counted(monkeypatch)
     linear(x, torch.zeros(5, 8, dtype=x.dtype))
     assert seen == ([torch.Size([1, 8, 64, 1])] if taken else [])
 
 
 def test_autocast_and_exporters_get_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "prefers_convolutions", lambda: True)
+    monkeypatch.setattr(fast_linear, "prefers_convolutions", lambda: True)
     seen = counted(monkeypatch)
     layer, x = Linear(8, 5).eval(), torch.randn(64, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -95,8 +95,8 @@ def test_autocast_and_exporters_get_the_product(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_compiled_layer_convolves_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not products.prefers_convolutions():
-        pytest.skip("this processor's products are as fast")
+    if not fast_linear.prefers_convolutions():
+        pytest.skip("this processor's fast_linear are as fast")
     graphs: list[str] = []
 
     def read(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
@@ -115,7 +115,7 @@ def test_a_block_of_timm_keeps_its_parameters_and_results(preferred: bool) -> No
     block = Block(16, 2).eval()
     x = torch.randn(2, 40, 16)
     wanted, state = block(x), {key: each.clone() for key, each in block.state_dict().items()}
-    multiply_by_rows(block)
+    replace_linear_layers(block)
     assert {type(each) for each in block.modules() if isinstance(each, nn.Linear)} == {Linear}
     torch.testing.assert_close(block(x), wanted)
     torch.testing.assert_close(block.state_dict(), state)
@@ -133,14 +133,14 @@ def test_a_block_of_timm_keeps_its_parameters_and_results(preferred: bool) -> No
 def test_the_processor_decides(
     monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, convolves: bool
 ) -> None:
-    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+    monkeypatch.setattr(fast_linear, "_vendor", lambda: vendor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    products._look_up.cache_clear()
+    fast_linear._look_up_processor.cache_clear()
     try:
-        assert products.prefers_convolutions() is convolves
+        assert fast_linear.prefers_convolutions() is convolves
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-        products._look_up.cache_clear()
-        assert not products.prefers_convolutions()
+        fast_linear._look_up_processor.cache_clear()
+        assert not fast_linear.prefers_convolutions()
     finally:
-        products._look_up.cache_clear()
+        fast_linear._look_up_processor.cache_clear()

@@ -1,0 +1,241 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Fused inference blocks: Mobile-Former's and MF-DETR's blocks with fewer passes over wide maps.
+
+Three rewrites, equal to the plain blocks up to rounding:
+
+* max(a1 u, a2 u) is a PReLU times the larger slope. The PReLU is one pass over the map; the factor,
+  one number a channel, is multiplied into the weights of the convolution that follows.
+* oneDNN is slow at depthwise convolutions with several output channels for each input channel, and
+  fast at those with one. So one convolution computes the first output of every input channel, the
+  next one the second, and so on; the following convolution reads the channels in that order.
+* Position encodings are kept for the last few map sizes.
+
+Each fused block holds the plain one, and calls it for batches, padded images, training, compilers
+and exporters.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.layers import (
+    DepthwiseConv2d,
+    DownMobile,
+    DynamicReLU,
+    LiteBottleneck,
+    Mobile,
+    NormedConv2d,
+    SinePositionEncoding,
+)
+from qbheat_det.layers.recording import is_recorded
+from qbheat_det.modeling.detr.decoder_block import LevelMap, LiteMobile
+
+_MIN_SLOPE = 1e-12  # slopes are divided by one another
+_MAX_ENCODINGS = 6  # map sizes: three levels of a decoder for two image sizes
+
+
+class FusedMobile(nn.Module):
+    """``Mobile`` in inference."""
+
+    stride = 1
+
+    def __init__(self, plain: Mobile) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
+        """As ``Mobile.forward``."""
+        block = self.plain
+        if padding is not None or not _can_fuse(x, block.expand):
+            return block(x, token, padding)
+        hidden, factor = scaled_prelu(block.expand_act, block.expand(x), token)
+        hidden = convolve(block.depthwise, hidden, factor)
+        hidden, factor = scaled_prelu(block.depthwise_act, hidden, token)
+        out = convolve(block.reduce, hidden, factor)
+        return out.add_(x) if block.has_identity else out
+
+
+class FusedDownMobile(nn.Module):
+    """``DownMobile`` in inference."""
+
+    stride = 2
+
+    def __init__(self, plain: DownMobile) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
+        """As ``DownMobile.forward``."""
+        block = self.plain
+        if padding is not None or not _can_fuse(x, block.down):
+            return block(x, token, padding)
+        y = convolve(block.down_reduce, *scaled_prelu(block.down_act, block.down(x), token))
+        hidden, factor = scaled_prelu(block.depthwise_act, block.depthwise(y), token)
+        return convolve(block.reduce, hidden, factor).add_(y)
+
+
+class FusedLiteBottleneck(nn.Module):
+    """``LiteBottleneck`` in inference, with its BatchNorms folded."""
+
+    stride = 1
+
+    def __init__(self, plain: LiteBottleneck) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(
+        self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As ``LiteBottleneck.forward``."""
+        depthwise = self.plain.depthwise
+        has_norm = depthwise.norm is not None
+        if padding is not None or has_norm or not _can_fuse(x, depthwise):
+            return self.plain(x, tokens, padding)
+        channels = x.shape[1]
+        order = interleaved_order(depthwise)
+        # Channels-last, so that each convolution's ReLU6 writes into its share of the channels.
+        hidden = x.new_empty(len(x), *x.shape[2:], len(order)).permute(0, 3, 1, 2)
+        for start in range(0, len(order), channels):
+            y = convolve_rows(depthwise, x, order[start : start + channels])
+            torch.clamp(y, 0, 6, out=hidden[:, start : start + channels])
+        return convolve(self.plain.pointwise, hidden, order=order).add_(x), tokens
+
+
+class FusedLiteMobile(nn.Module):
+    """``LiteMobile``, the map's layer in MF-DETR's M-F- blocks, in inference."""
+
+    def __init__(self, plain: LiteMobile) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
+        """As ``LiteMobile.forward``."""
+        depthwise = self.plain.depthwise
+        has_norm = depthwise.norm is not None
+        if level.padding is not None or has_norm or not _can_fuse(level.x, depthwise):
+            return self.plain(level, queries)
+        image = level.as_image(level.x)
+        order = interleaved_order(depthwise)
+        parts = [convolve_rows(depthwise, image, rows) for rows in order.split(image.shape[1])]
+        hidden, factor = scaled_prelu(self.plain.act, torch.cat(parts, dim=1), queries[:, 0], order)
+        out = convolve(self.plain.pointwise, hidden, factor, order)
+        return out.flatten(2).transpose(1, 2) + level.x
+
+
+class CachedPositionEncoding(nn.Module):
+    """``SinePositionEncoding`` that keeps the encodings of the last few map sizes."""
+
+    def __init__(self, plain: SinePositionEncoding) -> None:
+        super().__init__()
+        self.plain = plain
+        self._encodings: dict[tuple[object, ...], Tensor] = {}
+
+    def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
+        """As ``SinePositionEncoding.forward``."""
+        if padding is not None or torch.is_grad_enabled() or is_recorded():
+            return self.plain(size, padding)
+        frequency = self.plain.frequency
+        key = *size, frequency.device, frequency.dtype
+        encoding = self._encodings.pop(key, None)
+        if encoding is None:
+            encoding = self.plain(size)
+        self._encodings[key] = encoding  # now the newest
+        if len(self._encodings) > _MAX_ENCODINGS:
+            self._encodings.pop(next(iter(self._encodings)), None)
+        return encoding
+
+
+FUSED_BLOCKS: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    Mobile: FusedMobile,
+    DownMobile: FusedDownMobile,
+    LiteBottleneck: FusedLiteBottleneck,
+    LiteMobile: FusedLiteMobile,
+    SinePositionEncoding: CachedPositionEncoding,
+}
+"""The fused form of each plain block."""
+
+
+def fuse_blocks(model: nn.Module) -> int:
+    """Replaces the children of a model that have a fused form, at any depth; returns their number.
+
+    Args:
+        model: on the CPU, in evaluation mode, with its BatchNorms folded. Changed in place.
+    """
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) in FUSED_BLOCKS
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, FUSED_BLOCKS[type(child)](child))
+    return len(found)
+
+
+def scaled_prelu(
+    act: DynamicReLU, x: Tensor, token: Tensor, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Splits a dynamic ReLU into a PReLU and a factor for each channel.
+
+    Args:
+        act: the dynamic ReLU.
+        x: (1, C, H, W).
+        token: (1, D), drives it.
+        order: (C,), which of its channels each channel of ``x`` is; in their own order if None.
+
+    Returns:
+        The map (1, C, H, W), still to be multiplied by the factor (C,).
+    """
+    low, high = (slope.flatten() for slope in act.bounds(token))
+    if order is not None:
+        low, high = low[order], high[order]
+    high = high.clamp(min=_MIN_SLOPE)
+    return F.prelu(x, low / high), high
+
+
+def convolve(
+    convolution: NormedConv2d,
+    x: Tensor,
+    factor: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Tensor:
+    """Applies a pointwise or depthwise convolution and its norm to a map times a factor.
+
+    Args:
+        convolution: of C channels, with one group or one a channel.
+        x: (1, C, H, W).
+        factor: (C,), multiplied into the weights.
+        order: (C,), which input channel of the convolution each channel of ``x`` is.
+    """
+    weight = convolution.weight
+    if order is not None:
+        weight = weight[:, order]
+    if factor is not None:
+        pointwise = convolution.groups == 1
+        weight = weight * (factor[:, None, None] if pointwise else factor[:, None, None, None])
+    y = F.conv2d(
+        x, weight, convolution.bias, convolution.stride, convolution.padding, 1, convolution.groups
+    )
+    return y if convolution.norm is None else convolution.norm(y)
+
+
+def interleaved_order(convolution: DepthwiseConv2d) -> Tensor:
+    """Returns output channels, (C k,): the first of each input channel, then the second of each."""
+    channels = torch.arange(convolution.out_channels, device=convolution.weight.device)
+    return channels.view(convolution.groups, -1).t().flatten()
+
+
+def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tensor:
+    """Computes the output channels ``rows`` (C,) of a depthwise convolution, one for each input."""
+    bias = None if convolution.bias is None else convolution.bias[rows]
+    return F.conv2d(
+        x, convolution.weight[rows], bias, convolution.stride, convolution.padding, 1, len(rows)
+    )
+
+
+def _can_fuse(x: Tensor, convolution: NormedConv2d) -> bool:
+    """Whether ``x`` is one image of the convolution's type that no gradient or compiler follows."""
+    is_single = len(x) == 1 and x.dtype == convolution.weight.dtype
+    return is_single and not (torch.is_grad_enabled() or is_recorded())

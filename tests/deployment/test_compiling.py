@@ -1,0 +1,187 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What deployed models compile, and for which images."""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from detectron2.modeling import Backbone
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor import config as inductor_config
+from torch.testing import assert_close
+
+import qbheat_det
+from qbheat_det.core.errors import UserError
+from qbheat_det.deployment.compiling import find_compiler_error
+from tests.engine.exporting.split_cases import build, make_config
+
+from .boxes import assert_same_boxes, entries
+
+SIZE, OTHER = (64, 96), (67, 101)
+MODULE: Any = sys.modules["qbheat_det.deployment.deploy"]
+
+
+class OneMap(Backbone):
+    """A convolution and a norm; a few milliseconds to trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"s2": self.norm(self.convolution(x)).relu()}
+
+
+class TinyModel(nn.Module):
+    """Takes and returns what a detector does: for each image the sum of its map."""
+
+    masks_padding = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = OneMap()
+        self.pixel_mean = torch.zeros(3)
+
+    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+        if inputs[0]["image"].shape[-1] < 3:
+            raise ValueError("too small")
+        maps = self.backbone(torch.stack([entry["image"] / 255 for entry in inputs]))
+        return [{"sum": image.sum()} for image in maps["s2"]]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
+    """Compiles with a backend that counts: the image's shape, whether sizes are dynamic."""
+    torch.compiler.reset()
+    shapes: list[tuple[tuple[int, ...], bool]] = []
+
+    def compile_parts(parts: Sequence[nn.Module], *, dynamic: bool, cuda_graphs: bool) -> None:
+        def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            image = next(x for x in inputs if isinstance(x, Tensor) and x.shape[:2] == (1, 3))
+            shapes.append((tuple(image.shape), dynamic))
+            return graph.forward
+
+        for part in parts:
+            part.compile(dynamic=dynamic, backend=backend)
+
+    monkeypatch.setattr(MODULE, "compile_parts", compile_parts)
+    monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "")
+    return shapes
+
+
+def deploy(model: nn.Module, **settings: Any) -> Any:
+    return qbheat_det.deploy(model, keep_memory=False, **settings)
+
+
+@torch.no_grad()
+def test_named_sizes_compile_once_and_others_run_uncompiled(compiled: list[Any]) -> None:
+    model = TinyModel()
+    deployed = deploy(model, image_sizes=[SIZE])
+    assert compiled == [((1, 3, *SIZE), False)]
+    assert deployed.report["compile"].applied
+    for batch in ([SIZE], [OTHER], [SIZE, SIZE], [OTHER, OTHER]):
+        assert_close(deployed(entries(*batch)), model(entries(*batch)), rtol=1e-4, atol=1e-2)
+    assert len(deployed(entries(SIZE, OTHER))) == 2  # one by one: they cannot be stacked
+    with torch.inference_mode():
+        deployed(entries(SIZE))
+    assert len(compiled) == 1
+
+
+@torch.no_grad()
+def test_a_backbone_compiles_for_one_layout(compiled: list[Any]) -> None:
+    model = OneMap()
+    deployed = deploy(model, image_sizes=[SIZE])
+    x = torch.randn(1, 3, *SIZE)
+    for image in (x, x.contiguous(memory_format=torch.channels_last)):
+        assert_close(deployed(image), model(x), rtol=1e-4, atol=1e-4)
+    with torch.inference_mode():
+        deployed(torch.randn(1, 3, *SIZE))
+    assert compiled == [((1, 3, *SIZE), False)]
+
+
+def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any]) -> None:
+    for settings in ({}, {"compile": "off", "image_sizes": [SIZE]}):
+        assert not deploy(TinyModel(), **settings).report["compile"].applied
+    assert not compiled
+
+
+def test_a_part_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_parts(parts: Sequence[nn.Module], **_: bool) -> None:
+        def refuse(*_: object) -> None:
+            raise TorchDynamoException("no such operator\nmore")
+
+        for part in parts:
+            part._compiled_call_impl = refuse
+
+    monkeypatch.setattr(MODULE, "compile_parts", compile_parts)
+    monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "")
+    model = TinyModel()
+    deployed = deploy(model, image_sizes=[SIZE])
+    assert not deployed.report["compile"].applied
+    assert deployed.report["compile"].detail.endswith(": no such operator")
+    with torch.no_grad():
+        assert_close(deployed(entries(SIZE)), model(entries(SIZE)), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_size_that_the_model_does_not_take_is_named() -> None:
+    with pytest.raises(UserError, match="1x2"):
+        deploy(TinyModel(), image_sizes=[(1, 2)])
+
+
+def test_without_a_compiler_the_model_predicts_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "there is no g++")
+    deployed = deploy(TinyModel(), image_sizes=[SIZE])
+    assert not deployed.report["compile"].applied
+    assert "there is no g++" in deployed.report["compile"].detail
+    assert len(deployed(entries(SIZE))) == 1
+
+
+@pytest.mark.slow
+def test_a_missing_compiler_is_found() -> None:
+    with inductor_config.patch({"cpp.cxx": (None, "no-such"), "force_disable_caches": True}):
+        assert "no-such" in find_compiler_error(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_compiler_is_found_whatever_the_callers_mode(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    with mode():
+        assert find_compiler_error(torch.device("cpu")) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+@pytest.mark.parametrize("kind", ["mf_detr", "retinanet"])
+@torch.no_grad()
+def test_compiled_detectors_find_the_boxes_of_the_plain_ones(kind: str) -> None:
+    model = build(make_config(kind))
+    deployed = deploy(model, image_sizes=[SIZE, OTHER])
+    assert deployed.report["compile"].applied, str(deployed.report)
+    for batch in ([SIZE], [OTHER], [SIZE, SIZE], [SIZE, OTHER], [(96, 96)]):
+        assert_same_boxes(deployed(entries(*batch)), model(entries(*batch)))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_results_are_the_plain_ones_with_graphs_and_without() -> None:
+    model = build(make_config("mf_detr")).cuda()
+    images = entries((128, 160))
+    expected = model(images)
+    for sizes in ([], [(128, 160)]):
+        deployed = deploy(model, image_sizes=sizes)
+        for _ in range(3):  # a graph is recorded at the second call
+            found = deployed(images)
+        assert_close(
+            found[0]["instances"].scores, expected[0]["instances"].scores, atol=1e-2, rtol=0
+        )
