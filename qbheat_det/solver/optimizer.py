@@ -11,14 +11,26 @@ from detectron2.solver import build as detectron2_build
 from torch import nn
 from torch.optim import Optimizer
 
+from qbheat_det.config import at_least, check_keys, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import get_backbone
 
 from .fused import build_fused, clip_before_step, store_gradient_norm
 from .layers import layers_above
 
-_OPTIMIZERS = ("SGD", "ADAMW")
-_CLIP_TYPES = ("value", "norm", "full_model")
+_RULES = {
+    "SOLVER.OPTIMIZER": one_of("SGD", "ADAMW"),
+    "SOLVER.LAYER_DECAY": (lambda factor: 0 < factor <= 1, "a factor in (0, 1]"),
+    "SOLVER.BACKBONE_MULTIPLIER": at_least(0),
+    "SOLVER.BETAS": (
+        lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        "two factors in [0, 1)",
+    ),
+}
+_CLIP_RULES = {
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": one_of("value", "norm", "full_model"),
+    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (lambda value: value > 0, "above 0"),
+}
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
@@ -39,7 +51,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
     optimizer: Callable[..., Optimizer]
     arguments: dict[str, Any]
-    _check_settings(cfg)
+    check_keys(cfg, {**_RULES, **(_CLIP_RULES if clip.ENABLED else {})})
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
@@ -182,26 +194,3 @@ def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
     """
     kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
     return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
-
-
-def _check_settings(cfg: CfgNode) -> None:
-    solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
-    if solver.OPTIMIZER not in _OPTIMIZERS:
-        raise UserError(f"SOLVER.OPTIMIZER is one of {_OPTIMIZERS}, not '{solver.OPTIMIZER}'")
-    if not 0 < solver.LAYER_DECAY <= 1:
-        raise UserError(f"SOLVER.LAYER_DECAY is a factor in (0, 1], not {solver.LAYER_DECAY}")
-    if not solver.BACKBONE_MULTIPLIER >= 0:
-        raise UserError(
-            f"SOLVER.BACKBONE_MULTIPLIER is a factor from 0 on, not {solver.BACKBONE_MULTIPLIER}"
-        )
-    if len(solver.BETAS) != 2 or not all(0 <= beta < 1 for beta in solver.BETAS):
-        raise UserError(f"SOLVER.BETAS are two factors in [0, 1), not {solver.BETAS}")
-    if clip.ENABLED and clip.CLIP_TYPE not in _CLIP_TYPES:
-        raise UserError(
-            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is one of {_CLIP_TYPES}, not '{clip.CLIP_TYPE}'"
-        )
-    if clip.ENABLED and not clip.CLIP_VALUE > 0:
-        raise UserError(
-            f"SOLVER.CLIP_GRADIENTS.CLIP_VALUE {clip.CLIP_VALUE} would leave no gradient: it must "
-            "be above 0"
-        )

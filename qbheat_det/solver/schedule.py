@@ -1,9 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Schedules in epochs worked out in iterations, and learning rates that follow the batch."""
+"""Schedules in epochs converted to iterations, and learning rates scaled with the batch."""
 
-import difflib
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
 from detectron2.config import CfgNode
@@ -11,11 +9,41 @@ from detectron2.solver import build as detectron2_build
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qbheat_det.config import at_least, check_keys, one_of
 from qbheat_det.core.errors import UserError
 
 # Learning rate relative to that of the reference batch, by the ratio of the two batches.
 _LR_SCALING = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
-_WARMUP_METHODS = ("linear", "constant")
+_EPOCHS = (
+    lambda epochs: not isinstance(epochs, bool) and 0 <= epochs < math.inf,
+    "a number of epochs, at least 0",
+)
+_BATCH_RULES = {
+    "SOLVER.IMS_PER_BATCH": at_least(1),
+    "SOLVER.REFERENCE_BATCH_SIZE": at_least(0),
+    "SOLVER.LR_SCALING": one_of(*_LR_SCALING),
+    "SOLVER.BASE_LR": (lambda rate: 0 < rate < math.inf, "a number above 0"),
+}
+_EPOCH_RULES = {
+    "SOLVER.EPOCHS": _EPOCHS,
+    "SOLVER.WARMUP_EPOCHS": _EPOCHS,
+    "SOLVER.CHECKPOINT_EPOCHS": _EPOCHS,
+    "TEST.EVAL_EPOCHS": _EPOCHS,
+    "VIS.EPOCHS": _EPOCHS,
+    "SOLVER.STEP_EPOCHS": (
+        lambda steps: all(map(_EPOCHS[0], steps)) and sorted({0, *steps}) == [0, *steps],
+        "numbers of epochs that rise from above 0",
+    ),
+}
+_ITERATION_RULES = {
+    "SOLVER.MAX_ITER": at_least(1),
+    "SOLVER.WARMUP_ITERS": at_least(0),
+    "SOLVER.WARMUP_FACTOR": at_least(0),
+    "SOLVER.WARMUP_METHOD": one_of("linear", "constant"),
+    "SOLVER.CHECKPOINT_PERIOD": at_least(1),
+    "TEST.EVAL_PERIOD": at_least(0),
+    "VIS.PERIOD": at_least(0),
+}
 
 
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
@@ -171,101 +199,48 @@ def _exact(epochs: float) -> Fraction:
 
 
 def _check_batch(cfg: CfgNode, num_images: int) -> None:
-    solver = cfg.SOLVER
     if num_images < 1:
         raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
-    if solver.IMS_PER_BATCH < 1:
-        raise UserError(f"SOLVER.IMS_PER_BATCH is at least 1, not {solver.IMS_PER_BATCH}")
-    if solver.REFERENCE_BATCH_SIZE < 0:
+    check_keys(cfg, _BATCH_RULES)
+    if cfg.SOLVER.REFERENCE_WORLD_SIZE:
         raise UserError(
-            "SOLVER.REFERENCE_BATCH_SIZE is the batch that SOLVER.BASE_LR is meant for, or 0 to "
-            f"take the rate as it is, not {solver.REFERENCE_BATCH_SIZE}"
+            "SOLVER.REFERENCE_WORLD_SIZE would change the batch with the number of processes: set "
+            "it to 0; SOLVER.IMS_PER_BATCH is the batch of one step over all processes"
         )
-    if solver.LR_SCALING not in _LR_SCALING:
-        raise UserError(
-            f"SOLVER.LR_SCALING is one of {tuple(_LR_SCALING)}, not '{solver.LR_SCALING}'"
-        )
-    if solver.REFERENCE_WORLD_SIZE:
-        raise UserError(
-            f"SOLVER.REFERENCE_WORLD_SIZE {solver.REFERENCE_WORLD_SIZE} would change the batch "
-            "with the number of processes: set it to 0, give the batch of a step as "
-            "SOLVER.IMS_PER_BATCH, and its learning rate follows SOLVER.REFERENCE_BATCH_SIZE"
-        )
-    if not (math.isfinite(solver.BASE_LR) and solver.BASE_LR > 0):
-        raise UserError(f"SOLVER.BASE_LR is a number above 0, not {solver.BASE_LR}")
 
 
 def _check_epochs(cfg: CfgNode) -> None:
+    check_keys(cfg, _EPOCH_RULES)
     solver = cfg.SOLVER
-    steps = _numbers("SOLVER.STEP_EPOCHS", solver.STEP_EPOCHS)
-    warmup = _numbers("SOLVER.WARMUP_EPOCHS", [solver.WARMUP_EPOCHS])[0]
-    _numbers("SOLVER.EPOCHS", [solver.EPOCHS])
-    _numbers("SOLVER.CHECKPOINT_EPOCHS", [solver.CHECKPOINT_EPOCHS])
-    _numbers("TEST.EVAL_EPOCHS", [cfg.TEST.EVAL_EPOCHS])
-    _numbers("VIS.EPOCHS", [cfg.VIS.EPOCHS])
-    if 0 in steps or sorted(set(steps)) != steps:
-        raise UserError(f"SOLVER.STEP_EPOCHS must rise from above 0, not {steps}")
     if not solver.EPOCHS:
         return
-    late = [step for step in steps if step >= solver.EPOCHS]
+    late = [step for step in solver.STEP_EPOCHS if step >= solver.EPOCHS]
     if late and solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
         raise UserError(
-            f"SOLVER.STEP_EPOCHS {steps} do not fit in SOLVER.EPOCHS {solver.EPOCHS:g}: the rate "
-            f"would not drop after {late[0]:g} epochs; change one, or give SOLVER.STEP_EPOCHS '()'"
+            f"SOLVER.STEP_EPOCHS {solver.STEP_EPOCHS} do not fit in SOLVER.EPOCHS "
+            f"{solver.EPOCHS:g}: change one, or give SOLVER.STEP_EPOCHS '()'"
         )
-    if warmup > solver.EPOCHS:
+    if solver.WARMUP_EPOCHS > solver.EPOCHS:
         raise UserError(
-            f"SOLVER.WARMUP_EPOCHS {warmup:g} are more than SOLVER.EPOCHS {solver.EPOCHS:g}: the "
-            "rate would never reach its full height"
+            f"SOLVER.WARMUP_EPOCHS {solver.WARMUP_EPOCHS:g} is more than SOLVER.EPOCHS "
+            f"{solver.EPOCHS:g}"
         )
-
-
-def _numbers(key: str, values: Sequence[object]) -> list[float]:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{key} is a number of epochs, not '{value}'")
-        if not (math.isfinite(value) and value >= 0):
-            raise UserError(f"{key} is a number of epochs from 0 on, not {value}")
-    return [value for value in values if isinstance(value, int | float)]
 
 
 def _check_iterations(cfg: CfgNode) -> None:
     solver = cfg.SOLVER
-    _check_scheduler(cfg)
-    for key, lowest in (("MAX_ITER", 1), ("WARMUP_ITERS", 0), ("CHECKPOINT_PERIOD", 1)):
-        if solver[key] < lowest:
-            raise UserError(f"SOLVER.{key} is at least {lowest}, not {solver[key]}")
-    if cfg.TEST.EVAL_PERIOD < 0:
-        raise UserError(f"TEST.EVAL_PERIOD is at least 0, not {cfg.TEST.EVAL_PERIOD}")
-    if cfg.VIS.PERIOD < 0:
-        raise UserError(f"VIS.PERIOD is at least 0, not {cfg.VIS.PERIOD}")
-    if not solver.WARMUP_FACTOR >= 0:
-        raise UserError(f"SOLVER.WARMUP_FACTOR is at least 0, not {solver.WARMUP_FACTOR}")
-    steps = [0, *_steps_in_time(cfg)]
-    if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" and sorted(set(steps)) != steps:
-        raise UserError(
-            f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}; they are iterations "
-            f"of {solver.IMS_PER_BATCH} images, so little data makes steps in epochs coincide"
-        )
-
-
-def _check_scheduler(cfg: CfgNode) -> None:
-    solver = cfg.SOLVER
-    known = ["WarmupMultiStepLR", "WarmupCosineLR"]
+    schedulers = ["WarmupMultiStepLR", "WarmupCosineLR"]
     if "NUM_DECAYS" in solver:  # Detectron2's main branch
-        known.append("WarmupStepWithFixedGammaLR")
-    if solver.LR_SCHEDULER_NAME not in known:
-        near = difflib.get_close_matches(solver.LR_SCHEDULER_NAME, known, n=1, cutoff=0.0)
-        raise UserError(
-            f"SOLVER.LR_SCHEDULER_NAME '{solver.LR_SCHEDULER_NAME}' is none of {known}; did you "
-            f"mean '{near[0]}'?"
-        )
-    if solver.WARMUP_METHOD not in _WARMUP_METHODS:
-        raise UserError(
-            f"SOLVER.WARMUP_METHOD is one of {_WARMUP_METHODS}, not '{solver.WARMUP_METHOD}'"
-        )
+        schedulers.append("WarmupStepWithFixedGammaLR")
+    check_keys(cfg, {"SOLVER.LR_SCHEDULER_NAME": one_of(*schedulers), **_ITERATION_RULES})
     if not 0 <= solver.get("BASE_LR_END", 0.0) <= solver.BASE_LR:
         raise UserError(
             f"SOLVER.BASE_LR_END {solver.BASE_LR_END} must lie between 0 and SOLVER.BASE_LR "
             f"{solver.BASE_LR}"
+        )
+    steps = [0, *_steps_in_time(cfg)]
+    if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" and sorted(set(steps)) != steps:
+        raise UserError(
+            f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}; with few images, "
+            "steps in epochs can coincide in iterations"
         )

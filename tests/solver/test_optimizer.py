@@ -175,18 +175,18 @@ def test_detectron2s_own_clipping_still_works(clip_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value"),
     [
-        ("OPTIMIZER", "LION", "SGD.*ADAMW.*LION"),
-        ("BETAS", "(0.9, 1.0)", r"BETAS are two factors in \[0, 1\), not \(0.9, 1.0\)"),
-        ("LAYER_DECAY", "0", r"LAYER_DECAY is a factor in \(0, 1\], not 0.0"),
-        ("LAYER_DECAY", "1.5", "LAYER_DECAY.*1.5"),
-        ("BACKBONE_MULTIPLIER", "-1", "BACKBONE_MULTIPLIER.*-1"),
-        ("CLIP_GRADIENTS.CLIP_TYPE", "all", "full_model.*not 'all'"),
-        ("CLIP_GRADIENTS.CLIP_VALUE", "0", "CLIP_VALUE 0.0 would leave no gradient"),
+        ("OPTIMIZER", "LION"),
+        ("BETAS", "(0.9, 1.0)"),
+        ("LAYER_DECAY", "0"),
+        ("LAYER_DECAY", "1.5"),
+        ("BACKBONE_MULTIPLIER", "-1"),
+        ("CLIP_GRADIENTS.CLIP_TYPE", "all"),
+        ("CLIP_GRADIENTS.CLIP_VALUE", "0"),
     ],
 )
-def test_settings_out_of_range_are_refused_by_name(key: str, value: str, words: str) -> None:
+def test_settings_out_of_range_are_refused_by_name(key: str, value: str) -> None:
     cfg = load_config(get_config_path(FINETUNE), [*CPU, f"SOLVER.{key}", value])
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=key):
         build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2)))
