@@ -22,9 +22,7 @@ import qbheat_det  # noqa: F401  (registers the models)
 from benchmarks.detectors import mf_detr_config
 from benchmarks.timing import Result, set_threads, time_interleaved
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.engine.exporting.deployable import build_deployable
-from qbheat_det.engine.exporting.export import write_model
-from qbheat_det.engine.exporting.suppression import suppress_in_onnx
+from qbheat_det.export.api import write_model
 
 HEIGHT, WIDTH = 480, 640  # what most images of COCO have
 Image = np.ndarray[Any, Any]
@@ -91,8 +89,7 @@ def load(cfg: CfgNode, path: Path, threads: int) -> dict[str, Call]:
     import onnxruntime
 
     model = build_model(cfg).eval()
-    operator, translations = suppress_in_onnx()
-    write_model(build_deployable(model, cfg, suppress=operator), path, "onnx", translations)
+    write_model(model, cfg, path)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])

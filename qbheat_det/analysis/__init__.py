@@ -17,7 +17,19 @@ __all__ = [
     "load_figures",
 ]
 
-_MODULES: tuple[str, ...] = ()
+_MODULES = (
+    "attention_figure",
+    "class_activation",
+    "confusion_matrix",
+    "correlation",
+    "curves",
+    "detections",
+    "probes",
+    "propagation_figure",
+    "queries",
+    "reconstruction",
+    "spectrum_figure",
+)
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:

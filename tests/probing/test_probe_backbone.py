@@ -12,8 +12,8 @@ from detectron2.config import CfgNode
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import load_config
-from qbheat_det.engine.backbone_export import export_backbone
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.export import export_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.data.pictures import draw, save
 from tests.tool_modules import load_tool
 
@@ -120,7 +120,7 @@ def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
     # 192 is MODEL.CLASSIFIER.WIDTH, so that its row is that of a command without widths.
     assert [row["probe"] for row in both["rows"][1:]] == ["tran-1", "tran-1:64"]
     assert all(row["chosen"]["epochs"] >= 1 for row in both["rows"][1:])
-    assert "tran-1, random" in picture.read_text()
+    assert "<!-- tran-1, width" in picture.read_text()
 
 
 def test_results_under_another_setting_are_refused(
