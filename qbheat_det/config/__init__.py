@@ -3,16 +3,13 @@
 
 from .defaults import add_qbheat_config, get_cfg
 from .loading import dump_config, get_config_path, load_config
-from .rules import at_least, check_keys, find_memory_format, one_of
+from .rules import find_memory_format
 
 __all__ = [
     "add_qbheat_config",
-    "at_least",
-    "check_keys",
     "dump_config",
     "find_memory_format",
     "get_cfg",
     "get_config_path",
     "load_config",
-    "one_of",
 ]

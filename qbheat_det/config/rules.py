@@ -3,44 +3,12 @@
 
 import ast
 import difflib
-import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from detectron2.config import CfgNode
 
 from qbheat_det.core.errors import UserError
-
-Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By dotted key: which values are allowed, and how a message describes them."""
-
-
-def check_keys(cfg: CfgNode, rules: Rules) -> None:
-    """Checks values of a config.
-
-    Raises:
-        UserError: a value breaks its rule; the message names the key.
-    """
-    for key, (is_allowed, described) in rules.items():
-        value = functools.reduce(operator.getitem, key.split("."), cfg)
-        try:
-            allowed = is_allowed(value)
-        except TypeError:  # of another type than the rule is about
-            allowed = False
-        if not allowed:
-            raise UserError(f"{key} must be {described}, but is {value!r}")
-
-
-def one_of(*choices: object) -> tuple[Callable[[Any], bool], str]:
-    """Returns the rule for a key with a fixed set of values."""
-    return choices.__contains__, f"one of {', '.join(map(repr, choices))}"
-
-
-def at_least(lowest: float) -> tuple[Callable[[Any], bool], str]:
-    """Returns the rule for a number with a lower bound."""
-    return lambda value: not isinstance(value, bool) and value >= lowest, f"at least {lowest}"
 
 
 def find_memory_format(cfg: CfgNode) -> torch.memory_format:

@@ -11,47 +11,34 @@ from detectron2.solver import build as detectron2_build
 from torch import nn
 from torch.optim import Optimizer
 
-from qbheat_det.config import at_least, check_keys, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import get_backbone
 
 from .fused import build_fused, clip_before_step, store_gradient_norm
 from .layers import layers_above
-
-_RULES = {
-    "SOLVER.OPTIMIZER": one_of("SGD", "ADAMW"),
-    "SOLVER.LAYER_DECAY": (lambda factor: 0 < factor <= 1, "a factor in (0, 1]"),
-    "SOLVER.BACKBONE_MULTIPLIER": at_least(0),
-    "SOLVER.BETAS": (
-        lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-        "two factors in [0, 1)",
-    ),
-}
-_CLIP_RULES = {
-    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": one_of("value", "norm", "full_model"),
-    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (lambda value: value > 0, "above 0"),
-}
+from .settings import CLIP_RULES, OPTIMIZER_RULES, check_settings
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
-    Its step is fused where PyTorch has kernels for the device, see ``build_fused``.
+    Its step is fused if PyTorch has kernels for the device, see ``build_fused``.
 
-    ``SOLVER.CLIP_GRADIENTS`` takes one more type than Detectron2's: "full_model" clips the norm
-    over all parameters together, as DETR does. The optimizer's attribute ``gradient_norm`` is
-    then this norm before clipping in the last step, a 0-d tensor that is not waited for; it is
-    None before the first step and with other clipping.
+    Besides Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model": it clips
+    the norm over all parameters together, as DETR does. The optimizer's attribute
+    ``gradient_norm`` is then this norm before clipping in the last step, a 0-d tensor; it is None
+    before the first step and with other clipping.
 
     Raises:
-        UserError: the optimizer or the clipping has no such name, a setting is out of range, or
-            nothing is left to train.
+        UserError: a setting is invalid, or no parameter is trainable.
     """
     clip = cfg.SOLVER.CLIP_GRADIENTS
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
     optimizer: Callable[..., Optimizer]
     arguments: dict[str, Any]
-    check_keys(cfg, {**_RULES, **(_CLIP_RULES if clip.ENABLED else {})})
+    check_settings(cfg, OPTIMIZER_RULES)
+    if clip.ENABLED:
+        check_settings(cfg, CLIP_RULES)
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
@@ -70,7 +57,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS,
     )
     if not groups:
-        raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all there is")
+        raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all of them")
     built = build_fused(optimizer, groups, lr=cfg.SOLVER.BASE_LR, **arguments)
     store_gradient_norm(built, None)
     if full_model:
