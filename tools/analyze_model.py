@@ -6,67 +6,76 @@ python tools/analyze_model.py --config-file F [--size H W] [--depth N] [KEY VALU
 """
 
 import argparse
-import json
-import os
-import warnings
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from detectron2.modeling import build_model
-from fvcore.nn import parameter_count
+from figure_flags import integer
 
-import qbheat_det  # noqa: F401  (registers the models)
-from qbheat_det.analysis import CountingRule, count_detector_madds
-from qbheat_det.analysis.paper_tables import PaperCell, compare_with_paper
-from qbheat_det.config import load_config
-from qbheat_det.core.errors import UserError, exit_on_user_error
-from qbheat_det.modeling.contracts import train_only_modules
+if TYPE_CHECKING:  # imported below after the arguments are parsed
+    from qbheat_det.analysis.paper_tables import PaperCell
 
 
-@exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the flags and prints one of the two reports.
-
-    Raises:
-        UserError: neither or both of ``--all`` and ``--config-file``, or a bad config or size.
-    """
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true", help="the paper's tables")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--all", action="store_true", help="the paper's tables")
+    which.add_argument("--config-file", metavar="F", help="a detector")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables' cells there")
-    parser.add_argument("--config-file", metavar="F", help="a detector of one's own")
-    parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"))
+    parser.add_argument(
+        "--size", type=integer(least=32), nargs=2, default=(800, 1333), metavar=("H", "W")
+    )
     parser.add_argument("--depth", type=int, default=2, help="levels of modules (default: 2)")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
     args = parser.parse_args(argv)
-    if args.all == bool(args.config_file):
-        raise UserError("give either --all or --config-file F")
     if args.json and not args.all:
-        raise UserError("--json belongs to --all")
+        parser.error("--json needs --all")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    from qbheat_det.core.errors import exit_on_user_error
+
+    exit_on_user_error(analyze)(args)
+
+
+def analyze(args: argparse.Namespace) -> None:
+    """Prints one of the two reports; raises ``UserError`` for a bad config."""
+    import warnings
+
+    from qbheat_det.analysis import CountingRule
+
     warnings.filterwarnings("ignore")  # of the tracer, which meets Python numbers in every model
     for rule in CountingRule:
         print(f"{rule.name}: {rule.value}")
     if args.all:
-        _report_paper(args.json)
+        report_paper(args.json)
     else:
-        _report_config(args.config_file, args.opts, tuple(args.size), args.depth)
+        report_config(args.config_file, args.opts, args.size, args.depth)
 
 
-def _report_paper(path: Path | None) -> None:
+def report_paper(path: Path | None) -> None:
+    """Prints the paper's tables beside our counts, and writes them to ``path``."""
+    import json
+    from dataclasses import asdict
+
+    from qbheat_det.analysis.paper_tables import compare_with_paper
+    from qbheat_det.core.files import write_atomically
+
     cells = compare_with_paper()
     print(format_cells(cells))
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        rows = [cell.as_json() for cell in cells]
-        partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        text = json.dumps([asdict(cell) for cell in cells], indent=2) + "\n"
+        write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
-def format_cells(cells: Sequence[PaperCell]) -> str:
+def format_cells(cells: "Sequence[PaperCell]") -> str:
     """Returns the cells as aligned tables with a summary below."""
+    from itertools import groupby
+
     width = max(len(cell.cell) for cell in cells)
     lines: list[str] = []
     for table, group in groupby(cells, key=lambda cell: cell.table):
@@ -90,28 +99,33 @@ def format_cells(cells: Sequence[PaperCell]) -> str:
     return "\n".join(lines)
 
 
-def _report_config(file: str, opts: Sequence[str], size: tuple[int, int], depth: int) -> None:
-    if min(size) < 32:
-        raise UserError(f"--size wants a height and a width of at least 32, not {size}")
+def report_config(file: str, opts: Sequence[str], size: Sequence[int], depth: int) -> None:
+    """Prints counts of a detector's modules, as it is in inference."""
+    from detectron2.modeling import build_model
+    from fvcore.nn import parameter_count
+    from tabulate import tabulate
+
+    from qbheat_det.analysis import CountingRule, count_detector_madds
+    from qbheat_det.config import load_config
+    from qbheat_det.modeling.contracts import train_only_modules
+
     cfg = load_config(file, ["MODEL.DEVICE", "cpu", *opts])
     model = build_model(cfg).eval()
     for name in train_only_modules(model):
-        setattr(model, name, None)  # counted is the network of inference
+        setattr(model, name, None)
     madds = count_detector_madds(model, *size)
     params = parameter_count(model)
-    rows: list[tuple[str, ...]] = [("module", "params", "CORE", "EXT")]
+    rows = []
     for name in madds.by_module:
         counts = [madds.total(rule, name) for rule in CountingRule]
         level = name.count(".") + 1 if name else 0
         if level <= depth and (params[name] or any(counts)):
-            millions = f"{params[name] / 1e6:.3f} M"
             giga = [f"{count / 1e9:.3f} G" for count in counts]
-            rows.append((f"{'  ' * level}{name or 'whole model'}", millions, *giga))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            label = f"{'  ' * level}{name or 'whole model'}"
+            rows.append((label, f"{params[name] / 1e6:.3f} M", *giga))
     print(f"\n{cfg.MODEL.META_ARCHITECTURE} at {size[0]}x{size[1]}, padding included")
-    for name, *figures in rows:
-        cells = (f"{f:>{w}}" for f, w in zip(figures, widths[1:], strict=True))
-        print(f"{name:<{widths[0]}}  {'  '.join(cells)}")
+    header = ("module", "params", "CORE", "EXT")
+    print(tabulate(rows, header, colalign=("left", *3 * ["right"]), preserve_whitespace=True))
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ from qbheat_det.checkpoint import load_run_config  # noqa: E402
 from qbheat_det.config import get_config_path  # noqa: E402
 from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.engine import Trainer, build_config, setup  # noqa: E402
-from qbheat_det.engine.backbone_export import export_backbone  # noqa: E402
 from qbheat_det.engine.media import read_bgr, write_image  # noqa: E402
 from qbheat_det.engine.predict import build_predictor  # noqa: E402
+from qbheat_det.export import export_backbone  # noqa: E402
 
 NUM_PICTURES = 12
 NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics

@@ -1,24 +1,21 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Write trained weights as one file for other runtimes: ONNX, TorchScript or torch.export.
+"""Export trained weights to one file for other runtimes: ONNX or torch.export.
 
-Resize, normalisation, network, reading of boxes and suppression of overlaps are all in the file,
-and so are the names of the classes. It takes images (N, H, W, 3) as bytes, of any number and size.
-The file is kept only if it gives what PyTorch gives, at batch sizes 1, 2 and 8 on real images; how
-far the two are apart is printed. docs/export.md says what the outputs are and how to run the file.
+The file takes uint8 images (N, H, W, 3) of any number and size; resize, normalisation, network, box
+decoding, NMS and the names of the classes are inside. It is kept only if it gives the results of
+PyTorch at batch sizes 1, 2 and 8 on real images; the differences are printed. See docs/export.md.
 
 examples:
   # a detector for onnxruntime, compared on the test set of its config
   python tools/export.py --weights output/run/model_final.safetensors --output detector.onnx
   python tools/predict.py --weights detector.onnx --input photos/ --output output/pictures
 
-  # as TorchScript, or as a program of torch.export, compared on images of one's own
+  # as a program of torch.export, compared on your own images
   python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
-      --output detector.ts
-  python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
-      --output detector.pt2
+      --format torch_export --output detector.pt2
 
-  # smaller images inside: less accurate, faster
+  # with smaller test images: less accurate, faster
   python tools/export.py --weights output/run/model_final.safetensors --output small.onnx \\
       INPUT.MIN_SIZE_TEST 480
 
@@ -27,29 +24,20 @@ examples:
       --images photos/ --output backbone.onnx
 
   # several heads on one frozen backbone: encoder.onnx, head_fish.onnx and head_boats.onnx, so that
-  # the encoder runs once an image
-  python tools/export.py --split --output output/shared --images photos/ \\
+  # the encoder runs once per image
+  python tools/export.py --shared-encoder --output output/shared --images photos/ \\
       --weights fish=output/fish/model_final.safetensors \\
       --weights boats=output/boats/model_final.safetensors
 """
 
 import argparse
 import logging
+import re
 import sys
 import warnings
 from pathlib import Path
 
-# What PyTorch says of its own exporters is of no use to people who export.
-warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-warnings.filterwarnings("ignore", category=DeprecationWarning)
-warnings.filterwarnings("ignore", message="torch.meshgrid")
-
-import qbheat_det  # noqa: E402, F401  (registers models and data sets)
-from qbheat_det.checkpoint import load_run_config  # noqa: E402
-from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
-from qbheat_det.engine.exporting.export import export_model  # noqa: E402
-from qbheat_det.engine.exporting.formats import SUFFIXES  # noqa: E402
-from qbheat_det.engine.exporting.split_export import export_split, name_heads  # noqa: E402
+SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,20 +51,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         action="append",
         metavar="FILE",
-        help="trained weights (.safetensors, .pth, qbheat://NAME); with --split again for each "
-        "head, as NAME=FILE or FILE",
+        help="trained weights (.safetensors, .pth, qbheat://NAME); with --shared-encoder repeated "
+        "for each head, as NAME=FILE or FILE",
     )
-    add("--split", action="store_true", help="write encoder and heads as files of their own")
+    add("--shared-encoder", action="store_true", help="one file of the encoder, one of each head")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
-    add("--format", choices=list(SUFFIXES), help="default: what the ending of --output says")
+    add("--format", choices=list(SUFFIXES), help="default: by the suffix of --output")
     add(
         "--output",
         required=True,
         type=Path,
         metavar="FILE",
-        help=".onnx, .ts or .pt2, or with --split a folder",
+        help=".onnx or .pt2, or with --shared-encoder a folder",
     )
-    add("--overwrite", action="store_true", help="replace the file, or an earlier split")
+    add("--overwrite", action="store_true", help="replace existing files")
     add(
         "--images",
         nargs="+",
@@ -87,62 +75,92 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--tolerance",
         type=float,
+        default=1e-4,
         metavar="T",
-        help="how far scores may be from PyTorch's, and boxes in parts of the image's longer side "
-        "(default: 1e-4)",
+        help="maximum difference of scores from PyTorch's, and of boxes relative to the image's "
+        "longer side (default: 1e-4)",
     )
     add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
-    if args.tolerance is not None and not args.tolerance > 0:
-        parser.error("--tolerance is above 0: files of another runtime never agree to the bit")
-    if len(args.weights) > 1 and not args.split:
-        parser.error("several --weights are for --split, which exports heads that share an encoder")
-    if args.split and args.format not in (None, "onnx"):
-        parser.error("--split writes ONNX")
+    if not args.tolerance > 0:
+        parser.error("--tolerance must be above 0: runtimes never agree to the bit")
+    if len(args.weights) > 1 and not args.shared_encoder:
+        parser.error("several --weights need --shared-encoder")
+    if args.format and args.shared_encoder and args.format != "onnx":
+        parser.error("--shared-encoder writes ONNX")
+    suffix = SUFFIXES.get(args.format, args.output.suffix)
+    if not args.shared_encoder and args.output.suffix.lower() != suffix.lower():
+        parser.error(f"--output of --format {args.format} must end in {suffix}")
+    try:
+        args.heads = name_heads(args.weights) if args.shared_encoder else {}
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
-@exit_on_user_error
+def name_heads(weights: list[str]) -> dict[str, str]:
+    """Returns weights files by the names of their heads.
+
+    Args:
+        weights: NAME=FILE, or FILE, which is named after the file, or after its folder if the file
+            has a name such as model_final.
+
+    Raises:
+        ValueError: two heads have one name, or a name is not valid in a file's name.
+    """
+    named: dict[str, str] = {}
+    for argument in weights:
+        name, is_named, file = argument.partition("=")
+        if not is_named:
+            file, path = argument, Path(argument)
+            is_common = re.fullmatch(r"model_(final|best|\d+)", path.stem)
+            name = path.parent.name if is_common else path.stem
+        if name in named or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"'{name}' is the name of another head, or not valid: name this head, as "
+                f"--weights NAME={file}"
+            )
+        named[name] = file
+    return named
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    # PyTorch's warnings about its own exporters do not help people who export.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="torch.meshgrid")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    if args.split:
-        export_parts(args)
-        return
-    report = export_model(
-        load_run_config(args.weights[0], args.config_file, device="cpu", opts=args.opts),
-        args.output,
-        format=args.format or format_of(args.output),
-        images=args.images,
-        tolerance=args.tolerance,
-        overwrite=args.overwrite,
-    )
-    print(report)
-    print(f"{args.output}: {args.output.stat().st_size / 2**20:.1f} MiB")
+
+    from qbheat_det.core.errors import exit_on_user_error
+
+    exit_on_user_error(export)(args)
 
 
-def export_parts(args: argparse.Namespace) -> None:
-    reports = export_split(
-        {
-            name: load_run_config(file, args.config_file, device="cpu", opts=args.opts)
-            for name, file in name_heads(args.weights).items()
-        },
-        args.output,
-        images=args.images,
-        tolerance=args.tolerance,
-        overwrite=args.overwrite,
-    )
-    for name, report in reports.items():
-        print(f"{name}:\n{report}\n")
-    for path in (args.output / "encoder.onnx", *(args.output / f"head_{n}.onnx" for n in reports)):
+def export(args: argparse.Namespace) -> None:
+    from qbheat_det.checkpoint import load_run_config
+    from qbheat_det.export import export_model, export_shared_encoder
+
+    shared = {
+        "images": args.images,
+        "tolerance": args.tolerance,
+        "overwrite": args.overwrite,
+    }
+    named = args.heads if args.shared_encoder else {"": args.weights[0]}
+    configs = {
+        name: load_run_config(file, args.config_file, device="cpu", opts=args.opts)
+        for name, file in named.items()
+    }
+    if not args.shared_encoder:
+        print(export_model(configs[""], args.output, **shared))
+        files = [args.output]
+    else:
+        for name, report in export_shared_encoder(configs, args.output, **shared).items():
+            print(f"{name}:\n{report}\n")
+        heads = [args.output / f"head_{name}.onnx" for name in configs]
+        files = [args.output / "encoder.onnx", *heads]
+    for path in files:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
-
-
-def format_of(output: Path) -> str:
-    for name, suffixes in SUFFIXES.items():
-        if output.suffix.lower() in suffixes:
-            return name
-    raise UserError(f"--output '{output}' ends in none of .onnx, .ts and .pt2: name --format")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Write the bare backbone of trained weights to a file of its own (.safetensors).
 
-Any config with the same backbone starts from it with MODEL.WEIGHTS, and so it does from the
-checkpoint of a pre-training run as it is: this tool is for files to keep and to hand on, without
-predictor and decoder, and for statistics of BatchNorm that are estimated anew on whole images.
+Any config with the same backbone takes the file as MODEL.WEIGHTS; it takes the checkpoint of a
+pre-training run as well. Use this tool for files to keep or to share, without predictor and
+decoder, and to recalibrate BatchNorm on whole images.
 
 examples:
   # from a pre-training run; then train a detector on it
@@ -13,7 +13,7 @@ examples:
   python tools/train_net.py --config-file configs/coco/retinanet_285M_finetune.yaml \\
       MODEL.WEIGHTS backbone.safetensors
 
-  # statistics of BatchNorm from 1000 whole images of one's own, labels not needed
+  # BatchNorm statistics from 1000 whole images of your own, without labels
   python tools/export_backbone.py --weights output/pretraining/model_final.safetensors \\
       --output backbone.safetensors --recalibrate-bn 1000 --image-folder photos/
 
@@ -26,10 +26,6 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-
-import qbheat_det  # noqa: F401  (registers models and data sets)
-from qbheat_det.core.errors import UserError, exit_on_user_error
-from qbheat_det.engine.backbone_export import export_backbone
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,19 +46,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--recalibrate-bn",
         type=int,
         metavar="N",
-        help="estimate BatchNorm's statistics anew on N whole images of the config's training set",
+        help="recalibrate BatchNorm on N whole images of the config's training set",
     )
     add("--image-folder", action="append", default=[], metavar="DIR", help="on these; repeatable")
     add("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config in the weights")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.recalibrate_bn is not None and args.recalibrate_bn < 1:
+        parser.error(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
+    return args
 
 
-@exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    if args.recalibrate_bn is not None and args.recalibrate_bn < 1:
-        raise UserError(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
+
+    from qbheat_det.core.errors import exit_on_user_error
+
+    exit_on_user_error(export)(args)
+
+
+def export(args: argparse.Namespace) -> None:
+    from qbheat_det.export import export_backbone
+
     num_tensors, num_images = export_backbone(
         args.weights,
         args.output,
@@ -71,8 +76,8 @@ def main(argv: list[str] | None = None) -> None:
         image_folders=args.image_folder,
         opts=args.opts,
     )
-    how = f", statistics from {num_images} images" if num_images else ""
-    print(f"{args.output}: {num_tensors} tensors{how}")
+    recalibrated = f", recalibrated on {num_images} images" if num_images else ""
+    print(f"{args.output}: {num_tensors} tensors{recalibrated}")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
       --json output/classes.json
 
-  # a file of tools/export.py: ONNX (which onnxruntime runs), TorchScript or torch.export, which
-  # are programs: open those of people you trust
+  # a file of tools/export.py: ONNX (run by onnxruntime), or torch.export, which is a program: open
+  # only files you trust
   python tools/predict.py --weights output/model.onnx --input photos/ --output output/pictures
 
 exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could be done.
@@ -37,7 +37,6 @@ exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could 
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 # What Detectron2's own imports and torch.meshgrid say is of no use to people who predict.
@@ -55,19 +54,9 @@ from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
 from qbheat_det.deployment import deploy_by_config  # noqa: E402
 from qbheat_det.engine.classify import classify_files, is_classifier  # noqa: E402
-from qbheat_det.engine.exporting.exported_model import ExportedModel  # noqa: E402
-from qbheat_det.engine.exporting.exported_prediction import (  # noqa: E402
-    ExportedPredictor,
-    classify_exported,
-    config_of,
-    is_exported,
-    open_exported,
-)
-from qbheat_det.engine.exporting.split_model import ImageSizeError  # noqa: E402
 from qbheat_det.engine.media import (  # noqa: E402
     Image,
     MediaFile,
-    UnreadableMedia,
     find_media,
 )
 from qbheat_det.engine.predict import (  # noqa: E402
@@ -76,6 +65,12 @@ from qbheat_det.engine.predict import (  # noqa: E402
     build_predictor,
     read_image_ids,
     write_json,
+)
+from qbheat_det.export import (  # noqa: E402
+    ExportedModel,
+    ExportedPredictor,
+    classify_exported,
+    is_exported,
 )
 
 
@@ -115,7 +110,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     exported = open_file(args) if is_exported(args.weights) else None
-    cfg = config_of(exported) if exported else load_config_of_weights(args)
+    cfg = exported.load_config() if exported else load_config_of_weights(args)
     media = find_media(args.input, exclude=args.output)
     image_ids = read_image_ids(args.image_ids_from, media) if args.image_ids_from else None
     if args.json and args.json.is_dir():
@@ -128,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             "predict neither boxes nor classes: train a detector or a classifier on them "
             "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
         )
-    predictor = predictor_of(exported) if exported else build_fast_or_plain(cfg)
+    predictor = ExportedPredictor(exported) if exported else build_fast_or_plain(cfg)
     if args.json and not cfg.MODEL.CATEGORY_IDS:
         print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
 
@@ -175,19 +170,7 @@ def open_file(args: argparse.Namespace) -> ExportedModel:
             f"'{args.weights}' was exported with its config inside, which is fixed: leave out "
             "--config-file and config overrides, or export the weights again with them"
         )
-    return open_exported(args.weights, device=args.device)
-
-
-def predictor_of(exported: ExportedModel) -> Callable[[Image], dict[str, Instances]]:
-    predictor = ExportedPredictor(exported)
-
-    def predict(image: Image) -> dict[str, Instances]:
-        try:
-            return predictor(image)
-        except ImageSizeError as error:  # others may fit
-            raise UnreadableMedia(str(error)) from error
-
-    return predict
+    return ExportedModel.open(args.weights, device=args.device)
 
 
 def classify(

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What the reconstruction loss of held-out images is without a network, to read a model's beside.
+"""Reconstruction losses of held-out images without a network, to compare a model's with.
 
-Three predictors, judged as QB-Heat is: on the same squares of the same images, each seen once from
-a corner (the four in turn) and once from the centre, with the config's loss.
+Three predictors, evaluated as QB-Heat is: on the same squares of the same images, each seen once
+from a corner (the four in turn) and once from the centre, with the config's loss.
 
   zero        the mean of each normalised patch; with raw pixels, the mean colour
   mean image  the mean over the training images of what is to be predicted
@@ -12,8 +12,8 @@ a corner (the four in turn) and once from the centre, with the config's loss.
               chosen on a fifth of the training images
 
 A model that is not clearly below ridge has learned little yet. Training images are their largest
-centre squares and, where INPUT.RANDOM_FLIP has it, these mirrored; --augmentations adds crops.
-With normalised patches, a loss is the share of the variance that is not explained.
+centre squares and, where INPUT.RANDOM_FLIP has it, these mirrored. With normalised patches, a loss
+is the share of the variance that is not explained.
 
 examples:
   python tools/reconstruction_baselines.py --config-file configs/custom/qb_heat_285M_cpu.yaml \\
@@ -25,37 +25,21 @@ examples:
       --weights output/pretraining/model_final.safetensors --json output/baselines.json
 
 Time grows with images and pixels: minutes on one core for 5,000 images of 128 pixels a side.
---max-images N draws N of each folder; a million images say little that 20,000 do not.
+--max-images N draws N of each folder; a million images tell little that 20,000 do not.
 """
 
 import argparse
-import json
-import logging
-import random
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from detectron2.config import CfgNode
-from detectron2.modeling import build_model
-from tqdm import tqdm
+from figure_flags import integer, real
 
-import qbheat_det  # noqa: F401  (registers models and data sets)
-from qbheat_det.analysis.held_out_losses import HeldOutLosses
-from qbheat_det.analysis.reconstruction_baselines import BaselineReport, compute_baselines
-from qbheat_det.analysis.reconstruction_task import ReconstructionTask
-from qbheat_det.checkpoint import ExactCheckpointer, load_run_config
-from qbheat_det.config import load_config
-from qbheat_det.core.errors import UserError, exit_on_user_error
-from qbheat_det.core.files import write_atomically
-from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_views
-from qbheat_det.modeling.contracts import get_views
+if TYPE_CHECKING:  # imported below after the arguments are parsed
+    from detectron2.config import CfgNode
 
-_NAMED = 10  # images that cannot be read, on the terminal
+    from qbheat_det.analysis.held_out_losses import HeldOutLosses
 
 Records = list[dict[str, Any]]
 
@@ -76,90 +60,84 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             help=f"images {what}: all in this folder and below it; repeatable",
         )
     add("--weights", action="append", default=[], metavar="FILE", help="of a model; repeatable")
-    add(
-        "--augmentations",
-        type=int,
-        default=0,
-        metavar="K",
-        help="random crops of each training image besides its centre square (default: 0)",
-    )
-    add("--max-images", type=int, metavar="N", help="draw N images of each of the two sets")
+    add("--max-images", type=integer(least=2), metavar="N", help="draw N images of each set")
     add(
         "--memory-gb",
-        type=float,
+        type=real(highest=1e6, above=True),
         default=2.0,
         metavar="GB",
         help="for the sums of ridge regression (default: 2); with less, images are read again",
     )
-    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--json", type=Path, metavar="FILE", help="write all numbers there")
     add("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
     args = parser.parse_args(argv)
-    if args.augmentations < 0:
-        parser.error("--augmentations must be 0 or more")
-    if args.max_images is not None and args.max_images < 2:
-        parser.error("--max-images must be 2 or more")
-    if args.json and args.json.is_dir():
-        parser.error(f"--json names a file, but '{args.json}' is a folder")
+    if not args.config_file and not args.weights:
+        parser.error("give --config-file or --weights: image size, patches and loss are from there")
     return args
 
 
-@exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    logging.getLogger("fvcore").setLevel(logging.WARNING)
-    cfg, models = _load_configs(args)
-    train = _load_records(args.image_folder, args.max_images)
-    held_out = _load_records(args.val_image_folder, args.max_images)
+    from qbheat_det.core.errors import exit_on_user_error
+
+    exit_on_user_error(compare)(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Prints the losses of all baselines and models.
+
+    Raises:
+        UserError: a file or config is wrong, or a model is not evaluated as the baselines are.
+    """
+    from qbheat_det.analysis.reconstruction_baselines import compute_baselines
+    from qbheat_det.core.files import check_writable
+    from qbheat_det.core.text import join_first
+
+    if args.json:
+        check_writable(args.json)
+    cfg, models = load_configs(args)
+    train = load_records(args.image_folder, args.max_images)
+    held_out = load_records(args.val_image_folder, args.max_images)
     # First, since a file that does not fit ends it here.
     own_losses = {file: evaluate_weights(own, held_out) for file, own in models.items()}
-    began = time.perf_counter()
-    report = compute_baselines(
-        cfg,
-        train,
-        held_out,
-        num_crops=args.augmentations,
-        memory_gb=args.memory_gb,
-        progress=True,
-    )
-    seconds = time.perf_counter() - began
+    report = compute_baselines(cfg, train, held_out, memory_gb=args.memory_gb, progress=True)
     losses = dict(report.losses)
     for file, own in own_losses.items():
-        losses[file] = own
-        losses[f"{file} - ridge"] = losses[file].minus(losses["ridge"])
+        losses |= {file: own, f"{file} - ridge": own.minus(losses["ridge"])}
     print(format_table(losses))
+    node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
+    target = "normalised patches" if node.NORM_PIXEL_LOSS else "raw pixels"
     print(
-        f"\n{describe(cfg)}; mean and standard error over {losses['zero'].num_images:,} held-out "
-        f"images. Learned from {report.num_images:,} images ({report.num_rows:,} with crops and "
-        f"mirror images) in {seconds:.0f} s."
+        f"\nSquared error of {target} at {node.LOSS_ON} positions, {size} x {size} pixels; mean "
+        f"and standard error over {losses['zero'].num_images:,} held-out images. Learned from "
+        f"{report.num_images:,} images ({report.num_rows:,} with mirror images)."
     )
-    _print_faults([fault.message for fault in report.faults.values()])
+    if report.skipped:
+        names = join_first(sorted(map(str, report.skipped)), 10, "\n  ")
+        print(f"\n{len(report.skipped):,} unreadable images:\n  {names}", file=sys.stderr)
     if args.json:
-        content = _as_json(losses, report, cfg, seconds)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=2) + "\n"
-        write_atomically(args.json, lambda stream: stream.write(text.encode()))
+        write_json(args.json, losses, report, find_settings(cfg))
 
 
-def _load_configs(args: argparse.Namespace) -> tuple[CfgNode, dict[str, CfgNode]]:
+def load_configs(args: argparse.Namespace) -> "tuple[CfgNode, dict[str, CfgNode]]":
     """Returns the config of the baselines, and that of each model by its file.
 
     Raises:
-        UserError: a model is not evaluated as the baselines are, so that losses cannot be compared.
+        UserError: a model is not evaluated as the baselines are.
     """
-    if not args.config_file and not args.weights:
-        raise UserError(
-            "give --config-file, such as configs/custom/qb_heat_285M_cpu.yaml, or --weights: image "
-            "size, patches and loss are taken from there"
-        )
+    from qbheat_det.checkpoint import load_run_config
+    from qbheat_det.config import load_config
+    from qbheat_det.core.errors import UserError
+
     models = {file: load_run_config(file, opts=args.opts) for file in args.weights}
     cfg = (
         load_config(args.config_file, args.opts)
         if args.config_file
         else models[args.weights[0]].clone()
     )
-    expected = _find_settings(cfg)
+    expected = find_settings(cfg)
     for file, own in models.items():
-        for key, value in _find_settings(own).items():
+        for key, value in find_settings(own).items():
             if value != expected[key]:
                 raise UserError(
                     f"'{file}' was trained with {key} {value}, but the baselines are computed with "
@@ -168,8 +146,10 @@ def _load_configs(args: argparse.Namespace) -> tuple[CfgNode, dict[str, CfgNode]
     return cfg, models
 
 
-def _find_settings(cfg: CfgNode) -> dict[str, Any]:
+def find_settings(cfg: "CfgNode") -> dict[str, Any]:
     """Returns what a held-out loss depends on besides the predictor."""
+    from qbheat_det.analysis.reconstruction_baselines import ReconstructionTask
+
     task, node = ReconstructionTask.from_config(cfg), cfg.MODEL.QB_HEAT
     return {
         "INPUT.PRETRAIN.SIZE": task.image_size,
@@ -179,11 +159,16 @@ def _find_settings(cfg: CfgNode) -> dict[str, Any]:
         "MODEL.QB_HEAT.VISIBLE": task.visible,
         "MODEL.QB_HEAT.LOSS_ON": node.LOSS_ON,
         "MODEL.QB_HEAT.NORM_PIXEL_LOSS": node.NORM_PIXEL_LOSS,
-        "patches of side": task.patch_size,
+        "patch size": task.patch_size,
     }
 
 
-def _load_records(folders: Sequence[str], max_images: int | None) -> Records:
+def load_records(folders: Sequence[str], max_images: int | None) -> Records:
+    """Returns records of all images, or of ``max_images`` drawn at random, always the same."""
+    import random
+
+    from qbheat_det.data import load_image_folders
+
     records, _ = load_image_folders(folders)
     if max_images is None or len(records) <= max_images:
         return records
@@ -191,12 +176,21 @@ def _load_records(folders: Sequence[str], max_images: int | None) -> Records:
     return [records[i] for i in chosen]
 
 
-def evaluate_weights(cfg: CfgNode, held_out: Records) -> HeldOutLosses:
-    """Returns the losses of ``MODEL.WEIGHTS``, on the batches that evaluation in training has.
+def evaluate_weights(cfg: "CfgNode", held_out: Records) -> "HeldOutLosses":
+    """Returns the losses of ``MODEL.WEIGHTS``, on the batches of evaluation in training.
 
     Raises:
         UserError: the weights do not fit the model of the config exactly.
     """
+    import torch
+    from detectron2.modeling import build_model
+    from tqdm import tqdm
+
+    from qbheat_det.analysis.held_out_losses import HeldOutLosses
+    from qbheat_det.checkpoint import ExactCheckpointer
+    from qbheat_det.data import ImageBatches, build_mapper, with_views
+    from qbheat_det.modeling.contracts import get_views
+
     model = build_model(cfg).eval()
     ExactCheckpointer(model).load(cfg.MODEL.WEIGHTS)
     batches = ImageBatches(
@@ -212,55 +206,47 @@ def evaluate_weights(cfg: CfgNode, held_out: Records) -> HeldOutLosses:
     return losses
 
 
-def format_table(losses: Mapping[str, HeldOutLosses]) -> str:
+def format_table(losses: "Mapping[str, HeldOutLosses]") -> str:
     """Returns a row for each predictor: loss ± standard error by view."""
+    from tabulate import tabulate
+
     rows = {name: values.summarise() for name, values in losses.items()}
     views = list(next(iter(rows.values())))
-    width = max(map(len, rows))
-    lines = [f"{'':<{width}}" + "".join(f"  {view:>15}" for view in views)]
-    for name, figures in rows.items():
-        cells = (f"{mean:.4f} ± {error:.4f}" for mean, error in figures.values())
-        lines.append(f"{name:<{width}}" + "".join(f"  {cell:>15}" for cell in cells))
-    return "\n".join(lines)
+    cells = [
+        [name, *(f"{mean:.4f} ± {error:.4f}" for mean, error in row.values())]
+        for name, row in rows.items()
+    ]
+    return tabulate(cells, ["", *views])
 
 
-def describe(cfg: CfgNode) -> str:
-    """Returns in words what the loss is."""
-    node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
-    target = "normalised patches" if node.NORM_PIXEL_LOSS else "raw pixels"
-    where = "masked positions" if node.LOSS_ON == "masked" else "all positions"
-    return f"Squared error of {target} at {where}, {size} x {size} pixels"
+def write_json(
+    path: Path, losses: "Mapping[str, HeldOutLosses]", report: Any, settings: Mapping[str, Any]
+) -> None:
+    import json
+    from dataclasses import asdict
 
+    from qbheat_det.core.figures import to_json
+    from qbheat_det.core.files import write_atomically
 
-def _print_faults(sentences: Sequence[str]) -> None:
-    if not sentences:
-        return
-    print(f"\n{len(sentences):,} images cannot be read and were left out:", file=sys.stderr)
-    for sentence in sorted(sentences)[:_NAMED]:
-        print(f"  {sentence.encode(errors='backslashreplace').decode()}", file=sys.stderr)
-    if len(sentences) > _NAMED:
-        print(f"  and {len(sentences) - _NAMED:,} more (--json lists them all)", file=sys.stderr)
-
-
-def _as_json(
-    losses: Mapping[str, HeldOutLosses], report: BaselineReport, cfg: CfgNode, seconds: float
-) -> dict[str, Any]:
-    return {
-        "losses": {
-            name: {
-                view: {"loss": mean, "standard_error": error if error == error else None}
-                for view, (mean, error) in values.summarise().items()
-            }
-            for name, values in losses.items()
-        },
-        "settings": _find_settings(cfg),
-        "held_out_images": losses["zero"].num_images,
-        "training_images": report.num_images,
-        "training_rows": report.num_rows,
-        "ridge_penalties": report.penalties,
-        "seconds_of_baselines": round(seconds, 1),
-        "unreadable": [asdict(fault) for fault in report.faults.values()],
-    }
+    content = to_json(
+        {
+            "losses": {
+                name: {
+                    view: {"loss": mean, "standard_error": error}
+                    for view, (mean, error) in values.summarise().items()
+                }
+                for name, values in losses.items()
+            },
+            "settings": settings,
+            "held_out_images": losses["zero"].num_images,
+            "training_images": report.num_images,
+            "training_rows": report.num_rows,
+            "ridge_penalties": report.penalties,
+            "unreadable": [asdict(fault) for fault in report.skipped.values()],
+        }
+    )
+    text = json.dumps(content, indent=2) + "\n"
+    write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
 if __name__ == "__main__":

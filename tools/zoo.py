@@ -37,7 +37,7 @@ examples:
   python tools/zoo.py pull --repo me/detectors --output their_zoo
   QBHEAT_ZOO=their_zoo python tools/zoo.py verify
 
-  # write MODEL_ZOO.md from the index
+  # update MODEL_ZOO.md from the index
   python tools/zoo.py table
 
 sources of weights, in this order: the folders in $QBHEAT_ZOO, the files shipped with the package,
@@ -228,13 +228,13 @@ def run_add(args: argparse.Namespace) -> int:
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FILE", help="instead of MODEL_ZOO.md")
+    pass  # no arguments
 
 
 def run_table(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.table import write_zoo
+    from qbheat_det.model_zoo.table import write_table
 
-    print(write_zoo(args.output))
+    print(write_table())
     return 0
 
 
@@ -277,7 +277,7 @@ COMMANDS = {
     "add": ("add an entry for trained weights", add_add, run_add),
     "push": ("upload weights to the Hugging Face hub, with a model card", add_push, run_push),
     "pull": ("download a repository of the hub with its index", add_pull, run_pull),
-    "table": ("write MODEL_ZOO.md from the index", add_table, run_table),
+    "table": ("update the entries in MODEL_ZOO.md from the index", add_table, run_table),
 }
 
 

@@ -17,7 +17,15 @@ __all__ = [
     "load_figures",
 ]
 
-_MODULES: tuple[str, ...] = ()
+_MODULES = (
+    "attention_figure",
+    "class_activation",
+    "correlation",
+    "propagation_figure",
+    "queries",
+    "reconstruction",
+    "spectrum_figure",
+)
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:

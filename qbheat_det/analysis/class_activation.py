@@ -1,22 +1,65 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Class activation maps: what each position of an image adds to the score of a class.
+"""Figure "heat": class activation maps beside steady heat with the same border.
 
-Paper: "Learning Deep Features for Discriminative Localization", arXiv:1512.04150, Eq. 2, which
-QB-Heat, arXiv:2211.13228, sets out from in Sec. 1 and Fig. 1. A map exists where a linear
-classifier reads the average of a feature map over its positions: sum and mean change places. Two
-things of this package's classifier are not in that paper: the BatchNorm without scale and offset
-before the linear layer in linear probing, which is folded into the weights, and the first token
-beside the pooled map, which belongs to no position and stands outside the map.
+Papers: QB-Heat, arXiv:2211.13228, Sec. 1 and Fig. 1; class activation maps (CAM) are "Learning Deep
+Features for Discriminative Localization", arXiv:1512.04150, Eq. 2. A map exists where a linear
+classifier reads the mean of a feature map over its positions. Two parts of this package's
+classifier are not in that paper: the BatchNorm without scale and offset before the linear layer in
+linear probing, which is folded into the weights, and the first token beside the pooled map, which
+belongs to no position and is not in the map.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure as Chart
 from torch import Tensor, nn
 
-from qbheat_det.modeling.classification import LinearDecoder
-from qbheat_det.modeling.classification.image_classifier import ImageClassifier
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.core.text import join_first
+from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder
+
+from .figure import FigureOptions, SharedImages, batch_images, crop_squares, run_each
+from .plotting import (
+    RGBImage,
+    chart_image,
+    color_map,
+    enlarge,
+    list_styles,
+    overlay_map,
+    plot_grid,
+    start_figure,
+    themed,
+    to_rgb,
+    to_text,
+)
+from .run import Run
+from .steady_heat import Agreement, FloatMap, HeatComparison, average, compare_with_heat
+
+_COLORS = "inferno"
+_LABELS = {
+    "steady": "steady heat",
+    "with_source": "with a source",
+    "corners": "between corners",
+    "border_mean": "mean of border",
+    "shuffled": "shuffled map",
+}
+_EXPLANATION = (
+    "The paper starts from a similarity (Sec. 1, Fig. 1): the class activation map (CAM) of a "
+    "classifier resembles heat that spreads over a plate. Here the plate has the CAM's own border, "
+    "and heat inside it is steady: u_xx + u_yy = 0 (Laplace's equation), solved on the CAM's "
+    "positions. A CAM that followed this equation would be the same image.",
+    "Steady heat has no peak inside a border (the maximum principle), so where the CAM peaks on an "
+    "object in the middle, the two must differ; the last map also fixes the CAM's largest value "
+    "inside, as a source of heat. Each row has one scale of colours, in logits.",
+    "Controls: a bilinear map between the four corners, the border's mean, and the same comparison "
+    "for the CAM with its positions shuffled. Relative error is 0 for the same map and 1 for the "
+    "mean of the CAM inside. Agreement beyond the controls shows that a CAM is smooth, not that "
+    "features obey the heat equation.",
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +70,7 @@ class ClassActivation:
         maps: (N, H, W), in logits: their mean over positions, and ``rest``, sum to ``logits``.
         rest: (N,), what no position adds: the bias, and the first token if it is read.
         logits: (N,), of the class.
-        scores: (N,), softmax of it over all classes, in [0, 1].
+        scores: (N,), softmax over all classes, in [0, 1].
         classes: (N,), its index.
     """
 
@@ -39,52 +82,50 @@ class ClassActivation:
 
 
 @torch.no_grad()
-def measure_class_activation(
-    model: ImageClassifier, images: Tensor, classes: Sequence[int] | None = None
+def compute_class_activation(
+    model: ImageClassifier, images: Tensor, chosen: int | None = None
 ) -> ClassActivation:
     """Returns the class activation map of each image.
 
     Args:
-        model: with a linear decoder, in evaluation mode.
+        model: with a linear decoder, in eval mode.
         images: (N, 3, S, S), normalised.
-        classes: one index for each image; None takes the class that the model predicts.
+        chosen: index of the class; None takes the predicted class of each image.
 
     Raises:
-        ValueError: the decoder is not linear, so that no such map exists.
+        ValueError: the decoder is not linear, so that there is no such map.
     """
     decoder = model.decoder
     if not isinstance(decoder, LinearDecoder):
-        raise ValueError(
-            f"a class activation map needs a linear decoder over the pooled map, not a "
-            f"{type(decoder).__name__}: behind it, only Grad-CAM, another quantity, is defined"
-        )
+        raise ValueError(f"a {type(decoder).__name__} has no class activation map")
     features = model.backbone(images)
     logits = decoder(features).float()
-    chosen = logits.argmax(dim=1) if classes is None else torch.tensor(classes).to(logits.device)
+    classes = logits.argmax(dim=1)
+    if chosen is not None:
+        classes = torch.full_like(classes, chosen)
     weights, bias = fold_normalization(decoder)
     channels = decoder.pool.channels
-    maps = torch.einsum(
-        "nchw,nc->nhw", features[decoder.pool.in_feature].float(), weights[chosen, :channels]
-    )
-    rest = bias[chosen]
+    pooled = features[decoder.pool.in_feature].float()
+    maps = torch.einsum("nchw,nc->nhw", pooled, weights[classes, :channels])
+    rest = bias[classes]
     if decoder.pool.token_dim:
         first = features["tokens"][:, 0].float()
-        rest = rest + (first * weights[chosen, channels:]).sum(dim=1)
-    index = chosen[:, None]
+        rest = rest + (first * weights[classes, channels:]).sum(dim=1)
+    index = classes[:, None]
     return ClassActivation(
         maps=maps,
         rest=rest,
         logits=logits.gather(1, index)[:, 0],
         scores=logits.softmax(dim=1).gather(1, index)[:, 0],
-        classes=chosen,
+        classes=classes,
     )
 
 
 def fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
-    """Returns weights (K, C + D) and bias (K,) that take features as they come from the pool.
+    """Returns weights (K, C + D) and bias (K,) for features as they come from the pool.
 
-    Those of the linear layer where nothing normalises before it; behind a BatchNorm of mean m and
-    variance v, w / sqrt(v + eps) and b - w m / sqrt(v + eps).
+    Behind a BatchNorm of mean m and variance v these are w / sqrt(v + eps) and
+    b - w m / sqrt(v + eps), else those of the linear layer.
     """
     weights, bias = decoder.classifier.weight.float(), decoder.classifier.bias.float()
     norm = decoder.norm
@@ -94,3 +135,183 @@ def fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
     assert norm.running_var is not None
     folded = weights * torch.rsqrt(norm.running_var.float() + norm.eps)
     return folded, bias - folded @ norm.running_mean.float()
+
+
+@dataclass(frozen=True)
+class _Heat:
+    """One run: class, score, map and comparison of each image, and the pixels of the drawn ones."""
+
+    classes: list[str]
+    scores: list[float]
+    maps: list[FloatMap]
+    comparisons: list[HeatComparison]
+    images: list[RGBImage]
+
+    @property
+    def agreements(self) -> dict[str, list[Agreement]]:
+        """Of all images, by the keys of ``_LABELS``."""
+        return {kind: [one.agreements[kind] for one in self.comparisons] for kind in _LABELS}
+
+
+@register_figure("heat")
+def draw_heat(
+    runs: Sequence[Run],
+    options: FigureOptions,
+    *,
+    heat_class: str | None = None,
+    heat_images: int = 64,
+    heat_size: int | None = None,
+) -> Figure:
+    """Draws CAM and steady heat of images, and how close they are beside controls.
+
+    Args:
+        runs: to compare.
+        options: ``images``, ``num_images``, and ``seed`` of the shuffles.
+        heat_class: name or index of the class; None takes the predicted class of each image.
+        heat_images: images that are averaged over, at least those drawn.
+        heat_size: side of the images in pixels; None takes the run's.
+
+    Raises:
+        NotApplicable: no run is a classifier with class activation maps, or there are no images.
+        UserError: no classifier has the class, or no run can be read.
+    """
+    shared = SharedImages(runs, max(options.num_images, heat_images), options.images)
+
+    def compute(run: Run) -> _Heat:
+        return _compute(run, shared, options, heat_class, heat_size)
+
+    results = run_each(runs, compute, nothing="no class activation maps")
+    found = results.found
+    images = {
+        f"maps_{i}": _draw_maps(label, one) for i, (label, one) in enumerate(found.items(), 1)
+    }
+    images["agreement"] = chart_image(
+        plot_agreements({label: one.agreements for label, one in found.items()}),
+        caption="Median and quartiles over the images, over positions inside the border.",
+    )
+    rows = []
+    for label, one in found.items():
+        for kind, agreements in one.agreements.items():
+            mean = average(agreements)
+            numbers = (f"{mean.correlation:.2f}", f"{mean.relative_error:.2f}")
+            rows.append((f"{label}, {_LABELS[kind]}", *numbers))
+    return Figure(
+        "heat",
+        "Class activation and steady heat",
+        [*_EXPLANATION, *shared.explain(), *results.explain()],
+        images,
+        {
+            "images": shared.files,
+            "runs": {
+                label: [
+                    {"class": name, "score": score, "source": heat.source}
+                    | {kind: asdict(agreement) for kind, agreement in heat.agreements.items()}
+                    for name, score, heat in zip(
+                        one.classes, one.scores, one.comparisons, strict=True
+                    )
+                ]
+                for label, one in found.items()
+            },
+            "left_out": results.left_out,
+        },
+        Table(("Mean over images", "correlation", "relative error"), rows),
+    )
+
+
+def _compute(
+    run: Run, shared: SharedImages, options: FigureOptions, wanted: str | None, size: int | None
+) -> _Heat:
+    run.require_kind("classifier")
+    model = run.model
+    if not isinstance(model, ImageClassifier) or not isinstance(model.decoder, LinearDecoder):
+        raise NotApplicable(
+            f"'{run.label}' has no linear layer over the mean of a map, which class activation "
+            "is defined for"
+        )
+    names = [str(name) for name in run.cfg.MODEL.CLASS_NAMES]
+    chosen = None if wanted is None else _find_class(run.label, names, model.num_classes, wanted)
+    entries = crop_squares(run.cfg, shared.choose(run), size)
+    activations = [
+        compute_class_activation(model, images, chosen)
+        for images in batch_images(model, entries, f"class activation, {run.label}")
+    ]
+    maps = [one.double().cpu().numpy() for batch in activations for one in batch.maps]
+    try:
+        comparisons = [compare_with_heat(one, seed=options.seed) for one in maps]
+    except ValueError as error:
+        raise NotApplicable(f"'{run.label}': {error}") from error
+    classes = [i for batch in activations for i in batch.classes.tolist()]
+    return _Heat(
+        classes=[names[i] if i < len(names) else str(i) for i in classes],
+        scores=[score for batch in activations for score in batch.scores.tolist()],
+        maps=maps,
+        comparisons=comparisons,
+        images=[
+            to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
+            for entry in entries[: options.num_images]
+        ],
+    )
+
+
+def _find_class(label: str, names: Sequence[str], num_classes: int, wanted: str) -> int:
+    if wanted in names:
+        return names.index(wanted)
+    if wanted.isdecimal() and int(wanted) < num_classes:
+        return int(wanted)
+    raise UserError(
+        f"--heat-class '{wanted}' is no class of '{label}', which has {join_first(names, 8)} and "
+        f"the indices 0 to {num_classes - 1}"
+    )
+
+
+def _draw_maps(label: str, one: _Heat) -> Image:
+    rows, names = [], []
+    for index, image in enumerate(map(enlarge, one.images)):
+        values, comparison = one.maps[index], one.comparisons[index]
+        low, high = float(values.min()), float(values.max())
+        side = image.shape[0]
+        maps = (values, comparison.steady, comparison.with_source)
+        cells = [enlarge(color_map(m, low, high, _COLORS), side, exact=True) for m in maps]
+        stride = side / len(values)
+        overlay = overlay_map(image, values, stride=stride, low=low, high=high, colors=_COLORS)
+        rows.append([image, overlay, *cells])
+        names.append(
+            f"{to_text(one.classes[index])} {one.scores[index]:.2f}\n{low:.3g} to {high:.3g}"
+        )
+    columns = ["image", "CAM over it", "CAM", "steady heat", "… with a source"]
+    chart = plot_grid(rows, column_names=columns, row_names=names)
+    return chart_image(
+        chart, caption=f"{label}: class and score, range of colours in logits.", format="jpg"
+    )
+
+
+@themed
+def plot_agreements(agreements: Mapping[str, Mapping[str, Sequence[Agreement]]]) -> Chart:
+    """Draws median and quartiles over images of correlation and relative error, a mark a run.
+
+    Args:
+        agreements: by run and by the keys of ``_LABELS``, of each image.
+    """
+    figure = start_figure(height=2.4 + 0.5 * len(agreements), width=7.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    measures = {"correlation": "correlation inside", "relative_error": "relative error inside"}
+    styles = list_styles(len(agreements))
+    for axes, (measure, text) in zip(panels, measures.items(), strict=True):
+        for index, ((label, kinds), style) in enumerate(
+            zip(agreements.items(), styles, strict=True)
+        ):
+            values = np.array([[asdict(a)[measure] for a in kinds[kind]] for kind in _LABELS])
+            known = ~np.isnan(values).all(axis=1)
+            first, median, third = np.nanpercentile(values[known], (25, 50, 75), axis=1)
+            rows = np.flatnonzero(known) + 0.16 * (index - (len(agreements) - 1) / 2)
+            errors = [median - first, third - median]
+            axes.errorbar(
+                median, rows, xerr=errors, label=to_text(label), **style | {"linestyle": "none"}
+            )
+        axes.set_xlabel(text)
+    panels[0].set_title("CAM and maps made from its border")
+    panels[0].set_yticks(range(len(_LABELS)), _LABELS.values())
+    panels[0].invert_yaxis()
+    if len(agreements) > 1:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
+    return figure

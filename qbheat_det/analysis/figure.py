@@ -8,13 +8,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from detectron2.config import CfgNode
-from detectron2.modeling import FPN, Backbone
+from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -23,6 +21,7 @@ from qbheat_det.core.figures import NotApplicable
 from qbheat_det.core.text import join_first
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
 from qbheat_det.engine.sample_images import SpreadEntries, read_spread
+from qbheat_det.modeling.contracts import get_backbone, get_encoder, get_pixel_statistics
 
 from .run import Run
 
@@ -32,7 +31,6 @@ Found = TypeVar("Found")
 Entries = list[dict[str, Any]]
 
 _BATCH_SIZE = 32
-_MOST_POSITIONS = 256  # of maps that are written to JSON: 16 x 16
 
 
 @dataclass(frozen=True)
@@ -201,9 +199,8 @@ def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Ten
         entries: with images of one size.
         label: of the bar.
     """
-    mean, std = (
-        cast(Tensor, value).view(-1, 1, 1) for value in (model.pixel_mean, model.pixel_std)
-    )
+    statistics = get_pixel_statistics(model)
+    mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
     starts = range(0, len(entries), _BATCH_SIZE)
     for start in tqdm(starts, unit="batch", desc=label, delay=2, leave=False):
         images = torch.stack([entry["image"] for entry in entries[start : start + _BATCH_SIZE]])
@@ -211,16 +208,12 @@ def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Ten
 
 
 def find_encoder(model: nn.Module) -> Backbone:
-    """Returns the backbone of any model; without the feature pyramid around it, if any."""
-    backbone = cast(Backbone, model.backbone)
-    return backbone.bottom_up if isinstance(backbone, FPN) else backbone
+    """Returns the backbone of a model, without the feature pyramid around it, if any.
 
-
-def list_map(values: npt.ArrayLike) -> list[Any] | None:
-    """Returns maps (..., H, W) as lists with 4 significant digits; None if they are large."""
-    array = np.asarray(values, dtype=np.float64)
-    if array.shape[-2] * array.shape[-1] > _MOST_POSITIONS:
-        return None
-    rounded = [float(f"{value:.4g}") for value in array.ravel().tolist()]
-    listed: list[Any] = np.array(rounded).reshape(array.shape).tolist()
-    return listed
+    Raises:
+        NotApplicable: the model has no backbone.
+    """
+    backbone = get_backbone(model)
+    if backbone is None:
+        raise NotApplicable(f"{type(model).__name__} has no backbone")
+    return get_encoder(backbone)

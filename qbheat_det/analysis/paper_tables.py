@@ -8,7 +8,7 @@ backbone without BatchNorm's scale and offset, because a frozen backbone holds t
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .components import (
     Counts,
@@ -68,12 +68,6 @@ class PaperCell:
     match: bool
     rule: str
     match_one_rule: bool
-
-    def as_json(self) -> dict[str, object]:
-        """Returns the row of the JSON report."""
-        row = asdict(self)
-        del row["match_one_rule"]
-        return row
 
 
 def compare_with_paper() -> list[PaperCell]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import cv2
 import matplotlib
 import numpy as np
 import numpy.typing as npt
@@ -77,13 +78,20 @@ def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
 
 
 @themed
-def start_figure(*, height: float, width: float) -> Figure:
+def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
     """Returns an empty figure of that many inches.
 
     It does not belong to pyplot, which keeps global state and looks for a window system.
+
+    Args:
+        height: in inches.
+        width: in inches.
+        constrained: let matplotlib arrange the axes; for several of them this takes longer than
+            all the drawing.
     """
     figure = Figure(figsize=(width, height))
-    figure.set_layout_engine("constrained", w_pad=0.16, h_pad=0.16)
+    if constrained:
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     return figure
 
 
@@ -210,3 +218,68 @@ def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
     """From (3, H, W) in a mapper's channels ("RGB" or "BGR") to (H, W, 3), RGB, float32."""
     pixels: npt.NDArray[np.float32] = image.detach().cpu().float().permute(1, 2, 0).numpy()
     return pixels[..., ::-1] if pixel_format == "BGR" else pixels
+
+
+def shrink(image: RGBImage, longest: int) -> RGBImage:
+    """Returns an image (H, W, 3) resized to that many pixels on the longer side."""
+    factor = longest / max(image.shape[:2])
+    size = (max(1, round(image.shape[1] * factor)), max(1, round(image.shape[0] * factor)))
+    way = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
+    return np.asarray(cv2.resize(image, size, interpolation=way), dtype=np.uint8)
+
+
+def color_map(values: npt.ArrayLike, low: float, high: float, colors: str) -> RGBImage:
+    """Returns (H, W, 3): values (H, W) in a matplotlib colour map from ``low`` to ``high``."""
+    share = (np.asarray(values, dtype=np.float64) - low) / max(high - low, 1e-12)
+    colored: RGBImage = matplotlib.colormaps[colors](np.clip(share, 0, 1), bytes=True)[..., :3]
+    return np.ascontiguousarray(colored)
+
+
+def overlay_map(
+    image: RGBImage,
+    values: npt.ArrayLike,
+    *,
+    stride: float,
+    low: float = 0.0,
+    high: float,
+    colors: str = "viridis",
+) -> RGBImage:
+    """Returns an image in grey with a feature map in colours over it, smoothed between positions.
+
+    Args:
+        image: (H, W, 3).
+        values: (h, w); positions beyond the image are not shown.
+        stride: pixels of the image between two positions, the first half a stride from the corner.
+        low: value of the first colour.
+        high: value of the last colour; larger values have it too.
+        colors: name of a matplotlib colour map.
+    """
+    x, y = (
+        (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)
+        for length in (image.shape[1], image.shape[0])
+    )
+    columns, rows = np.meshgrid(x, y)
+    # Outside the outermost positions their value continues, as at the edge of a padded map.
+    smooth = cv2.remap(
+        np.asarray(values, dtype=np.float32),
+        columns,
+        rows,
+        cv2.INTER_LINEAR,
+        borderMode=cv2.BORDER_REPLICATE,
+    )
+    grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
+    mixed = cv2.addWeighted(color_map(smooth, low, high, colors), 0.65, grey, 0.35, 0)
+    return np.asarray(mixed, dtype=np.uint8)
+
+
+def enlarge(image: RGBImage, side: int = 160, *, exact: bool = False) -> RGBImage:
+    """Returns an image with sharp pixels, larger by a whole number to at least ``side`` rows.
+
+    Args:
+        image: (H, W, 3).
+        side: rows.
+        exact: return a square of exactly that side.
+    """
+    factor = max(1, -(-side // len(image)))
+    size = (side, side) if exact else (image.shape[1] * factor, len(image) * factor)
+    return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)

@@ -16,11 +16,13 @@ from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
+from qbheat_det.engine.data_sources import register_source
 from qbheat_det.engine.predict import build_predictor
+from qbheat_det.engine.run_record import RUN_FILE, read_run_record
 from qbheat_det.engine.sample_images import SpreadEntries, read_spread
-from qbheat_det.engine.seeing.run_sets import Split, find_run_set
 
 Kind = Literal["pretraining", "detector", "classifier"]
+Split = Literal["test", "train"]
 
 PROBE_FILES = ("probes.json", "comparison.json")
 """Names of files with results of probes, in the folder of a run and of a comparison."""
@@ -162,12 +164,29 @@ class Run:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Returns the name under which the run's data are registered, see ``find_run_set``.
+        """Returns the name under which the run's first data set of a split is registered.
+
+        Sets that flags named are registered from ``run.json``, under a name of this run.
 
         Raises:
             NotApplicable: the run had none, or they are not on this machine.
         """
-        return find_run_set(self.cfg, self.folder or self.weights.parent, split)
+        names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
+        if not names:
+            raise NotApplicable(f"the config of '{self.label}' names no {split} set")
+        name = str(names[0])
+        folder = self.folder or self.weights.parent
+        try:
+            starts = read_run_record(folder / RUN_FILE)
+            if source := starts[-1].get("data", {}).get(name) if starts else None:
+                name = f"{name} of {folder.resolve()}"
+                register_source(name, source)
+            if name not in DatasetCatalog:
+                raise NotApplicable(f"the {split} set '{name}' is not registered")
+            DatasetCatalog.get(name)  # raises where files are gone
+        except (UserError, OSError) as error:
+            raise NotApplicable(f"the {split} set cannot be read: {error}") from error
+        return name
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
         """Returns entries of the run's mapper in inference, spread evenly over all images.
@@ -246,12 +265,11 @@ def _check_configs(runs: Sequence[Run]) -> None:
     for run in runs:
         try:
             _ = run.cfg
+            return
         except NotApplicable:
             continue
         except UserError as error:
             errors.append(error)
-        else:
-            return
     if errors:
         raise errors[0]
 
@@ -270,22 +288,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _make_labels_unique(runs: Sequence[Run]) -> None:
-    """Prepends parent folders to equal labels until they differ, or the paths end."""
-    while True:
+    """Adds parent folders to equal labels until they differ, or the paths end."""
+    for depth in range(2, 20):
         labels = [run.label for run in runs]
-        equal = [run for run in runs if labels.count(run.label) > 1]
-        longer = [_prepend_parent(run) for run in equal]
-        if longer == [run.label for run in equal]:
-            return
-        for run, label in zip(equal, longer, strict=True):
-            run.label = label
-
-
-def _prepend_parent(run: Run) -> str:
-    path = run.path.resolve()
-    parts = path.parts if path.is_dir() else path.with_suffix("").parts
-    number = run.label.count("/") + 2
-    return "/".join(parts[-number:]) if number < len(parts) else run.label
+        for run in runs:
+            if labels.count(run.label) > 1:
+                path = run.path.resolve()
+                parts = path.parts if path.is_dir() else path.with_suffix("").parts
+                run.label = "/".join(parts[-min(depth, len(parts) - 1) :])
 
 
 class _Files(NamedTuple):

@@ -5,30 +5,25 @@ Importing this package registers the built-in sets, see ``register_builtin_sets`
 """
 
 from .cached_views import CachedViews
-from .datasets import (
-    IMAGE_SUFFIXES,
-    TOY_SETS,
+from .datasets import register_builtin_sets
+from .datasets.classes import list_classes, load_classes, load_labelled_sets, unite_labels
+from .datasets.coco import (
     CocoSummary,
-    ToySpec,
     check_coco_json,
-    check_image_folder,
     check_same_classes,
-    get_cache_dir,
-    list_classes,
-    list_images,
-    load_classes,
     load_coco_images,
-    load_image_folders,
-    load_labelled_sets,
-    prepare_toy_set,
-    register_builtin_sets,
     register_coco_images,
     register_coco_json,
-    register_image_folders,
-    register_toy_set,
-    unite_labels,
 )
-from .disk_space import check_space, measure_caches
+from .datasets.image_folder import (
+    IMAGE_SUFFIXES,
+    check_image_folder,
+    list_images,
+    load_image_folders,
+    register_image_folders,
+)
+from .datasets.toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+from .disk_space import check_space
 from .errors import DataError, join_messages, printable, raise_first
 from .feature_store import FORMAT_VERSION, VIEWS_PER_CHUNK, FeatureStore, Stored, View
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
@@ -101,7 +96,6 @@ __all__ = [
     "load_coco_images",
     "load_image_folders",
     "load_labelled_sets",
-    "measure_caches",
     "number_records",
     "prepare_toy_set",
     "preserved_randomness",

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Whether a cache of features fits on its disk, and what others beside it take."""
+"""Whether a cache of features fits on its disk."""
 
 import shutil
 from pathlib import Path
@@ -35,16 +35,6 @@ def explain_full_disk(folder: Path, needed: float) -> str:
         "MODEL.CACHE_FEATURES.FOLDER to a folder on another disk, or lower "
         "INPUT.FIXED_VIEWS.COUNT, by which they grow (DTYPE float32 takes twice what float16 does)"
     )
-
-
-def measure_caches(root: Path) -> dict[str, int]:
-    """Returns the bytes of the complete files of each cache below a folder, by name."""
-    folders = sorted(root.iterdir()) if root.is_dir() else []
-    return {
-        folder.name: sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        for folder in folders
-        if (folder / "meta.json").is_file()
-    }
 
 
 def _free_bytes(folder: Path) -> int:

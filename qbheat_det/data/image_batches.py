@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from qbheat_det.modeling.contracts import get_views
 
-from .datasets import load_classes
+from .datasets.classes import load_classes
 from .errors import DataError
 from .mappers import Mapper, build_mapper
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
 
-from .datasets import list_classes, load_classes
+from .datasets.classes import list_classes, load_classes
 from .errors import DataError
 from .image_checks import check_some_readable
 from .mappers import (

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from detectron2.structures import BoxMode
 
+from .datasets.coco_shapes import find_box_error
 from .errors import DataError
 
 Record = dict[str, Any]
@@ -64,7 +65,7 @@ def find_object_errors(
         unknown = f"category_id {class_index!r} is none of the {num_classes} classes, 0 and up"
         yield "unknown category", unknown
     if reason := _find_box_error(annotation, record):
-        yield "box that cannot be trained on", f"bbox {annotation.get('bbox')!r} {reason}"
+        yield "box that cannot be trained on", f"bbox {annotation.get('bbox')!r}: {reason}"
     segmentation = annotation.get("segmentation")
     if mask_format is not None and not segmentation:
         yield (
@@ -79,21 +80,16 @@ def find_object_errors(
         )
 
 
-def _find_box_error(annotation: dict[str, Any], record: Record) -> str | None:
+def _find_box_error(annotation: Record, record: Record) -> str | None:
     mode = annotation.get("bbox_mode")
     if mode not in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS):
         return None if mode in tuple(BoxMode) else f"has no bbox_mode of Detectron2, but {mode!r}"
     try:
-        x0, y0, x1, y1 = map(float, annotation["bbox"])
+        x, y, width, height = map(float, annotation["bbox"])
     except (KeyError, OverflowError, TypeError, ValueError):
         return "must be four numbers"
-    if mode == BoxMode.XYWH_ABS:
-        x1, y1 = x0 + x1, y0 + y1
-    if not all(map(math.isfinite, (x0, y0, x1, y1))):
-        return "is not finite"
-    if x1 < x0 or y1 < y0:
-        return "has a negative width or height"
-    width, height = record.get("width", math.inf), record.get("height", math.inf)
-    if x1 > x0 and y1 > y0 and (x1 <= 0 or y1 <= 0 or x0 >= width or y0 >= height):
-        return f"lies wholly outside its image of {width} x {height} pixels"
-    return None
+    if mode == BoxMode.XYXY_ABS:
+        width, height = width - x, height - y
+    size = record.get("width", math.inf), record.get("height", math.inf)
+    found = find_box_error({"bbox": [x, y, width, height]}, size)
+    return found and found[1]

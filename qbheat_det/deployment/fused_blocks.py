@@ -29,7 +29,7 @@ from qbheat_det.layers import (
     NormedConv2d,
     SinePositionEncoding,
 )
-from qbheat_det.layers.recording import is_recorded
+from qbheat_det.layers.cpu_kernels import is_recorded
 from qbheat_det.modeling.detr.decoder_block import LevelMap, LiteMobile
 
 _MIN_SLOPE = 1e-12  # slopes are divided by one another

@@ -33,7 +33,6 @@ from qbheat_det.data import (
     check_space,
     get_cache_dir,
     load_classes,
-    measure_caches,
     number_records,
 )
 from qbheat_det.modeling.backbone import CachedBackbone
@@ -243,7 +242,7 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
 
 
 def log_estimate(estimate: CacheEstimate, folder: Path, *, used: Sequence[str]) -> None:
-    """Logs where the caches are, what they take, and what others beside them take.
+    """Logs where the caches are and what they take.
 
     Args:
         estimate: of all caches of the run.
@@ -264,10 +263,4 @@ def log_estimate(estimate: CacheEstimate, folder: Path, *, used: Sequence[str]) 
         seconds = estimate.seconds / comm.get_world_size()
         logger.info(
             f"{estimate.num_missing:,} views are to be encoded: about {format_duration(seconds)}"
-        )
-    others = {name: size for name, size in measure_caches(folder).items() if name not in used}
-    if others:
-        logger.info(
-            f"{len(others)} other caches in '{folder}', of other weights, images or settings, take "
-            f"{format_bytes(sum(others.values()))}; each is a folder that can be removed"
         )

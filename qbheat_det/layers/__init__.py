@@ -1,25 +1,30 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Ground floor: tensors in, tensors out."""
+"""Layers: tensors in, tensors out."""
 
 from .attention import MapAttention, attend
 from .attention_readout import AttentionRecord, AttentionWeights, read_attention
-from .convolutions import DepthwiseConv2d, NormedConv2d
-from .cross_attention import FormerToMobile, MobileToFormer
-from .dropout import Dropout
-from .dynamic_relu import DynamicReLU
-from .fast_linear import Linear, linear, replace_linear_layers
-from .former import Former
+from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
+from .cpu_kernels import Dropout, Linear, linear, replace_linear_layers
 from .mobile_former_block import (
     DownMobile,
+    Former,
+    FormerToMobile,
     LiteBottleneck,
     Mobile,
     MobileFormerBlock,
+    MobileToFormer,
     depthwise,
     pointwise,
 )
-from .padding import halve, padding_mask, resize_bilinear, valid_sizes, zero_padding
+from .padded_maps import (
+    SinePositionEncoding,
+    halve,
+    padding_mask,
+    resize_bilinear,
+    valid_sizes,
+    zero_padding,
+)
 from .pooled_features import PooledFeatures
-from .position_encoding import SinePositionEncoding
 
 __all__ = [
     "AttentionRecord",

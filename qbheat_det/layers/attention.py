@@ -1,13 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Multi-head attention between a few queries and a large map, or the other way round.
+"""Multi-head attention between a few queries and a large map, or vice versa.
 
-The numbers are those of ``torch.nn.functional.scaled_dot_product_attention``, and it is that
-function wherever PyTorch has a fused kernel. On a CPU the kernel knows no dropout: what PyTorch
-falls back to writes the weights of all images and heads several times over. There, plain products
-go through a few heads at a time, small enough for the processor's cache, the mask is drawn in
-16-bit numbers, and the backward computes the weights again rather than fetch them from memory.
-In inference plain products serve few queries on a large map, for which the kernel's blocks are not
-made.
+The results are those of ``torch.nn.functional.scaled_dot_product_attention``, which computes them
+wherever PyTorch has a fused kernel. On CPUs that kernel has no dropout, and PyTorch's fallback
+writes the weights of all images and heads several times. There, plain products handle a few heads
+at a time, which fit in the cache, the mask is drawn in 16-bit numbers, and the backward computes
+the weights again. In inference, plain products are faster for few queries on a large map.
 """
 
 from collections.abc import Iterator
@@ -18,13 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .dropout import draw_kept, rounded
-from .fast_linear import linear
-from .recording import is_recorded
+from qbheat_det.layers.cpu_kernels import linear
 
-_PART = 1 << 20  # weights that are computed at a time; as float32, 4 MiB
-_FEW = 8  # keys a query, from which on queries are few
-_MOST = 1 << 25  # weights of an image that are written; as float32, 128 MiB
+from .cpu_kernels import draw_kept, is_recorded, rounded
+
+_PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
+_FEW = 8  # least ratio of keys to queries for plain products
+_MOST = 1 << 25  # most weights of an image for plain products; in float32, 128 MiB
 
 
 def attend(
@@ -32,7 +30,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     *,
-    hidden: Tensor | None = None,
+    masked: Tensor | None = None,
     dropout: float = 0.0,
     fused: bool = False,
 ) -> Tensor:
@@ -41,37 +39,37 @@ def attend(
         query: (N, heads, Q, d).
         key: (N, heads, L, d).
         value: (N, heads, L, d).
-        hidden: broadcasts to (N, heads, Q, L), True where a query does not see a key; at least
-            one key is seen.
-        dropout: probability, in [0, 1), to drop a weight. On the CPU it is rounded to 16 bits,
-            and what is kept is scaled by the rounded one.
-        fused: take PyTorch's kernel for compilers and exporters too, since the weights are too
-            many to be written, as among all positions of a map.
+        masked: broadcasts to (N, heads, Q, L), True where a query may not attend to a key; each
+            attends to at least one.
+        dropout: probability, in [0, 1), to drop a weight; rounded to 16 bits on CPUs, where the
+            rounded one determines the scale of the rest.
+        fused: use PyTorch's kernel for compilers and exporters too, because the weights are too
+            many to store, as among all positions of a map.
 
     Returns:
         (N, Q, heads * d).
     """
     if not dropout and fused:
-        return _attend_fused(query, key, value, hidden, dropout)
+        return _attend_fused(query, key, value, masked, dropout)
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
-        return _attend_fused(query, key, value, hidden, dropout)
+        return _attend_fused(query, key, value, masked, dropout)
     if is_recorded():
-        return _attend_plainly(query, key, value, hidden, dropout)
+        return _attend_plainly(query, key, value, masked, dropout)
     if not dropout:
         num_heads, num_queries, num_keys = *query.shape[1:3], key.shape[2]
         few = num_keys >= _FEW * num_queries and num_heads * num_queries * num_keys <= _MOST
         if few and not torch.is_grad_enabled():
-            return _attend_by_image(query, key, value, hidden)
-        return _attend_fused(query, key, value, hidden, dropout)
+            return _attend_by_image(query, key, value, masked)
+        return _attend_fused(query, key, value, masked, dropout)
     kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
-    found: Tensor = _AttendInParts.apply(query, key, value, hidden, kept, 1 - rounded(dropout))
+    found: Tensor = _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))
     return found
 
 
 class MapAttention(nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies.
 
-    Same parameters, same arguments. Asked for weights, it computes as its base class does.
+    Parameters and arguments are the same. With ``need_weights`` it computes as its base class.
     """
 
     def __init__(
@@ -103,9 +101,9 @@ class MapAttention(nn.MultiheadAttention):
             query: (N, Q, C).
             key: (N, L, C).
             value: (N, L, C).
-            key_padding_mask: (N, L) Boolean, True where no query looks.
+            key_padding_mask: (N, L) Boolean, True at keys that all queries ignore.
             need_weights: whether to return the weights too.
-            attn_mask: (N * heads, Q, L) Boolean, True where a query does not see a key.
+            attn_mask: (N * heads, Q, L) Boolean, True where a query may not attend to a key.
             average_attn_weights: whether weights are averaged over the heads.
             is_causal: see the base class.
 
@@ -123,27 +121,27 @@ class MapAttention(nn.MultiheadAttention):
                 average_attn_weights,
                 is_causal,
             )
-        hidden = None if key_padding_mask is None else key_padding_mask[:, None, None]
+        masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
         if attn_mask is not None:
             by_head = attn_mask.unflatten(0, (-1, self.num_heads))
-            hidden = by_head if hidden is None else hidden | by_head
+            masked = by_head if masked is None else masked | by_head
         heads = (
             each.unflatten(2, (self.num_heads, -1)) for each in self._project(query, key, value)
         )
-        gathered = attend(
+        attended = attend(
             *(each.transpose(1, 2) for each in heads),
-            hidden=hidden,
+            masked=masked,
             dropout=self.dropout if self.training else 0.0,
             fused=self.fused,
         )
         if self._leaves_out_biases:
-            gathered = gathered + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
-        return linear(gathered, self.out_proj.weight, self.out_proj.bias), None
+            attended = attended + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
+        return linear(attended, self.out_proj.weight, self.out_proj.bias), None
 
     @property
     def _leaves_out_biases(self) -> bool:
-        # In inference keys and values go without: adding them is a pass over the map. A key's is
-        # the same for all keys of a query, which softmax does not see.
+        # In inference, keys and values have no bias added, which is a pass over the map: a key's is
+        # the same for all keys of a query, and softmax ignores it.
         return not (torch.is_grad_enabled() or is_recorded())
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -157,34 +155,34 @@ class MapAttention(nn.MultiheadAttention):
 
 
 def _attend_fused(
-    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, dropout: float
 ) -> Tensor:
-    seen = None if hidden is None else ~hidden
-    gathered = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
-    return gathered.transpose(1, 2).flatten(2)
+    seen = None if masked is None else ~masked
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+    return attended.transpose(1, 2).flatten(2)
 
 
 def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, dropout: float
 ) -> Tensor:
-    """The formula itself, for compilers and exporters to make of it what they can."""
+    """The formula itself, for compilers and exporters to optimise."""
     logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    if hidden is not None:
-        logits = logits.masked_fill(hidden, float("-inf"))
+    if masked is not None:
+        logits = logits.masked_fill(masked, float("-inf"))
     weights = F.dropout(logits.softmax(dim=-1), dropout)
     return (weights @ value).transpose(1, 2).flatten(2)
 
 
-def _attend_by_image(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:
-    """The formula in batched products over the heads, which read keys and values as they lie."""
+def _attend_by_image(query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
+    """The formula in products batched over heads, which read keys and values without copies."""
     num_images, num_heads, num_queries, width = query.shape
     out = query.new_empty(num_images, num_queries, num_heads, width)
-    if hidden is not None:
-        hidden = hidden.expand(*query.shape[:3], key.shape[2])
+    if masked is not None:
+        masked = masked.expand(*query.shape[:3], key.shape[2])
     for image in range(num_images):
         weights = torch.bmm(query[image] * width**-0.5, key[image].transpose(1, 2))
-        if hidden is not None:
-            weights.masked_fill_(hidden[image], float("-inf"))
+        if masked is not None:
+            weights.masked_fill_(masked[image], float("-inf"))
         torch.softmax(weights, dim=-1, out=weights)
         out[image] = torch.bmm(weights, value[image]).transpose(0, 1)
     return out.flatten(2)
@@ -199,32 +197,32 @@ class _AttendInParts(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        hidden: Tensor | None,
+        masked: Tensor | None,
         kept: Tensor,
         share: float,
     ) -> Tensor:
         num_images, num_heads, num_queries, width = query.shape
         out = query.new_empty(num_images, num_queries, num_heads, width)
         shape = (num_images, num_heads, num_queries, key.shape[2])
-        hidden = None if hidden is None else hidden.expand(shape)
+        masked = None if masked is None else masked.expand(shape)
         for part in _parts(shape):
-            weights = _weights(query[part], key[part], None if hidden is None else hidden[part])
+            weights = _weights(query[part], key[part], None if masked is None else masked[part])
             found = torch.bmm(weights.mul_(kept[part]), value[part])
             out.transpose(1, 2)[part] = found.div_(share)
-        ctx.save_for_backward(query, key, value, hidden, kept, out)
+        ctx.save_for_backward(query, key, value, masked, kept, out)
         ctx.share = share
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, hidden, kept, out = ctx.saved_tensors
+        query, key, value, masked, kept, out = ctx.saved_tensors
         arrived = gradient.view_as(out).transpose(1, 2)
-        # What softmax's backward subtracts is known from the output.
+        # The mean that softmax's backward subtracts, from the output.
         mean = (gradient.view_as(out) * out).sum(dim=-1, keepdim=True).transpose(1, 2)
         grads = [_empty_by_rows(each) for each in (query, key, value)]
         for part in _parts((*query.shape[:3], key.shape[2])):
-            weights = _weights(query[part], key[part], None if hidden is None else hidden[part])
+            weights = _weights(query[part], key[part], None if masked is None else masked[part])
             above = arrived[part] / ctx.share
             inner = torch.bmm(above, value[part].transpose(1, 2)).mul_(kept[part])
             inner.sub_(mean[part]).mul_(weights)
@@ -235,11 +233,11 @@ class _AttendInParts(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _weights(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
+def _weights(query: Tensor, key: Tensor, masked: Tensor | None) -> Tensor:
     """Returns (heads, Q, L) of some heads of one image."""
     logits = torch.bmm(query * query.shape[-1] ** -0.5, key.transpose(1, 2))
-    if hidden is not None:
-        logits.masked_fill_(hidden, float("-inf"))
+    if masked is not None:
+        logits.masked_fill_(masked, float("-inf"))
     return logits.softmax(dim=-1)
 
 
@@ -252,6 +250,6 @@ def _parts(shape: tuple[int, int, int, int]) -> Iterator[tuple[int, slice]]:
 
 
 def _empty_by_rows(like: Tensor) -> Tensor:
-    """(N, heads, length, d) whose memory is (N, length, heads, d), as linear layers read it."""
+    """(N, heads, length, d) with the memory of (N, length, heads, d), as linear layers need it."""
     num_images, num_heads, length, width = like.shape
     return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)

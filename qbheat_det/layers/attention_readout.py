@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reading out where a model attends, from its own forward pass.
+"""Recording of attention weights during a model's own forward pass.
 
-The layers compute as always: the bridges tell the weights that they compute anyway, others are
-asked, by hooks, for the weights instead of a fused kernel. Watchers and hooks are gone when the
-``with`` block ends; outside of one nothing of this file runs.
+The bridges hand the weights that they compute anyway to ``watchers``; hooks make other layers
+compute their weights instead of using a fused kernel. Both are removed when the ``with`` block
+ends.
 """
 
 import inspect
@@ -15,19 +15,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .cross_attention import FormerToMobile, MobileToFormer
+from .mobile_former_block import FormerToMobile, MobileToFormer
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The weights of one call of an attention layer, detached, on the model's device.
+    """Attention weights of one call of a layer, detached, on the model's device.
 
     Attributes:
         weights: of ``MobileToFormer`` (N, heads, M, HW), which sum to 1 over the pixels; of
             ``FormerToMobile`` also (N, heads, M, HW), which sum to 1 over the tokens; of any other
             layer (N, heads, queries, keys), which sum to 1 over the keys. Masked keys have 0.
-        size: (H, W) of the map whose pixels the last axis holds, row by row; None where the layer
-            is not one of the two bridges and does not know.
+        size: (H, W) of the map whose pixels are the last axis, row by row; None for layers other
+            than the two bridges.
     """
 
     weights: Tensor
@@ -37,45 +37,45 @@ class AttentionWeights:
         """Returns the weights as maps, (N, heads, rows, H, W).
 
         Args:
-            size: (H, W), for a layer that does not know it.
+            size: (H, W), needed unless ``self.size`` is set.
 
         Raises:
-            ValueError: neither the layer nor the caller knows the size.
+            ValueError: there is no size.
         """
         size = self.size or size
         if size is None:
-            raise ValueError("these weights lie over a sequence: name the (H, W) of its map")
+            raise ValueError("these weights are over a sequence: pass the (H, W) of its map")
         return self.weights.unflatten(-1, size)
 
 
 AttentionRecord = dict[str, list[AttentionWeights]]
-"""By the name of the layer in the model: the weights of its calls, in their order."""
+"""Weights of each layer's calls, in order, by its name in the model."""
 
 
 @contextmanager
 def read_attention(
     model: nn.Module, names: Collection[str] | None = None
 ) -> Iterator[AttentionRecord]:
-    """Notes the attention weights of all that ``model`` computes within the block.
+    """Records the attention weights of all calls of ``model`` within the block.
 
-    Read are the two bridges, ``torch.nn.MultiheadAttention`` and the attention of timm's vision
-    transformers. The outputs are those of the same layers outside the block: the bridges' to the
-    bit, the others' up to rounding, since these take PyTorch's fused kernel while nobody reads
-    them. Blocks may be nested. In training, MultiheadAttention's weights are those after dropout.
+    Recorded are the two bridges, ``torch.nn.MultiheadAttention`` and the attention of timm's vision
+    transformers. Outputs do not change: the bridges' to the bit, the others' up to rounding, since
+    they otherwise use PyTorch's fused kernel. Blocks may be nested. In training, the weights of
+    MultiheadAttention are those after dropout.
 
     Args:
         model: any module.
-        names: of the layers to read, as in ``model.named_modules()``; all of them if None.
+        names: of the layers to record, as in ``model.named_modules()``; all of them if None.
 
     Yields:
-        A record that fills while the model runs; layers that did not run are not in it.
+        A record that calls of the model add to; layers that were not called are not in it.
 
     Raises:
         ValueError: one of ``names`` is no attention layer of the model.
     """
     readers = {name: m for name, m in model.named_modules() if _find_reader(m) is not None}
     if unknown := sorted(set(names or ()) - set(readers)):
-        raise ValueError(f"no attention to read in {unknown}; there is {sorted(readers)}")
+        raise ValueError(f"{unknown} are no attention layers; there are {sorted(readers)}")
     record: AttentionRecord = {}
     with ExitStack() as undo:
         for name, module in readers.items():
@@ -103,7 +103,7 @@ def _find_reader(module: nn.Module) -> _Reader | None:
         return _read_bridge
     if isinstance(module, nn.MultiheadAttention):
         return _read_multihead
-    # timm has this in several classes, whose places in it have moved.
+    # timm has several classes with these attributes, in modules that depend on its version.
     drop = getattr(module, "attn_drop", None)
     if isinstance(getattr(module, "fused_attn", None), bool) and isinstance(drop, nn.Module):
         return _read_timm
@@ -111,8 +111,8 @@ def _find_reader(module: nn.Module) -> _Reader | None:
 
 
 def _read_bridge(bridge: MobileToFormer | FormerToMobile, note: _Note, undo: ExitStack) -> None:
-    # No module for the softmax, with a hook: it would stand in the encoder's ``repr``, by which
-    # caches of features are known.
+    # Not a hook on a softmax module, which would change the encoder's ``repr``, the key of cached
+    # features.
     bridge.watchers.append(note)
     undo.callback(bridge.watchers.remove, note)
 
@@ -134,15 +134,15 @@ def _read_multihead(attention: nn.MultiheadAttention, note: _Note, undo: ExitSta
     def answer(
         _: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        gathered, weights = output
+        attended, weights = output
         # Without a batch there is no axis of images: (heads, queries, keys).
         note(weights if weights.dim() == 4 else weights[None])
         if not asked["need_weights"]:
-            return gathered, None
-        return gathered, weights.mean(dim=-3) if asked["average_attn_weights"] else weights
+            return attended, None
+        return attended, weights.mean(dim=-3) if asked["average_attn_weights"] else weights
 
     _hold(undo, attention.register_forward_pre_hook(ask, with_kwargs=True))
-    # In front: of nested readers the inner one asks last, so it must answer first.
+    # Prepended: of nested readers, the inner one asks last and must answer first.
     _hold(undo, attention.register_forward_hook(answer, prepend=True))
 
 

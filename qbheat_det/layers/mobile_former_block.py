@@ -1,21 +1,158 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The Mobile-Former block and the token-free block before it.
+"""The Mobile-Former block and its four parts, and the token-free block before it.
 
-Paper: "Mobile-Former", arXiv:2108.05895, Sec. 3.1 and Fig. 3; widths from Table 8 of the QB-Heat
-paper. Deviations: none known; the second hidden width of a down-sampling block is not printed and
-is given by the caller.
+Paper: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, Sec. 3.1
+and Fig. 3. Widths are those of Table 8 of the QB-Heat paper; the second hidden width of a
+down-sampling block is not printed and is an argument. From the authors' public ImageNet code, and
+confirmed by the parameter counts of the QB-Heat paper (Tables 1 and 5): the gate on Mobile->Former;
+in Former, keys and values without projections, norms after the additions, and an MLP of twice the
+tokens' width.
 """
 
+from collections.abc import Callable
+
+import torch
 from detectron2.layers import get_norm
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .convolutions import DepthwiseConv2d, NormedConv2d
-from .cross_attention import FormerToMobile, MobileToFormer
-from .dynamic_relu import DynamicReLU
-from .former import Former
-from .padding import halve, zero_padding
+from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
+from .cpu_kernels import is_recorded
+from .padded_maps import halve, zero_padding
+
+Watcher = Callable[[Tensor, tuple[int, int]], None]
+"""Called with the weights (N, heads, M, HW) of one call of a bridge and the size (H, W) of its map;
+see ``read_attention``."""
+
+
+class MobileToFormer(nn.Module):
+    """Bridge from map to tokens: attention over pixels, without projections of the pixels."""
+
+    def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
+        """Takes the width D of the tokens and C of the map, divisible by ``num_heads``."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.watchers: list[Watcher] = []
+        self.query = nn.Linear(token_dim, channels)
+        self.gate = nn.Linear(token_dim, channels)
+        self.project = nn.Linear(channels, token_dim)
+        self.norm = nn.LayerNorm(token_dim)
+
+    def forward(self, tokens: Tensor, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            tokens: (N, M, D).
+            x: (N, C, H, W).
+            padding: (N, 1, H, W), True where there is no image; those pixels get no weight.
+
+        Returns:
+            (N, M, D), normalised.
+        """
+        query = self.query(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        query = query * query.shape[-1] ** -0.5
+        rows = has_rows(x)
+        if rows:
+            pixels = x.flatten(2)  # (N, C, HW)
+            logits = (_spread(query) @ pixels).unflatten(1, (self.num_heads, -1))
+        else:
+            pixels = x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, C / heads, HW)
+            logits = query @ pixels  # (N, heads, M, HW)
+        if padding is not None:
+            logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
+        attention = logits.softmax(dim=-1)
+        for watch in self.watchers:
+            watch(attention, (x.shape[-2], x.shape[-1]))
+        if rows:
+            attended = _collect(attention.flatten(1, 2) @ pixels.transpose(1, 2), self.num_heads)
+        else:
+            attended = attention @ pixels.transpose(-2, -1)
+        attended = attended.transpose(1, 2).flatten(2)  # (N, M, C)
+        gate = 2 * F.hardsigmoid(self.gate(tokens))
+        return self.norm(tokens + self.project(gate * attended))
+
+
+class FormerToMobile(nn.Module):
+    """Bridge from tokens to map: attention over tokens, without projection of the pixels."""
+
+    def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
+        """Takes the width D of the tokens and C of the map, divisible by ``num_heads``."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.watchers: list[Watcher] = []
+        self.key = nn.Linear(token_dim, channels)
+        self.value = nn.Linear(token_dim, channels)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """
+        Args:
+            x: (N, C, H, W).
+            tokens: (N, M, D).
+
+        Returns:
+            (N, C, H, W): the map plus the attention's output.
+        """
+        key = self.key(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        key = key * key.shape[-1] ** -0.5
+        value = self.value(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        # Tokens on the rows, so that the map is read in its own layout.
+        rows = has_rows(x)
+        if rows:
+            logits = (_spread(key) @ x.flatten(2)).unflatten(1, (self.num_heads, -1))
+        else:
+            logits = key @ x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, M, HW)
+        attention = logits.softmax(dim=-2)
+        for watch in self.watchers:
+            watch(attention, (x.shape[-2], x.shape[-1]))
+        if rows:
+            pixels = x.flatten(2).transpose(1, 2)  # (N, HW, C)
+            weights = attention.flatten(1, 2).transpose(1, 2)  # (N, HW, heads * M)
+            spread = _spread(value)
+            if x.dtype == weights.dtype == spread.dtype:  # added within the product
+                found = torch.baddbmm(pixels, weights, spread)
+            else:  # autocast would round the map
+                found = pixels + weights @ spread
+            return found.transpose(1, 2).unflatten(2, x.shape[-2:])
+        return x + (value.transpose(-2, -1) @ attention).view_as(x)
+
+
+class Former(nn.Module):
+    """Transformer layer on the tokens: self-attention with projected queries, then an MLP."""
+
+    def __init__(self, *, token_dim: int, num_heads: int = 4, drop_path: float = 0.0) -> None:
+        """
+        Args:
+            token_dim: width D of the tokens, divisible by ``num_heads``.
+            num_heads: number of heads.
+            drop_path: probability to drop a residual branch for an image while training.
+        """
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = nn.Linear(token_dim, token_dim)
+        self.project = nn.Linear(token_dim, token_dim)
+        self.attention_norm = nn.LayerNorm(token_dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(token_dim, 2 * token_dim), nn.GELU(), nn.Linear(2 * token_dim, token_dim)
+        )
+        self.mlp_norm = nn.LayerNorm(token_dim)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """
+        Args:
+            tokens: (N, M, D).
+
+        Returns:
+            (N, M, D).
+        """
+        query, memory = (
+            t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for t in (self.query(tokens), tokens)
+        )
+        attended = F.scaled_dot_product_attention(query, memory, memory)
+        attended = self.project(attended.transpose(1, 2).flatten(2))
+        tokens = self.attention_norm(tokens + self.drop_path(attended))
+        return self.mlp_norm(tokens + self.drop_path(self.mlp(tokens)))
 
 
 def pointwise(in_channels: int, out_channels: int, norm: str) -> NormedConv2d:
@@ -25,7 +162,7 @@ def pointwise(in_channels: int, out_channels: int, norm: str) -> NormedConv2d:
 
 
 def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> DepthwiseConv2d:
-    """A 3x3 convolution with one input channel an output, without bias, then a norm."""
+    """A 3x3 convolution with one input channel for each output, without bias, then a norm."""
     return DepthwiseConv2d(
         in_channels,
         out_channels,
@@ -39,17 +176,12 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
 
 
 class LiteBottleneck(nn.Module):
-    """Depthwise, ReLU6, pointwise, plus the input; the tokens pass by. First stage only."""
+    """Depthwise, ReLU6, pointwise, plus the input; the tokens do not change. First stage only."""
 
     stride = 1
 
     def __init__(self, *, channels: int, hidden: int, norm: str) -> None:
-        """
-        Args:
-            channels: C of input and output.
-            hidden: channels between the two convolutions, a multiple of ``channels``.
-            norm: name for ``detectron2.layers.get_norm``.
-        """
+        """Takes C, the width between the convolutions (a multiple) and a name for ``get_norm``."""
         super().__init__()
         self.depthwise = depthwise(channels, hidden, norm)
         self.pointwise = pointwise(hidden, channels, norm)
@@ -57,13 +189,13 @@ class LiteBottleneck(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Same contract as ``MobileFormerBlock.forward``."""
+        """As ``MobileFormerBlock.forward``."""
         hidden = F.relu6(self.depthwise(zero_padding(x, padding)))
         return x + self.pointwise(hidden), tokens
 
 
 class Mobile(nn.Module):
-    """Inverted bottleneck with dynamic ReLU; identity where the widths agree."""
+    """Inverted bottleneck with dynamic ReLU, plus the input if the widths agree."""
 
     stride = 1
 
@@ -82,9 +214,9 @@ class Mobile(nn.Module):
             in_channels: C of the input.
             hidden: expanded width.
             out_channels: C of the output.
-            token_dim: width D of the token that drives the dynamic ReLUs.
+            token_dim: D of the token that drives the dynamic ReLUs.
             norm: name for ``detectron2.layers.get_norm``.
-            drop_path: probability to drop the branch beside the identity while training.
+            drop_path: probability to drop the residual branch while training.
         """
         super().__init__()
         self.expand = pointwise(in_channels, hidden, norm)
@@ -100,7 +232,7 @@ class Mobile(nn.Module):
         Args:
             x: (N, C, H, W).
             token: (N, D).
-            padding: (N, 1, H, W), True where the map holds no image.
+            padding: (N, 1, H, W), True where there is no image.
 
         Returns:
             (N, C', H, W).
@@ -127,15 +259,10 @@ class DownMobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """
-        Args:
-            in_channels: C of the input.
-            hidden: width after the first depthwise convolution, a multiple of ``in_channels``.
-            out_channels: C of the output.
-            second_hidden: width after the second one, a multiple of ``out_channels``.
-            token_dim: width D of the token that drives the dynamic ReLUs.
-            norm: name for ``detectron2.layers.get_norm``.
-            drop_path: probability to drop the second pair while training.
+        """As ``Mobile``, with a width after each depthwise convolution.
+
+        ``hidden`` is a multiple of ``in_channels``, ``second_hidden`` of ``out_channels``;
+        ``drop_path`` drops the second pair.
         """
         super().__init__()
         self.down = depthwise(in_channels, hidden, norm, stride=2)
@@ -168,8 +295,8 @@ class MobileFormerBlock(nn.Module):
         Args:
             mobile: convolutions on the map.
             former: transformer layer on the tokens.
-            to_former: bridge that reads the block's input map.
-            to_mobile: bridge that writes to the block's output map.
+            to_former: bridge from the block's input map.
+            to_mobile: bridge to the block's output map.
         """
         super().__init__()
         self.mobile_to_former = to_former
@@ -185,7 +312,7 @@ class MobileFormerBlock(nn.Module):
         Args:
             x: (N, C, H, W).
             tokens: (N, M, D).
-            padding: (N, 1, H, W), True where the map holds no image.
+            padding: (N, 1, H, W), True where there is no image.
 
         Returns:
             (N, C', H', W') and (N, M, D).
@@ -193,3 +320,27 @@ class MobileFormerBlock(nn.Module):
         tokens = self.former(self.mobile_to_former(tokens, x, padding))
         x = self.mobile(x, tokens[:, 0], padding)
         return self.former_to_mobile(x, tokens), tokens
+
+
+def has_rows(x: Tensor) -> bool:
+    """Whether the maps of several images are channels-last, and no compiler records the graph.
+
+    Such maps cannot be split into heads without a copy. Tokens are then split instead: each head's
+    row is zero in the channels of the others, which gives the same sums.
+    """
+    if is_recorded() or len(x) == 1:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _spread(heads: Tensor) -> Tensor:
+    """(N, heads, M, C / heads) to (N, heads * M, C), zero in the channels of other heads."""
+    num_heads = heads.shape[1]
+    own = torch.eye(num_heads, dtype=heads.dtype, device=heads.device)
+    return (heads[:, :, :, None] * own[:, None, :, None]).flatten(3).flatten(1, 2)
+
+
+def _collect(spread: Tensor, num_heads: int) -> Tensor:
+    """(N, heads * M, C) to (N, heads, M, C / heads), each head's own channels."""
+    by_head = spread.unflatten(2, (num_heads, -1)).unflatten(1, (num_heads, -1))
+    return by_head.diagonal(dim1=1, dim2=3).movedim(-1, 1)

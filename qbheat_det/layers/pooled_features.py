@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One vector for an image: its map averaged over positions, with the first token beside it.
+"""One vector for an image: its map averaged over positions, joined with the first token.
 
-As classifiers read a backbone: QB-Heat, arXiv:2211.13228, Table 8. Of a backbone that gives no
-tokens the map alone is read.
+QB-Heat, arXiv:2211.13228, Table 8. For a backbone without tokens it is the map alone.
 """
 
 from collections.abc import Mapping
@@ -14,21 +13,21 @@ from torch.nn import functional as F
 
 
 class PooledFeatures(nn.Module):
-    """From a backbone's outputs to one vector an image; has no parameters.
+    """From a backbone's outputs to one vector for each image, without parameters.
 
     Attributes:
         in_feature: name of the map.
-        in_features: names of all outputs that are read.
+        in_features: names of all outputs that it reads.
         channels: C of the map.
-        token_dim: D of the tokens, 0 where the backbone gives none.
+        token_dim: D of the tokens, 0 without tokens.
         width: of the vector, C + D.
     """
 
     def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:
         """
         Args:
-            input_shape: the backbone's ``output_shape()``, with ``in_feature``, and ``"tokens"``
-                where the first is to be read.
+            input_shape: the backbone's ``output_shape()``, with ``in_feature`` and optionally
+                "tokens".
             in_feature: name of the map.
         """
         super().__init__()
@@ -42,8 +41,8 @@ class PooledFeatures(nn.Module):
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """
         Args:
-            features: the map (N, C, H, W) under ``in_feature``, and ``"tokens"`` (N, M, D) where
-                the backbone gives them.
+            features: the map (N, C, H, W) under ``in_feature``, and "tokens" (N, M, D) if there
+                are any.
 
         Returns:
             (N, C + D).
@@ -52,7 +51,7 @@ class PooledFeatures(nn.Module):
         return self.join_token(pooled, features)
 
     def join_token(self, pooled: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Joins what was made of the map by other means, (N, E), with the first token if any."""
+        """Joins another pooling of the map, (N, E), with the first token if there are tokens."""
         if "tokens" not in self.in_features:
             return pooled
         return torch.cat([pooled, features["tokens"][:, 0]], dim=1)

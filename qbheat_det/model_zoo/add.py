@@ -93,12 +93,15 @@ def add_entry(
         file = Path(scratch) / file_of(description["name"])
         commit = _write_half_precision(weights, file)
         trained = open_trained(str(file), device="cpu")
-        costs = dataclasses.asdict(count_costs(trained))
-        fields = {**_describe_origin(description, commit), **costs, "task": find_task(trained)}
+        fields = {**_describe_origin(description, commit), **count_costs(trained)}
         entry = ZooEntry(
-            **fields, file=file.name, sha256=hash_file(file), size=file.stat().st_size,
+            **fields,
+            task=find_task(trained),
+            file=file.name,
+            sha256=hash_file(file),
+            size=file.stat().st_size,
             metrics=tuple(metrics),
-        )  # fmt: skip
+        )
         parse_entry(to_plain(entry), f"entry {entry.name}")  # before the steps that take long
         if output is None:
             _check_shipped_size([*others, entry])

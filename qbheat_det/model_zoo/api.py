@@ -32,7 +32,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.classification import TIMM_NAMES, add_timm_weights
 
 from .index import PREFIX, ZooEntry, find_entry, list_entries
@@ -143,17 +143,6 @@ class ZooWeights(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         entry = find_entry(path)
         return str(_write_pytorch(fetch(entry), cache_folder(entry)))
-
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
-        if set(mode) - set("rbt"):
-            raise UserError(f"'{path}' can only be read")
-        return open(self._get_local_path(path), mode, buffering)
-
-    def _exists(self, path: str, **kwargs: Any) -> bool:
-        return path.removeprefix(PREFIX) in list_names()
-
-    def _isfile(self, path: str, **kwargs: Any) -> bool:
-        return self._exists(path)
 
 
 @functools.lru_cache

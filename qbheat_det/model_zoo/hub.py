@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
 )
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import hash_file
 
 from . import index
 from .index import ZooEntry, load_index, render_index, save_index
@@ -96,15 +95,15 @@ def push_entries(
 
 
 def pull_entries(repository: str, folder: Path, pattern: str = "*") -> list[Path]:
-    """Downloads entries of a repository, with their index, into a folder for ``$QBHEAT_ZOO``.
+    """Downloads a repository's index and some of its weights into a folder for ``$QBHEAT_ZOO``.
 
     Args:
         repository: OWNER/NAME, or OWNER/NAME@REVISION.
-        folder: target; its index keeps its own entries under other names.
+        folder: of this repository alone; its index is replaced.
         pattern: shell pattern of names.
 
     Returns:
-        The paths of the files, each with the hash of the repository's index.
+        The paths of the files, each with the hash of the index.
 
     Raises:
         UserError: the hub does not have the entries, or the index or a file is invalid.
@@ -115,19 +114,12 @@ def pull_entries(repository: str, folder: Path, pattern: str = "*") -> list[Path
     if not entries:
         names = ", ".join(entry.name for entry in there) or f"no {index.INDEX_FILE.name}"
         raise UserError(f"'{repository}' has nothing that matches '{pattern}', but {names}")
-    folder.mkdir(parents=True, exist_ok=True)
-    own = folder / index.INDEX_FILE.name
-    before = load_index(own) if own.is_file() else ()
-    for entry in entries:
-        file = folder / entry.file
-        if file.is_file() and hash_file(file) == entry.sha256:
-            continue
-        try:
-            download_from_hub(repository, entry, folder)
-        except UnavailableError as error:
-            raise UserError(f"'{entry.name}' cannot be downloaded: {error}") from error
-    save_index({entry.name: entry for entry in (*before, *entries)}.values(), own)
-    return [folder / entry.file for entry in entries]
+    try:
+        files = [download_from_hub(repository, entry, folder) for entry in entries]
+    except UnavailableError as error:
+        raise UserError(f"'{repository}' cannot be downloaded: {error}") from error
+    save_index(there, folder / index.INDEX_FILE.name)
+    return files
 
 
 def render_card(entries: Sequence[ZooEntry], repository: str) -> str:

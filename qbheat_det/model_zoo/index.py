@@ -25,15 +25,9 @@ TASKS = ("pretraining", "detection", "classification")
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """One measured number.
+    """A measured number, such as "AP" of 21.3 "%" on the data "Aquarium test".
 
-    Attributes:
-        name: such as "AP" or "kNN top-1".
-        value: the number.
-        unit: "%", "ms" and so on; empty for a plain number.
-        data: data set and split, such as "Aquarium test".
-        spread: such as "±0.4 over 3 seeds"; empty if unknown.
-        note: what else a reader must know.
+    ``spread`` is such as "±0.4 over 3 seeds"; ``unit``, ``spread`` and ``note`` may be empty.
     """
 
     name: str
@@ -46,14 +40,9 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True)
 class OutputStats:
-    """Statistics of one output of a model on the synthetic images.
+    """Statistics of one output on the synthetic images: mean and std of all values, and a sample.
 
-    Attributes:
-        name: of the output.
-        shape: of the whole output.
-        mean: over all its values, as ``std``.
-        values: a sample of them.
-        tolerance: largest difference from these numbers that counts as equal.
+    ``tolerance`` is the largest difference from these numbers that counts as equal.
     """
 
     name: str
@@ -66,10 +55,7 @@ class OutputStats:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Outputs on the synthetic images, in the model's order; see ``fingerprint``.
-
-    ``version`` is that of the images and of the sampling.
-    """
+    """Outputs in the model's order; ``version`` is that of the images and of the sampling."""
 
     version: int
     outputs: tuple[OutputStats, ...]
@@ -121,13 +107,15 @@ class ZooEntry:
 
 
 def _matches(pattern: str) -> Callable[[Any], bool]:
-    regex = re.compile(pattern, re.ASCII)
-    return lambda value: isinstance(value, str) and regex.fullmatch(value) is not None
+    return lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value, re.ASCII))
 
 
-def _is_line(value: Any, *, or_empty: bool = False) -> bool:
-    """Whether a text has content, and no control characters for a terminal."""
-    return isinstance(value, str) and value.isprintable() and (or_empty or bool(value.strip()))
+def _is_note(value: Any) -> bool:  # without control characters of terminals
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_line(value: Any) -> bool:
+    return _is_note(value) and bool(value.strip())
 
 
 def _is_date(value: Any) -> bool:
@@ -150,7 +138,7 @@ def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _LINE = (_is_line, "one line of text")
-_NOTE = (lambda value: _is_line(value, or_empty=True), "at most one line of text")
+_NOTE = (_is_note, "at most one line of text")
 _NUMBER = (_is_number, "a finite number")
 # Per class and field: a check of the JSON value, and what is expected, for the message.
 _RULES: dict[type, dict[str, tuple[Callable[[Any], bool], str]]] = {
@@ -274,7 +262,7 @@ def _parse_all(content: Iterable[Any], path: Path) -> tuple[ZooEntry, ...]:
 
 
 def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
-    """Returns the file content of an index, sorted by name; ``path`` is for messages.
+    """Returns the content of an index at ``path``, sorted by name.
 
     Raises:
         UserError: an entry is invalid, or two have one file name.

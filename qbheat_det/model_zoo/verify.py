@@ -47,18 +47,6 @@ class Verdict:
         return {**asdict(self), "is_verified": not self.error}
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Parameters of a whole model, and multiply-adds of one image of ``madds_input`` (H, W).
-
-    Multiply-adds are by ``CountingRule.CORE``; of a pre-training objective those of its backbone.
-    """
-
-    num_params: int
-    madds: int
-    madds_input: tuple[int, int]
-
-
 def verify_entry(entry: ZooEntry) -> Verdict:
     """Fetches an entry, fills its model, and compares costs and outputs with the index.
 
@@ -75,7 +63,7 @@ def verify_entry(entry: ZooEntry) -> Verdict:
         groups = trained.report.groups.values()
         total = sum(group.num_tensors for group in groups)
         steps["load"] = f"{trained.report.num_loaded} of {total}"
-        for field, found in {"task": find_task(trained), **asdict(count_costs(trained))}.items():
+        for field, found in {"task": find_task(trained), **count_costs(trained)}.items():
             _check_equal(field, getattr(entry, field), found)
         steps["index"] = "ok"
         if entry.fingerprint is None:
@@ -110,8 +98,12 @@ def find_task(trained: TrainedModel) -> str:
     return "classification" if is_classifier else "detection"
 
 
-def count_costs(trained: TrainedModel) -> Costs:
-    """Counts a model on an image of the size of evaluation, a detector on one in landscape."""
+def count_costs(trained: TrainedModel) -> dict[str, Any]:
+    """Returns ``num_params``, ``madds`` and ``madds_input`` of an entry.
+
+    Multiply-adds are of ``CountingRule.CORE`` on an image of the size of evaluation, for detectors
+    in landscape; of a pre-training objective those of its backbone.
+    """
     model, cfg = trained.model, trained.cfg
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         height = width = int(cfg.INPUT.PRETRAIN.SIZE)
@@ -124,7 +116,11 @@ def count_costs(trained: TrainedModel) -> Costs:
         madds = count_madds(backbone, image)
     else:
         madds = count_detector_madds(model, height, width)
-    return Costs(count_parameters(model), madds.total(CountingRule.CORE), (height, width))
+    return {
+        "num_params": count_parameters(model),
+        "madds": madds.total(CountingRule.CORE),
+        "madds_input": (height, width),
+    }
 
 
 def check_fingerprint(expected: Fingerprint, found: Fingerprint) -> str:

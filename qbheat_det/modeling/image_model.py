@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A backbone and the way of square images into it: what classifiers and pre-training share."""
+"""A backbone for square images: the base of classifiers and pre-training objectives."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,18 +15,12 @@ from qbheat_det.layers.cached_images import find_cached_images
 class ImageModel(nn.Module):
     """A backbone that reads images of one size.
 
-    A subclass adds what reads the backbone, and a ``forward`` that gives losses in training.
-
-    Attributes:
-        backbone: gives the map.
-        in_feature: name of the map that stands for the backbone, which k-NN and figures read.
-        head_in_features: names of all outputs of the backbone that the model reads, tokens too, as
-            Detectron2's RetinaNet has it. Where it reads all, no parameter is without gradient.
-        image_size: S, rows and columns of the images.
+    A subclass adds a head and a ``forward`` that returns losses in training. Attributes are those
+    of ``FixedSizeModel`` in ``modeling/contracts.py``.
     """
 
     mapper_name: str
-    """``INPUT.DATASET_MAPPER_NAME`` of the images that the model takes."""
+    """``INPUT.DATASET_MAPPER_NAME`` of the model's images."""
 
     def __init__(
         self,
@@ -40,9 +34,9 @@ class ImageModel(nn.Module):
     ) -> None:
         """
         Args:
-            backbone: gives ``head_in_features``.
-            in_feature: name of the backbone's map.
-            head_in_features: names of all outputs of the backbone that are read.
+            backbone: has the outputs ``head_in_features``.
+            in_feature: name of the map that k-NN and figures use.
+            head_in_features: names of all outputs of the backbone that the model reads.
             image_size: S, rows and columns of the images.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
@@ -59,7 +53,7 @@ class ImageModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """Device of the model."""
         return self.pixel_mean.device
 
     def preprocess_image(
@@ -69,21 +63,21 @@ class ImageModel(nn.Module):
 
         Args:
             batched_inputs: dicts of a dataset mapper.
-            key: where they hold the image (3, S, S), in the mapper's pixels.
+            key: of the image (3, S, S), in the mapper's pixel format.
 
         Returns:
             (N, 3, S, S), normalised.
 
         Raises:
-            UserError: an image has another size, or there is none.
+            UserError: an image has another size, or is missing.
         """
         expected = (len(self.pixel_mean), self.image_size, self.image_size)
         for entry in batched_inputs:
             named = f"image '{entry.get('file_name', '')}'"
             if key not in entry:
                 raise UserError(
-                    f"{named} comes without '{key}': {type(self).__name__} wants what "
-                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}' makes of it"
+                    f"{named} has no '{key}': {type(self).__name__} needs "
+                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}'"
                 )
             if entry[key].shape != expected:
                 raise UserError(
@@ -93,7 +87,7 @@ class ImageModel(nn.Module):
                 )
         if (cached := find_cached_images(batched_inputs, 0, self.device)) is not None:
             return cached.tensor
-        # Stacked first, so that a batch goes to the device at once, a byte a value.
+        # Stacked first, so that a batch is transferred at once, as bytes.
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std

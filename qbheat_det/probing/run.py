@@ -29,7 +29,7 @@ from qbheat_det.data import (
     preserved_randomness,
     unite_labels,
 )
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .backbones import count_images_seen, find_feature, load_backbone
 from .batch_norm import recalibrate_bn

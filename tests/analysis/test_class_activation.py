@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Class activation maps add up to the logits that the model gives, whatever stands in between."""
+"""Class activation maps sum to the logits, whatever normalises in between; and their figure."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,15 @@ from detectron2.modeling import build_model
 from torch import nn
 from torch.testing import assert_close
 
-from qbheat_det.analysis.class_activation import measure_class_activation
+from qbheat_det.analysis.class_activation import compute_class_activation, draw_heat
+from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.steady_heat import compare_with_heat
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import NotApplicable, to_json
 from qbheat_det.modeling.classification import ImageClassifier
-from tests.engine.seeing.encoder_subjects import classifier_config
+
+from .conftest import check_files
+from .tiny_runs import TinyRuns, classifier_config, truncate
 
 
 def make_model(decoder: str = "linear", *, tokens: bool = True, **keys: Any) -> ImageClassifier:
@@ -19,8 +27,7 @@ def make_model(decoder: str = "linear", *, tokens: bool = True, **keys: Any) -> 
     cfg = classifier_config(decoder, **keys)
     if not tokens:
         cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded"]
-    model = build_model(cfg).eval()
-    assert isinstance(model, ImageClassifier)
+    model: ImageClassifier = build_model(cfg).eval()
     nn.init.normal_(model.decoder.classifier.weight)
     nn.init.normal_(model.decoder.classifier.bias)
     if isinstance(model.decoder.norm, nn.BatchNorm1d):
@@ -36,30 +43,64 @@ def test_the_mean_of_a_map_and_the_rest_are_the_logit(normalize: bool, tokens: b
     images = torch.randn(3, 3, 80, 80)
     with torch.no_grad():
         logits = model.classify(images)
-    predicted = measure_class_activation(model, images)
+    predicted = compute_class_activation(model, images)
     assert_close(predicted.classes, logits.argmax(dim=1))
-    assert_close(predicted.logits, logits.amax(dim=1))
     assert_close(predicted.scores, logits.softmax(dim=1).amax(dim=1))
-    for found, classes in (
-        (predicted, predicted.classes.tolist()),
-        (measure_class_activation(model, images, [2, 0, 1]), [2, 0, 1]),
+    for found, expected in (
+        (predicted, logits.amax(dim=1)),
+        (compute_class_activation(model, images, 2), logits[:, 2]),
     ):
         assert found.maps.shape == (3, 5, 5)
-        assert_close(found.logits, logits[range(3), classes])
+        assert_close(found.logits, expected)
         sums = found.maps.mean(dim=(1, 2)) + found.rest
-        assert_close(sums, found.logits, atol=1e-4, rtol=1e-4)
+        assert_close(sums, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_position_has_what_the_classifier_says_of_its_features_alone() -> None:
+def test_a_position_has_what_its_features_alone_add() -> None:
     model = make_model(tokens=False)
     images = torch.randn(2, 3, 80, 80)
-    found = measure_class_activation(model, images, [1, 1])
+    found = compute_class_activation(model, images, 1)
     with torch.no_grad():
         features = model.backbone(images)["s16_expanded"]
         alone = model.decoder({"s16_expanded": features[:, :, 3:4, 2:3]})[:, 1]
     assert_close(found.maps[:, 3, 2] + found.rest, alone)
+    with pytest.raises(ValueError, match="TransformerDecoder"):
+        compute_class_activation(make_model("transformer"), images)
 
 
-def test_behind_a_transformer_there_is_no_class_activation() -> None:
-    with pytest.raises(ValueError, match="only Grad-CAM"):
-        measure_class_activation(make_model("transformer"), torch.randn(1, 3, 80, 80))
+def test_the_figure_compares_the_map_of_each_image_with_steady_heat(
+    tiny: TinyRuns, photos: Path, tmp_path: Path
+) -> None:
+    run = tiny.get("classifier")
+    options = FigureOptions(images=photos, num_images=2)
+    runs = [tiny.get("untrained"), tiny.get("transformer"), run, truncate(run, tmp_path)]
+    figure = draw_heat(runs, options, heat_class="dog")
+    check_files(figure, tmp_path)
+    assert list(figure.images) == ["maps_1", "agreement"]
+    names = ("untrained", "transformer", "cut")
+    assert [name in t for name, t in zip(names, figure.data["left_out"], strict=True)]
+    rows = figure.data["runs"]["classifier"]
+    assert [row["class"] for row in rows] == ["dog"] * 3
+    entries = run.load_images(3, photos)
+    with torch.no_grad():
+        scores = [float(output["scores"][1]) for output in run.model(entries)]
+        features = run.model.backbone(run.model.preprocess_image(entries))["s16_expanded"]
+        maps = torch.einsum("nchw,c->nhw", features, run.model.decoder.classifier.weight[1, :64])
+    for row, score, values in zip(rows, scores, maps, strict=True):
+        assert row["score"] == pytest.approx(score)
+        expected = compare_with_heat(values.numpy())
+        steady = asdict(expected.agreements["steady"])
+        assert row["steady"] == pytest.approx(steady, abs=1e-3)
+        assert row["source"] == expected.source
+    by_index = draw_heat([run], options, heat_class="1")
+    assert to_json(by_index.data["runs"]) == to_json(figure.data["runs"])
+
+
+def test_unknown_classes_and_maps_without_inside_are_refused(tiny: TinyRuns, photos: Path) -> None:
+    run, options = tiny.get("classifier"), FigureOptions(images=photos)
+    with pytest.raises(UserError, match="cow"):
+        draw_heat([run], options, heat_class="cow")
+    with pytest.raises(NotApplicable, match="border"):
+        draw_heat([run], options, heat_size=32)
+    with pytest.raises(NotApplicable, match="untrained"):
+        draw_heat([tiny.get("untrained")], options)

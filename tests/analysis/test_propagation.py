@@ -1,176 +1,269 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The exponential solution of QB-Heat, against known spectra and the equation that it solves."""
+"""Propagated features: against eigenvectors, the equation they solve, and a double loop."""
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from qbheat_det.analysis.figure import FigureOptions, crop_squares
+from qbheat_det.analysis.linear_models import read_linear_models
 from qbheat_det.analysis.propagation import (
-    Eigenbasis,
-    JointEigenbasis,
-    apply,
-    carry,
-    exponential,
+    decode_map,
+    extend_map,
     find_generator,
+    measure_error,
+    measure_growth,
+    propagate,
+    restore_pixels,
 )
+from qbheat_det.analysis.propagation_figure import decode_beyond, draw_beyond
+from qbheat_det.core.figures import NotApplicable
+from qbheat_det.modeling.pretrain import ReconstructionLoss, extend
 
-DIM = 6
-# Two pairs that turn, one direction that grows, one that fades.
-BLOCKS = ((0.3, 2.0), (-0.5, 1.0))
-REAL = (0.8, -1.2)
+from .conftest import check_files
+from .tiny_runs import TinyRuns, truncate
+
+DIM, SIZE = 3, 4
+NAMES = ("A1", "A2", "B1", "B2")
 
 
 def draw(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (DIM, DIM)), dtype=torch.float64, generator=generator)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def known(
-    blocks: tuple[tuple[float, float], ...], real: tuple[float, ...], seed: int = 0
-) -> Tensor:
-    """A real matrix with eigenvalues a ± bi of its blocks and those that are real, in one basis."""
-    parts = [torch.tensor([[a, -b], [b, a]], dtype=torch.float64) for a, b in blocks]
-    parts += [torch.tensor([[value]], dtype=torch.float64) for value in real]
-    basis = torch.eye(DIM, dtype=torch.float64) + 0.3 * draw(seed)
-    return basis @ torch.block_diag(*parts) @ basis.inverse()
+def draw_generators() -> dict[str, Tensor]:
+    return {name: 0.4 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
 
 
-def test_the_spectrum_that_was_put_in_is_found_with_its_complex_pairs() -> None:
-    found = Eigenbasis.of(known(BLOCKS, REAL)).eigenvalues
-    expected = [complex(0.3, 2), complex(0.3, -2), complex(-0.5, 1), complex(-0.5, -1), 0.8, -1.2]
-    for value in expected:
-        assert float((found - value).abs().min()) < 1e-9
+def propagate_by_eigenvectors(z: Tensor, a: Tensor, x: float) -> Tensor:
+    """Eq. 4 in one direction: the sum of c_i e^{λ_i x} v_i."""
+    eigenvalues, vectors = torch.linalg.eig(a)
+    c = z.to(torch.complex128) @ torch.linalg.inv(vectors).mT
+    return ((c * (eigenvalues * x).exp()) @ vectors.mT).real
 
 
-def test_both_ways_agree_and_are_real_for_a_real_matrix() -> None:
-    a = known(BLOCKS, REAL)
-    for distance in (0.1, 1.0, 3.0, -2.0):
-        by_vectors = Eigenbasis.of(a).exponential(distance)
-        assert by_vectors.dtype == torch.float64
-        torch.testing.assert_close(by_vectors, exponential(a, distance), rtol=1e-9, atol=1e-9)
+def test_exponentials_are_those_of_the_eigenvectors() -> None:
+    a, z = draw(0, 6, 6), draw(1, 4, 6)
+    for x in (0.0, 0.1, 1.0, -2.0):
+        torch.testing.assert_close(propagate(z, a, x), propagate_by_eigenvectors(z, a, x))
+    shear = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)  # has no eigenbasis
+    found = propagate(torch.eye(2, dtype=torch.float64), shear, 2.5)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.0], [2.5, 1.0]]).double())
 
 
-def test_both_ways_agree_as_far_as_the_condition_of_the_eigenvectors_allows() -> None:
-    # Eigenvalues 1 and 1 + δ of vectors that all but coincide: a condition of about 2 / δ.
-    a = torch.tensor([[1.0, 1.0], [0.0, 1.0 + 1e-6]], dtype=torch.float64)
-    basis = Eigenbasis.of(a)
-    assert 1e6 < basis.condition < 1e7
-    error = (basis.exponential(1.0) - exponential(a, 1.0)).abs().max()
-    assert float(error) < 10 * basis.condition * torch.finfo(torch.float64).eps
+def test_a_rotation_by_right_angles_is_exact() -> None:
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+    found = propagate(torch.tensor([[1.0, 0.0]]), turn, math.pi / 2)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 1.0]]))
 
 
-def test_a_defective_matrix_has_an_exponential_and_no_eigenbasis() -> None:
-    shear = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
-    with pytest.raises(ValueError, match="defective"):
-        Eigenbasis.of(shear)
-    expected = torch.tensor([[1.0, 2.5], [0.0, 1.0]], dtype=torch.float64)
-    torch.testing.assert_close(exponential(shear, 2.5), expected)
-
-
-def test_a_turn_by_right_angles_is_what_it_should_be() -> None:
-    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
-    quarter = carry(torch.tensor([[1.0, 0.0]]), turn, torch.zeros(2, 2).double(), math.pi / 2, 0)
-    torch.testing.assert_close(quarter, torch.tensor([[0.0, 1.0]]))
-    assert quarter.dtype == torch.float32  # that of the features
-
-
-def test_no_distance_changes_nothing_and_there_and_back_is_the_same() -> None:
-    a, b, z = known(BLOCKS, REAL), draw(1), draw(2, 3, 4, DIM)
-    torch.testing.assert_close(carry(z, a, b, 0, 0), z)
-    there = carry(z, a, b, 0.7, 0)
-    torch.testing.assert_close(carry(there, a, b, -0.7, 0), z)
-    torch.testing.assert_close(carry(carry(z, a, b, 0.3, 0), a, b, 0.4, 0), there)
-
-
-@pytest.mark.parametrize(
-    "exponentiate", [exponential, lambda a, x: Eigenbasis.of(a).exponential(x)]
-)
-def test_the_exponential_solves_the_equation_to_the_first_order_of_the_step(
-    exponentiate: object,
-) -> None:
-    assert callable(exponentiate)
-    a, z = known(BLOCKS, REAL), draw(3, DIM)
-    here = apply(exponentiate(a, 0.6), z)
+def test_the_exponential_solves_the_equation_to_the_first_order_of_the_step() -> None:
+    a, z = draw(2, 6, 6), draw(3, 6)
+    here = propagate(z, a, 0.6)
     errors = []
-    for h in (1e-3, 5e-4, 2.5e-4):
-        slope = (apply(exponentiate(a, 0.6 + h), z) - here) / h
+    for h in (1e-3, 5e-4):
+        slope = (propagate(z, a, 0.6 + h) - here) / h
         errors.append(float((slope - a @ here).norm()))
     # z'' h / 2 is left: it halves with h.
     assert errors[0] == pytest.approx(float((a @ a @ here).norm()) * 1e-3 / 2, rel=0.01)
     assert errors[0] / errors[1] == pytest.approx(2, rel=0.01)
-    assert errors[1] / errors[2] == pytest.approx(2, rel=0.01)
-
-
-def slope_down(a: Tensor, b: Tensor, z: Tensor, h: float = 1e-5) -> Tensor:
-    """∂z/∂y at (0.5, 0.4), from both sides."""
-    return (carry(z, a, b, 0.5, 0.4 + h) - carry(z, a, b, 0.5, 0.4 - h)) / (2 * h)
-
-
-def test_where_a_and_b_commute_both_equations_hold_at_once_and_eq_4_is_eq_3() -> None:
-    a, b = known(BLOCKS, REAL), known(((-0.2, 0.4), (0.6, -0.3)), (0.1, 0.9))
-    z = draw(4, 5, DIM)
-    here = carry(z, a, b, 0.5, 0.4)
-    torch.testing.assert_close(slope_down(a, b, z), here @ b.T, rtol=1e-6, atol=1e-7)
-    joint = JointEigenbasis.of(a, b)
-    assert joint.remainder < 1e-12
-    torch.testing.assert_close(joint.carry(z, 0.5, 0.4), here)
-    torch.testing.assert_close(
-        apply(exponential(b, 0.4), apply(exponential(a, 0.5), z)), here
-    )  # in the other order
-
-
-def test_where_they_do_not_commute_the_order_counts_and_eq_4_fails() -> None:
-    a, b, z = draw(5), draw(6), draw(7, 5, DIM)
-    here = carry(z, a, b, 0.5, 0.4)
-    assert float((slope_down(a, b, z) - here @ b.T).norm() / here.norm()) > 0.1
-    joint = JointEigenbasis.of(a, b)
-    assert joint.remainder > 0.3
-    assert float((joint.carry(z, 0.5, 0.4) - here).norm() / here.norm()) > 0.1
-    # The two orders part by xy(AB - BA) z, to the second order of the distance.
-    h = 1e-4
-    other = apply(exponential(b, h), apply(exponential(a, h), z))
-    parted = (carry(z, a, b, h, h) - other) / h**2
-    torch.testing.assert_close(parted, z @ (a @ b - b @ a).T, rtol=1e-2, atol=1e-2)
 
 
 def test_the_exact_generator_gives_the_learned_step_and_the_first_order_one_nearly() -> None:
-    step, eye = 0.08 * draw(8), torch.eye(DIM, dtype=torch.float64)
+    step, eye = 0.08 * draw(8, 6, 6), torch.eye(6, dtype=torch.float64)
     exact = find_generator(step, 0.25)
-    torch.testing.assert_close(exponential(exact, 0.25), eye + step)
-    torch.testing.assert_close(exponential(exact, 0.5), (eye + step) @ (eye + step))
-    first = find_generator(step, 0.25, order="first")
-    torch.testing.assert_close(first, step / 0.25)
+    torch.testing.assert_close(propagate(eye, exact, 0.25).mT, eye + step)
+    torch.testing.assert_close(propagate(eye, exact, 0.5).mT, (eye + step) @ (eye + step))
+    torch.testing.assert_close(find_generator(step, 0.25, order="first"), step / 0.25)
     # e^M - (I + M) is M² / 2 and higher: a quarter for half of M.
     errors = []
     for part in (step, step / 2):
-        carried = exponential(find_generator(part, 0.25, order="first"), 0.25)
-        errors.append(float((carried - eye - part).norm()))
+        found = propagate(eye, find_generator(part, 0.25, order="first"), 0.25).mT
+        errors.append(float((found - eye - part).norm()))
     assert 3.5 < errors[0] / errors[1] < 4.6
 
 
-def test_a_step_that_turns_a_direction_round_has_a_complex_generator() -> None:
-    step = torch.diag(torch.tensor([-1.5, 0.2]))  # I + M has the eigenvalues -0.5 and 1.2
-    a = find_generator(step, 0.5)
+def test_a_step_that_reverses_a_direction_has_a_complex_generator() -> None:
+    a = find_generator(torch.diag(torch.tensor([-1.5, 0.2])), 0.5)  # I + M: -0.5 and 1.2
     assert a.is_complex()
     z = torch.tensor([[2.0, 1.0]])
-    still = torch.zeros(2, 2)
-    torch.testing.assert_close(carry(z, a, still, 0.5, 0), torch.tensor([[-1.0, 1.2]]))
-    torch.testing.assert_close(carry(z, a, still, 1.0, 0), torch.tensor([[0.5, 1.44]]))
-    # Half a step is half of the turn: the real part is 0 there.
-    torch.testing.assert_close(carry(z, a, still, 0.25, 0), torch.tensor([[0.0, 1.2**0.5]]))
-
-
-def test_two_complex_factors_are_multiplied_before_the_real_part_is_taken() -> None:
-    step = torch.diag(torch.tensor([-1.5, 0.2]))
-    a, z = find_generator(step, 0.5), torch.tensor([[2.0, 1.0]])
-    # Half a turn along x and half along y: a whole one, although each alone is 0.
-    torch.testing.assert_close(carry(z, a, a, 0.25, 0.25), torch.tensor([[-1.0, 1.2]]))
-
-
-def test_what_has_no_logarithm_and_an_unknown_order_are_refused() -> None:
+    for x, expected in ((0.5, [-1.0, 1.2]), (1.0, [0.5, 1.44]), (0.25, [0.0, 1.2**0.5])):
+        found = propagate(z, a, x).real.float()
+        torch.testing.assert_close(found, torch.tensor([expected]))
     with pytest.raises(ValueError, match="singular"):
         find_generator(-torch.eye(3), 0.5)
-    with pytest.raises(ValueError, match="not 'second'"):
-        find_generator(torch.eye(3), 0.5, order="second")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_every_position_is_that_of_a_double_loop(stride: int) -> None:
+    z, generators, margin = draw(9, 2, SIZE, SIZE, DIM), draw_generators(), 5
+    found = extend_map(z, generators, margin, stride=stride)
+
+    def source(place: int) -> tuple[int, str, int]:
+        """Where along an axis a place comes from, which way, and how many positions."""
+        steps, way = 0, "forth"
+        while place >= SIZE:
+            place, steps = place - stride, steps + stride
+        while place < 0:
+            place, steps, way = place + stride, steps + stride, "back"
+        return place, way, steps
+
+    for row in range(-margin, SIZE + margin):
+        for column in range(-margin, SIZE + margin):
+            y, up_or_down, rows = source(row)
+            x, left_or_right, columns = source(column)
+            b = generators["B1" if up_or_down == "forth" else "B2"]
+            a = generators["A1" if left_or_right == "forth" else "A2"]
+            matrix = torch.matrix_exp(a * columns / SIZE) @ torch.matrix_exp(b * rows / SIZE)
+            torch.testing.assert_close(
+                found[:, row + margin, column + margin], z[:, y, x] @ matrix.T
+            )
+
+
+def test_multiples_of_the_offset_are_the_predictor_s_steps() -> None:
+    steps = {name: 0.3 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
+    generators = {name: find_generator(step, 0.5) for name, step in steps.items()}
+    z = draw(9, 1, SIZE, SIZE, DIM)
+    half = SIZE // 2
+    found = extend_map(z, generators, half, stride=half)
+    # The lower right quarter, as a visible block in the upper left corner of twice its side.
+    models = {**steps, **{name: torch.zeros(DIM, DIM).double() for name in
+                          ("C11", "C12", "C21", "C22")}}  # fmt: skip
+    whole = extend(z[:, half:, half:], 0, models)
+    torch.testing.assert_close(found[:, SIZE : SIZE + half, -half:], whole[:, :half, half:])
+    torch.testing.assert_close(found[:, -half:, SIZE : SIZE + half], whole[:, half:, :half])
+
+
+def test_with_generators_of_zero_the_outermost_features_continue() -> None:
+    z = draw(9, 1, SIZE, SIZE, DIM).float()
+    found = extend_map(z, {name: torch.zeros(DIM, DIM) for name in NAMES}, 2, stride=1)
+    padded = torch.nn.functional.pad(z.permute(0, 3, 1, 2), (2, 2, 2, 2), mode="replicate")
+    torch.testing.assert_close(found, padded.permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("margin", [0, 1, 2, 3, 4, 7])
+def test_each_position_is_decoded_once_by_the_nearest_window(margin: int) -> None:
+    length = SIZE + 2 * margin
+    # What a position holds says where it is; the decoder adds which window it was in.
+    places = torch.stack(
+        torch.meshgrid(torch.arange(length), torch.arange(length), indexing="ij"), dim=-1
+    )
+    windows: list[tuple[int, int]] = []
+
+    def decode(z: Tensor) -> Tensor:
+        assert z.shape[1:3] == (SIZE, SIZE)
+        corner = z[:, :1, :1].expand_as(z)
+        windows.append((int(z[0, 0, 0, 0]), int(z[0, 0, 0, 1])))
+        return torch.cat([z, corner], dim=-1).flatten(1, 2)
+
+    found = decode_map(places[None].float(), decode, SIZE)[0]
+    torch.testing.assert_close(found[..., :2], places.float())
+    middle = found[margin : margin + SIZE, margin : margin + SIZE, 2:]
+    torch.testing.assert_close(middle, torch.full_like(middle, margin))
+    assert len(windows) == len(set(windows)) == (1 + 2 * -(-margin // (SIZE // 2))) ** 2
+    # No window could have been moved less by half windows, and still hold the position.
+    for row in range(length):
+        start = int(found[row, 0, 2])
+        assert start <= row < start + SIZE
+        beyond = max(margin - row, row - (margin + SIZE - 1), 0)
+        assert abs(start - margin) < beyond + SIZE // 2
+
+
+def test_outside_the_image_brightness_is_its_average() -> None:
+    patches = draw(1, 2, SIZE, SIZE, 12).float() * 3 + 5
+    predicted = draw(2, 2, SIZE + 2, SIZE + 2, 12).float()
+    loss = ReconstructionLoss(normalize_patches=True)
+    made = restore_pixels(patches, predicted, loss.restore)
+    torch.testing.assert_close(made[:, 1:-1, 1:-1], patches)
+    for image in range(2):
+        mean = patches[image].mean(dim=-1).mean()
+        deviation = patches[image].std(dim=-1).mean()
+        corner = predicted[image, 0, 0] * deviation + mean
+        torch.testing.assert_close(made[image, 0, 0], corner, rtol=1e-5, atol=1e-5)
+    plain = ReconstructionLoss(normalize_patches=False)
+    made = restore_pixels(patches, predicted, plain.restore)
+    torch.testing.assert_close(made[:, 0], predicted[:, 0])
+
+
+def test_growth_is_that_of_the_eigenvalue_if_there_is_one() -> None:
+    generators = {name: value * torch.eye(DIM).double() for name, value in
+                  zip(NAMES, (0.7, -0.2, 0.0, 1.5), strict=True)}  # fmt: skip
+    growth = measure_growth(draw(1, 2, DIM), generators, [0.0, 0.5, 2.0])
+    expected = {"right": 0.7, "left": -0.2, "down": 0.0, "up": 1.5}
+    for way, value in expected.items():
+        assert growth[way] == pytest.approx([np.exp(value * x) for x in (0.0, 0.5, 2.0)])
+
+
+def test_a_map_that_obeys_the_equation_has_no_error() -> None:
+    a, b = 0.8 * draw(3, DIM, DIM), torch.zeros(DIM, DIM).double()
+    b += 0.5 * a @ a  # commutes with a
+    z0 = draw(4, 2, DIM)
+    z = torch.stack(
+        [
+            torch.stack(
+                [z0 @ torch.matrix_exp((a * x + b * y) / SIZE).T for x in range(SIZE)], dim=1
+            )
+            for y in range(SIZE)
+        ],
+        dim=1,
+    )
+    lawful = measure_error(z, {"A1": a, "A2": -a, "B1": b, "B2": -b})
+    for errors in lawful.values():
+        assert errors == pytest.approx([0] * (SIZE - 1), abs=1e-10)
+    still = measure_error(z, {name: torch.zeros(DIM, DIM).double() for name in NAMES})
+    # By hand, for one step to the right.
+    mean = z.mean(dim=(0, 1, 2))
+    expected = (z[:, :, :-1] - z[:, :, 1:]).norm() / (z[:, :, 1:] - mean).norm()
+    assert still["right"][0] == pytest.approx(float(expected))
+    expected = (z[:, 2:] - z[:, :-2]).norm() / (z[:, :-2] - mean).norm()
+    assert still["up"][1] == pytest.approx(float(expected))
+
+
+def test_the_image_keeps_its_pixels_inside_the_decoded_surroundings(
+    tiny: TinyRuns, photos: Path
+) -> None:
+    run = tiny.get("qb_heat")
+    with torch.no_grad():
+        images = run.model.preprocess_image(crop_squares(run.cfg, [str(photos / "0.png")]))
+        z = run.model.encode(images).float()
+        still = {name: torch.zeros(z.shape[-1], z.shape[-1]) for name in NAMES}
+        pixels = decode_beyond(run.model, images, z, still, margin=2, stride=1)
+    assert pixels.shape == (1, 3, 128, 128)
+    original = images * run.model.pixel_std + run.model.pixel_mean
+    torch.testing.assert_close(pixels[..., 32:-32, 32:-32], original)
+    assert float(pixels[..., :32].std()) > 0
+
+
+def test_propagation_is_drawn_at_every_distance_beside_the_control(
+    tiny: TinyRuns, photos: Path, tmp_path: Path
+) -> None:
+    run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
+    options = FigureOptions(images=photos, num_images=2)
+    runs = [detector, run, truncate(run, tmp_path)]
+    figure = draw_beyond(runs, options, distances=[0.5, 0.25])
+    check_files(figure, tmp_path)
+    assert list(figure.images) == ["1_images", "growth", "error"]
+    found = figure.data["runs"]["qb_heat"]
+    for way in ("right", "left", "down", "up"):
+        assert found["growth"][way][0] == pytest.approx(1)
+        assert len(found["error"][way]) == len(found["error"]["distances"]) == 3  # of 4 positions
+    assert [name in text for name, text in zip(("retinanet", "cut"), figure.data["left_out"],
+                                               strict=True)]  # fmt: skip
+    figure = draw_beyond(
+        [run], options, distances=[0.25], scale="centre", generator="first", source="offset"
+    )
+    found = figure.data["runs"]["qb_heat"]
+    assert (found["scale"], found["offset"]) == ("centre", 0.25)
+    offset, matrices = read_linear_models(run.weights, "run")["centre"]
+    a = find_generator(matrices["A1"], offset, order="first")
+    largest = float(torch.linalg.matrix_norm(torch.matrix_exp(2 * a), 2))
+    assert 0 < found["growth"]["right"][-1] <= largest
+    with pytest.raises(NotApplicable, match="retinanet"):
+        draw_beyond([detector], options)
+    with pytest.raises(NotApplicable, match="--images"):
+        draw_beyond([run], FigureOptions())

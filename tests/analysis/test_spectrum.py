@@ -1,30 +1,42 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures of the linear models, against matrices whose spectra are known by construction."""
+"""Spectra of linear models whose eigenvalues are known by construction, and their figure."""
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.analysis.spectrum import (
+from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.linear_models import (
     NAMES,
-    RotatedControl,
+    Models,
+    draw_random_models,
+    list_checkpoints,
+    read_linear_models,
+    rotate_models,
+)
+from qbheat_det.analysis.run import Run
+from qbheat_det.analysis.spectrum import (
     commutator,
-    condition,
     cosine,
     describe_models,
     effective_rank,
     inverse_error,
     magnitude_correlation,
-    rank,
     sort_eigenvalues,
 )
+from qbheat_det.analysis.spectrum_figure import draw_spectrum, draw_training_spectrum
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import NotApplicable
+
+from .conftest import check_files
+from .tiny_runs import EARLIER, TinyRuns, truncate
 
 DIM = 6
-Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
 
 
 def draw(seed: int, dim: int = DIM) -> Tensor:
@@ -58,28 +70,12 @@ def test_energy_is_the_sum_of_the_magnitudes_of_a_not_of_m() -> None:
     assert scale.energy_ratio == pytest.approx(6.5 / 5.0)
 
 
-def test_rank_counts_the_directions_that_are_not_lost() -> None:
-    column = draw(1)[:, :2]
-    assert rank(column @ column.T) == 2
-    assert rank((column @ column.T).float()) == 2
-    assert rank(draw(2)) == DIM
-    assert rank(torch.zeros(3, 3)) == 0
-
-
-def test_effective_rank_says_how_many_directions_share_the_work() -> None:
+def test_effective_rank_is_the_exponential_of_the_entropy() -> None:
     equal = torch.linalg.qr(draw(1))[0] @ torch.diag(torch.tensor([5.0] * 3 + [0.0] * 3).double())
     assert effective_rank(equal) == pytest.approx(3.0)
     # Shares 1/2, 1/4, 1/4: an entropy of 3/2 log 2.
     assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
     assert math.isnan(effective_rank(torch.zeros(3, 3)))
-
-
-def test_condition_is_that_of_the_singular_values() -> None:
-    orthogonal = torch.linalg.qr(draw(3))[0]
-    assert condition(orthogonal) == pytest.approx(1.0)
-    stretched = orthogonal @ torch.diag(torch.tensor([8.0, 4, 4, 4, 2, 2], dtype=torch.float64))
-    assert condition(stretched) == pytest.approx(4.0)
-    assert condition(torch.diag(torch.tensor([1.0, 0.0]))) == math.inf
 
 
 def test_matrices_of_one_basis_commute_and_others_do_not() -> None:
@@ -92,7 +88,7 @@ def test_matrices_of_one_basis_commute_and_others_do_not() -> None:
     assert math.isnan(commutator(up, torch.zeros(2, 2)))
 
 
-def test_there_and_back_again_is_no_error_for_an_exact_inverse() -> None:
+def test_the_inverse_error_is_zero_for_an_exact_inverse() -> None:
     identity = torch.eye(DIM, dtype=torch.float64)
     forth = 0.1 * draw(4)
     back = torch.linalg.inv(identity + forth) - identity
@@ -104,7 +100,7 @@ def test_there_and_back_again_is_no_error_for_an_exact_inverse() -> None:
     assert math.isnan(inverse_error(0 * forth, 0 * forth))
 
 
-def test_scales_are_compared_by_angle_and_by_the_course_of_their_spectra() -> None:
+def test_scales_are_compared_by_angle_and_by_sorted_magnitudes() -> None:
     a, b = draw(7), draw(8)
     assert cosine(a, 3 * a) == pytest.approx(1.0)
     assert cosine(a, -a) == pytest.approx(-1.0)
@@ -129,62 +125,127 @@ def make_models(factor: float) -> Models:
     }
 
 
-def test_models_at_zero_leave_out_what_is_undefined_and_say_why() -> None:
-    content = describe_models(make_models(0.0)).to_dict()
-    json.dumps(content, allow_nan=False)
-    scale = content["scales"]["corner"]
-    assert scale["matrices"]["A1"] == {
-        "eigenvalues": [[0.0, 0.0]] * DIM, "energy": 0.0, "rank": 0, "condition": 1.0,
-    }  # fmt: skip
-    assert "energy_ratio" not in scale
-    assert scale["commutators"] == content["cosines"] == content["correlations"] == {}
-    assert "a matrix is zero" in content["left_out"]["scales/corner/energy_ratio"]
-    assert "a matrix is zero" in content["left_out"]["scales/centre/inverse_errors/B"]
+def test_matrices_of_zero_have_undefined_ratios_and_singular_ones_no_condition() -> None:
+    zero = describe_models(make_models(0.0))
+    assert zero.scales["corner"].matrices["A1"].condition == 1.0
+    undefined = ("energy_ratio_corner", "correlation", "cosine", "effective_rank", "commutator")
+    assert all(math.isnan(zero.summarize()[name]) for name in undefined)
+    assert zero.summarize()["rank"] == 0
+    singular = describe_models(
+        {"corner": (0.5, dict.fromkeys(NAMES, torch.diag(torch.tensor([0.0, -1.0]))))}
+    )
+    assert math.isinf(singular.summarize()["condition"])
+    assert not singular.cosines  # there is one scale
 
 
-def test_a_singular_model_is_named_instead_of_an_infinite_number() -> None:
-    models = {"corner": (0.5, dict.fromkeys(NAMES, -torch.eye(2)))}
-    content = describe_models(models).to_dict()
-    assert content["left_out"]["scales/corner/matrices/A1/condition"] == "I + M is singular"
-    assert "cosines" not in content  # there is one scale
-
-
-def test_the_control_has_the_same_singular_values_and_chance_directions() -> None:
+@pytest.mark.parametrize("control", [rotate_models, draw_random_models])
+def test_controls_depend_on_the_seed_and_share_what_opposite_directions_share(
+    control: Callable[..., Models],
+) -> None:
     models = make_models(0.3)
-    control = RotatedControl(seed=1)
-    first, second = control.describe(models), RotatedControl(seed=1).describe(models)
-    larger = control.describe(make_models(0.6))
-    for scale, (_, matrices) in models.items():
+    for (_, one), (_, other) in zip(
+        control(models, 1).values(), control(models, 1).values(), strict=True
+    ):
+        assert all(torch.equal(one[name], other[name]) for name in NAMES)
+    (_, first), (_, second) = control(models, 1)["corner"], control(models, 2)["corner"]
+    assert not torch.equal(first["A1"], second["A1"])
+    offset, matrices = models["corner"]
+    opposite = {"corner": (offset, {**matrices, "A2": -matrices["A1"]})}
+    _, found = control(opposite)["corner"]
+    assert torch.equal(found["A2"], -found["A1"])
+    assert not torch.equal(found["B2"], -found["B1"])
+
+
+def test_rotated_models_have_the_learned_singular_values_and_random_ones_the_mean_norm() -> None:
+    models = make_models(0.3)
+    for scale, (_, rotated) in rotate_models(models).items():
         for name in NAMES:
-            found = first.scales[scale].matrices[name].eigenvalues
-            torch.testing.assert_close(found, second.scales[scale].matrices[name].eigenvalues)
-            again = larger.scales[scale].matrices[name].eigenvalues
-            torch.testing.assert_close(2 * found.abs(), again.abs(), rtol=1e-3, atol=1e-5)
-            # |det M| is the product of the singular values, and of the eigenvalues of A, times Δx.
-            offset = models[scale][0]
-            expected = torch.linalg.svdvals(matrices[name]).log().sum()
-            torch.testing.assert_close(
-                (found.abs() * offset).log().sum(), expected, rtol=1e-3, atol=1e-2
-            )
-    other = RotatedControl(seed=2).describe(models)
-    assert other.scales["corner"].energy_ratio != first.scales["corner"].energy_ratio
+            expected = torch.linalg.svdvals(models[scale][1][name])
+            torch.testing.assert_close(torch.linalg.svdvals(rotated[name]), expected)
+    norms = [float(matrix.norm()) for matrix in models["corner"][1].values()]
+    for matrix in draw_random_models(models)["corner"][1].values():
+        assert float(matrix.norm()) == pytest.approx(np.mean(norms))
 
 
-def test_low_rank_alone_does_not_pass_for_learning() -> None:
-    # Directions of chance: the commutator of the control is that of the matrices themselves.
+def test_low_rank_alone_gives_the_rotated_control_the_same_commutator() -> None:
     torch.manual_seed(0)
     low = {name: torch.randn(64, 4) @ torch.randn(4, 64) for name in NAMES}
     full = {name: torch.randn(64, 64) for name in NAMES}
     for matrices in (low, full):
         models = {"corner": (0.5, matrices)}
-        own = describe_models(models).scales["corner"].commutators
-        control = RotatedControl().describe(models).scales["corner"].commutators
-        assert sum(own.values()) / sum(control.values()) == pytest.approx(1, abs=0.25)
+        own, control = (
+            describe_models(one).summarize()["commutator"]
+            for one in (models, rotate_models(models))
+        )
+        assert own / control == pytest.approx(1, abs=0.25)
 
 
-def test_the_control_shares_what_opposite_directions_share_by_construction() -> None:
-    matrices = {"A1": torch.randn(8, 8), "B1": torch.randn(8, 8)}
-    matrices |= {"A2": -matrices["A1"], "B2": torch.randn(8, 8)}
-    models = {"corner": (0.5, matrices)}
-    control = RotatedControl().describe(models).scales["corner"]
-    torch.testing.assert_close(control.matrices["A1"].magnitudes, control.matrices["A2"].magnitudes)
+def test_a_run_has_a_row_for_each_checkpoint_itself_and_its_controls(
+    tiny: TinyRuns, tmp_path: Path
+) -> None:
+    run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
+    figure = draw_spectrum([truncate(run, tmp_path), run, detector], FigureOptions())
+    check_files(figure, tmp_path)
+    assert figure.table is not None
+    rows = [f"qb_heat, {name}" for name in ("epoch 1", "epoch 2", "epoch 3", "rotated", "random")]
+    assert [row[0] for row in figure.table.rows] == [*rows[:3], "qb_heat", *rows[3:]]
+    assert list(figure.images) == ["energy_ratios", "1_magnitudes", "1_eigenvalues"]
+    found = figure.data["runs"]["qb_heat"]
+    assert [point["steps"] for point in found["course"]] == [*EARLIER, 40]
+    # The same matrices, scaled: energies grow with them, and their ratio stays.
+    energies = [point["energy_A_centre"] for point in found["course"]]
+    np.testing.assert_allclose(energies, energies[-1] * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-4)
+    expected = describe_models(read_linear_models(run.weights, "run")).scales["corner"]
+    assert found["scales"]["corner"]["energy_ratio"] == expected.energy_ratio
+    assert [name in text for name, text in zip(("cut", "retinanet"), figure.data["left_out"],
+                                               strict=True)]  # fmt: skip
+    with pytest.raises(NotApplicable, match="retinanet"):
+        draw_spectrum([detector], FigureOptions())
+
+
+def test_a_broken_checkpoint_or_config_costs_its_rows_alone(tiny: TinyRuns, tmp_path: Path) -> None:
+    folder = tiny.get("qb_heat").folder
+    assert folder is not None
+    for name in ("model_final.safetensors", "model_0000009.pth"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "model_0000019.pth").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "config.yaml").write_text("MODEL:\n  NO_SUCH_KEY: 1\n")
+    figure = draw_spectrum([Run.open(tmp_path, label="again", device="cpu")], FigureOptions())
+    assert figure.table is not None
+    assert [row[0] for row in figure.table.rows][:2] == ["again, step 10", "again"]
+    step, epochs = figure.data["left_out"]
+    assert "step 20" in step
+    assert "NO_SUCH_KEY" in epochs
+
+
+def test_training_logs_the_spectrum_and_draws_it(tiny: TinyRuns, tmp_path: Path) -> None:
+    run = tiny.get("qb_heat")
+    figure = draw_training_spectrum(run.model, lambda number: [], run.cfg)
+    check_files(figure, tmp_path)
+    expected = describe_models(read_linear_models(run.weights, "run")).summarize()
+    assert figure.scalars["spectrum/commutator"] == pytest.approx(expected["commutator"])
+    with pytest.raises(NotApplicable):
+        draw_training_spectrum(tiny.get("classifier").model, lambda number: [], run.cfg)
+
+
+def test_checkpoints_are_spread_over_the_run(tiny: TinyRuns, tmp_path: Path) -> None:
+    folder = tiny.get("qb_heat").folder
+    assert folder is not None
+    for number, expected in ((5, EARLIER), (2, (10, 30)), (1, (30,)), (0, ())):
+        assert tuple(list_checkpoints(folder, number)) == expected
+
+
+@pytest.mark.parametrize("number", [8, 4, 2])
+def test_implicit_models_follow_from_the_explicit_ones(number: int, tmp_path: Path) -> None:
+    names = {8: (*NAMES, "C11", "C12", "C21", "C22"), 4: NAMES, 2: ("A1", "B1")}[number]
+    state = {f"predictor.scales.centre.{name}": torch.randn(3, 3) for name in names}
+    torch.save({"model": state}, tmp_path / "weights.pth")
+    ((scale, (offset, models)),) = read_linear_models(tmp_path / "weights.pth", "run").items()
+    assert (scale, offset, len(models)) == ("centre", 0.25, 8)
+    for name in names:
+        torch.testing.assert_close(models[name], state[f"predictor.scales.centre.{name}"])
+    if number == 2:
+        torch.testing.assert_close(models["A2"], -models["A1"])
+    torch.save({"predictor.scales.corner.A1": torch.randn(3, 3)}, tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"weights\.pth"):
+        read_linear_models(tmp_path / "weights.pth", "run")

@@ -124,16 +124,6 @@ def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo: str) 
     assert_close(noise.std(dim=1), clipped.std(dim=1), rtol=0.03, atol=0)
 
 
-def test_images_are_erased_as_often_as_asked_for(photo: str) -> None:
-    plain = classify()
-    erasing = classify(random_erasing=0.25)
-    differ = [
-        not torch.equal(*(map_image(mapper, photo, 4, place) for mapper in (plain, erasing)))
-        for place in range(400)
-    ]
-    assert 0.15 < np.mean(differ) < 0.35  # 0.25 +- 0.1, more than four standard errors
-
-
 def test_channels_are_augmented_as_rgb_whatever_their_order_is(photo: str) -> None:
     # Random erasing aside: the noise of a channel is drawn in the channels' order.
     rgb = classify(rand_augment=(9, 0.5), pixel_mean=MEAN)
@@ -154,21 +144,17 @@ def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "expected"),
+    ("key", "value"),
     [
-        ("RAND_AUGMENT", [9], r"RAND_AUGMENT must be empty or \[magnitude"),
-        ("RAND_AUGMENT", [9.5, 0.5], "whole number from 0 to 10"),
-        ("RAND_AUGMENT", [11, 0.5], "whole number from 0 to 10"),
-        ("RAND_AUGMENT", [9, -1.0], "RAND_AUGMENT must be"),
-        ("RANDOM_ERASING", 1.5, "RANDOM_ERASING is a probability"),
-        ("TEST_CROP", 0.0, "TEST_CROP is a share"),
-        ("TEST_CROP", 1.1, "TEST_CROP is a share"),
+        *(("RAND_AUGMENT", value) for value in ([9], [9.5, 0.5], [11, 0.5], [9, -1.0])),
+        ("RANDOM_ERASING", 1.5),
+        *(("TEST_CROP", value) for value in (0.0, 1.1)),
     ],
 )
-def test_values_that_make_no_sense_are_refused(key: str, value: Any, expected: str) -> None:
+def test_values_that_make_no_sense_are_refused(key: str, value: Any) -> None:
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME = "classify"
     build_mapper(cfg, is_train=True)
     cfg.INPUT.CLASSIFY[key] = value
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=f"INPUT.CLASSIFY.{key}"):
         build_mapper(cfg, is_train=True)

@@ -99,17 +99,6 @@ def test_the_same_randomness_gives_the_same_views(tmp_path: Path) -> None:
             assert not torch.equal(first[key], other[key])
 
 
-def test_views_of_images_in_memory_are_those_from_the_file(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.png", draw(70, 60))
-    from_file, from_memory = (two_views(memory_gb=gb) for gb in (0.0, 1.0))
-    from_memory.prepare([{"file_name": path}])
-    (tmp_path / "a.png").rename(tmp_path / "b.png")
-    found = mapped(from_memory, path)
-    expected = mapped(from_file, str(tmp_path / "b.png"))
-    for key in ("image", "image_key"):
-        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0)
-
-
 def test_grey_is_the_luminance_in_all_channels(tmp_path: Path) -> None:
     pixels = draw(32, 32)
     view = mapped(alone(grey_probability=1.0), save(tmp_path / "a.png", pixels))["image"]
@@ -170,14 +159,6 @@ def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
             torch.testing.assert_close(mapped(bgr, path, seed)[key], expected, rtol=0, atol=0)
 
 
-def test_inference_has_one_view_that_nothing_is_drawn_for(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.png", draw(60, 40))
-    found = mapped(two_views(is_train=False), path)
-    expected = mapped(PretrainingMapper(size=32, is_train=False), path)
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found["image"], expected["image"], rtol=0, atol=0)
-
-
 def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
     broken = tmp_path / "a.jpg"
     broken.write_bytes(b"no picture")
@@ -200,19 +181,19 @@ def test_the_config_names_it_and_all_of_its_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "key"),
     [
-        ({"jitter": (0.4, 0.4, 0.4)}, r"JITTER must be \[brightness, contrast, saturation, hue\]"),
-        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, r"hue in \[0, 0.5\]"),
+        ({"jitter": (0.4, 0.4, 0.4)}, "JITTER"),
+        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, "JITTER"),
         ({"jitter": (0.4, -0.4, 0.4, 0.1)}, "JITTER"),
-        ({"blur_sigma": (0.0, 2.0)}, "BLUR_SIGMA must be .*0 < min <= max"),
+        ({"blur_sigma": (0.0, 2.0)}, "BLUR_SIGMA"),
         ({"blur_sigma": (2.0, 1.0)}, "BLUR_SIGMA"),
-        ({"blur_probability": 1.5}, "BLUR_PROBABILITY is a probability, from 0 to 1, but is 1.5"),
+        ({"blur_probability": 1.5}, "BLUR_PROBABILITY"),
         ({"grey_probability": -0.1}, "GREY_PROBABILITY"),
         ({"jitter_probability": 2}, "JITTER_PROBABILITY"),
-        ({"scale": (0.0, 1.0)}, "INPUT.PRETRAIN.SCALE"),
+        ({"scale": (0.0, 1.0)}, "SCALE"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(values: Mapping[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_settings_that_make_no_sense_are_refused(values: Mapping[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=key):
         two_views(**values)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import qbheat_det
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy_by_config, precision
-from tests.engine.exporting.split_cases import build, make_config
+from tests.export.tiny_models import build, make_config
 
 from .boxes import assert_same_boxes, entries
 

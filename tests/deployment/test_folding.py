@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.deployment.folding import fold_batch_norms
-from tests.engine.exporting.split_cases import build, make_config
+from tests.export.tiny_models import build, make_config
 from tests.modeling.parameter_names import randomise_
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from qbheat_det.layers import MapAttention, attend, attention
-from qbheat_det.layers.dropout import draw_kept
+from qbheat_det.layers.cpu_kernels import draw_kept
 
 
 def draw(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +36,7 @@ def test_with_dropout_values_and_gradients_are_those_of_the_formula(
     hidden = torch.rand(2, 1, 1, 9) < 0.3
     hidden[..., 0] = False
     state = torch.get_rng_state()
-    found = attend(*tensors, hidden=hidden, dropout=0.25)
+    found = attend(*tensors, masked=hidden, dropout=0.25)
     torch.set_rng_state(state)
     kept = draw_kept((2, 4, 5, 9), 0.25)
     wanted = formula(*tensors, hidden, kept / 0.75)
@@ -74,10 +74,10 @@ def test_a_compiler_sees_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = draw(5, 9)
     hidden = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
     hidden[1, ..., 6:] = True
-    wanted = attend(*tensors, hidden=hidden)
+    wanted = attend(*tensors, masked=hidden)
     formula_of_ours = spy(monkeypatch, "_attend_plainly")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert_close(attend(*tensors, hidden=hidden), wanted)
+    assert_close(attend(*tensors, masked=hidden), wanted)
     assert formula_of_ours.call_count == 1
 
 

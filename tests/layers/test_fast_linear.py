@@ -7,14 +7,14 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import Linear, fast_linear, linear, replace_linear_layers
+from qbheat_det.layers import Linear, cpu_kernels, linear, replace_linear_layers
 
 SHAPES = [(64, 8), (3, 50, 8), (2, 9, 7, 8), (1, 1000, 8)]
 
 
-@pytest.fixture(params=[True, False], ids=["convolutions", "fast_linear"])
+@pytest.fixture(params=[True, False], ids=["convolutions", "cpu_kernels"])
 def preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(fast_linear, "prefers_convolutions", lambda: request.param)
+    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: request.param)
     return bool(request.param)
 
 
@@ -75,14 +75,14 @@ def test_no_rows(preferred: bool) -> None:
 def test_convolutions_are_for_many_rows_of_float32(
     monkeypatch: pytest.MonkeyPatch, x: Tensor, taken: bool
 ) -> None:
-    monkeypatch.setattr(fast_linear, "prefers_convolutions", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
     seen = counted(monkeypatch)
     linear(x, torch.zeros(5, 8, dtype=x.dtype))
     assert seen == ([torch.Size([1, 8, 64, 1])] if taken else [])
 
 
 def test_autocast_and_exporters_get_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_linear, "prefers_convolutions", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
     seen = counted(monkeypatch)
     layer, x = Linear(8, 5).eval(), torch.randn(64, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -95,8 +95,8 @@ def test_autocast_and_exporters_get_the_product(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_compiled_layer_convolves_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not fast_linear.prefers_convolutions():
-        pytest.skip("this processor's fast_linear are as fast")
+    if not cpu_kernels.prefers_convolutions():
+        pytest.skip("this processor's cpu_kernels are as fast")
     graphs: list[str] = []
 
     def read(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
@@ -133,14 +133,14 @@ def test_a_block_of_timm_keeps_its_parameters_and_results(preferred: bool) -> No
 def test_the_processor_decides(
     monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, convolves: bool
 ) -> None:
-    monkeypatch.setattr(fast_linear, "_vendor", lambda: vendor)
+    monkeypatch.setattr(cpu_kernels, "_vendor", lambda: vendor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    fast_linear._look_up_processor.cache_clear()
+    cpu_kernels._look_up_processor.cache_clear()
     try:
-        assert fast_linear.prefers_convolutions() is convolves
+        assert cpu_kernels.prefers_convolutions() is convolves
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-        fast_linear._look_up_processor.cache_clear()
-        assert not fast_linear.prefers_convolutions()
+        cpu_kernels._look_up_processor.cache_clear()
+        assert not cpu_kernels.prefers_convolutions()
     finally:
-        fast_linear._look_up_processor.cache_clear()
+        cpu_kernels._look_up_processor.cache_clear()

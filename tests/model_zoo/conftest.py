@@ -25,7 +25,7 @@ from qbheat_det.model_zoo import (
     sources,
 )
 from qbheat_det.model_zoo.index import file_of, save_index
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.tiny_detectors import make_retinanet_config
 from tests.modeling.tiny_pretraining import make_tiny_config
 

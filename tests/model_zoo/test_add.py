@@ -40,8 +40,7 @@ from qbheat_det.model_zoo.add import (
 )
 from qbheat_det.model_zoo.api import TrainedModel, open_trained
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
-from qbheat_det.model_zoo.verify import Costs
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.classifier_cases import make_classes
 from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
 from tests.tool_modules import load_tool
@@ -73,7 +72,8 @@ def add(backbone: Trained) -> MakeEntry:
 @pytest.fixture
 def quick(backbone: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips costs and fingerprint, which take long, and the model."""
-    monkeypatch.setattr(add_module, "count_costs", lambda trained: Costs(12, 34, (64, 64)))
+    costs = {"num_params": 12, "madds": 34, "madds_input": (64, 64)}
+    monkeypatch.setattr(add_module, "count_costs", lambda trained: costs)
     model = TrainedModel(build_bare_backbone(backbone.cfg), backbone.cfg, None)
     monkeypatch.setattr(add_module, "open_trained", lambda path, **more: model)
     monkeypatch.setattr(add_module, "compute_fingerprint", lambda *args: make_entry().fingerprint)

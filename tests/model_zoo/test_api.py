@@ -124,17 +124,6 @@ def test_the_path_manager_s_file_is_written_once_and_a_damaged_one_again(
         read_weights(ADDRESS)
 
 
-def test_the_path_manager_opens_addresses_and_knows_which_exist(detector: Trained) -> None:
-    assert PathManager.exists(ADDRESS)
-    assert PathManager.isfile(ADDRESS)
-    assert not PathManager.exists("qbheat://no/such")
-    with PathManager.open(ADDRESS, "rb") as stream:
-        content = torch.load(stream, weights_only=True)
-    torch.testing.assert_close(content["model"], detector.state, rtol=0, atol=0)
-    with pytest.raises(UserError, match="only be read"):
-        PathManager.open(ADDRESS, "wb")
-
-
 @pytest.mark.parametrize("read", [read_weights, info_of, check_weights_file, load_run_config])
 def test_an_unknown_name_is_a_user_error(read: Any) -> None:
     with pytest.raises(UserError, match="'no/such'"):

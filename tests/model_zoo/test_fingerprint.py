@@ -22,7 +22,7 @@ from qbheat_det.model_zoo.fingerprint import (
     compute_fingerprint,
     draw_images,
 )
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.gradient_cases import CLASSIFIER, MF_DETR, Case, make_case_config
 from tests.engine.tiny_detectors import make_retinanet_config
 from tests.modeling.tiny_pretraining import make_tiny_config

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from qbheat_det.model_zoo import Fingerprint, ZooEntry
 from qbheat_det.model_zoo.add import add_entry
 from qbheat_det.model_zoo.api import TrainedModel, open_trained
 from qbheat_det.model_zoo.index import save_index
-from qbheat_det.model_zoo.verify import Costs, check_fingerprint, count_costs, verify_entry
+from qbheat_det.model_zoo.verify import check_fingerprint, count_costs, verify_entry
 from tests.tool_modules import load_tool
 
 from .conftest import BACKBONE, Trained
@@ -43,7 +44,7 @@ def entry(added: tuple[ZooEntry, bytes], shipped: Path) -> ZooEntry:
 
 
 @pytest.fixture(scope="session")
-def opened(backbone: Trained) -> tuple[TrainedModel, Costs]:
+def opened(backbone: Trained) -> tuple[TrainedModel, dict[str, Any]]:
     """Its model and costs."""
     trained = open_trained(str(backbone.path), device="cpu")
     return trained, count_costs(trained)
@@ -93,7 +94,7 @@ def test_the_tool_verifies_entries_and_exits_with_1_for_a_wrong_one(
 )
 def test_a_wrong_field_of_the_index_is_named(
     entry: ZooEntry,
-    opened: tuple[TrainedModel, Costs],
+    opened: tuple[TrainedModel, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, object],
     field: str,

@@ -12,8 +12,8 @@ from detectron2.config import CfgNode
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import load_config
-from qbheat_det.engine.backbone_export import export_backbone
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.export import export_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.data.pictures import draw, save
 from tests.tool_modules import load_tool
 

@@ -72,8 +72,8 @@ def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
     line = next(line for line in text.splitlines() if line.startswith(f"{trained}  "))
     figures = [rows[trained][view] for view in VIEWS]
     cells = [f"{cell['loss']:.4f} ± {cell['standard_error']:.4f}" for cell in figures]
-    assert [cell for cell in line[len(trained) :].split("  ") if cell.strip()] == cells
-    assert "over 5 held-out images. Learned from 6 images (12 with crops" in text
+    assert all(cell in line for cell in cells)
+    assert "over 5 held-out images" in text
 
     cfg = load_config(CONFIG, SMALL)  # and as a run evaluates itself
     register_image_folders("held_out_of_a_test", [folders[3]])
@@ -90,25 +90,23 @@ def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
     assert found["loss_standard_error"] == pytest.approx(figures[2]["standard_error"])
 
 
-def test_unreadable_images_are_named_and_crops_and_draws_counted(
+def test_unreadable_images_are_named(
     tool: ModuleType, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train" / "0.png").write_bytes(b"no image")
     for i in range(1, 5):
         (tmp_path / "val" / f"{i}.png").unlink()
     path = tmp_path / "figures.json"
-    options = ["--augmentations", "2", "--max-images", "6", "--json", str(path)]
+    options = ["--max-images", "6", "--json", str(path)]
     tool.main(["--config-file", CONFIG, *folders, *options, *SMALL])
-    captured = capsys.readouterr()
-    assert "1 images cannot be read and were left out:" in captured.err
-    assert "train/0.png" in captured.err
+    assert "0.png" in capsys.readouterr().err
     figures = json.loads(path.read_text())
-    assert (figures["training_images"], figures["training_rows"]) == (5, 5 * 3 * 2)
+    assert (figures["training_images"], figures["training_rows"]) == (5, 5 * 2)
     assert figures["losses"]["ridge"]["mean"]["standard_error"] is None  # of one image
     assert len(figures["unreadable"]) == 1
 
 
-def test_bad_input_is_one_sentence(
+def test_wrong_input_is_exit_code_2_and_names_what_is_wrong(
     tool: ModuleType, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -119,14 +117,14 @@ def test_bad_input_is_one_sentence(
     named = ["--config-file", CONFIG]
     val = folders[2:]
     for arguments, expected in (
-        (folders, "give --config-file"),
-        ([*named, "--image-folder", f"{tmp_path}/empty", *val, *SMALL], "there is no image in"),
-        ([*named, "--image-folder", str(one), *val, *SMALL], "need two training images or more"),
-        ([*named, *folders, "--weights", raw, *SMALL], "NORM_PIXEL_LOSS False, but the baselines"),
+        (folders, "--config-file"),
+        ([*named, "--image-folder", f"{tmp_path}/empty", *val, *SMALL], "empty"),
+        ([*named, "--image-folder", str(one), *val, *SMALL], "two readable training images"),
+        ([*named, *folders, "--weights", raw, *SMALL], "NORM_PIXEL_LOSS"),
         ([*named, *folders, "--weights", "nowhere.pth", *SMALL], "nowhere.pth"),
-        ([*named, *folders, "--augmentations", "-1"], "--augmentations must be 0 or more"),
-        ([*named, *folders, "--max-images", "1"], "--max-images must be 2 or more"),
-        ([*named, *folders, "--json", str(tmp_path)], "is a folder"),
+        ([*named, *folders, "--max-images", "1"], "--max-images"),
+        ([*named, *folders, "--memory-gb", "0"], "--memory-gb"),
+        ([*named, *folders, "--json", str(tmp_path)], str(tmp_path)),
         (["--config-file", str(ROOT / "configs/demo/toy_retinanet.yaml"), *folders], "RetinaNet"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -135,14 +133,3 @@ def test_bad_input_is_one_sentence(
         text = capsys.readouterr().err
         assert expected in text
         assert "Traceback" not in text
-
-
-def test_help_shows_what_each_baseline_is(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        tool.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    assert "ridge       linear regression" in text
-    assert "--val-image-folder photos/val" in text

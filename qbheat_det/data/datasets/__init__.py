@@ -10,47 +10,9 @@ from pathlib import Path
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from .classes import list_classes, load_classes, load_labelled_sets, unite_labels
-from .coco import (
-    CocoSummary,
-    check_coco_json,
-    check_same_classes,
-    load_coco_images,
-    register_coco_images,
-    register_coco_json,
-)
-from .image_folder import (
-    IMAGE_SUFFIXES,
-    check_image_folder,
-    list_images,
-    load_image_folders,
-    register_image_folders,
-)
-from .toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
-
-__all__ = [
-    "IMAGE_SUFFIXES",
-    "TOY_SETS",
-    "CocoSummary",
-    "ToySpec",
-    "check_coco_json",
-    "check_image_folder",
-    "check_same_classes",
-    "get_cache_dir",
-    "list_classes",
-    "list_images",
-    "load_classes",
-    "load_coco_images",
-    "load_image_folders",
-    "load_labelled_sets",
-    "prepare_toy_set",
-    "register_builtin_sets",
-    "register_coco_images",
-    "register_coco_json",
-    "register_image_folders",
-    "register_toy_set",
-    "unite_labels",
-]
+from .coco import register_coco_images
+from .image_folder import register_image_folders
+from .toy import TOY_SETS, prepare_toy_set, register_toy_set
 
 
 def register_builtin_sets() -> None:

@@ -38,14 +38,7 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
     Raises:
         UserError: a set has no labels, or images of a class that is not in the list.
     """
-    pairs = _pair(map(_load, sets))
-    if unknown := sorted({class_name for _, class_name in pairs} - set(class_names)):
-        raise UserError(
-            f"'{' and '.join(sets)}' has images of {len(unknown)} classes that the classifier does "
-            f"not know ({join_first(unknown, _SHOWN)}): it knows the {len(class_names)} classes "
-            f"{join_first(class_names, _SHOWN)}"
-        )
-    return _label(pairs, class_names)
+    return _label(_pair(map(_load, sets)), class_names, " and ".join(sets), "the classifier")
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
@@ -75,23 +68,29 @@ def unite_labels(
     Raises:
         UserError: ``val`` has a class that ``train`` does not have, or there is one class.
     """
-    known, asked = _pair(train), _pair(val)
+    known = _pair(train)
     class_names = sorted({class_name for _, class_name in known})
-    if unknown := sorted({class_name for _, class_name in asked} - set(class_names)):
-        raise UserError(
-            f"'{names[1]}' has images of {len(unknown)} classes that '{names[0]}' lacks "
-            f"({join_first(unknown, _SHOWN)}): both must be folders of the same classes"
-        )
     if len(class_names) < 2:
         raise UserError(
             f"'{names[0]}' holds images of one class alone, '{class_names[0]}', so that every "
             "answer is right: the folders right below it are the classes"
         )
-    return _label(known, class_names), _label(asked, class_names)
+    knower = f"'{names[0]}'"
+    return _label(known, class_names, names[0], knower), _label(
+        _pair(val), class_names, names[1], knower
+    )
 
 
-def _label(pairs: Sequence[tuple[str, str]], class_names: Sequence[str]) -> Records:
+def _label(
+    pairs: Sequence[tuple[str, str]], class_names: Sequence[str], name: str, knower: str
+) -> Records:
     labels = {class_name: label for label, class_name in enumerate(class_names)}
+    if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
+        raise UserError(
+            f"'{name}' has images of {len(unknown)} classes that {knower} does not know "
+            f"({join_first(unknown, _SHOWN)}): it knows the {len(labels)} classes "
+            f"{join_first(class_names, _SHOWN)}"
+        )
     return [
         {"file_name": path, "image_id": i, "label": labels[class_name]}
         for i, (path, class_name) in enumerate(pairs)

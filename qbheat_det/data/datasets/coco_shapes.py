@@ -31,7 +31,24 @@ def find_shape_error(entry: Entry, size: tuple[int, int]) -> Found:
     if not _are_keypoints(entry.get("keypoints")):
         reason = "keypoints must be a list of finite numbers [x, y, visibility, …]"
         return "annotation with unsound keypoints", reason
-    return _find_box_error(entry, *size)
+    return find_box_error(entry, size)
+
+
+def find_box_error(entry: Entry, size: tuple[float, float]) -> Found:
+    """Returns what is wrong with the box of an annotation of an image of a width and height."""
+    box = entry.get("bbox")
+    is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
+    if not is_box or not _are_numbers([box], _MAX_COORDINATE):
+        must = "four finite numbers [x, y, width, height] in pixels"
+        return "annotation without a sound bbox", must_be(entry, "bbox", must)
+    x, y, width, height = box
+    if width < 0 or height < 0:
+        return "box of negative size", f"bbox {short(box)} has a negative width or height"
+    if has_area(entry) and not (-width < x < size[0] and -height < y < size[1]):
+        reason = f"lies wholly outside its image of {size[0]} x {size[1]} pixels"
+        hint = "bbox must be [x, y, width, height] in pixels"
+        return "box outside its image", f"bbox {short(box)} {reason}; {hint}"
+    return None
 
 
 def has_area(entry: Entry) -> bool:
@@ -67,22 +84,6 @@ def short(value: object) -> str:
     """Returns a value as Python writes it, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
-
-
-def _find_box_error(entry: Entry, image_width: int, image_height: int) -> Found:
-    box = entry.get("bbox")
-    is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
-    if not is_box or not _are_numbers([box], _MAX_COORDINATE):
-        must = "four finite numbers [x, y, width, height] in pixels"
-        return "annotation without a sound bbox", must_be(entry, "bbox", must)
-    x, y, width, height = box
-    if width < 0 or height < 0:
-        reason = "has a negative width or height"
-        return "box of negative size", f"bbox {short(box)} {reason}"
-    if has_area(entry) and not (-width < x < image_width and -height < y < image_height):
-        reason = "lies wholly outside its image; bbox must be [x, y, width, height] in pixels"
-        return "box outside its image", f"bbox {short(box)} {reason}"
-    return None
 
 
 def _can_be_drawn(segmentation: object, width: int, height: int) -> bool:

@@ -22,8 +22,8 @@ from qbheat_det.config import load_config
 from qbheat_det.core.errors import exit_on_user_error
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import load_image_folders, preserved_randomness
-from qbheat_det.engine.backbone_export import export_backbone
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.export import export_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from ..run_record import find_commit
 from .encoder_cost import count_encoder_madds, count_training_madds

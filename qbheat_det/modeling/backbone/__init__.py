@@ -2,7 +2,7 @@
 """Backbones; importing this package registers them."""
 
 from .cached import CachedBackbone
-from .fpn import build_fpn_backbone, build_mobile_former_fpn_backbone
+from .fpn import build_bare_backbone, build_fpn_backbone, build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer
 from .mobile_former_archs import (
     MOBILE_FORMER_ARCHS,
@@ -22,6 +22,7 @@ __all__ = [
     "MobileFormerArch",
     "TimmBackbone",
     "arch_of_rows",
+    "build_bare_backbone",
     "build_fpn_backbone",
     "build_mobile_former_fpn_backbone",
     "named_arch",

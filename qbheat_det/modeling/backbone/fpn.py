@@ -5,24 +5,26 @@ Papers: "Feature Pyramid Networks", Lin et al., arXiv:1612.03144; "Focal Loss fo
 Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 16, so P5 too is a
 strided convolution, on P4. That agrees with the multiply-adds which the QB-Heat paper prints for
 MF-285M (Table 14); its P6 is not the same for all three sizes and cannot be recovered. Detectron2's
-detectors hand over no image sizes, so on this pyramid padding counts as image, as it does there.
+detectors pass no image sizes, so padding counts as image, as in Detectron2.
 """
 
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import BACKBONE_REGISTRY, Backbone
+from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
 from detectron2.modeling.backbone import FPN
 from fvcore.nn import weight_init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.modeling.contracts import get_encoder
+
 
 class StridedLevels(nn.Module):
-    """Coarser pyramid levels: 3x3 convolutions of stride 2, one on the other.
+    """Coarser pyramid levels: consecutive 3x3 convolutions of stride 2.
 
-    As in RetinaNet, a ReLU stands before P7 and what comes after it (P6 -> ReLU -> P7).
+    As in RetinaNet, a ReLU precedes P7 and coarser levels (P6 -> ReLU -> P7).
     """
 
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
@@ -33,7 +35,7 @@ class StridedLevels(nn.Module):
             num_levels: number of levels to add.
         """
         super().__init__()
-        self.in_feature = in_feature  # this and num_levels are what Detectron2's FPN asks for
+        self.in_feature = in_feature  # Detectron2's FPN reads this and num_levels
         self.num_levels = num_levels
         self._first = int(in_feature.removeprefix("p")) + 1
         self.convs = nn.ModuleList(
@@ -48,7 +50,7 @@ class StridedLevels(nn.Module):
             x: (N, C, H, W).
 
         Returns:
-            One map a level, each half as large as the one before.
+            One map for each level, each half as large as the one before.
         """
         levels: list[Tensor] = []
         for level, conv in enumerate(self.convs, start=self._first):
@@ -58,10 +60,10 @@ class StridedLevels(nn.Module):
 
 
 def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
-    """Returns Detectron2's FPN that takes weights of the bare backbone for those of ``bottom_up``.
+    """Returns Detectron2's FPN, which also loads weights of the bare backbone into ``bottom_up``.
 
-    Weights of a pre-training have no pyramid in their names. The package's own checkpointer knows
-    that; Detectron2's, in its own tools, would load nothing and warn.
+    Pre-trained weights have no pyramid in their names. The package's own checkpointer handles that;
+    Detectron2's, in its own tools, would load nothing and warn.
 
     Args:
         bottom_up: the backbone.
@@ -118,7 +120,7 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
 
 
 def _build_bottom_up(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> Backbone:
-    """Builds a backbone with the outputs that the pyramid takes, and nothing beyond them."""
+    """Builds a backbone with the outputs that the pyramid takes, and no others."""
     wanted = list(cfg.MODEL.FPN.IN_FEATURES)
     own = cfg.clone()
     own.defrost()
@@ -131,3 +133,11 @@ def _build_bottom_up(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> Backbon
             f"MODEL.FPN.IN_FEATURES {wanted} are not all among the outputs of '{name}', {[*known]}"
         )
     return bottom_up
+
+
+def build_bare_backbone(cfg: CfgNode) -> Backbone:
+    """Builds the config's backbone without its pyramid, with nothing frozen."""
+    own = cfg.clone()
+    own.defrost()
+    own.MODEL.BACKBONE.FREEZE_AT = 0
+    return get_encoder(build_backbone(own))

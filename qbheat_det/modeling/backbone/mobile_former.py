@@ -40,12 +40,12 @@ from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArc
 
 @BACKBONE_REGISTRY.register()
 class MobileFormer(Backbone):
-    """A convolutional network with a few global tokens beside it.
+    """A convolutional network and a few global tokens that exchange information.
 
     Outputs are named by stride: "s2", "s4", "s8", "s16" are the maps after the last block at that
     stride; the name of the last one with "_expanded" is the final 1x1 convolution (the paper's
     output for classifiers and decoders); "tokens" is (N, M, D). Any image size is accepted: a map
-    at stride s has ceil(H / s) x ceil(W / s) positions. Only what the outputs need is built.
+    at stride s has ceil(H / s) x ceil(W / s) positions. Only needed layers are built.
     """
 
     @configurable
@@ -70,8 +70,7 @@ class MobileFormer(Backbone):
             in_channels: channels of the image.
 
         Raises:
-            ValueError: an unknown output name, or a ``freeze_at`` or ``drop_path`` out of range;
-                the message says what is possible.
+            ValueError: an unknown output name, or a ``freeze_at`` or ``drop_path`` out of range.
         """
         super().__init__()
         groups = _split_into_stages(arch.blocks)
@@ -85,7 +84,7 @@ class MobileFormer(Backbone):
         if not 0 <= freeze_at <= len(groups) + 1:
             raise ValueError(f"FREEZE_AT is 0 … {len(groups) + 1} here, not {freeze_at}")
         self._out_features = list(out_features)
-        # Named where it is left out, so that weights that hold it are known to be of this model.
+        # Weights with this layer are of this model too.
         self.optional_modules = () if self._expanded_name in self._out_features else ("expand",)
 
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
@@ -125,8 +124,8 @@ class MobileFormer(Backbone):
         """
         Args:
             x: (N, 3, H, W), normalised images, at the top left where the batch is padded.
-            image_sizes: (N, 2) heights and widths in pixels when the batch is padded. Each image
-                then gives what it gives alone; without it, padding counts as image.
+            image_sizes: (N, 2) heights and widths in pixels of a padded batch. Each image then
+                gives what it gives alone; without them, padding counts as image.
 
         Returns:
             The outputs by name: (N, C, ceil(H / s), ceil(W / s)) and "tokens" (N, M, D).
@@ -141,7 +140,7 @@ class MobileFormer(Backbone):
     def run_stages(
         self, x: Tensor, image_sizes: Tensor | None = None
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Runs stage after stage, each when it is asked for.
+        """Runs the stages lazily.
 
         Args:
             x: as in ``forward``.
@@ -168,7 +167,7 @@ class MobileFormer(Backbone):
         return found
 
     def reset_parameters(self) -> None:
-        """Initialises as the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""
+        """As in the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""
         nn.init.normal_(self.tokens)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -180,7 +179,7 @@ class MobileFormer(Backbone):
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
         """Freezes from the stem on, see ``freeze_at`` in the constructor; returns itself.
 
-        Frozen parts take no gradient, keep the statistics of their BatchNorms and drop no path.
+        Frozen parts have no gradients, keep their BatchNorm statistics and drop no paths.
         """
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
@@ -194,15 +193,15 @@ class MobileFormer(Backbone):
 
     @property
     def freeze_all(self) -> int:
-        """The least ``freeze_at`` that freezes the network to its end."""
+        """See ``modeling/contracts.py``."""
         return len(self._stage_names) + 1
 
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Says which parameters make one layer, as timm's models do, for layer-wise decay.
+        """Returns the layers for layer-wise decay, as timm's models do.
 
-        Stem and global tokens come first, then each block (each stage, if ``coarse``), and last
-        the final convolution, where it is built.
+        Stem and global tokens come first, then each block (each stage if ``coarse``), and last the
+        final convolution, if it is built.
         """
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
         return {"stem": r"^(?:stem\.|tokens$)", "blocks": blocks, "expand": r"^expand\."}
@@ -215,7 +214,7 @@ class MobileFormer(Backbone):
 
 
 def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
-    """Returns the widths that ``MODEL.MOBILE_FORMER`` asks for.
+    """Returns the widths of ``MODEL.MOBILE_FORMER``.
 
     Raises:
         UserError: the variant has no such name, or the custom table is not a network.

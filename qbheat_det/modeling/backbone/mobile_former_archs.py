@@ -119,7 +119,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
 
 
 def named_arch(variant: str) -> MobileFormerArch:
-    """Returns one of ``MOBILE_FORMER_ARCHS``; what a LazyConfig calls.
+    """Returns one of ``MOBILE_FORMER_ARCHS``, for LazyConfigs.
 
     Raises:
         ValueError: there is none of that name.
@@ -132,7 +132,7 @@ def named_arch(variant: str) -> MobileFormerArch:
 def arch_of_rows(
     *, num_tokens: int, token_dim: int, stem: int, blocks: Sequence[Sequence[Any]], expanded: int
 ) -> MobileFormerArch:
-    """Returns widths of one's own from plain lists, as configs hold them.
+    """Returns custom widths from plain lists, as in configs.
 
     Args:
         num_tokens: M.
@@ -155,7 +155,7 @@ def arch_of_rows(
 
 
 def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
-    """Returns the shapes of some outputs; with it, heads of a LazyConfig ask for their channels.
+    """Returns the shapes of some outputs, for the heads of LazyConfigs.
 
     Args:
         arch: of the backbone.

@@ -3,7 +3,7 @@
 
 Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``, and under
 ``timm:<name>`` every model that timm lists, so that ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is
-enough wherever Detectron2 builds a backbone. Weights are never fetched here: see
+enough wherever Detectron2 builds a backbone. Weights are loaded by
 ``qbheat_det.checkpoint.timm_weights``.
 """
 
@@ -23,20 +23,20 @@ from qbheat_det.config.rules import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 
 _FREEZE_ALL = 5
-_PROBE_SIZE = (64, 96)  # of an image whose maps tell height, width and channels apart
+_PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and channels
 
 
 @BACKBONE_REGISTRY.register()
 class TimmBackbone(Backbone):
     """The maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
 
-    Of several maps at one stride it is the last. Stages behind the last output, and the classifier,
-    are cut off, so that each parameter that can be trained takes part in an output. Images are
-    padded to a multiple of the coarsest stride; padding counts as image, so that in a batch of
-    differently sized images each gives not quite what it gives alone.
+    Of several maps at one stride it is the last. Stages after the last output, and the classifier,
+    are removed, so that each trainable parameter contributes to an output. Images are padded to a
+    multiple of the coarsest stride; padding counts as image, so that a padded batch does not give
+    exactly what its images give one by one.
 
-    ``net`` is timm's own model with timm's names of tensors, and knows its layers for layer-wise
-    decay; timm's files of weights fit as they are.
+    ``net`` is timm's model with timm's names of tensors and its layer groups for layer-wise decay;
+    timm's weights fit as they are.
     """
 
     @configurable
@@ -47,13 +47,13 @@ class TimmBackbone(Backbone):
         Args:
             name: as timm lists it.
             out_features: names of the outputs.
-            freeze_at: 0 trains everything; k freezes all that maps of stride 2^k and less are
-                computed from (2 in a ResNet: stem and first stage, as in Detectron2), and 5 the
-                whole network. Frozen BatchNorms keep their statistics.
+            freeze_at: 0 trains everything; k freezes all layers that maps of stride 2^k and less
+                depend on (2 in a ResNet: stem and first stage, as in Detectron2), and 5 the whole
+                network. Frozen BatchNorms keep their statistics.
             in_channels: channels of the image.
 
         Raises:
-            UserError: timm has no such model, or it gives no maps for images of any size.
+            UserError: timm has no such model, or it has no maps for images of any size.
             ValueError: an unknown output name, or a ``freeze_at`` out of range.
         """
         super().__init__()
@@ -64,15 +64,15 @@ class TimmBackbone(Backbone):
         infos = _list_maps(self.net, name)
         if not out_features or set(out_features) - set(infos):
             raise ValueError(f"outputs of timm's '{name}' are {[*infos]}, not {list(out_features)}")
-        # Found in the order of the network, and named in that order too.
+        # In the order of the network.
         self._out_features = sorted(set(out_features), key=lambda key: infos[key]["index"])
         whole = set(self.net.state_dict())
         self._indices = self.net.prune_intermediate_layers(
             [infos[key]["index"] for key in self._out_features], prune_norm=True
         )
-        # Files of the whole model may hold what is cut off here; modules, as the loader asks for.
-        cut = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
-        self.optional_modules = tuple(f"net.{path}" for path in sorted(cut))
+        # Weights of the whole model hold these modules.
+        removed = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
+        self.optional_modules = tuple(f"net.{path}" for path in sorted(removed))
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {k: infos[k]["num_chs"] for k in self._out_features}
         self._out_feature_strides = {k: infos[k]["reduction"] for k in self._out_features}
@@ -88,11 +88,11 @@ class TimmBackbone(Backbone):
         }
 
     freeze_all = _FREEZE_ALL
-    """The least ``freeze_at`` that freezes the network to its end."""
+    """See ``modeling/contracts.py``."""
 
     @property
     def size_divisibility(self) -> int:
-        """The coarsest stride: several networks round sizes in between down, others up."""
+        """The coarsest stride: networks round other sizes up or down."""
         return max(self._out_feature_strides.values())
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class TimmBackbone(Backbone):
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
-        """Runs the network once; returns the names of the parameters that each map comes from."""
+        """Runs the network once; returns the names of the parameters that each map depends on."""
         built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
         named = dict(self.net.named_parameters())
         device = next(iter(named.values())).device
@@ -123,7 +123,7 @@ class TimmBackbone(Backbone):
         with torch.enable_grad():
             try:
                 maps = self._maps(x, [info["index"] for info in built.values()])
-            except Exception as error:  # of many kinds: each model has its own way to refuse
+            except Exception as error:  # models raise errors of many types
                 raise _refusal(name, f"({_first_line(error)})") from error
             sources = {}
             for (key, info), out in zip(built.items(), maps, strict=True):
@@ -147,7 +147,7 @@ class TimmBackbone(Backbone):
             if freeze_at == _FREEZE_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
                 frozen |= names
         for name, parameter in self.net.named_parameters():
-            # Networks of several branches have parts that no output asks for and none can cut.
+            # In networks of several branches, some parts contribute to no output but stay.
             parameter.requires_grad_(name in used - frozen)
         for path, module in list(self.net.named_modules()):
             if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
@@ -156,7 +156,7 @@ class TimmBackbone(Backbone):
 
 
 def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:
-    """Returns what timm says of the last map at each stride, finest first, by our names."""
+    """Returns timm's description of the last map at each stride, finest first, by our names."""
     infos = getattr(net, "feature_info", None)
     if not infos or not hasattr(net, "prune_intermediate_layers"):
         raise _refusal(name, "(timm knows none)")
@@ -169,7 +169,7 @@ def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:
 
 def _refusal(name: str, reason: str) -> UserError:
     return UserError(
-        f"timm's '{name}' gives no maps at fixed strides for images of any size {reason}: choose a "
+        f"timm's '{name}' has no maps at fixed strides for images of any size {reason}: choose a "
         "convolutional network, such as resnet18, efficientnet_b0, mobilenetv4_conv_small or "
         "convnext_atto"
     )
@@ -188,7 +188,7 @@ def _builder_of(name: str) -> Callable[[CfgNode, ShapeSpec], TimmBackbone]:
 
 
 def register_timm_backbone(name: str) -> None:
-    """Registers ``timm:<name>`` with Detectron2, for a model that timm came to list later."""
+    """Registers ``timm:<name>`` with Detectron2, for a model registered with timm later."""
     BACKBONE_REGISTRY.register(_builder_of(name))
 
 

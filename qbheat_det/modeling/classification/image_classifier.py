@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """An image classifier: linear probing, decoder probing and fine-tuning of any encoder.
 
-Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12;
-what the paper leaves open is said in the decoders, in ``modeling/classification``.
+Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12.
 """
 
 from collections.abc import Sequence
@@ -17,9 +16,8 @@ from torch.nn import functional as F
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 
-from .batch_mixing import BatchMixing
-from .linear_decoder import LinearDecoder
-from .transformer_decoder import TransformerDecoder
+from .decoders import LinearDecoder, TransformerDecoder
+from .mixing import BatchMixing
 
 _DECODERS = ("linear", "transformer")
 
@@ -28,17 +26,14 @@ _DECODERS = ("linear", "transformer")
 class ImageClassifier(ImageModel):
     """An encoder, a decoder to class scores, and cross-entropy.
 
-    Any Detectron2 backbone serves as encoder. One of which nothing is trainable is frozen: it
-    stays in evaluation mode, so that no statistics move and no path is dropped, and no graph is
-    kept of it.
+    Any Detectron2 backbone serves as encoder. Without trainable parameters it is frozen: it stays
+    in evaluation mode, without changes of statistics or dropped paths, and without gradients.
 
     The loss is a mean over images; gradients of several processes are those of one with the joined
-    batch, but for what is drawn (mixing, dropout) and for BatchNorm's statistics, which are each
-    process's own.
+    batch, except for random mixing and dropout, and for BatchNorm's statistics of each process.
     """
 
     pretrain_only_modules = ("decoder",)
-    """The child that no other kind of model takes over; another classifier does."""
     mapper_name = "classify"
 
     @configurable
@@ -54,9 +49,9 @@ class ImageClassifier(ImageModel):
     ) -> None:
         """
         Args:
-            backbone: gives the map that ``decoder`` reads, and tokens if it reads one.
+            backbone: has the outputs that ``decoder`` reads.
             decoder: from the backbone's outputs to logits of K classes.
-            mixing: makes targets of labels, and mixes images where that is wanted.
+            mixing: from labels to targets, and optionally mixes images.
             image_size: S, rows and columns of the images.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
@@ -72,9 +67,8 @@ class ImageClassifier(ImageModel):
         self.decoder = decoder
         self.mixing = mixing
         self.backbone_is_frozen = not any(p.requires_grad for p in backbone.parameters())
+        # "accuracy" in per cent; of the class with the larger share where images are mixed.
         self.metrics: dict[str, Tensor] = {}
-        """"accuracy" of the last training batch, in per cent, 0-d: of hard labels, and where
-        images are mixed, of the class with the larger share."""
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -113,7 +107,7 @@ class ImageClassifier(ImageModel):
         return self.mixing.num_classes
 
     def train(self, mode: bool = True) -> "ImageClassifier":
-        """Sets the mode of all but a frozen encoder, which stays in evaluation mode."""
+        """Sets the mode, except of a frozen encoder, which stays in evaluation mode."""
         super().train(mode)
         if self.backbone_is_frozen:
             self.backbone.eval()
@@ -126,11 +120,11 @@ class ImageClassifier(ImageModel):
                 from 0 on.
 
         Returns:
-            {"loss_cls"}, 0-d, in training; else a list with a dict for each image: "scores" (K,),
+            {"loss_cls"}, (), in training; else a list with a dict for each image: "scores" (K,),
             which sum to one.
 
         Raises:
-            UserError: an image has another size, or a label is missing or is none of the K classes.
+            UserError: an image has another size, or a label is missing or out of range.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -138,8 +132,8 @@ class ImageClassifier(ImageModel):
             return [{"scores": row} for row in scores]
         images, targets = self.mixing(images, self.prepare_labels(batched_inputs))
         logits = self.classify(images)
-        agrees = logits.detach().argmax(dim=1) == targets.argmax(dim=1)
-        self.metrics = {"accuracy": 100 * agrees.float().mean()}
+        correct = logits.detach().argmax(dim=1) == targets.argmax(dim=1)
+        self.metrics = {"accuracy": 100 * correct.float().mean()}
         return {"loss_cls": F.cross_entropy(logits, targets)}
 
     def classify(self, images: Tensor) -> Tensor:
@@ -150,18 +144,18 @@ class ImageClassifier(ImageModel):
         return logits.float()
 
     def prepare_labels(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns the labels, (N,), checked on the CPU so that no device is waited for.
+        """Returns the labels (N,), checked on the CPU, so that nothing waits for the device.
 
         Raises:
-            UserError: one is missing, or is none of the K classes.
+            UserError: one is missing or out of range.
         """
         labels = [entry.get("label", -1) for entry in batched_inputs]
         for entry, label in zip(batched_inputs, labels, strict=True):
             if not 0 <= label < self.num_classes:
                 raise UserError(
                     f"image '{entry.get('file_name', '')}' has "
-                    f"{f'label {label}' if 'label' in entry else 'no label'}, but the classifier "
-                    f"has the classes 0 to {self.num_classes - 1} (MODEL.CLASSIFIER.NUM_CLASSES): "
-                    "train on class folders, --train-folder and --val-folder, or on imagenet_train"
+                    f"{f'label {label}' if 'label' in entry else 'no label'}, but labels are 0 to "
+                    f"{self.num_classes - 1} (MODEL.CLASSIFIER.NUM_CLASSES): train on class "
+                    "folders (--train-folder and --val-folder) or on imagenet_train"
                 )
         return torch.tensor(labels).to(self.device, non_blocking=True)

@@ -1,35 +1,53 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Mobile-Former with the methods that timm's models have.
+"""Mobile-Former in timm: ``timm.create_model("mobile_former_285m")``.
 
-The network is ``MobileFormer`` itself, with its names of tensors; what timm asks for besides stands
-around it. Conventions: timm 1.0.31, as its own tests have them of every model.
+The network is ``MobileFormer`` with the names of its tensors; ``TimmMobileFormer`` adds the methods
+of timm's models, as tested by timm 1.0.31.
+
+Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
+with timm, and as ``timm:<name>`` with Detectron2. ``qbheat_det.model_zoo.api`` registers
+weights for them.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import cast
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+import timm
 import torch
 from timm.layers import create_classifier
-from timm.models import checkpoint
+from timm.models import (
+    DefaultCfg,
+    PretrainedCfg,
+    build_model_with_cfg,
+    checkpoint,
+    register_model,
+)
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.checkpoint.timm_weights import load_into_timm_model
-from qbheat_det.modeling.backbone import MobileFormer, MobileFormerArch
+from qbheat_det.checkpoint.timm_weights import load_into_timm_model, names_for_timm
+from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.backbone import (
+    MOBILE_FORMER_ARCHS,
+    MobileFormer,
+    MobileFormerArch,
+    register_timm_backbone,
+)
 
 
 class TimmMobileFormer(MobileFormer):
-    """A Mobile-Former that gives class scores, and whose stages timm can ask for.
+    """A Mobile-Former with class scores and timm's access to its stages.
 
-    The classifier is the package's linear decoder: the expanded map averaged over positions and,
-    behind it, the first token. timm wants one map of a network, from which the head goes on; so
-    ``forward_features`` sets the first token beside every position, (N, C + D, H / 16, W / 16), and
-    any pooling over positions leaves it as it is.
+    The classifier is that of ``LinearDecoder``. timm's heads take one map, so ``forward_features``
+    concatenates the first token to every position, (N, C + D, H / 16, W / 16), which pooling over
+    positions does not change.
 
     Attributes:
-        num_classes: K; 0 where there is no classifier.
+        num_classes: K; 0 without a classifier.
         num_features: C + D.
         head_hidden_size: the same.
         feature_info: "num_chs", "reduction" and "module" of the four stages.
@@ -56,7 +74,8 @@ class TimmMobileFormer(MobileFormer):
             drop_path_rate: see ``drop_path`` of ``MobileFormer``.
             norm: name for ``detectron2.layers.get_norm``.
         """
-        stages = [f"s{2 ** (i + 1)}" for i in range(1 + _count_downs(arch))]
+        num_downs = sum(block.kind == "down" for block in arch.blocks)
+        stages = [f"s{2 ** (i + 1)}" for i in range(1 + num_downs)]
         super().__init__(
             arch=arch,
             out_features=[*stages, f"{stages[-1]}_expanded", "tokens"],
@@ -80,11 +99,11 @@ class TimmMobileFormer(MobileFormer):
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Returns (N, C + D, H / 16, W / 16): the expanded map, with the first token beside it."""
+        """Returns (N, C + D, H / 16, W / 16): the expanded map and the first token."""
         return self._last_map(*list(self.run_stages(x))[-1][1:])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """From what ``forward_features`` gives to logits, or with ``pre_logits`` to their input."""
+        """From the map of ``forward_features`` to logits, or with ``pre_logits`` to their input."""
         x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
         logits: Tensor = x if pre_logits else self.classifier(x)
         return logits
@@ -101,17 +120,17 @@ class TimmMobileFormer(MobileFormer):
         """
         Args:
             x: (N, 3, H, W), normalised images.
-            indices: of the stages to take, or how many of the last ones; None takes all.
-            norm: without effect, there is no last norm.
-            stop_early: run no stage behind the last one that is taken.
+            indices: of the stages to return, or the number of last ones; None returns all.
+            norm: without effect.
+            stop_early: run no stage after the last one returned.
             output_fmt: "NCHW".
-            intermediates_only: leave out what ``forward_features`` gives.
+            intermediates_only: do not return the map of ``forward_features``.
 
         Returns:
-            The maps of the stages, before them what ``forward_features`` gives.
+            The maps of the stages, after that of ``forward_features``.
 
         Raises:
-            ValueError: another format, or the network is to stop early and to be run to its end.
+            ValueError: another format, or ``stop_early`` without ``intermediates_only``.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
@@ -122,7 +141,7 @@ class TimmMobileFormer(MobileFormer):
         if stop_early:
             stages = itertools.islice(stages, last + 1)
         run = list(stages)
-        # In the order of the network, each once, as timm's own models give them.
+        # In the order of the network, each once, as in timm's models.
         maps = [run[index][1] for index in sorted(set(taken))]
         return maps if intermediates_only else (self._last_map(*run[-1][1:]), maps)
 
@@ -132,12 +151,12 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Cuts off what lies behind the stages asked for; returns their indices.
+        """Removes the layers after the stages in ``indices``; returns these.
 
         Args:
             indices: as in ``forward_intermediates``.
-            prune_norm: cut the final convolution, which stands where others have a last norm.
-            prune_head: cut classifier and pooling.
+            prune_norm: remove the final convolution, the counterpart of other models' last norm.
+            prune_head: remove classifier and pooling.
         """
         taken, last = self._take(indices)
         self.stages = self.stages[: last + 1]
@@ -152,11 +171,11 @@ class TimmMobileFormer(MobileFormer):
         return self.classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Sets a new last layer for other classes.
+        """Replaces the last layer.
 
         Args:
             num_classes: K; 0 for none.
-            global_pool: as in the constructor; None leaves it as it is.
+            global_pool: as in the constructor; None keeps it.
         """
         self.num_classes = num_classes
         pool = str(self.global_pool.pool_type) if global_pool is None else global_pool
@@ -170,10 +189,9 @@ class TimmMobileFormer(MobileFormer):
             nn.init.zeros_(self.classifier.bias)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keeps no block's insides for the backward pass, but computes them a second time.
+        """Recomputes blocks in the backward pass instead of keeping their activations.
 
-        Gradients are the same. As everywhere in timm, BatchNorm then counts each batch twice in its
-        running statistics.
+        As in all of timm, BatchNorm then counts each batch twice in its running statistics.
         """
         self.grad_checkpointing = enable
 
@@ -186,15 +204,15 @@ class TimmMobileFormer(MobileFormer):
         return cast(tuple[Tensor, Tensor], checkpoint(block, x, tokens, padding))
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of parameters that are not weights: the global tokens."""
+        """Returns the names of parameters without weight decay: the global tokens."""
         return {"tokens"}
 
     def load_pretrained(self, path: str, prefix: str = "") -> None:
-        """Loads any weights of the package: of a pre-training, a detector, a classifier.
+        """Loads weights of any model of the package with this backbone.
 
         Args:
             path: file, or an address such as "qbheat://NAME".
-            prefix: without meaning here; timm's loaders hand it over.
+            prefix: not used; an argument of timm's loaders.
 
         Raises:
             UserError: the file cannot be read, or its backbone is not this one.
@@ -206,12 +224,110 @@ class TimmMobileFormer(MobileFormer):
         return list(taken), last
 
     def _last_map(self, x: Tensor, tokens: Tensor) -> Tensor:
-        if isinstance(self.expand, nn.Identity):  # cut off
+        if isinstance(self.expand, nn.Identity):  # pruned
             return x
         x = F.relu6(self.expand(x))
         token = tokens[:, 0, :, None, None].expand(-1, -1, *x.shape[2:])
         return torch.cat([x, token], dim=1)
 
 
-def _count_downs(arch: MobileFormerArch) -> int:
-    return sum(block.kind == "down" for block in arch.blocks)
+TIMM_NAMES = {
+    "285M": "mobile_former_285m",
+    "1.0G": "mobile_former_1g",
+    "3.7G": "mobile_former_3_7g",
+}
+"""timm's names by ``MODEL.MOBILE_FORMER.VARIANT``."""
+
+
+def describe_weights(**changes: Any) -> dict[str, Any]:
+    """Returns timm's ``pretrained_cfg`` of a Mobile-Former, with ``changes``."""
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (14, 14),
+        "crop_pct": 0.875,
+        "interpolation": "bilinear",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "stem",
+        "classifier": "classifier",
+        "license": "apache-2.0",
+        "paper_name": "Self-Supervised Learning based on Heat Equation",
+        "paper_ids": "arXiv:2211.13228",
+        **changes,
+    }
+
+
+# timm reads this when an entry point below is registered.
+default_cfgs: dict[str, DefaultCfg] = {}
+
+
+def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    name = TIMM_NAMES[size]
+    if pretrained and not (kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")):
+        tags = timm.list_models(f"{name}.*", pretrained=True)
+        raise UserError(
+            f"'{name}' names no weights: choose one of {', '.join(tags) or 'no tags yet'}, or a "
+            "file by pretrained_cfg_overlay={'file': …, 'custom_load': True}"
+        )
+    return cast(
+        nn.Module,
+        build_model_with_cfg(
+            TimmMobileFormer,
+            name,
+            pretrained,
+            pretrained_filter_fn=names_for_timm,
+            feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
+            arch=MOBILE_FORMER_ARCHS[size],
+            **kwargs,
+        ),
+    )
+
+
+def mobile_former_285m(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Mobile-Former of 285M multiply-adds at 224 x 224."""
+    return _create("285M", pretrained, **kwargs)
+
+
+def mobile_former_1g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Mobile-Former of 1.0G multiply-adds at 224 x 224."""
+    return _create("1.0G", pretrained, **kwargs)
+
+
+def mobile_former_3_7g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Mobile-Former of 3.7G multiply-adds at 224 x 224."""
+    return _create("3.7G", pretrained, **kwargs)
+
+
+_ENTRIES = (mobile_former_285m, mobile_former_1g, mobile_former_3_7g)
+
+
+def add_timm_weights(weights: Mapping[str, Mapping[str, Any]]) -> None:
+    """Registers weights with timm, instead of those registered before.
+
+    A model without a tag has none: its number of classes must not depend on published weights.
+
+    Args:
+        weights: entries of a ``pretrained_cfg`` by "model.tag".
+    """
+    for entry in _ENTRIES:
+        name = entry.__name__
+        tags = {
+            key.partition(".")[2]: PretrainedCfg(**describe_weights(**cfg))
+            for key, cfg in weights.items()
+            if key.partition(".")[0] == name
+        }
+        default_cfgs[name] = DefaultCfg(
+            tags=deque(["", *tags]),
+            cfgs={"": PretrainedCfg(**describe_weights()), **tags},
+            is_pretrained=bool(tags),
+        )
+        with warnings.catch_warnings():  # timm warns of a second registration
+            warnings.filterwarnings("ignore", message=f"Overwriting {name}")
+            register_model(entry)
+
+
+add_timm_weights({})
+for _name in TIMM_NAMES.values():
+    register_timm_backbone(_name)

@@ -10,7 +10,7 @@ from detectron2.config import CfgNode
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.comparison.encoder_cost import count_encoder_madds, count_training_madds
-from qbheat_det.modeling.backbone.bare import build_bare_backbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.data.pictures import draw, save
 
 

@@ -1,0 +1,268 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Figure "correlation": spatial correlation of an encoder's feature map, image by image.
+
+Paper: QB-Heat, arXiv:2211.13228, Appendix D and Fig. 12, after "Barlow Twins", arXiv:2103.03230.
+As there, the mean over the channels is subtracted: maps behind a rectifier, which have no negative
+features, would otherwise seem correlated where they are not. The paper's histograms count images;
+here they show shares of images, so that sets of different sizes compare.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any, cast
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import Backbone
+from fvcore.nn.precise_bn import BN_MODULE_TYPES
+from matplotlib.figure import Figure as Chart
+from matplotlib.markers import CARETUPBASE
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.checkpoint import info_of
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import (
+    Figure,
+    NotApplicable,
+    Table,
+    register_figure,
+    register_training_figure,
+)
+from qbheat_det.modeling.contracts import FixedSizeModel
+from qbheat_det.probing.backbones import find_feature
+from qbheat_det.probing.batch_norm import recalibrate_bn
+
+from .figure import (
+    Entries,
+    FigureOptions,
+    SharedImages,
+    batch_images,
+    crop_squares,
+    find_encoder,
+    find_sizes,
+    run_each,
+)
+from .plotting import chart_image, list_styles, start_chart, themed, to_texts
+from .run import Run
+
+_NUM_IMAGES = 64
+_PAPER_SIZE = 224
+_BINS = 24
+_ROUNDING = 1e-6  # relative
+_EXPLANATION = (
+    "The encoder's map of an image is one vector of channels for each position; its spatial "
+    "correlation is the mean |correlation| of two different positions, over all pairs (Appendix D "
+    "and Fig. 12 of the paper). It is 1 where all positions are the same up to sign and scale, and "
+    "0 where they are unrelated. The paper finds more of it in larger encoders trained by MoCo-v2, "
+    "and reads it as a loss of spatial detail.",
+    "An untrained encoder is the control, with dotted lines: correlation that it has as well was "
+    "not learned. Its BatchNorms, which have no statistics yet, get those of these images. "
+    "Different maps, or images of different size, are not comparable.",
+)
+
+
+def measure_spatial_correlation(features: Tensor) -> Tensor:
+    """Returns the mean |correlation| over channels between any two positions of a map.
+
+    A position whose features are all equal is correlated with none.
+
+    Args:
+        features: (N, C, H, W), two positions or more.
+
+    Returns:
+        (N,), in [0, 1].
+
+    Raises:
+        ValueError: a map has less than two positions.
+    """
+    vectors = features.float().flatten(2).transpose(1, 2)
+    centred = vectors - vectors.mean(dim=-1, keepdim=True)
+    # Of features that are all equal only rounding is left, which is no direction.
+    differ = centred.norm(dim=-1, keepdim=True) > _ROUNDING * vectors.norm(dim=-1, keepdim=True)
+    vectors = F.normalize(centred * differ, dim=-1)
+    positions = vectors.shape[1]
+    if positions < 2:
+        raise ValueError(f"correlation needs two positions of a map, but there is {positions}")
+    correlations = (vectors @ vectors.transpose(1, 2)).abs()
+    off_diagonal = correlations.sum(dim=(1, 2))
+    off_diagonal = off_diagonal - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)
+    return (off_diagonal / (positions * (positions - 1))).clamp(0.0, 1.0)
+
+
+def correlate_images(
+    backbone: Callable[[Tensor], Mapping[str, Tensor]], name: str, batches: Iterable[Tensor]
+) -> list[float]:
+    """Returns the spatial correlation of each image.
+
+    Args:
+        backbone: from a batch to maps (N, C, H, W) by name.
+        name: of the map.
+        batches: images (N, 3, S, S), normalised.
+
+    Raises:
+        ValueError: as ``measure_spatial_correlation``.
+    """
+    return [
+        value
+        for images in batches
+        for value in measure_spatial_correlation(backbone(images)[name]).tolist()
+    ]
+
+
+@dataclass(frozen=True)
+class _Correlation:
+    """Spatial correlation of each image, of one run; an untrained encoder is a control."""
+
+    map: str
+    values: list[float]
+    is_control: bool
+
+
+@register_figure("correlation")
+def draw_correlation(
+    runs: Sequence[Run],
+    options: FigureOptions,
+    *,
+    correlated_images: int = _NUM_IMAGES,
+    size: int | None = None,
+    map: str | None = None,
+) -> Figure:
+    """Draws a histogram of spatial correlation for each run, in one chart a map.
+
+    Args:
+        runs: to compare.
+        options: ``images``.
+        correlated_images: how many images.
+        size: of the images; None takes that of the first run, or the paper's.
+        map: name of the feature map; None takes the one that each model reads.
+
+    Raises:
+        NotApplicable: no encoder has such a map, or there are no images.
+        UserError: no run can be read.
+    """
+    side = size or next(iter(find_sizes(runs)), _PAPER_SIZE)
+    shared = SharedImages(runs, correlated_images, options.images)
+
+    def compute(run: Run) -> _Correlation:
+        return _correlate(run, map, shared.choose(run), side)
+
+    results = run_each(runs, compute, nothing="no spatial correlation")
+    found = results.found
+    note = f"{len(shared.files):,} images, the centre square of each at {side} pixels."
+    maps = dict.fromkeys(one.map for one in found.values())
+    return Figure(
+        "correlation",
+        "Spatial correlation of feature maps",
+        [*_EXPLANATION, note, *shared.explain(), *results.explain()],
+        {
+            f"histograms_{name}": chart_image(
+                plot_histograms({k: one for k, one in found.items() if one.map == name}, name),
+                caption=f"Spatial correlation of the map {name}. Triangles are means.",
+            )
+            for name in maps
+        },
+        {
+            "images": shared.files,
+            "size": side,
+            "runs": {
+                label: {"map": one.map, "is_control": one.is_control, **_summarize(one.values)}
+                for label, one in found.items()
+            },
+            "left_out": results.left_out,
+        },
+        Table(
+            ("Run", "map", "mean", "standard deviation", "control"),
+            [
+                (
+                    label,
+                    one.map,
+                    f"{fmean(one.values):.3f}",
+                    f"{pstdev(one.values):.3f}",
+                    "untrained" if one.is_control else "",
+                )
+                for label, one in found.items()
+            ],
+        ),
+    )
+
+
+@register_training_figure("correlation")
+def measure_in_training(
+    model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
+) -> Figure:
+    """Measures the spatial correlation of the map that the model reads; draws nothing."""
+    if not isinstance(model, FixedSizeModel):
+        raise NotApplicable(f"{type(model).__name__} has no images of one size")
+    entries = load_images(_NUM_IMAGES)
+    name = model.in_feature
+    values = correlate_images(
+        find_encoder(model), name, batch_images(model, entries, "correlation")
+    )
+    return Figure(
+        "correlation",
+        "Spatial correlation of feature maps",
+        data={
+            "map": name,
+            "images": [entry.get("file_name", "") for entry in entries],
+            **_summarize(values),
+        },
+        scalars={"correlation/mean": fmean(values)},
+    )
+
+
+@themed
+def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
+    """Draws a histogram for each run over common bins, and a mark at its mean."""
+    figure, axes = start_chart(height=3.4 + 0.2 * len(found))
+    edges = np.histogram_bin_edges(np.concatenate([v.values for v in found.values()]), bins=_BINS)
+    styles = list_styles(len(found))
+    for label, one, style in zip(to_texts(found), found.values(), styles, strict=True):
+        dash = ":" if one.is_control else style["linestyle"]
+        shares = 100 * np.histogram(one.values, bins=edges)[0] / len(one.values)
+        mean = fmean(one.values)
+        text = f"{label}: mean {mean:.3f}, {len(one.values):,} images"
+        axes.stairs(shares, edges, color=style["color"], ls=dash, lw=1.8, label=text)
+        axes.plot(mean, 0, marker=CARETUPBASE, ms=8, color=style["color"], zorder=3)
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Spatial correlation of the map {name}")
+    axes.set_xlabel("mean |correlation| between two positions")
+    axes.set_ylabel("images (%)")
+    figure.legend(loc="outside lower center")
+    return figure
+
+
+def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) -> _Correlation:
+    encoder = find_encoder(run.model)
+    name = _find_map(run, encoder, wanted)
+    entries = crop_squares(run.cfg, files, size)
+    info = info_of(str(run.weights))
+    untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
+
+    if untrained and any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules()):
+        encoder, keys = copy.deepcopy(encoder), run.cfg.MODEL
+        images = [entry["image"] for entry in entries]
+        recalibrate_bn(encoder, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD)
+    batches = batch_images(run.model, entries, f"correlation, {run.label}")
+    try:
+        with torch.no_grad():
+            return _Correlation(name, correlate_images(encoder.eval(), name, batches), untrained)
+    except ValueError as error:
+        raise NotApplicable(f"'{run.label}': {error}") from error
+
+
+def _find_map(run: Run, encoder: Backbone, wanted: str | None) -> str:
+    """Returns the wanted map, else the one that the model reads, of a detector the coarsest."""
+    if wanted is None and run.kind != "detector":
+        return cast(FixedSizeModel, run.model).in_feature
+    try:
+        return find_feature(encoder, wanted or "")
+    except UserError as error:
+        raise NotApplicable(f"'{run.label}': {error}") from error
+
+
+def _summarize(values: Sequence[float]) -> dict[str, Any]:
+    return {"mean": fmean(values), "deviation": pstdev(values), "values": list(values)}

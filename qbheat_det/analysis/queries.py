@@ -1,0 +1,239 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Figure "queries": cross-attention of MF-DETR's object queries for the boxes they predict.
+
+Papers: QB-Heat, arXiv:2211.13228, Sec. B.2; attention of decoder queries is shown as in DETR,
+arXiv:2005.12872, Fig. 6, here at each of the three scales, of the last block of a scale.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, cast
+
+import cv2
+import numpy as np
+import torch
+from detectron2.structures import Instances
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.data import build_mapper
+from qbheat_det.engine.sample_images import read_spread
+from qbheat_det.layers import read_attention
+from qbheat_det.modeling.detr.mf_detr import MFDETR
+
+from .attention import find_top, measure_spread
+from .figure import FigureOptions, SharedImages, run_each
+from .plotting import RGBImage, chart_image, overlay_map, plot_grid, shrink, to_rgb, to_text
+from .run import Run
+
+_COARSEST = 32  # stride of the first level; each next one has half of it
+_STRIDES = (32, 16, 8)
+_CELL = 200  # pixels
+_EXPLANATION = (
+    "MF-DETR predicts each box by one of its queries, which attend to the feature map at three "
+    "scales, coarse to fine. A row is a predicted box; the colours are the attention of its query "
+    "in the last block of each scale, the mean over heads, which sums to 1 over the pixels. Each "
+    "cell has its own colours, from 0 to a value above which at most a twentieth of the attention "
+    "lies.",
+    "The table has the share of attention inside the box beside the share of the image that the "
+    "box covers; uniform attention has the same share in both.",
+)
+
+
+@dataclass(frozen=True)
+class QueryAttention:
+    """The most confident predictions of one image, and the attention of their queries.
+
+    Attributes:
+        found: n predictions, most confident first, absolute XYXY of the image that the model got;
+            ``query`` holds the number of each one's query.
+        maps: by stride (32, 16, 8): (n, heads, H, W) of the last block's cross-attention, which
+            sums to 1 over the pixels. Its positions lie ``stride`` pixels apart, from the top left.
+    """
+
+    found: Instances
+    maps: Mapping[int, Tensor]
+
+
+@torch.no_grad()
+def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAttention:
+    """Detects in one image and returns the attention of its ``count`` most confident queries.
+
+    Args:
+        model: in eval mode.
+        entry: of the dataset mapper, "image" (3, H, W).
+        count: how many; all where there are fewer.
+    """
+    names = {
+        _COARSEST >> i: f"levels.{i}.{len(cast(nn.ModuleList, level)) - 1}.query_layer"
+        ".cross_attention"
+        for i, level in enumerate(model.decoder.levels)
+    }
+    images = model.preprocess_image([dict(entry)])
+    features, padding = model.extract_features(images)
+    with read_attention(model.decoder, names.values()) as record:
+        outputs = model.decoder(features, padding)
+    (found,) = model.inference(outputs, images.image_sizes)
+    chosen = found.scores.argsort(descending=True, stable=True)[:count]
+    found.query = torch.arange(len(found), device=chosen.device)
+    maps = {}
+    for stride, name in names.items():
+        # Each level halves the map above it, rounding up, from stride 8 on.
+        height, width = (-(-length * 8 // stride) for length in features[0].shape[-2:])
+        (read,) = record[name]
+        maps[stride] = read.unflatten((height, width))[0].transpose(0, 1)[chosen].cpu()
+    return QueryAttention(found=found[chosen].to("cpu"), maps=maps)
+
+
+def measure_inside(maps: Tensor, boxes: Tensor, stride: int) -> Tensor:
+    """Returns the share of attention on positions whose centres lie inside a box.
+
+    Args:
+        maps: (n, heads, H, W), sum to 1 over the pixels.
+        boxes: (n, 4) XYXY, in pixels of the image.
+        stride: pixels between two positions.
+
+    Returns:
+        (n,), the mean over heads. A box between the centres of positions has 0.
+    """
+    height, width = maps.shape[-2:]
+    y = (torch.arange(height) + 0.5) * stride
+    x = (torch.arange(width) + 0.5) * stride
+    x0, y0, x1, y1 = (side[:, None] for side in boxes.unbind(dim=1))
+    rows, columns = (y >= y0) & (y < y1), (x >= x0) & (x < x1)
+    inside = rows[:, None, :, None] & columns[:, None, None, :]  # (n, 1, H, W)
+    return (maps * inside).sum(dim=(2, 3)).mean(dim=1)
+
+
+@dataclass(frozen=True)
+class _Detected:
+    """Of one run, for each image: pixels, attention and names of the predicted classes."""
+
+    images: list[RGBImage]
+    attention: list[QueryAttention]
+    classes: list[list[str]]
+
+
+@register_figure("queries")
+def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
+    """Draws the attention of the most confident queries of each image.
+
+    Args:
+        runs: to compare.
+        options: ``images`` and ``num_images``.
+        query_boxes: predictions of each image.
+
+    Raises:
+        NotApplicable: no run is an MF-DETR, or there are no images.
+        UserError: no run can be read.
+    """
+    shared = SharedImages(runs, options.num_images, options.images)
+    results = run_each(
+        runs, lambda run: _detect(run, shared, query_boxes), nothing="no object queries"
+    )
+    data = {label: _list_boxes(one) for label, one in results.found.items()}
+    return Figure(
+        "queries",
+        "Cross-attention of object queries",
+        [*_EXPLANATION, *shared.explain(), *results.explain()],
+        {
+            f"image_{index + 1}": _draw_image(results.found, index)
+            for index in range(len(shared.files))
+        },
+        {"images": shared.files, "runs": data, "left_out": results.left_out},
+        _tabulate(data),
+    )
+
+
+def _detect(run: Run, shared: SharedImages, count: int) -> _Detected:
+    cfg = run.cfg
+    if cfg.MODEL.META_ARCHITECTURE != "MFDETR":
+        raise NotApplicable(f"'{run.label}' is a {cfg.MODEL.META_ARCHITECTURE}, not an MFDETR")
+    records = [{"file_name": name} for name in shared.choose(run)]
+    entries = read_spread(records, build_mapper(cfg, is_train=False), len(records))
+    model = cast(MFDETR, run.model)
+    bar = tqdm(entries, unit="image", desc=f"queries, {run.label}", delay=2, leave=False)
+    attention = [read_queries(model, entry, count) for entry in bar]
+    names = dict(enumerate(cfg.MODEL.CLASS_NAMES))
+    return _Detected(
+        images=[to_rgb(entry["image"], cfg.INPUT.FORMAT).astype(np.uint8) for entry in entries],
+        attention=attention,
+        classes=[
+            [names.get(c, f"class {c}") for c in one.found.pred_classes.tolist()]
+            for one in attention
+        ],
+    )
+
+
+def _draw_image(found: Mapping[str, _Detected], index: int) -> Image:
+    """Draws the boxes of one image, those of all runs below each other."""
+    grid, names, alt = [], [], []
+    for label, one in found.items():
+        attention, classes = one.attention[index], one.classes[index]
+        image = shrink(one.images[index], _CELL)
+        factor = image.shape[1] / one.images[index].shape[1]
+        for i, name in enumerate(classes):
+            box = attention.found.pred_boxes.tensor[i] * factor
+            row = [_draw_box(image, box)]
+            for stride, maps in attention.maps.items():
+                values = maps[i].mean(dim=0).numpy()
+                overlay = overlay_map(
+                    image, values, stride=stride * factor, high=find_top([values])
+                )
+                row.append(_draw_box(overlay, box))
+            grid.append(row)
+            prefix = f"{to_text(label)}\n" if len(found) > 1 else ""
+            names.append(f"{prefix}{to_text(name)}\n{float(attention.found.scores[i]):.2f}")
+        alt.append(f"{label}: {', '.join(classes)}")
+    columns = ["prediction", *(f"stride {stride}" for stride in _STRIDES)]
+    chart = plot_grid(grid, column_names=columns, row_names=names)
+    text = f"Attention of the queries of boxes in image {index + 1}, {'; '.join(alt)}"
+    return chart_image(chart, alt=text, caption=f"Image {index + 1}.", format="jpg")
+
+
+def _draw_box(image: RGBImage, box: Tensor) -> RGBImage:
+    """Returns a copy with a box (4,), XYXY in pixels, black and white to be seen on all colours."""
+    x0, y0, x1, y1 = (round(value) for value in box.tolist())
+    picture = cv2.rectangle(image.copy(), (x0, y0), (x1 - 1, y1 - 1), (0, 0, 0), 3)
+    return np.asarray(cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), (255, 255, 255), 1))
+
+
+def _list_boxes(one: _Detected) -> list[list[dict[str, Any]]]:
+    """Returns for each image, for each of its boxes, the numbers of the JSON."""
+    images = []
+    for image, attention, classes in zip(one.images, one.attention, one.classes, strict=True):
+        boxes = attention.found.pred_boxes.tensor
+        inside = {str(s): measure_inside(m, boxes, s) for s, m in attention.maps.items()}
+        spread = {
+            str(s): measure_spread(m.flatten(2), dim=2).mean(dim=1)
+            for s, m in attention.maps.items()
+        }
+        area = attention.found.pred_boxes.area() / (image.shape[0] * image.shape[1])
+        images.append(
+            [
+                {
+                    "class": name,
+                    "score": float(attention.found.scores[i]),
+                    "query": int(attention.found.query[i]),
+                    "box": boxes[i].tolist(),
+                    "share_of_image": float(area[i]),
+                    "attention_inside": {s: float(share[i]) for s, share in inside.items()},
+                    "attention_spread": {s: float(share[i]) for s, share in spread.items()},
+                }
+                for i, name in enumerate(classes)
+            ]
+        )
+    return images
+
+
+def _tabulate(data: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> Table:
+    rows = []
+    for label, images in data.items():
+        boxes = [box for image in images for box in image]
+        area = fmean(box["share_of_image"] for box in boxes)
+        inside = [fmean(box["attention_inside"][str(s)] for box in boxes) for s in _STRIDES]
+        rows.append((label, f"{100 * area:.0f}", *(f"{100 * share:.0f}" for share in inside)))
+    header = ("Run", "box, % of the image", *(f"attention inside, stride {s}, %" for s in _STRIDES))
+    return Table(header, rows)

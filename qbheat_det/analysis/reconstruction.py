@@ -1,0 +1,195 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Figure "reconstructions": images reconstructed from every view that a model has.
+
+Paper: QB-Heat, arXiv:2211.13228, Fig. 2 and 4, which show how a quarter of an image is visible and
+the rest predicted. The paper prints no reconstructions; the layout here is a choice.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from detectron2.config import CfgNode
+from torch import nn
+
+from qbheat_det.core.figures import (
+    Figure,
+    Image,
+    NotApplicable,
+    Table,
+    register_figure,
+    register_training_figure,
+)
+from qbheat_det.modeling.pretrain import ReconstructionModel
+
+from .figure import Entries, FigureOptions, SharedImages, crop_squares, run_each
+from .plotting import RGBImage, chart_image, enlarge, plot_grid, to_rgb, to_text
+from .run import Run
+
+_GREY = 128
+_NORMALIZED = "Mean and contrast of each masked patch are those of the image."
+_EXPLANATION = (
+    "Grey is masked. From a corner, QB-Heat predicts the features of the three other quarters by "
+    "linear maps of those of the visible one (Fig. 2 and 4 of the paper, Eq. 5), and a decoder "
+    "turns them into pixels; from the centre, those of the twelve blocks around it. Visible pixels "
+    "are shown as they are.",
+    "Losses are squared errors of the patches that the run's loss counts. For normalised patches "
+    "(the default), predicting zero costs about 1, and ridge regression from the visible pixels is "
+    "the baseline to beat: tools/reconstruction_baselines.py computes it on your data.",
+)
+
+
+@dataclass(frozen=True)
+class Reconstructions:
+    """N images and their reconstructions.
+
+    Attributes:
+        columns: N images (S, S, 3) by title: "input", and for each view "visible <view>" and
+            "from the <view>".
+        losses: by view, for each image "loss", and where the view has quadrants, "place".
+        note: what is to be known of the images; empty if nothing.
+    """
+
+    columns: Mapping[str, Sequence[RGBImage]]
+    losses: Mapping[str, Sequence[Mapping[str, Any]]]
+    note: str
+
+    @property
+    def mean_losses(self) -> dict[str, float]:
+        """By view, the mean over the images."""
+        return {view: fmean(row["loss"] for row in rows) for view, rows in self.losses.items()}
+
+
+def reconstruct_images(
+    model: ReconstructionModel, entries: Entries, *, pixel_format: str
+) -> Reconstructions:
+    """Reconstructs images from every view; images take the quadrants of a view in turn.
+
+    Args:
+        model: in eval mode, without gradients.
+        entries: of a dataset mapper in inference, "image" (3, S, S).
+        pixel_format: "RGB" or "BGR", of the entries' channels.
+    """
+    inputs = [to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
+    columns: dict[str, list[RGBImage]] = {"input": inputs}
+    losses: dict[str, list[dict[str, Any]]] = {}
+    for view, quadrants in model.views.items():
+        places = [quadrants[i % len(quadrants)] for i in range(len(inputs)) if quadrants]
+        outputs = model(entries, places) if quadrants else model(entries)
+        shown, completed, losses[view] = [], [], []
+        for image, output in zip(inputs, outputs, strict=True):
+            visible = output["visible"].cpu().numpy()[..., None]
+            shown.append(np.where(visible, image, np.uint8(_GREY)))
+            completed.append(
+                np.where(visible, image, _round(to_rgb(output["reconstruction"], pixel_format)))
+            )
+            place = {"place": output["place"]} if quadrants else {}
+            losses[view].append({**place, "loss": float(output["loss_reconstruction"])})
+        columns[f"visible {view}"] = shown
+        columns[f"from the {view}"] = completed
+    return Reconstructions(columns, losses, _NORMALIZED if model.loss.normalize_patches else "")
+
+
+@register_figure("reconstructions")
+def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    """Draws a row for each image and run: input, visible part and reconstruction of each view.
+
+    Runs with the same views and image size share a grid, with the rows of an image together.
+
+    Args:
+        runs: to compare.
+        options: ``images``, ``num_images``, and ``seed`` of random masks.
+
+    Raises:
+        NotApplicable: no run reconstructs pixels, or there are no images.
+        UserError: no run can be read.
+    """
+    shared = SharedImages(runs, options.num_images, options.images)
+
+    def compute(run: Run) -> Reconstructions:
+        run.require_kind("pretraining")
+        model = _require_reconstruction(run.model)
+        entries = crop_squares(run.cfg, shared.choose(run))
+        torch.manual_seed(options.seed)  # the same random masks for every run
+        with torch.no_grad():
+            return reconstruct_images(model, entries, pixel_format=run.cfg.INPUT.FORMAT)
+
+    results = run_each(runs, compute, nothing="no reconstructions")
+    found = results.found
+    grids: dict[tuple[Any, ...], dict[str, Reconstructions]] = {}
+    for label, one in found.items():
+        shape = (*one.columns, *one.columns["input"][0].shape)
+        grids.setdefault(shape, {})[label] = one
+    views = list(dict.fromkeys(view for one in found.values() for view in one.losses))
+    rows = []
+    for label, one in found.items():
+        means = one.mean_losses
+        rows.append((label, *(f"{means[view]:.3f}" if view in means else "-" for view in views)))
+    return Figure(
+        "reconstructions",
+        "Reconstructions",
+        [*_EXPLANATION, *shared.explain(), *results.explain()],
+        {f"grid_{i}": _draw_grid(group) for i, group in enumerate(grids.values(), 1)},
+        {
+            "images": shared.files,
+            "runs": {
+                label: {"note": one.note, "losses": one.losses, "mean_losses": one.mean_losses}
+                for label, one in found.items()
+            },
+            "left_out": results.left_out,
+        },
+        Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows),
+    )
+
+
+@register_training_figure("reconstructions")
+def draw_training_reconstructions(
+    model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
+) -> Figure:
+    """Draws ``VIS.NUM_IMAGES`` images from every view."""
+    checked = _require_reconstruction(model)
+    entries = load_images(cfg.VIS.NUM_IMAGES)
+    made = reconstruct_images(checked, entries, pixel_format=cfg.INPUT.FORMAT)
+    return Figure(
+        "reconstructions",
+        "Reconstructions",
+        images={"grid": _draw_grid({"": made})},
+        data={
+            "images": [entry.get("file_name", "") for entry in entries],
+            "note": made.note,
+            "losses": made.losses,
+        },
+        scalars={f"reconstructions/{view}": mean for view, mean in made.mean_losses.items()},
+    )
+
+
+def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
+    if not isinstance(model, ReconstructionModel):
+        raise NotApplicable(f"{type(model).__name__} has no decoder to pixels")
+    return model
+
+
+def _round(pixels: npt.NDArray[np.float32]) -> RGBImage:
+    return np.rint(np.clip(pixels, 0, 255)).astype(np.uint8)
+
+
+def _draw_grid(group: Mapping[str, Reconstructions]) -> Image:
+    number = min(len(one.columns["input"]) for one in group.values())
+    titles = list(next(iter(group.values())).columns)
+    rows = [
+        [enlarge(one.columns[title][i]) for title in titles]
+        for i in range(number)
+        for one in group.values()
+    ]
+    names = [to_text(label) for label in group] * number if len(group) > 1 else []
+    notes = " ".join(dict.fromkeys(one.note for one in group.values() if one.note))
+    losses = "; ".join(
+        f"{label} {', '.join(f'{loss:.3f} from the {v}' for v, loss in one.mean_losses.items())}"
+        for label, one in group.items()
+    )
+    chart = plot_grid(rows, column_names=titles, row_names=names, note=notes)
+    return chart_image(chart, caption=f"Mean loss: {losses.strip()}.", format="jpg")

@@ -1,0 +1,24 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Trained models as files for other runtimes: writing them, checking them, running them."""
+
+from .agreement import ExportReport
+from .api import export_model
+from .backbone import export_backbone
+from .metadata import ExportInfo
+from .predictor import ExportedPredictor, classify_exported, is_exported
+from .runtime import ExportedModel, ImageSizeError, SharedEncoderModel
+from .shared_encoder_api import export_shared_encoder
+
+__all__ = [
+    "ExportInfo",
+    "ExportReport",
+    "ExportedModel",
+    "ExportedPredictor",
+    "ImageSizeError",
+    "SharedEncoderModel",
+    "classify_exported",
+    "export_backbone",
+    "export_model",
+    "export_shared_encoder",
+    "is_exported",
+]

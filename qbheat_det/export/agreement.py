@@ -1,0 +1,258 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Whether an exported file gives the results of the model in PyTorch, measured on images.
+
+PyTorch computes each image alone, as everywhere in the package: detectors with Detectron2's
+``DefaultPredictor``, classifiers with their mapper's crop; both with Pillow's resize.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from detectron2.config import CfgNode
+from detectron2.data.transforms import ResizeShortestEdge
+from detectron2.engine import DefaultPredictor
+from detectron2.structures import ImageList
+from PIL.Image import Resampling
+from PIL.Image import fromarray as to_pillow
+from scipy.optimize import linear_sum_assignment
+
+from qbheat_det.core.errors import UserError
+
+from .metadata import Task
+from .runtime import ExportedModel, Images, Outputs, to_instances
+
+BATCH_SIZES = (1, 2, 8)
+Reference = Callable[[Images], Outputs]
+"""From one image (H, W, 3), in the file's pixel format, to the outputs of ``ExportInfo``, N = 1."""
+
+
+@dataclass
+class Agreement:
+    """Differences between a file and PyTorch, over all images at one batch size.
+
+    Attributes:
+        batch_size: N.
+        num_images: compared.
+        num_values: compared pairs of detections, class scores or feature values.
+        score: largest difference of a score; of feature maps, of a value relative to the largest
+            value of its map; infinite if either side is not finite.
+        box: largest difference of a box's side, in pixels of the image.
+        relative_box: the same over the longer side of its image.
+        unmatched: detections above the threshold without a partner on the other side.
+    """
+
+    batch_size: int
+    num_images: int = 0
+    num_values: int = 0
+    score: float = 0.0
+    box: float = 0.0
+    relative_box: float = 0.0
+    unmatched: int = 0
+
+    def holds(self, tolerance: float) -> bool:
+        """Returns whether scores and relative boxes agree to ``tolerance``, and there are any."""
+        is_close = max(self.score, self.relative_box) <= tolerance
+        return is_close and not self.unmatched and self.num_values > 0
+
+
+@dataclass
+class ExportReport:
+    """Differences of an exported file from PyTorch, as a table with a row per batch size.
+
+    Attributes:
+        rows: in the order of the batch sizes.
+        task: of the file.
+        tolerance: see ``Agreement.holds``.
+        source: where the images come from.
+    """
+
+    rows: list[Agreement]
+    task: Task
+    tolerance: float
+    source: str
+
+    def __str__(self) -> str:
+        boxes = self.task == "detection"
+        lines = ["batch  images  compared  difference" + "  box (px)  unmatched" * boxes]
+        for row in self.rows:
+            line = f"{row.batch_size:>5}  {row.num_images:>6}  {row.num_values:>8}"
+            line += f"  {row.score:>10.1e}" + f"  {row.box:>8.1e}  {row.unmatched:>9}" * boxes
+            lines.append(line + ("" if row.holds(self.tolerance) else "  differs"))
+        sides = ", of boxes relative to the image's longer side" * boxes
+        return "\n".join([*lines, f"tolerance {self.tolerance:g}{sides}; {self.source}"])
+
+    def check(self) -> None:
+        """
+        Raises:
+            UserError: the file differs from PyTorch, or neither detects anything.
+        """
+        if not all(row.holds(self.tolerance) for row in self.rows):
+            raise UserError(
+                "nothing is written: the exported file differs from PyTorch by more than "
+                "--tolerance, or neither detects anything on these images (name others with "
+                f"--images)\n{self}"
+            )
+
+
+def measure_agreement(
+    model: ExportedModel,
+    reference: Reference,
+    images: Sequence[Images],
+    *,
+    tolerance: float,
+    source: str = "",
+) -> ExportReport:
+    """Compares a file with PyTorch at each of ``BATCH_SIZES``; at each, every image is in a batch.
+
+    Args:
+        model: the file.
+        reference: the model in PyTorch.
+        images: (H, W, 3) in the file's pixel format, of any sizes. The images of a batch are
+            brought to their median height and width, cropped or tiled.
+        tolerance: see ``Agreement.holds``; a detection this close to the threshold may be on one
+            side only.
+        source: where the images come from.
+    """
+    rows = []
+    for size in BATCH_SIZES:
+        row = Agreement(size)
+        for batch in _make_batches(images, size):
+            outputs = model.run(batch)
+            for index, image in enumerate(batch):
+                one = {name: value[index : index + 1] for name, value in outputs.items()}
+                row.num_images += 1
+                expected = reference(image)
+                if model.info.task == "detection":
+                    threshold = model.info.score_threshold
+                    compare_detections(row, one, expected, threshold, image.shape[:2], tolerance)
+                else:
+                    _compare_values(row, one, expected, model.info.task)
+        rows.append(row)
+    return ExportReport(rows, model.info.task, tolerance, source)
+
+
+def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Reference:
+    """Returns the model in PyTorch as a function of one image.
+
+    Args:
+        predictor: with the weights.
+        cfg: of the model.
+        task: of ``ExportInfo``.
+    """
+    model = predictor.model
+
+    def detect(image: Images) -> Outputs:
+        bgr = image[:, :, ::-1] if cfg.INPUT.FORMAT == "RGB" else image
+        found = predictor(bgr)["instances"].to("cpu")
+        found = found[found.scores.argsort(descending=True)]
+        return {
+            "boxes": found.pred_boxes.tensor[None].numpy(),
+            "scores": found.scores[None].numpy(),
+            "labels": found.pred_classes[None].numpy(),
+            "counts": np.array([len(found)]),
+        }
+
+    def classify(image: Images) -> Outputs:
+        # The crop of ClassificationMapper; docs/export.md measures what its decoding changes.
+        height, width = image.shape[:2]
+        side = max(1, round(cfg.INPUT.CLASSIFY.TEST_CROP * min(height, width)))
+        top, left = (height - side) // 2, (width - side) // 2
+        square = to_pillow(image[top : top + side, left : left + side])
+        resized = square.resize((model.image_size, model.image_size), Resampling.BILINEAR)
+        pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+        return {"scores": model([{"image": pixels}])[0]["scores"][None].cpu().numpy()}
+
+    def encode(image: Images) -> Outputs:
+        lengths = [cfg.INPUT.MIN_SIZE_TEST] * 2
+        resized = ResizeShortestEdge(lengths, cfg.INPUT.MAX_SIZE_TEST).get_transform(image)
+        pixels = torch.from_numpy(resized.apply_image(image).copy()).permute(2, 0, 1)
+        normalised = (pixels.to(model.device) - model.pixel_mean) / model.pixel_std
+        padded = ImageList.from_tensors([normalised], model.backbone.size_divisibility)
+        return {k: v.cpu().numpy() for k, v in model.backbone(padded.tensor).items()}
+
+    compute = {"detection": detect, "classification": classify, "features": encode}[task]
+    return torch.no_grad()(lambda image: compute(np.ascontiguousarray(image)))
+
+
+def _make_batches(images: Sequence[Images], size: int) -> list[Images]:
+    """Returns batches (N, H, W, 3) that hold every image, with variants to fill the last one."""
+    if size == 1:
+        return [image[None] for image in images]
+    missing = range(-len(images) % size)
+    chosen = [*images, *(_vary(images[i % len(images)], i // len(images) + 1) for i in missing)]
+    batches = []
+    for start in range(0, len(chosen), size):
+        batch = chosen[start : start + size]
+        height, width = (int(np.median([image.shape[axis] for image in batch])) for axis in (0, 1))
+        rows, columns = range(height), range(width)
+        tiled = [x.take(rows, 0, mode="wrap").take(columns, 1, mode="wrap") for x in batch]
+        batches.append(np.stack(tiled))
+    return batches
+
+
+def _vary(image: Images, bits: int) -> Images:
+    """Returns an image inverted (bit 1), flipped left to right (2), upside down (4)."""
+    flipped = image[:: -1 if bits & 4 else 1, :: -1 if bits & 2 else 1]
+    return 255 - flipped if bits & 1 else flipped
+
+
+def _compare_values(row: Agreement, got: Outputs, expected: Outputs, task: Task) -> None:
+    for name, value in expected.items():
+        scale = 1.0 if task == "classification" else float(np.abs(value).max()) or 1.0
+        difference = _largest(got[name] - value) if got[name].shape == value.shape else np.inf
+        row.score = max(row.score, difference / scale if np.isfinite(scale) else np.inf)
+        row.num_values += value.size
+
+
+def compare_detections(
+    row: Agreement,
+    got: Outputs,
+    expected: Outputs,
+    threshold: float,
+    size: Sequence[int],
+    tolerance: float,
+) -> None:
+    """Matches the detections of an image one to one by class, score and box, and updates ``row``.
+
+    Args:
+        row: of the batch size.
+        got: outputs of the file, N = 1.
+        expected: outputs of PyTorch, N = 1.
+        threshold: of the scores.
+        size: (H, W) of the image, in pixels.
+        tolerance: see ``measure_agreement``.
+    """
+    mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
+    boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]
+    scores = [found.scores.double().numpy() for found in (mine, theirs)]
+    if not all(np.isfinite(values).all() for values in (*boxes, *scores)):
+        row.score = np.inf
+        return
+    side = max(size)
+    box_gap = np.abs(boxes[0][:, None] - boxes[1][None]).max(axis=2, initial=0.0)  # (A, B)
+    score_gap = np.abs(scores[0][:, None] - scores[1][None])
+    differs = mine.pred_classes.numpy()[:, None] != theirs.pred_classes.numpy()[None]
+    differs |= np.maximum(score_gap, box_gap / side) > max(10 * tolerance, 0.01)
+    first, second = linear_sum_assignment(score_gap + box_gap / side + 10 * differs)
+    matched = ~differs[first, second]
+    first, second = first[matched], second[matched]
+    row.num_values += len(first)
+    rises = np.diff(scores[0]).clip(min=0)  # scores must be in descending order
+    row.score = max(row.score, _largest(score_gap[first, second]), _largest(rises))
+    row.box = max(row.box, _largest(box_gap[first, second]))
+    row.relative_box = max(row.relative_box, _largest(box_gap[first, second]) / side)
+    # Rounding decides which of two detections at the threshold, or at the end of a full table, is
+    # in: only those clearly above the end of the other side are missing there.
+    num_rows = got["boxes"].shape[1]
+    ends = [max(threshold, s.min()) if len(s) >= num_rows else threshold for s in scores]
+    for found, used, end in zip(scores, (first, second), reversed(ends), strict=True):
+        row.unmatched += int((np.delete(found, used) > end + tolerance).sum())
+
+
+def _largest(values: npt.NDArray[Any]) -> float:
+    largest = float(np.abs(values).max(initial=0.0))
+    return largest if np.isfinite(largest) else np.inf

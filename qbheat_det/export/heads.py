@@ -1,0 +1,233 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""From a backbone's outputs to an exported file's outputs, inside the graph.
+
+The detectors work image by image with a variable number of boxes; here a whole batch is computed in
+tables of fixed size, in which a score of -1 marks an empty row.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from detectron2.modeling import RetinaNet
+from detectron2.modeling.meta_arch.dense_detector import permute_to_N_HWA_K
+from detectron2.modeling.meta_arch.fcos import FCOS
+from torch import Tensor, nn
+from torchvision.ops import box_convert, nms
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.layers import halve, padding_mask
+from qbheat_det.modeling.classification import ImageClassifier
+from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
+from qbheat_det.modeling.detr import MFDETR
+
+from .metadata import TASK_OUTPUTS, Task
+
+Suppress = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
+EMPTY = -1.0
+"""Score of an empty row."""
+
+
+class Head(nn.Module):
+    """Reads ``in_features``, outputs of a backbone by name; gives ``outputs`` of ``ExportInfo``.
+
+    ``forward`` also takes sizes (4,): H, W, H', W' of the images before and after the resize.
+    """
+
+    task: Task
+    score_threshold = 0.0
+
+    def __init__(self, in_features: list[str]) -> None:
+        super().__init__()
+        self.in_features = in_features
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs, in their order."""
+        return TASK_OUTPUTS.get(self.task, tuple(self.in_features))
+
+
+class FeatureHead(Head):
+    """The backbone's outputs themselves."""
+
+    task = "features"
+
+    def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        return tuple(features[name] for name in self.in_features)
+
+
+class ClassifierHead(Head):
+    """Softmax scores of the classes."""
+
+    task = "classification"
+
+    def __init__(self, model: ImageClassifier) -> None:
+        super().__init__(list(model.head_in_features))
+        self.decoder = model.decoder
+
+    def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        return (self.decoder(features).float().softmax(dim=1),)
+
+
+class MFDETRHead(Head):
+    """MF-DETR's decoder; R is the number of queries."""
+
+    task = "detection"
+
+    def __init__(self, model: MFDETR) -> None:
+        super().__init__(list(model.in_features))
+        self.decoder = model.decoder
+        self._read_scores = model.criterion.classification.scores
+        self._is_padded = model.backbone.size_divisibility > 1
+
+    def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        maps = [features[name] for name in self.in_features]
+        outputs = self.decoder(maps, self._padding(maps[0], sizes) if self._is_padded else None)
+        scores, labels = self._read_scores(outputs["pred_logits"][-1].float()).max(dim=-1)
+        extent = sizes[2:].flip(0).repeat(2).to(scores.dtype)
+        boxes = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy") * extent
+        return sort_detections(torch.minimum(boxes.clamp(min=0), extent), scores, labels, sizes)
+
+    def _padding(self, fine: Tensor, sizes: Tensor) -> Tensor | None:
+        padded = (8 * fine.shape[2], 8 * fine.shape[3])
+        mask = padding_mask(sizes[None, 2:], padded).expand(fine.shape[0], -1, -1, -1)
+        return halve(halve(halve(mask)))
+
+
+class DenseHead(Head):
+    """Top scores of each level and NMS, as in Detectron2's RetinaNet and FCOS.
+
+    R is ``TEST.DETECTIONS_PER_IMAGE``.
+    """
+
+    task = "detection"
+
+    def __init__(self, model: RetinaNet | FCOS, *, suppress: Suppress) -> None:
+        """
+        Args:
+            model: in evaluation mode.
+            suppress: ``suppress_overlaps``, or an operator that computes it.
+        """
+        super().__init__(list(model.head_in_features))
+        self.head = model.head
+        self.anchor_generator = model.anchor_generator
+        self.score_threshold = float(model.test_score_thresh)
+        self._transform = model.box2box_transform
+        self._num_classes = int(model.num_classes)
+        self._num_candidates = int(model.test_topk_candidates)
+        self._iou_threshold = float(model.test_nms_thresh)
+        self._num_rows = int(model.max_detections_per_image)
+        self._suppress = suppress
+
+    def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        maps = [features[name] for name in self.in_features]
+        logits, deltas, *centerness = self.head(maps)
+        levels_scores = [permute_to_N_HWA_K(x, self._num_classes).sigmoid() for x in logits]
+        for centers in centerness:  # of FCOS
+            pairs = zip(levels_scores, centers, strict=True)
+            levels_scores = [(x * permute_to_N_HWA_K(y, 1).sigmoid()).sqrt() for x, y in pairs]
+        anchors = self.anchor_generator(maps)
+        levels = [
+            self._select_top(scores, permute_to_N_HWA_K(level_deltas, 4), level_anchors.tensor)
+            for scores, level_deltas, level_anchors in zip(
+                levels_scores, deltas, anchors, strict=True
+            )
+        ]
+        boxes, scores, labels = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        scores = self._suppress(boxes, scores, labels, self._num_classes, self._iou_threshold)
+        scores, order = scores.topk(min(self._num_rows, scores.shape[1]), dim=1)
+        boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
+        return sort_detections(boxes, scores, labels.gather(1, order), sizes)
+
+    def _select_top(
+        self, scores: Tensor, deltas: Tensor, anchors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Selects T candidates of a level: boxes (N, T, 4), scores (N, T) and labels (N, T).
+
+        From scores (N, HWA, K), deltas (N, HWA, 4) and anchors (HWA, 4).
+        """
+        # Padded with empty rows, so that a small level has T of them too.
+        flat = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)
+        best, index = flat.topk(self._num_candidates, dim=1)
+        is_found = best > self.score_threshold
+        index = torch.where(is_found, index, 0)
+        rows = torch.div(index, self._num_classes, rounding_mode="floor")
+        chosen = deltas.gather(1, rows[..., None].expand(-1, -1, 4))
+        boxes = self._transform.apply_deltas(chosen.flatten(0, 1), anchors[rows.flatten()])
+        scores = torch.where(is_found, best, EMPTY)
+        return boxes.view(chosen.shape), scores, index - rows * self._num_classes
+
+
+def sort_detections(
+    boxes: Tensor, scores: Tensor, labels: Tensor, sizes: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Brings boxes to the input image, best first, and counts them.
+
+    As in Detectron2, boxes are clipped, and those without area are left out.
+
+    Args:
+        boxes: (N, R, 4), XYXY in pixels of the resized image.
+        scores: (N, R); ``EMPTY`` if there is no box.
+        labels: (N, R).
+        sizes: (4,): H, W, H', W' of the images before and after the resize.
+
+    Returns:
+        "boxes" (N, R, 4), "scores" (N, R), "labels" (N, R) and "counts" (N,) of ``ExportInfo``.
+    """
+    lengths = sizes.to(boxes.dtype)
+    scale = (lengths[:2] / lengths[2:]).flip(0).repeat(2)
+    boxes = torch.minimum((boxes * scale).clamp(min=0), lengths[:2].flip(0).repeat(2))
+    has_area = (boxes[..., 2:] > boxes[..., :2]).all(dim=-1)
+    scores = torch.where(has_area, scores, EMPTY)
+    scores, order = scores.topk(scores.shape[1], dim=1)
+    boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
+    return boxes, scores.clamp(min=0), labels.gather(1, order), (scores > EMPTY).sum(dim=1)
+
+
+def suppress_overlaps(
+    boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int, iou_threshold: float
+) -> Tensor:
+    """Non-maximum suppression of each image and class in a batch.
+
+    Args:
+        boxes: (N, M, 4), XYXY.
+        scores: (N, M); ``EMPTY`` if there is no box.
+        labels: (N, M), in [0, K).
+        num_classes: K.
+        iou_threshold: above which the box with the lower score is removed.
+
+    Returns:
+        (N, M): the scores, ``EMPTY`` for removed boxes.
+    """
+    image, row = (scores > EMPTY).nonzero().unbind(dim=1)
+    # Boxes of different images and classes are moved apart; in float64, because the coordinates
+    # grow by thousands and an overlap must not change.
+    group = image * num_classes + labels[image, row]
+    offset = 2 * (boxes.abs().max().double() + 1) * group
+    best = scores[image, row]
+    kept = nms(boxes[image, row].double() + offset[:, None], best.double(), iou_threshold)
+    return torch.full_like(scores, EMPTY).index_put((image[kept], row[kept]), best[kept])
+
+
+def build_head(model: nn.Module, suppress: Suppress) -> Head:
+    """Returns the exportable form of the part of a model that reads its backbone.
+
+    Args:
+        model: in evaluation mode.
+        suppress: see ``DenseHead``.
+
+    Raises:
+        UserError: the model's boxes cannot be computed in a graph.
+    """
+    if isinstance(model, MFDETR):
+        return MFDETRHead(model)
+    if isinstance(model, RetinaNet | FCOS):
+        return DenseHead(model, suppress=suppress)
+    if isinstance(model, ImageClassifier):
+        return ClassifierHead(model)
+    backbone = get_backbone(model)
+    if backbone is not None and isinstance(model, FixedSizeModel):
+        return FeatureHead(list(backbone.output_shape()))
+    raise UserError(
+        f"{type(model).__name__} cannot be exported; MF-DETR, RetinaNet, FCOS, classifiers and "
+        "pre-trained backbones can"
+    )

@@ -1,0 +1,80 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Predicting on files with an exported model, in place of one built from weights."""
+
+from collections.abc import Sequence
+
+from detectron2.structures import Instances
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine.classify import TOP_CLASSES, ClassifiedFiles, name_likeliest
+from qbheat_det.engine.media import Image, MediaFile, UnreadableMedia, read_bgr
+
+from .metadata import Task
+from .runtime import EXPORTED_SUFFIXES, ExportedModel, ImageSizeError
+
+
+def is_exported(weights: str) -> bool:
+    """Returns whether a path has the suffix of an exported file."""
+    return weights.lower().endswith(EXPORTED_SUFFIXES)
+
+
+class ExportedPredictor:
+    """Replaces Detectron2's ``DefaultPredictor``: from a BGR image to its instances."""
+
+    def __init__(self, model: ExportedModel) -> None:
+        """
+        Raises:
+            UserError: the model is not a detector.
+        """
+        _check_task(model, "detection")
+        self._model = model
+
+    def __call__(self, image: Image) -> dict[str, Instances]:
+        """
+        Args:
+            image: (H, W, 3), uint8, BGR whatever ``info.pixel_format`` is.
+
+        Returns:
+            {"instances"}, boxes XYXY in pixels of the image.
+
+        Raises:
+            UnreadableMedia: the model does not take images of this size.
+        """
+        try:
+            (found,) = self._model(_as_batch(image, self._model))
+        except ImageSizeError as error:
+            raise UnreadableMedia(str(error)) from error
+        return {"instances": found}
+
+
+def classify_exported(
+    model: ExportedModel, media: Sequence[MediaFile], *, top: int = TOP_CLASSES
+) -> ClassifiedFiles:
+    """As ``classify_files``, with an exported classifier; videos are skipped.
+
+    Raises:
+        UserError: the model is not a classifier.
+    """
+    _check_task(model, "classification")
+    found = ClassifiedFiles()
+    for file in media:
+        try:
+            if file.is_video:
+                raise UnreadableMedia("a classifier takes images, not videos")
+            (scores,) = model(_as_batch(read_bgr(file.path), model))
+        except (UnreadableMedia, ImageSizeError) as error:
+            found.skipped.append((str(file.path), str(error)))
+            continue
+        classes = name_likeliest(scores, model.info.class_names, top)
+        found.results.append({"file_name": file.name, "classes": classes})
+    return found
+
+
+def _check_task(model: ExportedModel, task: Task) -> None:
+    if model.info.task != task:
+        raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
+
+
+def _as_batch(image: Image, model: ExportedModel) -> Image:
+    pixels = image[:, :, ::-1] if model.info.pixel_format == "RGB" else image
+    return pixels[None].copy()  # Pillow's arrays may be read-only, and PyTorch warns of it

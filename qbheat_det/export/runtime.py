@@ -1,0 +1,289 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Running exported files, without the code of the model that they come from.
+
+Opening a torch.export file is like running a script: open only files you trust. ONNX files hold no
+code but ONNX's own operators.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from detectron2.config import CfgNode
+from detectron2.structures import Boxes, Instances
+
+from qbheat_det.checkpoint import load_embedded_config
+from qbheat_det.core.errors import UserError
+
+from .metadata import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo
+from .torch_export import open_torch_export
+
+Images = npt.NDArray[np.uint8]
+Outputs = dict[str, npt.NDArray[Any]]
+EXPORTED_SUFFIXES = (".onnx", ".pt2")
+"""Suffixes of exported files."""
+ENCODER = "encoder.onnx"
+HEAD_PREFIX = "head_"
+_PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+
+class ImageSizeError(UserError):
+    """Heads with different padding got images of a size for which they cannot share an encoder."""
+
+
+class ExportedModel:
+    """An exported file, opened for inference.
+
+    Attributes:
+        path: of the file.
+        info: its description.
+    """
+
+    def __init__(self, path: Path, info: ExportInfo, run: Callable[[Images], Outputs]) -> None:
+        # ``run``: from images (N, H, W, 3), uint8, contiguous, to the outputs by name.
+        self.path = path
+        self.info = info
+        self._run = run
+
+    @classmethod
+    def open(cls, path: str | Path, *, device: str | None = None) -> "ExportedModel":
+        """Opens ``.onnx`` in onnxruntime or ``.pt2`` in PyTorch.
+
+        Args:
+            path: file; ``head_NAME.onnx`` of a shared-encoder export needs its encoder beside it.
+            device: "cpu" or "cuda"; by default the GPU if onnxruntime has one. A ``.pt2`` runs on
+                the CPU, where it was exported.
+
+        Raises:
+            UserError: the file is missing, damaged or not an export, or its runtime is not
+                installed or does not have the device.
+        """
+        file = Path(path)
+        if file.suffix.lower() not in EXPORTED_SUFFIXES:
+            raise UserError(
+                f"'{path}' is not an exported file: they end in {' or '.join(EXPORTED_SUFFIXES)}"
+            )
+        if device not in (None, "cpu", "cuda"):
+            raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
+        return (_open_pt2 if file.suffix.lower() == ".pt2" else _open_onnx)(file, device)
+
+    def __call__(self, images: Images) -> Any:
+        """
+        Args:
+            images: (N, H, W, 3), uint8, in ``info.pixel_format``.
+
+        Returns:
+            Of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
+            pixels of the image), ``scores`` and ``pred_classes``, the best first; of a classifier
+            scores (N, K); of a backbone its maps and tokens by name.
+
+        Raises:
+            ValueError: the images have another shape or type, or no pixels.
+            UserError: the program does not run on them, or its outputs are not those it describes.
+        """
+        return _format(self.run(images), self.info, images)
+
+    def run(self, images: Images) -> Outputs:
+        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``."""
+        _check_images(images)
+        try:
+            return self._run(np.ascontiguousarray(images))
+        except UserError:
+            raise
+        except Exception as error:  # a program may raise anything
+            raise UserError(
+                f"'{self.path}' fails on images {images.shape}: {_shorten(error)}"
+            ) from error
+
+    def load_config(self) -> CfgNode:
+        """Returns the config of the model, with the classes that the file names.
+
+        Raises:
+            UserError: the config in the file is not valid.
+        """
+        cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
+        cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
+        cfg.MODEL.CATEGORY_IDS = list(self.info.category_ids)
+        return cfg
+
+
+class SharedEncoderModel:
+    """A folder of a shared-encoder export: the encoder runs once per batch, then every head.
+
+    Attributes:
+        info: description of the encoder: its outputs, and the pixel format of all heads.
+        heads: the encoder and one head as one model, by name.
+    """
+
+    def __init__(self, folder: str | Path, *, device: str | None = None) -> None:
+        """
+        Args:
+            folder: with ``encoder.onnx`` and ``head_NAME.onnx``.
+            device: see ``ExportedModel.open``.
+
+        Raises:
+            UserError: a file is missing, damaged or not an export, or a head belongs to another
+                encoder.
+        """
+        folder = Path(folder)
+        self._encoder, self.info, shared = _open_part(folder / ENCODER, device)
+        self._multiple_of = int(shared["multiple_of"])
+        self._sessions: dict[str, Any] = {}
+        self.heads: dict[str, ExportedModel] = {}
+        for path in sorted(folder.glob(f"{HEAD_PREFIX}*.onnx")):
+            session, info, own = _open_part(path, device)
+            if own["encoder"] != shared["encoder"]:
+                raise UserError(
+                    f"'{path}' was exported with another encoder than the {ENCODER} beside it: "
+                    "export both again in one call of tools/export.py --shared-encoder"
+                )
+            name = path.stem.removeprefix(HEAD_PREFIX)
+            self._sessions[name] = session
+            self.heads[name] = ExportedModel(path, info, partial(self._run, session))
+        if not self.heads:
+            raise UserError(f"'{folder}' has no {HEAD_PREFIX}NAME.onnx beside its {ENCODER}")
+
+    def __call__(self, images: Images) -> dict[str, Any]:
+        """Returns by the head's name what ``ExportedModel.__call__`` returns.
+
+        Raises:
+            ImageSizeError: the heads cannot share an encoder on images of this size.
+            ValueError: the images have another shape or type.
+        """
+        _check_images(images)
+        features = self.encode(images)
+        return {
+            name: _format(_run_session(session, features), self.heads[name].info, images)
+            for name, session in self._sessions.items()
+        }
+
+    def encode(self, images: Images) -> Outputs:
+        """Returns the inputs of the heads: the backbone's outputs by name, and "sizes"."""
+        features = _run_session(self._encoder, {"images": np.ascontiguousarray(images)})
+        height, width = features["sizes"][2:].tolist()
+        if self._multiple_of and (height % self._multiple_of or width % self._multiple_of):
+            raise ImageSizeError(
+                "these heads pad images differently and share an encoder only if height and width "
+                f"after the resize, here {height} and {width}, are multiples of "
+                f"{self._multiple_of}: crop the images, or export each head by itself"
+            )
+        return features
+
+    def _run(self, session: Any, images: Images) -> Outputs:
+        return _run_session(session, self.encode(images))
+
+
+def _check_images(images: Images) -> None:
+    is_batch = images.ndim == 4 and images.shape[3] == 3 and images.size > 0
+    if not is_batch or images.dtype != np.uint8:
+        raise ValueError(
+            "images are (N, H, W, 3) and uint8, with N, H and W of 1 or more, not "
+            f"{images.shape} and {images.dtype}"
+        )
+
+
+def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
+    """Returns a detector's outputs, see ``ExportInfo``, as one ``Instances`` per image.
+
+    Args:
+        outputs: by name.
+        size: (H, W) of the images, in pixels.
+    """
+    found = []
+    for index, count in enumerate(outputs["counts"].tolist()):
+        boxes, scores, labels = (
+            torch.from_numpy(outputs[name][index, :count].copy())
+            for name in ("boxes", "scores", "labels")
+        )
+        found.append(Instances(size, pred_boxes=Boxes(boxes), scores=scores, pred_classes=labels))
+    return found
+
+
+def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
+    if info.task == "detection":
+        return to_instances(outputs, (images.shape[1], images.shape[2]))
+    return outputs["scores"] if info.task == "classification" else outputs
+
+
+def _open_onnx(path: Path, device: str | None) -> ExportedModel:
+    session, metadata = _open_session(path, device)
+    if SHARED_ENCODER_KEY in metadata:
+        if path.name == ENCODER:
+            raise UserError(f"'{path}' has no head: name a {HEAD_PREFIX}NAME.onnx beside it")
+        heads = SharedEncoderModel(path.parent, device=device).heads
+        return heads[path.stem.removeprefix(HEAD_PREFIX)]
+    info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
+    inputs = [one.name for one in session.get_inputs()]
+    outputs = [one.name for one in session.get_outputs()]
+    if inputs != ["images"] or outputs != list(info.outputs):
+        raise UserError(f"'{path}' does not have the outputs it describes: export it again")
+    return ExportedModel(path, info, lambda images: _run_session(session, {"images": images}))
+
+
+def _open_session(path: Path, device: str | None) -> tuple[Any, Mapping[str, str]]:
+    """Returns an ``onnxruntime.InferenceSession``, and the file's ``metadata_props``."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(
+            f"'{path}' needs onnxruntime, which is not installed: pip install onnxruntime"
+        ) from error
+    wanted = {None: _PROVIDERS, "cpu": _PROVIDERS[1:], "cuda": _PROVIDERS[:1]}[device]
+    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    if not providers:
+        raise UserError("this onnxruntime has no GPU: install onnxruntime-gpu, or use --device cpu")
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=providers)
+    except Exception as error:  # onnxruntime's errors have no common base
+        raise _damaged(path, error) from error
+    return session, session.get_modelmeta().custom_metadata_map
+
+
+def _open_part(path: Path, device: str | None) -> tuple[Any, ExportInfo, dict[str, Any]]:
+    session, metadata = _open_session(path, device)
+    info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
+    if SHARED_ENCODER_KEY not in metadata:
+        raise UserError(
+            f"'{path}' is not part of a shared-encoder export: write it with tools/export.py "
+            "--shared-encoder"
+        )
+    return session, info, json.loads(metadata[SHARED_ENCODER_KEY])
+
+
+def _run_session(session: Any, values: Outputs) -> Outputs:
+    names = [output.name for output in session.get_outputs()]
+    inputs = {one.name: values[one.name] for one in session.get_inputs()}
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def _open_pt2(path: Path, device: str | None) -> ExportedModel:
+    if device == "cuda":  # the device of tensors made in a graph is fixed in it
+        raise UserError(f"'{path}' runs on the CPU only: use --device cpu, or export to ONNX")
+    try:
+        program, metadata = open_torch_export(path)
+    except Exception as error:  # a damaged file can raise anything
+        raise _damaged(path, error) from error
+    info = ExportInfo.from_json(metadata, str(path))
+
+    @torch.no_grad()
+    def run(images: Images) -> Outputs:
+        writable = images if images.flags.writeable else images.copy()  # else PyTorch warns
+        arrays = [output.numpy() for output in program(torch.from_numpy(writable))]
+        return dict(zip(info.outputs, arrays, strict=True))
+
+    return ExportedModel(path, info, run)
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"'{path}' cannot be opened (missing, truncated or of another kind): {_shorten(error)}"
+    )
+
+
+def _shorten(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,149 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Maps of differently sized images in one batch: masks, resizing and sine codes of positions.
+
+The whole package represents padding as a Boolean map ``padding`` (N, 1, H, W), True outside the
+image, or None if no image of the batch is padded. Images are at the top left, so the mask of a map
+at half the resolution is every second entry.
+
+Position codes: "End-to-End Object Detection with Transformers", Carion et al., arXiv:2005.12872,
+Sec. A.4.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def padding_mask(image_sizes: Tensor, size: Sequence[int]) -> Tensor:
+    """Marks the positions of a padded batch outside its images.
+
+    Args:
+        image_sizes: (N, 2) heights and widths in pixels, before padding.
+        size: (H, W) of the padded batch, in pixels.
+
+    Returns:
+        (N, 1, H, W) Boolean, True where there is no image.
+    """
+    height, width = size
+    rows = torch.arange(height, device=image_sizes.device) >= image_sizes[:, :1]  # (N, H)
+    columns = torch.arange(width, device=image_sizes.device) >= image_sizes[:, 1:]  # (N, W)
+    return (rows[:, :, None] | columns[:, None, :])[:, None]
+
+
+def halve(padding: Tensor | None) -> Tensor | None:
+    """Returns the mask after a convolution of stride 2 that maps size s to ceil(s / 2)."""
+    return None if padding is None else padding[..., ::2, ::2]
+
+
+def valid_sizes(padding: Tensor) -> Tensor:
+    """Returns (N, 2): height and width in map positions of the image under each mask."""
+    valid = ~padding[:, 0]
+    return torch.stack([valid[:, :, 0].sum(dim=1), valid[:, 0, :].sum(dim=1)], dim=1)
+
+
+def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
+    """Zeroes a map (N, C, H, W) outside the images.
+
+    A convolution then gives at an image's border what it gives for the image alone.
+    """
+    # Not masked_fill, which changes the layout of channels-last maps.
+    return x if padding is None else torch.where(padding, x.new_zeros(()), x)
+
+
+def resize_bilinear(
+    x: Tensor,
+    size: Sequence[int],
+    padding: Tensor | None = None,
+    padding_out: Tensor | None = None,
+) -> Tensor:
+    """Resizes maps bilinearly, each image of a padded batch from and to its own size.
+
+    Args:
+        x: (N, C, H, W).
+        size: (H', W') of the result.
+        padding: (N, 1, H, W) mask of ``x``, or None.
+        padding_out: (N, 1, H', W') mask of the result; None exactly when ``padding`` is.
+
+    Returns:
+        (N, C, H', W'), within each image the same as resizing it alone.
+    """
+    if padding is None or padding_out is None:
+        return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
+    old, new = valid_sizes(padding).to(x.dtype), valid_sizes(padding_out).to(x.dtype)
+    rows = _hats(_source_positions(size[0], old[:, 0], new[:, 0]), x.shape[2])  # (N, H', H)
+    columns = _hats(_source_positions(size[1], old[:, 1], new[:, 1]), x.shape[3])  # (N, W', W)
+    # The padding has weight zero, and need not be finite.
+    pixels = zero_padding(x, padding).permute(0, 2, 3, 1)  # (N, H, W, C)
+    pixels = (rows @ pixels.flatten(2)).unflatten(2, pixels.shape[2:])  # (N, H', W, C)
+    return (columns[:, None] @ pixels).permute(0, 3, 1, 2)
+
+
+def _source_positions(length: int, old: Tensor, new: Tensor) -> Tensor:
+    """Returns (N, length): positions of the outputs among the inputs 0 … old - 1."""
+    centres = torch.arange(length, device=old.device, dtype=old.dtype) + 0.5
+    position = centres * (old / new)[:, None] - 0.5
+    return torch.minimum(position.clamp(min=0), (old - 1)[:, None])
+
+
+def _hats(positions: Tensor, length: int) -> Tensor:
+    """Returns (N, P, length): the weight of each input at each position (N, P)."""
+    inputs = torch.arange(length, device=positions.device, dtype=positions.dtype)
+    return (1 - (positions[..., None] - inputs).abs()).clamp(min=0)
+
+
+class SinePositionEncoding(nn.Module):
+    """Half of the channels encode the row, half the column, relative to the image's own size."""
+
+    def __init__(self, *, channels: int, temperature: float = 10000.0) -> None:
+        """
+        Args:
+            channels: C of the code, divisible by 4.
+            temperature: ratio of the longest to the shortest wavelength.
+
+        Raises:
+            ValueError: ``channels`` is not divisible by 4.
+        """
+        super().__init__()
+        if channels % 4:
+            raise ValueError(f"a sine code needs channels divisible by 4, not {channels}")
+        exponent = torch.arange(channels // 4) * (4 / channels)
+        self.register_buffer("frequency", 2 * math.pi / temperature**exponent, persistent=False)
+        self.frequency: Tensor  # (C / 4,)
+
+    def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            size: (H, W) of the map.
+            padding: (N, 1, H, W), True where there is no image, or None.
+
+        Returns:
+            (N, HW, C); (1, HW, C) without padding. Positions are normalised to (0, 1] within the
+            unpadded image.
+        """
+        height, width = size
+        if padding is None:
+            heights, widths = (self.frequency.new_full((1,), length) for length in size)
+        else:
+            heights, widths = valid_sizes(padding).to(self.frequency.dtype).unbind(dim=1)
+        rows = self._waves(height, heights)  # (N, H, C / 2)
+        columns = self._waves(width, widths)  # (N, W, C / 2)
+        code = torch.cat(
+            [
+                rows[:, :, None].expand(-1, -1, width, -1),
+                columns[:, None].expand(-1, height, -1, -1),
+            ],
+            dim=-1,
+        )
+        return code.flatten(1, 2)
+
+    def wave(self, position: Tensor) -> Tensor:
+        """Returns (..., C / 2), the code of single coordinates (...) in [0, 1]."""
+        phase = position[..., None] * self.frequency
+        return torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-2)
+
+    def _waves(self, length: int, counts: Tensor) -> Tensor:
+        index = torch.arange(1, length + 1, device=counts.device, dtype=counts.dtype)
+        return self.wave(index / (counts[:, None] + 1e-6))  # (N, length, C / 2)

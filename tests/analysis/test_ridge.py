@@ -1,0 +1,90 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Ridge regression from sums, against least squares on all rows at once."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qbheat_det.analysis.ridge import RidgeSums, with_constant
+
+D, G, P = 7, 3, 2
+
+
+def make_rows(num_rows: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns x (N, D) away from zero and of unequal scales, and noisy y (N, G, P)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, D, generator=generator) * torch.logspace(-1, 1, D) + 5
+    truth = torch.randn(D, G * P, generator=torch.Generator().manual_seed(99))
+    noise = torch.randn(num_rows, G * P, generator=generator) * 20
+    return x, (x @ truth + noise + 3).view(num_rows, G, P)
+
+
+def sums_of(x: Tensor, y: Tensor, *, batch: int = 1000) -> RidgeSums:
+    sums = RidgeSums(num_inputs=x.shape[1], num_groups=y.shape[1], group_size=y.shape[2])
+    for rows_x, rows_y in zip(x.split(batch), y.split(batch), strict=True):
+        sums.add(rows_x, rows_y)
+    return sums
+
+
+def fit_naively(x: Tensor, y: Tensor, penalty: float) -> np.ndarray:
+    """Least squares with a row for each penalised weight; y (N, P)."""
+    rows = np.concatenate([x.double().numpy(), np.ones((len(x), 1))], axis=1)
+    centred = x.double() - x.double().mean(dim=0)
+    mean_eigenvalue = float(torch.trace(centred.T @ centred)) / x.shape[1]
+    extra = np.sqrt(penalty * mean_eigenvalue) * np.eye(x.shape[1], x.shape[1] + 1)
+    targets = np.concatenate([y.double().numpy(), np.zeros((x.shape[1], y.shape[1]))])
+    solution: np.ndarray = np.linalg.lstsq(np.concatenate([rows, extra]), targets, rcond=None)[0]
+    return solution
+
+
+def test_coefficients_are_those_of_least_squares_on_rows_for_each_penalty() -> None:
+    x, y = make_rows(40, seed=0)
+    penalties = torch.tensor([1e-4, 0.3, 50.0])
+    found = sums_of(x, y).solve(penalties)
+    for group, penalty in enumerate(penalties.tolist()):
+        expected = torch.from_numpy(fit_naively(x, y[:, group], penalty))
+        torch.testing.assert_close(found[group], expected, rtol=1e-7, atol=1e-7)
+
+
+def test_fewer_rows_than_inputs_are_enough() -> None:
+    x, y = make_rows(4, seed=0)
+    found = sums_of(x, y).solve(torch.full((G,), 0.1))
+    expected = torch.from_numpy(fit_naively(x, y[:, 1], 0.1))
+    torch.testing.assert_close(found[1], expected, rtol=1e-7, atol=1e-7)
+
+
+def test_batches_and_merged_parts_give_what_all_rows_give() -> None:
+    x, y = make_rows(40, seed=0)
+    whole, parts = sums_of(x, y), sums_of(x[:25], y[:25], batch=3)
+    parts.merge(sums_of(x[25:], y[25:], batch=1))
+    assert (whole.num_rows, parts.num_rows) == (40, 40)
+    penalties = torch.full((G,), 0.01)
+    torch.testing.assert_close(parts.solve(penalties), whole.solve(penalties))
+    torch.testing.assert_close(parts.mean_outputs, y.double().mean(dim=0))
+
+
+@pytest.mark.parametrize("num_rows", [9, 60])
+def test_the_penalty_chosen_has_the_least_error_on_the_rows_held_out(num_rows: int) -> None:
+    grid = [1e-4, 1e-2, 0.1, 1.0, 10.0, 1000.0]
+    x, y = make_rows(num_rows, seed=1)
+    held_x, held_y = make_rows(30, seed=2)
+    chosen = sums_of(x, y).choose_penalties(sums_of(held_x, held_y), grid)
+    rows = with_constant(held_x)
+    for group in range(G):
+        errors = [
+            (rows @ torch.from_numpy(fit_naively(x, y[:, group], penalty)) - held_y[:, group])
+            .square()
+            .sum()
+            for penalty in grid
+        ]
+        assert chosen[group] == grid[int(torch.stack(errors).argmin())]
+    assert {grid[0], grid[-1]} - set(chosen.tolist())  # a choice was to be made
+
+
+def test_inputs_that_never_change_predict_the_mean() -> None:
+    _, y = make_rows(10, seed=0)
+    sums = sums_of(torch.full((10, D), 2.0), y)
+    penalties = sums.choose_penalties(sums, [1e-3, 1.0])
+    predicted = with_constant(torch.full((1, D), 2.0)) @ sums.solve(penalties)
+    torch.testing.assert_close(predicted[:, 0], y.double().mean(dim=0))

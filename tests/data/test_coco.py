@@ -1,0 +1,347 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Annotation files: what good ones hold, and that every bad entry is named by file and id."""
+
+import copy
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pycocotools.mask
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import (
+    check_coco_json,
+    check_same_classes,
+    load_coco_images,
+    register_coco_images,
+    register_coco_json,
+)
+from qbheat_det.data.datasets import register_builtin_sets
+from qbheat_det.data.datasets.coco import read_coco_json
+
+NAME = "qbheat_test_of_coco"
+Content = dict[str, Any]
+Change = Callable[[Content], object]
+
+GOOD: Content = {
+    "images": [
+        {"id": 10, "file_name": "a.jpg", "width": 100, "height": 50},
+        {"id": 3, "file_name": "sub/b.jpg", "width": 40, "height": 60},
+        {"id": 7, "file_name": "c.jpg", "width": 40, "height": 60},
+    ],
+    "annotations": [
+        {"id": 1, "image_id": 10, "category_id": 9, "bbox": [5, 5.5, 20, 30], "iscrowd": 0},
+        {"id": 2, "image_id": 10, "category_id": 2, "bbox": [0, 0, 100, 50]},
+        {"id": 5, "image_id": 3, "category_id": 9, "bbox": [1, 1, 9, 9], "iscrowd": 1},
+    ],
+    "categories": [{"id": 9, "name": "cat"}, {"id": 2, "name": "dog"}],
+}
+
+
+@pytest.fixture(autouse=True)
+def _registered_nothing() -> Iterator[None]:
+    yield
+    if NAME in DatasetCatalog:
+        DatasetCatalog.remove(NAME)
+        MetadataCatalog.remove(NAME)
+
+
+def write(folder: Path, content: object) -> tuple[str, str]:
+    """Writes an annotation file and GOOD's images; returns the two paths."""
+    (folder / "images" / "sub").mkdir(parents=True, exist_ok=True)
+    for image in GOOD["images"]:
+        (folder / "images" / image["file_name"]).touch()
+    (folder / "set.json").write_text(json.dumps(content))
+    return str(folder / "set.json"), str(folder / "images")
+
+
+def changed(change: Change) -> Content:
+    content = copy.deepcopy(GOOD)
+    change(content)
+    return content
+
+
+def annotation(**fields: object) -> Change:
+    """A change of the second annotation, which has id 2 and lies in image 10."""
+    return lambda content: content["annotations"][1].update(fields)
+
+
+def find_message(folder: Path, change: Change) -> str:
+    with pytest.raises(UserError) as caught:
+        check_coco_json(*write(folder, changed(change)))
+    text = str(caught.value)
+    assert "set.json" in text
+    assert "\n" not in text
+    return text
+
+
+def test_a_good_file_is_summarised(tmp_path: Path) -> None:
+    json_file, image_root = write(tmp_path, GOOD)
+    gc.disable()
+    try:
+        summary = check_coco_json(json_file, image_root)
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
+    assert summary == check_coco_json(json_file, image_root)
+    assert gc.isenabled()
+    assert (summary.class_names, summary.category_ids) == (("dog", "cat"), (2, 9))
+    assert (summary.num_images, summary.num_boxes, summary.num_crowds) == (3, 2, 1)
+    assert summary.num_images_without_boxes == 2
+    assert summary.warnings == ()
+
+
+# By case: the change, and what the message must name besides the file.
+BAD: dict[str, tuple[Change, str]] = {
+    "no images key": (lambda c: c.pop("images"), "'images'"),
+    "no annotations key": (lambda c: c.pop("annotations"), "'annotations'"),
+    "no categories key": (lambda c: c.pop("categories"), "'categories'"),
+    "images as object": (lambda c: c.update(images={}), "'images'"),
+    "images empty": (lambda c: c.update(images=[]), "'images'"),
+    "categories empty": (lambda c: c.update(categories=[]), "'categories'"),
+    "image as text": (lambda c: c["images"].append("d.jpg"), "images[3]"),
+    "no annotations": (lambda c: c.update(annotations=[]), "no box"),
+    "only crowds": (lambda c: c.update(annotations=c["annotations"][2:]), "no box"),
+    "image id twice": (lambda c: c["images"][1].update(id=10), "image id 10"),
+    "image id too large": (lambda c: c["images"][2].update(id=2**53 + 1), "image id 90071"),
+    "width endless": (lambda c: c["images"][0].update(width=10**400), "image id 10: width"),
+    "width missing": (lambda c: c["images"][1].pop("width"), "image id 3: width"),
+    "height as text": (lambda c: c["images"][1].update(height="60"), "image id 3: height"),
+    "height zero": (lambda c: c["images"][1].update(height=0), "image id 3: height"),
+    "no file name": (lambda c: c["images"][0].pop("file_name"), "image id 10: file_name"),
+    "no such file": (lambda c: c["images"][0].update(file_name="d.jpg"), "image id 10: "),
+    "folder as file": (lambda c: c["images"][0].update(file_name="a.jpg/g.jpg"), "image id 10: "),
+    "category id twice": (lambda c: c["categories"][1].update(id=9), "category id 9"),
+    "no category name": (lambda c: c["categories"][1].pop("name"), "category id 2: name"),
+    "half a character": (lambda c: c["categories"][0].update(name="c\ud83d"), "category id 9"),
+    "no bbox": (lambda c: c["annotations"][1].pop("bbox"), "annotation id 2: bbox"),
+    "relative boxes": (
+        lambda c: [a.update(bbox=[0.1, 0.2, 0.5, 0.25]) for a in c["annotations"]],
+        "bbox",
+    ),
+    "no id": (annotation(id=None), "annotation number 2: id"),
+    "id as text": (annotation(id="2"), "annotation id '2'"),
+    "id too large": (annotation(id=2**53), "annotation id 9007199254740992"),
+    "id twice": (annotation(id=1), "annotation id 1"),
+    "endless image id": (annotation(image_id=10**400), "annotation id 2: image_id 1000"),
+    "unknown image": (annotation(image_id=11), "annotation id 2: image_id 11"),
+    "unknown category": (annotation(category_id=1), "annotation id 2: category_id 1"),
+    "category as truth": (annotation(category_id=True), "annotation id 2: category_id"),
+    "crowd of two": (annotation(iscrowd=2), "annotation id 2: iscrowd"),
+    "ignored": (annotation(ignore=1), "annotation id 2: 'ignore'"),
+    **{
+        f"bbox {value}"[:40]: (annotation(bbox=value), "annotation id 2: bbox")
+        for value in (
+            *(None, [1, 2, 3], [], ["1", "2", "3", "4"], [1, 2, None, 4]),
+            *([1, 2, float("nan"), 4], [1, 2, float("inf"), 4], [1, 2, 10**400, 4]),
+            *([9, 9, -3, 4], [100, 9, 3, 4], [5, -9, 3, 9], [1, 2, 0, 5]),
+        )
+    },
+    **{
+        f"segmentation {value}"[:60]: (annotation(segmentation=value), "annotation id 2: segm")
+        for value in (
+            *([["1"] * 6], [[1, 1, 5, float("nan"), 5, 5]], [[1, 1, 5, 1, 5, 1e7]]),
+            [1, 1, 5, 1, 5, 5],
+            *({"counts": [5000], "size": [100, 50]}, {"counts": [9], "size": [50, 100]}),
+            *({"counts": "@@!", "size": [50, 100]}, {"counts": "x"}),
+        )
+    },
+    "keypoints of two": (annotation(keypoints=[1, 2]), "annotation id 2: keypoints"),
+    "keypoints as object": (annotation(keypoints={"x": 1}), "annotation id 2: keypoints"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_entry_is_named_with_its_file_and_id(case: str, tmp_path: Path) -> None:
+    change, named = BAD[case]
+    assert named in find_message(tmp_path, change)
+
+
+def test_files_and_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    json_file, image_root = write(tmp_path, GOOD)
+    with pytest.raises(UserError, match=r"none\.json"):
+        check_coco_json(tmp_path / "none.json", tmp_path)
+    with pytest.raises(UserError, match="nowhere"):
+        check_coco_json(json_file, tmp_path / "nowhere")
+    for content in (b"{not json", b"", b"\xff\xfe\x00\x01", b"[]", b'[{"image_id": 1}]'):
+        Path(json_file).write_bytes(content)
+        with pytest.raises(UserError, match=r"set\.json"):
+            check_coco_json(json_file, image_root)
+
+
+def test_images_are_found_by_absolute_path_and_through_links(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "x.jpg").touch()
+    _, image_root = write(tmp_path, GOOD)
+    (Path(image_root) / "link").symlink_to(elsewhere)
+    names = [str(elsewhere / "x.jpg"), "link/x.jpg", "../elsewhere/x.jpg"]
+
+    def change(content: Content) -> None:
+        for image, name in zip(content["images"], names, strict=True):
+            image["file_name"] = name
+
+    assert check_coco_json(*write(tmp_path, changed(change))).num_images == 3
+
+
+def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path: Path) -> None:
+    def spoil(content: Content) -> None:
+        content["images"] += [
+            {"id": 8, "file_name": "none.jpg", "width": 9, "height": 9},
+            {"id": 9, "file_name": "a.jpg", "width": 9.5, "height": 9},
+            "text",
+        ]
+        fields: list[Content] = [
+            {"bbox": [200, 2, 3, 4]},
+            {"bbox": [1, 2, 3]},
+            {"category_id": 77},
+            {"image_id": 8},  # of an image with an error itself: no further error
+            {"image_id": 99},
+            {"iscrowd": 5},
+        ]
+        good = content["annotations"][1]
+        content["annotations"] += [{**good, "id": 20 + i, **f} for i, f in enumerate(fields)]
+        content["annotations"].append(dict(good))
+
+    content = read_coco_json(*write(tmp_path, changed(spoil)))
+    where = [error.where.split("set.json: ")[1] for error in content.errors]
+    assert sorted(where) == [
+        "annotation id 2",
+        *(f"annotation id {20 + i}" for i in (0, 1, 2, 4, 5)),
+        *("image id 8", "image id 9", "images[5]"),
+    ]
+    assert {image["id"] for image in content.images} == {10, 3, 7}
+    assert {entry["id"] for entry in content.annotations} == {1, 2, 5}
+    message = find_message(tmp_path, spoil)
+    assert message.count("more like it") == 0  # each kind is counted by itself
+    assert "8 other errors" in message
+
+
+WARNINGS: dict[str, tuple[Change, int]] = {
+    "beyond the image": (annotation(bbox=[-3, 0, 20, 9]), 2),
+    "'a.jpg'": (lambda c: c["images"][1].update(file_name="a.jpg"), 2),
+    "no polygon": (annotation(segmentation=[[1, 1, 2, 2]]), 1),
+    "id 0": (annotation(id=0), 2),
+    "'dog'": (lambda c: c["categories"][0].update(name="dog"), 2),
+    "'bird'": (lambda c: c["categories"].append({"id": 1, "name": "bird"}), 2),
+}
+
+
+@pytest.mark.parametrize("named", WARNINGS)
+def test_what_detectron2_copes_with_is_a_warning(named: str, tmp_path: Path) -> None:
+    change, num_boxes = WARNINGS[named]
+    summary = check_coco_json(*write(tmp_path, changed(change)))
+    assert named in summary.warnings[0]
+    assert summary.num_boxes == num_boxes
+
+
+def test_a_few_boxes_without_area_among_many_are_a_warning_as_in_coco(tmp_path: Path) -> None:
+    def repeat(content: Content) -> None:
+        box = content["annotations"][1]
+        content["annotations"] = [{**box, "id": i} for i in range(1, 20_001)]
+        content["annotations"][7]["bbox"] = [1, 2, 0, 5]
+
+    summary = check_coco_json(*write(tmp_path, changed(repeat)))
+    assert summary.num_boxes == 19_999
+    assert any("without area" in warning for warning in summary.warnings)
+
+
+def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path: Path) -> None:
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        pixels = random.random((50, 100)) < random.choice([0.0, 0.01, 0.5, 1.0])
+        encoded = pycocotools.mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
+        rle = {"counts": encoded["counts"].decode(), "size": [50, 100]}
+        check_coco_json(*write(tmp_path, changed(annotation(segmentation=rle))))
+        shorter = {**rle, "counts": rle["counts"][:-1]}
+        assert "annotation id 2" in find_message(tmp_path, annotation(segmentation=shorter))
+
+
+def test_boxes_within_a_pixel_of_the_border_are_no_warning(tmp_path: Path) -> None:
+    content = changed(annotation(bbox=[-0.5, 0, 101, 50.9]))
+    assert check_coco_json(*write(tmp_path, content)).warnings == ()
+
+
+def test_a_registered_file_loads_from_any_folder_with_contiguous_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    json_file, image_root = write(tmp_path, GOOD)
+    monkeypatch.chdir(tmp_path)
+    register_coco_json(NAME, "set.json", "images")
+    register_coco_json(NAME, Path(json_file), Path(image_root))
+    monkeypatch.chdir("/")
+    dataset = DatasetCatalog.get(NAME)
+    assert [record["image_id"] for record in dataset] == [3, 7, 10]
+    assert [a["category_id"] for a in dataset[2]["annotations"]] == [1, 0]
+    assert tuple(MetadataCatalog.get(NAME).thing_classes) == ("dog", "cat")
+    with pytest.raises(UserError, match=NAME):
+        register_coco_json(NAME, json_file, tmp_path)
+    with pytest.raises(UserError, match=NAME):
+        register_coco_images(NAME, json_file, image_root)
+
+
+@pytest.mark.parametrize(
+    ("categories", "named"),
+    [
+        ({1: "dog", 2: "cat"}, None),
+        ({9: "cat", 2: "wolf"}, r"val/set\.json' lacks 'dog'"),
+        ({9: "cat", 2: "dog", 3: "cow"}, r"train/set\.json' lacks 'cow'"),
+        ({9: "dog", 2: "cat"}, "'dog', 'cat' against 'cat', 'dog'"),
+    ],
+)
+def test_classes_are_compared_by_name_and_order(
+    categories: dict[int, str], named: str | None, tmp_path: Path
+) -> None:
+    def change(content: Content) -> None:
+        content["categories"] = [{"id": id_, "name": name} for id_, name in categories.items()]
+        for entry in content["annotations"]:
+            entry["category_id"] = 2
+
+    train = check_coco_json(*write(tmp_path / "train", GOOD))
+    val = check_coco_json(*write(tmp_path / "val", changed(change)))
+    if named is None:
+        check_same_classes(train, val)
+    else:
+        with pytest.raises(UserError, match=named):
+            check_same_classes(train, val)
+
+
+def test_images_alone_come_by_id_and_are_made_when_they_are_loaded(tmp_path: Path) -> None:
+    def prepare() -> None:
+        images = [{"id": 7, "file_name": "c.jpg"}, {"id": 3, "file_name": "a.jpg"}]
+        write(tmp_path, {"images": images})
+
+    register_coco_images(NAME, tmp_path / "set.json", tmp_path / "images", prepare=prepare)
+    register_coco_images(NAME, tmp_path / "set.json", tmp_path / "images")
+    assert not (tmp_path / "set.json").exists()
+    assert DatasetCatalog.get(NAME) == [
+        {"file_name": str(tmp_path / "images" / "a.jpg"), "image_id": 3},
+        {"file_name": str(tmp_path / "images" / "c.jpg"), "image_id": 7},
+    ]
+    assert MetadataCatalog.get(NAME).unlabelled
+    with pytest.raises(UserError, match=NAME):
+        register_coco_json(NAME, tmp_path / "set.json", tmp_path / "images")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in BAD if case.startswith(("image", "no image", "no file", "no such"))]
+)
+def test_images_alone_are_checked_too(case: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"set\.json"):
+        load_coco_images(*write(tmp_path, changed(BAD[case][0])))
+
+
+def test_the_builtin_names_are_registered_without_touching_a_file() -> None:
+    register_builtin_sets()  # again, as by a second import: nothing happens
+    for split in ("train", "val"):
+        (folder,) = MetadataCatalog.get(f"imagenet_{split}").image_folders
+        assert folder.endswith(f"imagenet/{split}")
+        for name in (f"coco_2017_{split}", f"qbheat_toy_{split}"):
+            images, annotated = MetadataCatalog.get(f"{name}_images"), MetadataCatalog.get(name)
+            assert images.unlabelled
+            assert Path(images.json_file) == Path(annotated.json_file).absolute()

@@ -1,0 +1,183 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Parts of image files: the right ones, of every format, at no more pixels than needed."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data.detection_utils import read_image
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from qbheat_det.data.images import ImageInMemory, open_image, resize
+from tests.data.pictures import draw, save
+
+WIDTH, HEIGHT = 90, 60
+BOX = (11, 7, 53, 44)
+ALL = 10**6  # more pixels than there are: nothing is reduced
+
+
+def read(path: str, box: tuple[int, int, int, int] = BOX, at_least: int = ALL) -> Tensor:
+    with open_image(path) as image:
+        return image.read(box, at_least)
+
+
+def cut(pixels: NDArray[np.uint8], box: tuple[int, int, int, int] = BOX) -> Tensor:
+    left, top, right, bottom = box
+    return torch.from_numpy(np.ascontiguousarray(pixels[top:bottom, left:right]))
+
+
+@pytest.mark.parametrize("orientation", [None, *range(10)])
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
+def test_a_part_is_that_of_the_image_as_detectron2_turns_it(
+    suffix: str, orientation: int | None, tmp_path: Path
+) -> None:
+    path = save(tmp_path / f"a{suffix}", draw(WIDTH, HEIGHT), orientation=orientation)
+    whole = read_image(path, "RGB")
+    with open_image(path) as image:
+        assert (image.height, image.width) == whole.shape[:2]
+        torch.testing.assert_close(image.read(BOX, ALL), cut(whole), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_reduced_part_is_turned_too(orientation: int, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jpg", draw(720, 480), orientation=orientation, quality=95)
+    box = (160, 80, 416, 464)  # multiples of the reduction
+    part = read(path, box, at_least=32)
+    assert part.shape == (48, 32, 3)
+    whole = cut(read_image(path, "RGB"), box).double()
+    naive = whole.unflatten(0, (48, 8)).unflatten(2, (32, 8)).mean(dim=(1, 3))
+    assert (part - naive).abs().mean() < 1
+
+
+def test_a_tiff_is_turned_once(tmp_path: Path) -> None:
+    # Pillow turns it while it decodes, Detectron2 then once more.
+    path = save(tmp_path / "a.tif", draw(WIDTH, HEIGHT), orientation=6)
+    with Image.open(path) as image:
+        once = np.asarray(ImageOps.exif_transpose(image))
+    with open_image(path) as image:
+        assert (image.width, image.height) == (HEIGHT, WIDTH)
+        part = image.read((5, 30, 40, 80), ALL)
+    torch.testing.assert_close(part, cut(once, (5, 30, 40, 80)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["rgb.png", "l.png", "p.png", "rgba.png", "la.png", "1.png"])
+@pytest.mark.parametrize("ending", ["png", "tif", "webp", "bmp"])
+def test_every_kind_of_pixels_becomes_rgb_as_in_detectron2(
+    name: str, ending: str, tmp_path: Path
+) -> None:
+    mode = name.removesuffix(".png").upper()
+    if (ending, mode) in {("bmp", "LA"), ("bmp", "RGBA")}:
+        pytest.skip("no such files")
+    options = {"lossless": True} if ending == "webp" else {}
+    path = save(tmp_path / f"a.{ending}", draw(WIDTH, HEIGHT), mode=mode, **options)
+    torch.testing.assert_close(read(path), cut(read_image(path, "RGB")), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_every_kind_of_jpeg_is_read(mode: str, progressive: bool, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jpg", draw(320, 320), mode=mode, progressive=progressive)
+    whole = torch.from_numpy(read_image(path, "RGB").copy())
+    torch.testing.assert_close(read(path), cut(whole.numpy()), rtol=0, atol=0)
+    reduced = read(path, (0, 0, 320, 320), at_least=80)
+    assert reduced.shape == (80, 80, 3)
+    naive = whole.double().unflatten(0, (80, 4)).unflatten(2, (80, 4)).mean(dim=(1, 3))
+    assert (reduced - naive).abs().mean() < 2
+
+
+def test_a_transparent_palette_is_read_without_a_warning(tmp_path: Path) -> None:
+    image = Image.fromarray(draw(WIDTH, HEIGHT)).convert("P")
+    image.save(tmp_path / "a.png", transparency=bytes(range(256)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        part = read(str(tmp_path / "a.png"))
+    torch.testing.assert_close(part, cut(np.array(image.convert("RGB"))), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ending", ["png", "tif"])
+def test_sixteen_bits_of_grey_are_scaled_and_not_clipped(ending: str, tmp_path: Path) -> None:
+    grey = np.arange(HEIGHT * WIDTH, dtype=np.uint16).reshape(HEIGHT, WIDTH) * 12
+    path = save(tmp_path / f"a.{ending}", grey, mode="I;16")
+    expected = np.repeat((grey // 256).astype(np.uint8)[..., None], 3, axis=2)
+    torch.testing.assert_close(read(path), cut(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("type_", "mode"), [(np.float32, "F"), (np.int32, "I")])
+def test_values_of_no_known_range_are_refused(type_: type, mode: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.tif", np.ones((HEIGHT, WIDTH), type_), mode=mode)
+    with pytest.raises(ValueError, match=mode):
+        read(path)
+
+
+def test_a_format_that_would_start_another_program_is_not_opened(tmp_path: Path) -> None:
+    Image.fromarray(draw(WIDTH, HEIGHT)).save(tmp_path / "a.jpg", "EPS")
+    with pytest.raises(OSError):
+        read(str(tmp_path / "a.jpg"))
+
+
+@pytest.mark.parametrize(
+    ("side", "at_least", "expected"),
+    [(64, 64, 64), (127, 64, 127), (128, 64, 64), (255, 64, 128), (256, 64, 64), (511, 64, 128),
+     (512, 64, 64), (600, 64, 75), (600, 8, 75)],
+)  # fmt: skip
+def test_the_reduction_is_the_largest_that_leaves_enough_pixels(
+    side: int, at_least: int, expected: int, tmp_path: Path
+) -> None:
+    path = save(tmp_path / "a.jpg", draw(603, 601))
+    part = read(path, (0, 0, side, side + 1), at_least)
+    assert part.shape[1] == expected
+    assert part.shape[0] in (expected, expected + 1)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 9), (8, 8), (13, 64), (200, 3)])
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_tiny_images_and_boxes_leave_at_least_a_pixel(
+    size: tuple[int, int], at_least: int, tmp_path: Path
+) -> None:
+    path = save(tmp_path / "a.jpg", draw(*size))
+    for x in range(0, size[0], 3):
+        for y in range(0, size[1], 3):
+            for box in ((x, y, x + 1, y + 1), (0, 0, x + 1, y + 1), (x, y, *size)):
+                assert min(read(path, box, at_least).shape) >= 1
+
+
+@pytest.mark.parametrize("reduction", [2, 4, 8])
+@pytest.mark.parametrize(("side", "bound"), [(64, 4), (96, 2)])
+def test_reduced_decoding_equals_full_decoding_up_to_resampling(
+    reduction: int, side: int, bound: float, tmp_path: Path
+) -> None:
+    # The waves are shorter than photographs': 64 of 64 pixels is the hardest that can happen.
+    size = reduction * side
+    path = save(tmp_path / "a.jpg", draw(size + 80, size + 40), quality=95)
+    box = (3 * reduction, reduction, 3 * reduction + size, reduction + size)
+    reduced, full = read(path, box, at_least=64), read(path, box)
+    assert (reduced.shape[0], full.shape[0]) == (side, size)
+    difference = (resize(reduced, 64, 64).float() - resize(full, 64, 64).float()).abs()
+    assert difference.mean() < bound
+    naive = full.double().unflatten(0, (side, reduction)).unflatten(2, (side, reduction))
+    naive = naive.mean(dim=(1, 3))
+    assert (reduced - naive).abs().mean() < 1.5
+    assert (reduced[1:] - naive[:-1]).abs().mean() > 3  # as it would be a pixel further on
+
+
+@pytest.mark.parametrize("size", [(40, 40), (41, 97), (300, 20)])
+def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None:
+    pixels = draw(*size)
+    expected = np.array(Image.fromarray(pixels).resize((48, 32), Image.Resampling.BILINEAR))
+    found = resize(torch.from_numpy(pixels), 32, 48).permute(1, 2, 0)
+    torch.testing.assert_close(found.int(), torch.from_numpy(expected).int(), rtol=0, atol=1)
+
+
+def test_a_picture_in_memory_is_cut_in_pixels_of_its_file() -> None:
+    pixels = torch.from_numpy(draw(50, 30))
+    picture = ImageInMemory(pixels, width=200, height=90)
+    assert (picture.width, picture.height) == (200, 90)
+    part = picture.read((40, 9, 120, 61), at_least=1)
+    torch.testing.assert_close(part, pixels[3:20, 10:30], rtol=0, atol=0)
+    assert part.untyped_storage().data_ptr() == pixels.untyped_storage().data_ptr()
+    assert picture.read((199, 89, 200, 90), at_least=1).shape == (1, 1, 3)
+    assert picture.read((0, 0, 1, 1), at_least=1).shape == (1, 1, 3)

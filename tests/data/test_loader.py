@@ -1,0 +1,231 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The stream of batches: a function of the seed, startable anywhere, the same for any workers."""
+
+import itertools
+import random
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from detectron2.data.samplers import TrainingSampler
+from detectron2.utils import comm
+
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import TrainStream, build_train_stream, cut, seed_place
+
+Batch = list[dict[str, Any]]
+
+
+def dataset(count: int) -> list[dict[str, Any]]:
+    """Images of which every third is tall."""
+    return [
+        {"id": index, "width": 2, "height": 3 if index % 3 == 0 else 1} for index in range(count)
+    ]
+
+
+def augment(entry: dict[str, Any]) -> dict[str, Any]:
+    """Adds a number from each generator that augmentations use."""
+    drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    return {**entry, "drawn": drawn}
+
+
+def make_stream(count: int = 10, batch_size: int = 4, **options: Any) -> TrainStream:
+    return TrainStream(dataset(count), mapper=augment, batch_size=batch_size, **options)
+
+
+def take(stream: TrainStream, steps: int, start: int = 0) -> list[Batch]:
+    stream.start = start
+    return list(itertools.islice(iter(stream), steps))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("start", [0, 1, 7])
+def test_a_stream_that_starts_late_is_the_rest_of_the_whole_one(grouped: bool, start: int) -> None:
+    whole = take(make_stream(aspect_ratio_grouping=grouped, seed=3), 12)
+    late = take(make_stream(aspect_ratio_grouping=grouped, seed=3), 12 - start, start)
+    assert late == whole[start:]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_neither_order_nor_augmentation(workers: int) -> None:
+    assert take(make_stream(num_workers=workers), 6) == take(make_stream(), 6)
+
+
+def test_the_order_is_that_of_detectron2s_sampler() -> None:
+    batches = take(make_stream(count=10, batch_size=4, seed=5), 5)
+    found = [entry["id"] for batch in batches for entry in batch]
+    assert found == list(itertools.islice(TrainingSampler(10, seed=5)._infinite_indices(), 20))
+    assert sorted(found[:10]) == list(range(10))
+
+
+def test_an_image_is_augmented_afresh_in_every_epoch() -> None:
+    entries = [entry for batch in take(make_stream(count=2, batch_size=2), 8) for entry in batch]
+    assert len({entry["drawn"] for entry in entries}) == len(entries)
+
+
+def test_another_seed_gives_other_images_and_other_augmentations() -> None:
+    one, other = (take(make_stream(seed=seed), 3) for seed in (1, 2))
+    assert [e["id"] for b in one for e in b] != [e["id"] for b in other for e in b]
+    assert not {e["drawn"] for b in one for e in b} & {e["drawn"] for b in other for e in b}
+
+
+def test_grouped_batches_hold_wide_or_tall_images_and_lose_none() -> None:
+    batches = take(make_stream(count=12, batch_size=3, aspect_ratio_grouping=True), 40)
+    for batch in batches:
+        assert len({entry["width"] > entry["height"] for entry in batch}) == 1
+        assert len(batch) == 3
+    seen = [entry["id"] for batch in batches for entry in batch]
+    # 120 images are ten epochs; what waits for its batch to fill is fewer than three of a kind.
+    assert all(9 <= seen.count(index) <= 11 for index in range(12))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_processes_share_the_batches_of_one(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = take(make_stream(batch_size=5), 4)
+    monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
+    shares = []
+    for rank in range(world_size):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        shares.append(take(make_stream(batch_size=5), 4))
+    joined = [list(itertools.chain.from_iterable(parts)) for parts in zip(*shares, strict=True)]
+    assert joined == whole
+    assert all(len(part) in (5 // world_size, -(-5 // world_size)) for s in shares for part in s)
+
+
+def test_loading_in_this_process_leaves_its_randomness_alone() -> None:
+    stream = iter(make_stream())
+    seed_place(1)
+    expected = (random.random(), np.random.rand(), torch.rand(()))
+    seed_place(1)
+    next(stream)
+    torch.testing.assert_close((random.random(), np.random.rand(), torch.rand(())), expected)
+
+
+def test_nothing_is_read_before_the_first_batch_is_asked_for() -> None:
+    read: list[int] = []
+
+    def note(entry: dict[str, Any]) -> dict[str, Any]:
+        read.append(entry["id"])
+        return entry
+
+    stream = TrainStream(dataset(4), mapper=note, batch_size=2)
+    iterator = iter(stream)
+    assert read == []
+    next(iterator)
+    assert len(read) == 2
+
+
+def test_images_that_the_mapper_leaves_out_are_replaced_by_any_other() -> None:
+    def build(seed: int) -> TrainStream:
+        return TrainStream(
+            dataset(40),
+            mapper=lambda entry: entry if entry["id"] >= 30 else None,
+            batch_size=40,
+            seed=seed,
+        )
+
+    drawn = [[entry["id"] for entry in next(iter(build(seed)))] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    counts = [drawn[0].count(kept) for kept in range(30, 40)]
+    assert sum(counts) == 40
+    assert min(counts) >= 1  # each stands in the stream once for itself
+    assert max(counts) < 12  # the next in order would stand there 31 times
+
+
+def test_a_mapper_that_wants_no_image_is_named() -> None:
+    stream = TrainStream(dataset(2), mapper=lambda entry: None, batch_size=1)
+    with pytest.raises(UserError, match="1000 images"):
+        next(iter(stream))
+
+
+def test_too_few_images_for_the_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
+    with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
+        make_stream(batch_size=2)
+
+
+def test_an_empty_set_and_one_without_sizes_are_refused() -> None:
+    with pytest.raises(UserError, match="training set"):
+        TrainStream([], mapper=augment, batch_size=1)
+    with pytest.raises(UserError, match=r"DATALOADER\.ASPECT_RATIO_GROUPING"):
+        TrainStream([{"id": 1}], mapper=augment, batch_size=1, aspect_ratio_grouping=True)
+
+
+@pytest.mark.parametrize(("length", "parts"), [(0, 1), (5, 1), (5, 2), (5, 5), (7, 3), (2, 4)])
+def test_cut_keeps_order_and_balances(length: int, parts: int) -> None:
+    pieces = cut(range(length), parts)
+    assert list(itertools.chain.from_iterable(pieces)) == list(range(length))
+    assert len(pieces) == parts
+    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+@pytest.fixture
+def annotated() -> Any:
+    """A registered set of eight images; the last two alone have boxes of class 1."""
+    name = "stream_annotated"
+    entries = [
+        {**entry, "annotations": [{"category_id": int(entry["id"] >= 6), "iscrowd": 0}]}
+        for entry in dataset(8)
+    ]
+    DatasetCatalog.register(name, lambda: entries)
+    yield name
+    DatasetCatalog.remove(name)
+
+
+def config(name: str, sampler: str) -> CfgNode:
+    cfg = get_cfg()
+    cfg.DATASETS.TRAIN = (name,)
+    cfg.DATALOADER.SAMPLER_TRAIN = sampler
+    cfg.DATALOADER.REPEAT_THRESHOLD = 1.0
+    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.5
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    cfg.SEED = 1
+    return cfg
+
+
+def indices(stream: TrainStream, steps: int) -> list[int]:
+    return [index for batch in itertools.islice(stream.batches(), steps) for _, index in batch]
+
+
+def test_repeat_factors_show_rare_classes_more_often(annotated: str) -> None:
+    seen = indices(build_train_stream(config(annotated, "RepeatFactorTrainingSampler")), 40)
+    # A share of 6/8 and of 2/8 of the images: repeated sqrt(8/6) and sqrt(8/2) times.
+    rare, common = (sum(seen.count(i) for i in group) / len(group) for group in ((6, 7), range(6)))
+    assert rare / common == pytest.approx((8 / 2) ** 0.5 / (8 / 6) ** 0.5, rel=0.15)
+
+
+def test_an_unknown_sampler_is_named(annotated: str) -> None:
+    with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):
+        build_train_stream(config(annotated, "Weighted"))
+
+
+def private_megabytes(pid: int) -> float:
+    """Returns the memory that a process shares with no other."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_workers_share_the_annotations() -> None:
+    def grown_by(megabytes: int) -> float:
+        entries = [{"id": i, "text": f"{i % 10}" * 2**15} for i in range(megabytes * 32)]
+        stream = TrainStream(
+            entries, mapper=lambda e: {"n": len(e["text"])}, batch_size=8, num_workers=2
+        )
+        entries.clear()
+        iterator = iter(stream)
+        for _ in range(megabytes * 4):  # every worker reads half of all
+            next(iterator)
+        return max(private_megabytes(child.pid or 0) for child in active_children())
+
+    small = grown_by(1)
+    assert grown_by(64) - small < 16

@@ -1,0 +1,149 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Files of each format agree with PyTorch at sizes they were not traced at, or are not written."""
+
+import contextlib
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qbheat_det.checkpoint import load_run_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.export import ExportedModel, export_model
+from qbheat_det.export.graph import ExportableModel, build_exportable
+from tests.export.tiny_models import build, make_config, save, save_model, save_photos
+from tests.tool_modules import load_tool
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``photos``."""
+    root = tmp_path_factory.mktemp("files")
+    save_photos(root / "photos")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        ("two_maps", ".onnx"),
+        ("two_maps", ".pt2"),
+        ("mf_detr", ".onnx"),
+        ("fcos", ".onnx"),
+        ("qb_heat", ".onnx"),
+    ],
+)
+@pytest.mark.slow
+def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str, suffix: str) -> None:
+    if suffix == ".onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    cfg = load_run_config(save(root / f"{kind}{suffix[1:]}", kind), device="cpu")
+    output = root / f"{kind}{suffix}"
+    report = export_model(cfg, output, images=[str(root / "photos")])
+    assert [row.num_images for row in report.rows] == [3, 4, 8]
+    assert all(row.holds(1e-4) and row.num_values > 5 * row.num_images for row in report.rows)
+    model = ExportedModel.open(output, device="cpu")
+    assert model.info.class_names == tuple(cfg.MODEL.CLASS_NAMES)
+    assert model.info.category_ids == tuple(cfg.MODEL.CATEGORY_IDS)
+    assert (model.info.pixel_format, model.info.model) == ("RGB", cfg.MODEL.META_ARCHITECTURE)
+    assert str(root) not in model.info.config
+    # Of another size; one image gives the same as in a batch.
+    images = np.random.default_rng(1).integers(0, 256, (3, 41, 57, 3), dtype=np.uint8)
+    together, alone = model.run(images), model.run(images[2:])
+    for name, value in alone.items():
+        np.testing.assert_allclose(value, together[name][2:], rtol=1e-3, atol=1e-4)
+
+
+class _Touch:
+    """Content of a malicious pickle: unpickled, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture(scope="module")
+def program(root: Path) -> tuple[list[str], str]:
+    """Arguments of tools/export.py for a classifier as torch.export, and what it prints."""
+    cfg = make_config("classifier", INPUT__CLASSIFY__TEST_CROP=1.0)
+    arguments = ["--weights", save_model(root / "classifier", cfg)]
+    arguments += ["--images", str(root / "photos"), "--output", str(root / "classifier.pt2")]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        load_tool("export").main([*arguments, "--format", "torch_export"])
+    return arguments, printed.getvalue()
+
+
+def test_the_tool_prints_the_differences_and_keeps_existing_files(
+    program: tuple[list[str], str], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, printed = program
+    rows = [line.split() for line in printed.splitlines()]
+    assert rows[0] == ["batch", "images", "compared", "difference"]
+    assert [row[:3] for row in rows[1:4]] == [["1", "3", "9"], ["2", "4", "12"], ["8", "8", "24"]]
+    content = Path(arguments[-1]).read_bytes()
+    for changed in (
+        arguments,
+        [*arguments[:-1], str(root / "x.ts")],
+        [*arguments, "--format", "onnx"],
+        [*arguments, "--overwrite", "--tolerance", "0"],
+        [*arguments, "--overwrite", "--weights", "x.pth"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            load_tool("export").main(changed)
+        assert "--" in capsys.readouterr().err
+    assert Path(arguments[-1]).read_bytes() == content
+
+
+def test_a_program_of_torch_export_gives_the_scores_of_its_model(
+    program: tuple[list[str], str],
+) -> None:
+    cfg = make_config("classifier", INPUT__CLASSIFY__TEST_CROP=1.0)
+    # Of the model's own size, so that nothing is resized.
+    images = np.random.default_rng(1).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    with torch.no_grad():
+        found = build(cfg)([{"image": torch.from_numpy(x).permute(2, 0, 1)} for x in images])
+    scores = torch.from_numpy(ExportedModel.open(program[0][-1])(images))
+    torch.testing.assert_close(scores, torch.stack([one["scores"] for one in found]))
+
+
+def test_pickles_and_libraries_in_a_program_are_not_run(
+    program: tuple[list[str], str], root: Path
+) -> None:
+    changed, trace = root / "changed.pt2", root / "it_was_run"
+    with zipfile.ZipFile(program[0][-1]) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    pickles = [name for name in members if "/data/" in name and members[name][:2] == b"PK"]
+    assert pickles
+    stream = io.BytesIO()
+    torch.save((_Touch(trace),), stream)
+    library = f"{pickles[0].split('/')[0]}/data/aotinductor/model/a.so"
+    for name, content in [*((name, stream.getvalue()) for name in pickles), (library, b"\x7fELF")]:
+        with zipfile.ZipFile(changed, "w") as archive:
+            for member, old in (members | {name: content}).items():
+                archive.writestr(member, old)
+        with pytest.raises(UserError, match=r"changed\.pt2"):
+            ExportedModel.open(changed)
+        assert not trace.exists()
+
+
+def test_a_file_that_does_not_agree_is_not_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_another(model: nn.Module, *args: object, **kwargs: object) -> ExportableModel:
+        exportable = build_exportable(model, *args, **kwargs)  # type: ignore[arg-type]
+        exportable.preprocessing.mean.add_(100)
+        return exportable
+
+    monkeypatch.setattr("qbheat_det.export.api.build_exportable", build_another)
+    cfg = load_run_config(save(root / "other", "classifier"), device="cpu")
+    with pytest.raises(UserError, match=r"--tolerance(?s:.*)differs"):
+        export_model(cfg, root / "new" / "x.pt2", images=[str(root / "photos")])
+    assert not (root / "new").exists()

@@ -1,0 +1,142 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The module that is exported, in PyTorch: a batch gives what the predictor gives of each image."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from detectron2.engine import DefaultPredictor
+from torch import Tensor, nn
+from torch.export import Dim
+from torchvision.ops import nms
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine.predict import build_predictor
+from qbheat_det.export.agreement import build_reference
+from qbheat_det.export.graph import build_exportable, trace
+from qbheat_det.export.heads import EMPTY, suppress_overlaps
+from qbheat_det.export.onnx import suppress_operator, write_onnx
+from qbheat_det.export.runtime import to_instances
+from tests.export.tiny_models import TwoMaps, build, make_config, save
+
+
+def _noise(number: int, height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (number, height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(("kind", "pixel_format"), [("retinanet", "BGR"), ("mf_detr", "RGB")])
+def test_a_batch_gives_what_the_predictor_finds_in_each_image(
+    tmp_path: Path, kind: str, pixel_format: str
+) -> None:
+    cfg = make_config(kind, INPUT__FORMAT=pixel_format)
+    cfg.MODEL.WEIGHTS = save(tmp_path / "run", kind)
+    predictor = build_predictor(cfg)
+    exportable = build_exportable(predictor.model, cfg)
+    assert str(tmp_path) not in exportable.info.config
+    images = _noise(3, 75, 90)
+    with torch.no_grad():
+        outputs = exportable(torch.from_numpy(images))
+    named = {name: x.numpy() for name, x in zip(exportable.info.outputs, outputs, strict=True)}
+    for found, image in zip(to_instances(named, (75, 90)), images, strict=True):
+        bgr = image if pixel_format == "BGR" else image[:, :, ::-1]
+        expected = predictor(bgr)["instances"]
+        expected = expected[expected.scores.argsort(descending=True)]
+        assert len(found) == len(expected) > 5
+        torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found.pred_boxes.tensor, expected.pred_boxes.tensor, rtol=0, atol=2e-3
+        )
+        torch.testing.assert_close(found.pred_classes, expected.pred_classes)
+
+
+def test_fcos_gives_what_detectron2_gives() -> None:
+    cfg = make_config("fcos")
+    model = build(cfg)
+    images = _noise(2, 64, 80)  # of the test's size, so that nothing is resized
+    with torch.no_grad():
+        boxes, scores, labels, counts = build_exportable(model, cfg)(torch.from_numpy(images))
+        for index, image in enumerate(images):
+            pixels = torch.from_numpy(image).permute(2, 0, 1)
+            expected = model([{"image": pixels}])[0]["instances"]
+            count = int(counts[index])
+            assert count == len(expected) > 5
+            torch.testing.assert_close(scores[index, :count], expected.scores)
+            torch.testing.assert_close(boxes[index, :count], expected.pred_boxes.tensor)
+            torch.testing.assert_close(labels[index, :count], expected.pred_classes)
+
+
+def test_mf_detr_on_a_backbone_that_needs_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = make_config("mf_detr", MODEL__BACKBONE__NAME="TwoMaps")
+    cfg.MODEL.MF_DETR.IN_FEATURES = ["s8", "s16"]
+    monkeypatch.setattr(TwoMaps, "size_divisibility", 32)
+    model = build(cfg)
+    images = _noise(2, 64, 75)
+    with torch.no_grad():
+        boxes, scores, _, _ = build_exportable(model, cfg)(torch.from_numpy(images))
+        entry = {"image": torch.from_numpy(images[1]).permute(2, 0, 1)}
+        expected = model([entry])[0]["instances"]
+    order = expected.scores.argsort(descending=True)
+    torch.testing.assert_close(scores[1], expected.scores[order])
+    torch.testing.assert_close(boxes[1], expected.pred_boxes.tensor[order], rtol=1e-5, atol=1e-4)
+
+
+def _suppress_naively(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:
+    result = torch.full_like(scores, EMPTY)
+    for image in range(len(boxes)):
+        for label in range(3):
+            of_class = ((labels[image] == label) & (scores[image] > EMPTY)).nonzero()[:, 0]
+            kept = of_class[nms(boxes[image, of_class], scores[image, of_class], overlap)]
+            result[image, kept] = scores[image, kept]
+    return result
+
+
+class _Suppress(nn.Module):
+    """From rows (N, M, 6) of box, score and label to the scores (N, M) that are kept."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return suppress_operator(rows[..., :4], rows[..., 4], rows[..., 5].long(), 3, 0.3)
+
+
+def test_overlaps_are_suppressed_image_by_image_and_class_by_class(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    corners = 1300 * torch.rand(3, 200, 2)
+    boxes = torch.cat([corners, corners + 300 * torch.rand(3, 200, 2)], dim=2)
+    scores, labels = torch.rand(3, 200), torch.randint(3, (3, 200))
+    scores[torch.rand(3, 200) < 0.2] = EMPTY
+    expected = _suppress_naively(boxes, scores, labels, 0.3)
+    assert 0 < (expected > EMPTY).sum() < (scores > EMPTY).sum()
+    torch.testing.assert_close(suppress_overlaps(boxes, scores, labels, 3, 0.3), expected)
+    empty = torch.full_like(scores, EMPTY)
+    torch.testing.assert_close(suppress_overlaps(boxes, empty, labels, 3, 0.3), empty)
+    # The same in ONNX, traced at another number of images and boxes.
+    rows = torch.cat([boxes, scores[..., None], labels[..., None].float()], dim=2)
+    program = trace(_Suppress(), (rows[:2, :50].clone(),), ({0: Dim.AUTO, 1: Dim.AUTO},))
+    write_onnx(program, tmp_path / "x.onnx", inputs=["rows"], outputs=["kept"], metadata={})
+    session = onnxruntime.InferenceSession(str(tmp_path / "x.onnx"))
+    (kept,) = session.run(None, {"rows": rows.numpy()})
+    torch.testing.assert_close(torch.from_numpy(kept), expected)
+
+
+@pytest.mark.parametrize("kind", ["classifier", "qb_heat"])
+def test_classifiers_and_backbones_give_what_the_package_computes(kind: str) -> None:
+    cfg = make_config(kind, INPUT__CLASSIFY__TEST_CROP=0.875)
+    model = build(cfg)
+    exportable = build_exportable(model, cfg)
+    predictor = cast(DefaultPredictor, SimpleNamespace(model=model))
+    reference = build_reference(predictor, cfg, exportable.info.task)
+    images = _noise(2, 50, 70)
+    with torch.no_grad():
+        outputs = exportable(torch.from_numpy(images))
+    for name, values in zip(exportable.info.outputs, outputs, strict=True):
+        for index in range(2):
+            expected = torch.from_numpy(reference(images[index])[name])
+            torch.testing.assert_close(values[index : index + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(UserError, match="Identity"):
+        build_exportable(torch.nn.Identity(), make_config("retinanet"))

@@ -1,0 +1,237 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""ExportedModel, tools/run_onnx.py and tools/predict.py on hand-written files."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.export import ExportedModel, ImageSizeError, SharedEncoderModel
+from tests.tool_modules import TOOLS, load_tool
+
+pytest.importorskip("onnxruntime")
+from tests.export.handmade import (
+    CLASSIFIER,
+    DETECTOR,
+    ENCODER,
+    describe,
+    save_image,
+    save_rotated,
+    write,
+    write_shared,
+)
+
+
+@pytest.fixture(scope="module")
+def run_onnx() -> ModuleType:
+    return load_tool("run_onnx")
+
+
+@pytest.fixture(scope="module")
+def predict() -> ModuleType:
+    return load_tool("predict")
+
+
+def _truncate(folder: Path) -> Path:
+    path = write(folder / "x.onnx", DETECTOR, **describe())
+    path.write_bytes(path.read_bytes()[:100])
+    return path
+
+
+def _without_heads(folder: Path) -> Path:
+    for head in write_shared(folder).glob("head_*.onnx"):
+        head.unlink()
+    return folder
+
+
+def _without_encoder(folder: Path) -> Path:
+    (write_shared(folder) / "encoder.onnx").unlink()
+    return folder
+
+
+def _empty(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+_INVALID: dict[str, Callable[[Path], Path]] = {
+    "missing": lambda folder: folder / "x.onnx",
+    "truncated": _truncate,
+    "without a description": lambda folder: write(folder / "x.onnx", DETECTOR),
+    "with other outputs": lambda folder: write(folder / "x.onnx", ENCODER, **describe()),
+    "without class names": lambda folder: write(
+        folder / "x.onnx", DETECTOR, **describe(class_names=None)
+    ),
+    "empty folder": _empty,
+    "without heads": _without_heads,
+    "without encoder": _without_encoder,
+    "of another encoder": lambda folder: write_shared(folder, other="b"),
+}
+
+
+@pytest.mark.parametrize("name", _INVALID)
+def test_invalid_files_are_refused_by_name(
+    run_onnx: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _INVALID[name](tmp_path / "model")
+    assert run_onnx.main([str(path), "photo.jpg"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        ExportedModel.open(path) if path.suffix == ".onnx" else SharedEncoderModel(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("x.ts", None), ("x.pt2", None), ("x.pt2", "cuda"), ("x.onnx", "cuda:0")]
+)
+def test_other_suffixes_and_devices_are_refused(
+    tmp_path: Path, name: str, device: str | None
+) -> None:
+    (tmp_path / name).write_text("no archive")
+    with pytest.raises(UserError):
+        ExportedModel.open(tmp_path / name, device=device)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": None},
+        {"outputs": "boxes"},
+        {"outputs": ["boxes"]},
+        {"config": 5},
+        {"class_names": "cat"},
+        {"category_ids": [True]},
+        {"score_threshold": "low"},
+        {"format": True},
+        {"format": 2},
+        {"surprise": 1},
+    ],
+)
+def test_descriptions_with_other_types_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = write(tmp_path / "x.onnx", DETECTOR, **describe(**changes))
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        ExportedModel.open(path)
+
+
+def test_other_images_and_failures_inside_are_errors(tmp_path: Path) -> None:
+    model = ExportedModel.open(write(tmp_path / "x.onnx", DETECTOR, **describe()), device="cpu")
+    images = np.zeros((2, 4, 5, 3), np.uint8)
+    for strange in (images[0], images[:0], images[:, :0], images[..., :2], images.astype(float)):
+        with pytest.raises(ValueError, match="uint8"):
+            model(strange)
+    (found,) = model(images[:1])
+    assert found.pred_boxes.tensor.tolist() == [[0, 0, 5, 4]]
+    fails = ExportedModel(model.path, model.info, lambda images: {"boxes": images[9]})
+    with pytest.raises(UserError, match=r"x\.onnx"):
+        fails(images)
+
+
+def test_unreadable_images_are_skipped_and_rotated_ones_turned_upright(
+    run_onnx: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(tmp_path / "detector.onnx", DETECTOR, **describe())
+    Image.fromarray(np.full((4, 4), 9000, dtype=np.uint16)).save(tmp_path / "deep.png")
+    (tmp_path / "text.png").write_text("no image")
+    bad = [str(tmp_path / name) for name in ("none.png", "deep.png", "text.png")]
+    portrait = save_rotated(tmp_path / "portrait.jpg")
+    assert run_onnx.main([str(model), *bad, portrait]) == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["image"] == portrait
+    assert [(one["name"], one["box"]) for one in found["found"]] == [("dog", [0, 0, 20, 40])]
+    assert found["found"][0]["score"] > 0.98  # red is the first channel
+    lines = printed.err.splitlines()
+    assert all(name in line for line, name in zip(lines, bad, strict=True))
+
+
+def test_heads_with_different_padding_take_only_images_that_need_none(
+    run_onnx: ModuleType, predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_shared(tmp_path / "shared", multiple_of=16)
+    sizes = [(64, 96), (64, 90), (90, 64)]  # twice the size after the resize
+    images = [save_image(tmp_path / f"{i}.png", size=size) for i, size in enumerate(sizes)]
+    assert run_onnx.main([str(folder), *images]) == 1
+    printed = capsys.readouterr()
+    box = {"name": "dog", "score": 1.0, "box": [0, 0, 64, 96]}
+    assert json.loads(printed.out) == {"image": images[0], "found": {"one": [box], "two": [box]}}
+    assert [path in line for path, line in zip(images[1:], printed.err.splitlines(), strict=True)]
+    model = SharedEncoderModel(folder, device="cpu")
+    found = model(np.zeros((1, 96, 64, 3), np.uint8))
+    assert found["one"][0].pred_boxes.tensor.tolist() == [[0, 0, 64, 96]]
+    for width, height in sizes[1:]:
+        with pytest.raises(ImageSizeError):
+            model(np.zeros((1, height, width, 3), np.uint8))
+    arguments = ["--weights", str(folder / "head_one.onnx"), "--json", str(tmp_path / "r.json")]
+    assert predict.main([*arguments, "--device", "cpu", "--input", *images]) == 1
+    (one,) = json.loads((tmp_path / "r.json").read_text())
+    assert (one["file_name"], one["bbox"]) == ("0.png", [0, 0, 64, 96])
+    assert run_onnx.main([str(write_shared(tmp_path / "any")), *images]) == 0
+
+
+@pytest.mark.parametrize(("pixel_format", "score"), [("RGB", 1.0), ("BGR", 0.0)])
+def test_predict_gives_a_detector_its_pixel_format_and_category_ids(
+    predict: ModuleType, tmp_path: Path, pixel_format: str, score: float
+) -> None:
+    weights = write(tmp_path / "m.onnx", DETECTOR, **describe(pixel_format=pixel_format))
+    arguments = ["--weights", str(weights), "--input", save_image(tmp_path / "red.png")]
+    arguments += ["--json", str(tmp_path / "r.json"), "--output", str(tmp_path / "drawn")]
+    assert predict.main([*arguments, "--score-threshold", "0", "--device", "cpu"]) == 0
+    (found,) = json.loads((tmp_path / "r.json").read_text())
+    assert (found["category_id"], found["bbox"]) == (9, [0, 0, 64, 96])
+    assert found["score"] == pytest.approx(score)
+    assert (np.asarray(Image.open(tmp_path / "drawn" / "red.png")) != (255, 0, 0)).any()
+
+
+def test_predict_names_the_classes_of_an_exported_classifier(
+    predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = write(tmp_path / "m.onnx", CLASSIFIER, **describe("classification"))
+    (tmp_path / "in").mkdir()
+    save_image(tmp_path / "in" / "a.png", (10, 49, 141))
+    (tmp_path / "in" / "b.png").write_text("no image")
+    (tmp_path / "in" / "c.mp4").write_text("no video")
+    arguments = ["--weights", str(weights), "--input", str(tmp_path / "in"), "--device", "cpu"]
+    assert predict.main([*arguments, "--json", str(tmp_path / "r.json")]) == 1
+    errors = capsys.readouterr().err
+    assert "b.png" in errors
+    assert "c.mp4" in errors
+    (found,) = json.loads((tmp_path / "r.json").read_text())
+    assert [entry["name"] for entry in found["classes"]] == ["blue", "green", "red"]
+    scores = [entry["score"] for entry in found["classes"]]
+    np.testing.assert_allclose(scores, [141 / 200, 49 / 200, 10 / 200], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mistake", ["override", "backbone", "missing"])
+def test_predict_refuses_what_an_exported_file_cannot_do(
+    predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    weights = write(tmp_path / "m.onnx", DETECTOR, **describe())
+    if mistake == "backbone":
+        weights = write(tmp_path / "b.onnx", ENCODER, **describe("features"))
+    elif mistake == "missing":
+        weights = tmp_path / "none.onnx"
+    arguments = ["--weights", str(weights), "--input", save_image(tmp_path / "a.png")]
+    arguments += ["--json", str(tmp_path / "r.json"), "--device", "cpu"]
+    overrides = ["INPUT.MIN_SIZE_TEST", "48"] if mistake == "override" else []
+    with pytest.raises(SystemExit, match="2"):
+        predict.main([*arguments, *overrides])
+    assert str(weights) in capsys.readouterr().err
+
+
+def test_the_code_in_the_docs_finds_the_same_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (TOOLS.parent / "docs" / "deploying.md").read_text(encoding="utf-8")
+    code = next(re.finditer(r"```python\n(.*?)```", page, flags=re.DOTALL))[1]
+    write(tmp_path / "detector.onnx", DETECTOR, **describe())
+    save_rotated(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs/deploying.md", "exec"), {})
+    assert re.fullmatch(r"dog (0\.9\d*|1\.0) \[ *0\. +0\. +20\. +40\.\]\n", capsys.readouterr().out)

@@ -1,0 +1,236 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Models split behind a shared backbone: the parts give the results of the whole models."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from qbheat_det.checkpoint import load_run_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine.classify import is_classifier
+from qbheat_det.engine.predict import build_predictor
+from qbheat_det.export import SharedEncoderModel
+from qbheat_det.export.agreement import build_reference
+from qbheat_det.export.graph import ExportableModel, build_exportable
+from qbheat_det.export.shared_encoder import BranchHead, SharedEncoder, split_models
+from tests.export.tiny_models import build, make_config, save, save_photos
+from tests.tool_modules import TOOLS, load_tool
+
+
+def _exportable(kind: str, seeds: dict[str, int] | None = None, **changes: Any) -> ExportableModel:
+    cfg = make_config(kind, **changes)
+    return build_exportable(build(cfg, **(seeds or {})), cfg)
+
+
+def _assert_equal(
+    encoder: SharedEncoder,
+    heads: dict[str, BranchHead],
+    models: dict[str, ExportableModel],
+    images: Tensor,
+) -> None:
+    with torch.no_grad():
+        *maps, sizes = encoder(images)
+        features = dict(zip(encoder.names, maps, strict=True))
+        for name, model in models.items():
+            outputs = heads[name]([features[read] for read in heads[name].names], sizes)
+            torch.testing.assert_close(outputs, model(images), rtol=1e-5, atol=1e-5)
+
+
+def _images(height: int, width: int) -> Tensor:
+    return torch.randint(0, 256, (2, height, width, 3), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", ["retinanet", "mf_detr"])
+def test_heads_of_one_kind_share_an_encoder_on_images_of_any_size(kind: str) -> None:
+    models = {name: _exportable(kind, {"head_seed": seed}) for seed, name in enumerate("ab")}
+    encoder, heads = split_models(models)
+    assert encoder.multiple_of == 0
+    _assert_equal(encoder, heads, models, _images(75, 90))
+
+
+def test_heads_of_two_kinds_share_one_on_images_without_padding() -> None:
+    models = {kind: _exportable(kind) for kind in ("retinanet", "mf_detr")}
+    encoder, heads = split_models(models)
+    # Neither backbone alone gives all three: the FPN's has no s16_expanded, MF-DETR's no s16.
+    assert encoder.names == ["s8", "s16", "s16_expanded"]
+    assert encoder.multiple_of == 16
+    _assert_equal(encoder, heads, models, _images(96, 120))  # 64 x 80 after the resize
+
+
+def test_the_hash_depends_on_weights_and_preprocessing_of_the_encoder_only() -> None:
+    one, two, *others = (
+        split_models({"a": _exportable("two_maps", seeds, **changes)})[0].hash()
+        for seeds, changes in (
+            ({"head_seed": 1}, {}),
+            ({"head_seed": 2}, {}),
+            ({"backbone_seed": 5}, {}),
+            ({"head_seed": 1}, {"INPUT__MIN_SIZE_TEST": 80}),
+        )
+    )
+    assert one == two
+    assert len({one, *others}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "difference"),
+    [
+        ("two_maps", {"seeds": {"backbone_seed": 5}}, "coarse.weight"),
+        ("two_maps", {"INPUT__MIN_SIZE_TEST": 80}, "size of test images"),
+        ("two_maps", {"MODEL__PIXEL_MEAN": [1.0, 2.0, 3.0]}, "MODEL.PIXEL_MEAN"),
+        ("two_maps", {"INPUT__FORMAT": "BGR"}, "INPUT.FORMAT"),
+        ("retinanet", {}, "type of the backbone"),
+    ],
+)
+def test_models_that_cannot_share_an_encoder_are_refused(
+    kind: str, changes: dict[str, Any], difference: str
+) -> None:
+    models = {"fish": _exportable("two_classes"), "boats": _exportable(kind, **changes)}
+    with pytest.raises(UserError, match=f"(?s)'fish'.*'boats'.*{difference}|'boats'.*{difference}"):
+        split_models(models)
+
+
+def test_heads_are_named_by_the_user_their_file_or_their_run() -> None:
+    name_heads = load_tool("export").name_heads
+    weights = ["a=x/model_final.pth", "runs/fish/model_final.safetensors", "runs/boats.pth"]
+    assert list(name_heads(weights).items()) == [
+        ("a", "x/model_final.pth"),
+        ("fish", "runs/fish/model_final.safetensors"),
+        ("boats", "runs/boats.pth"),
+    ]
+    assert list(name_heads(["qbheat://retinanet/285M_aquarium"])) == ["285M_aquarium"]
+    for invalid in (["fish/model_final.pth", "fish/model_best.pth"], ["a b=fish.pth"]):
+        with pytest.raises(ValueError, match="--weights NAME="):
+            name_heads(invalid)
+
+
+# Detectors' graphs are much larger, and take the exporter much longer.
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("classifier", "two_labels"),
+        pytest.param(("two_maps", "two_classes"), marks=pytest.mark.slow),
+    ],
+    ids=["classifiers", "detectors"],
+)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder: the runs ``one`` and ``two``, ``photos``, and ``shared``, which the tool wrote.
+
+    An older export was in ``shared``, beside a file of the user's own.
+    """
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    root = tmp_path_factory.mktemp("exported")
+    (root / "shared").mkdir()
+    for name in ("encoder", "head_one", "mine"):
+        (root / "shared" / f"{name}.onnx").write_bytes(b"older")
+    arguments = ["--shared-encoder", "--images", save_photos(root / "photos"), "--overwrite"]
+    arguments += ["--output", str(root / "shared")]
+    for seed, (name, kind) in enumerate(zip(("one", "two"), request.param, strict=True)):
+        arguments += ["--weights", save(root / name, kind, head_seed=seed)]
+    load_tool("export").main(arguments)
+    return root
+
+
+def _pixels(exported: Path, index: int = 0) -> np.ndarray[Any, Any]:
+    return np.asarray(Image.open(exported / "photos" / f"{index}.png"))[None]
+
+
+def _scores(result: Any) -> Any:
+    """Returns the scores of the first image, whatever the head."""
+    return result[0].scores.numpy() if isinstance(result, list) else result[0]
+
+
+def _compute_scores(weights: Path, image: np.ndarray[Any, Any]) -> Any:
+    cfg = load_run_config(str(weights), device="cpu")
+    predictor = build_predictor(cfg)
+    if is_classifier(cfg):
+        return build_reference(predictor, cfg, "classification")(image)["scores"][0]
+    scores = predictor(image[:, :, ::-1])["instances"].scores
+    return scores.sort(descending=True).values.numpy()
+
+
+def test_the_encoder_runs_once_and_every_head_gives_the_scores_of_its_model(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path.name: path.read_bytes() for path in (exported / "shared").iterdir()}
+    assert sorted(files) == ["encoder.onnx", "head_one.onnx", "head_two.onnx", "mine.onnx"]
+    assert [name for name, content in files.items() if content == b"older"] == ["mine.onnx"]
+    model = SharedEncoderModel(exported / "shared", device="cpu")
+    sizes = []
+    encode = SharedEncoderModel.encode
+
+    def count(self: SharedEncoderModel, images: Any) -> Any:
+        sizes.append(len(images))
+        return encode(self, images)
+
+    monkeypatch.setattr(SharedEncoderModel, "encode", count)
+    found = model(_pixels(exported))
+    assert sizes == [1]
+    assert [len(model.heads[name].info.class_names) for name in ("one", "two")] == [3, 2]
+    for name, result in found.items():
+        expected = _compute_scores(
+            exported / name / "model_final.safetensors", _pixels(exported)[0]
+        )
+        np.testing.assert_allclose(_scores(result), expected, atol=1e-4)
+    together = model(np.concatenate([_pixels(exported, 1)] * 3))["one"]
+    alone = model.heads["one"](_pixels(exported, 1))
+    for index in range(3):
+        scores = _scores(together[index : index + 1])
+        np.testing.assert_allclose(scores, _scores(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]])
+def test_files_in_the_folder_are_kept(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    name = "head_older.onnx" if words else "encoder.onnx"
+    (tmp_path / name).write_bytes(b"older")
+    weights = str(exported / "one" / "model_final.safetensors")
+    arguments = ["--shared-encoder", "--weights", weights, "--output", str(tmp_path), *words]
+    with pytest.raises(SystemExit, match="2"):
+        load_tool("export").main(arguments)
+    assert name in capsys.readouterr().err
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"older"]
+
+
+def test_onnxruntime_and_numpy_are_enough_to_run_it(exported: Path, tmp_path: Path) -> None:
+    # As on a machine without them: importing any of these fails.
+    program = (
+        "import runpy, sys\n"
+        "sys.modules.update(dict.fromkeys(['torch', 'torchvision', 'detectron2', 'qbheat_det']))\n"
+        f"runpy.run_path({str(TOOLS / 'run_onnx.py')!r}, run_name='__main__')\n"
+    )
+    arguments = [str(exported / "shared"), str(exported / "photos" / "0.png")]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--score-threshold", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)["found"]
+    model = SharedEncoderModel(exported / "shared", device="cpu")
+    for name, result in model(_pixels(exported)).items():
+        scores = _scores(result)
+        assert [one["score"] for one in found[name]] == pytest.approx(sorted(scores)[::-1])
+        labels = np.argsort(-scores).tolist()
+        if isinstance(result, list):
+            boxes = [one["box"] for one in found[name]]
+            np.testing.assert_allclose(boxes, result[0].pred_boxes.tensor, rtol=1e-6)
+            labels = result[0].pred_classes.tolist()
+        classes = model.heads[name].info.class_names
+        assert [one["name"] for one in found[name]] == [classes[label] for label in labels]
+    head = ["--weights", str(exported / "shared" / "head_two.onnx"), "--device", "cpu"]
+    head += ["--input", arguments[1], "--json", str(tmp_path / "r.json"), "--score-threshold", "0"]
+    assert load_tool("predict").main(head) == 0
+    first, *_ = json.loads((tmp_path / "r.json").read_text())
+    score = first["score"] if "score" in first else first["classes"][0]["score"]
+    assert score == pytest.approx(found["two"][0]["score"])
