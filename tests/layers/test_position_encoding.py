@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Sine codes: by hand, against the naive loop, and inside a padded batch."""
 
-import math
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -10,22 +8,6 @@ from torch.testing import assert_close
 from qbheat_det.layers import SinePositionEncoding, padding_mask
 
 from ..modeling.reference_mf_decoder import pixels, sine_code
-
-
-def test_four_channels_are_sine_and_cosine_of_row_then_column() -> None:
-    code = SinePositionEncoding(channels=4)((2, 4))  # one frequency: 2 pi for the last position
-    assert code.shape == (1, 8, 4)
-    # Row 2 of 2 and column 1 of 4: phases 2 pi and pi / 2.
-    assert_close(code[0, 4], torch.tensor([0.0, 1.0, 1.0, 0.0]), rtol=0, atol=1e-5)
-    # Row 1 of 2 and column 3 of 4: phases pi and 3 pi / 2.
-    assert_close(code[0, 2], torch.tensor([0.0, -1.0, -1.0, 0.0]), rtol=0, atol=1e-5)
-
-
-def test_the_second_frequency_is_lower_by_the_root_of_the_temperature() -> None:
-    code = SinePositionEncoding(channels=8, temperature=100.0)((1, 1))[0, 0]
-    expected = torch.tensor([math.sin(2 * math.pi / 10), math.cos(2 * math.pi / 10)])
-    assert_close(code[2:4], expected, rtol=0, atol=1e-5)
-    assert_close(code[6:8], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 2), (1, 9)])
@@ -42,8 +24,3 @@ def test_an_image_of_a_padded_batch_has_the_code_that_it_has_alone() -> None:
     for image, (height, width) in zip(code.unflatten(1, (5, 7)), sizes, strict=True):
         alone = encoding((height, width))[0].unflatten(0, (height, width))
         assert_close(image[:height, :width], alone, rtol=0, atol=0)
-
-
-def test_a_code_needs_channels_divisible_by_four() -> None:
-    with pytest.raises(ValueError):
-        SinePositionEncoding(channels=6)

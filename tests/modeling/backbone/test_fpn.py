@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
-from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.backbone.fpn import StridedLevels
 
 
@@ -42,23 +41,6 @@ def test_levels_have_the_strides_of_their_names(
         assert maps[name].shape == (1, 32, -(-128 // stride), -(-192 // stride))
 
 
-def test_an_input_that_the_bottom_up_does_not_give_is_named() -> None:
-    cfg = get_cfg()
-    cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
-    cfg.MODEL.FPN.BOTTOM_UP = "timm:resnet18"
-    cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4"]
-    with pytest.raises(ValueError, match="resnet18"):
-        build_backbone(cfg)
-
-
-def test_the_older_name_builds_a_pyramid_on_a_mobile_former() -> None:
-    cfg = get_cfg()
-    cfg.MODEL.BACKBONE.NAME = "build_mobile_former_fpn_backbone"
-    cfg.MODEL.FPN.BOTTOM_UP = "timm:resnet18"
-    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
-    assert isinstance(build_backbone(cfg).bottom_up, MobileFormer)
-
-
 def test_a_relu_stands_before_p7_alone() -> None:
     levels = StridedLevels(channels=4, in_feature="p5", num_levels=2)
     x = torch.randn(1, 4, 16, 16)
@@ -66,13 +48,3 @@ def test_a_relu_stands_before_p7_alone() -> None:
     first, second = (conv for conv in levels.convs if isinstance(conv, nn.Conv2d))
     torch.testing.assert_close(p6, first(x))
     torch.testing.assert_close(p7, second(F.relu(p6)))
-
-
-def test_a_relu_stands_before_the_third_new_level_and_no_other() -> None:
-    levels = StridedLevels(channels=4, in_feature="p4", num_levels=3)
-    x = torch.randn(1, 4, 16, 16)
-    p5, p6, p7 = levels(x)
-    convs = [conv for conv in levels.convs if isinstance(conv, nn.Conv2d)]
-    torch.testing.assert_close(p5, convs[0](x))
-    torch.testing.assert_close(p6, convs[1](p5))
-    torch.testing.assert_close(p7, convs[2](F.relu(p6)))

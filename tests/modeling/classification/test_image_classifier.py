@@ -115,20 +115,6 @@ def test_a_frozen_encoder_is_bit_equal_after_training_statistics_too(
         assert torch.equal(tensor, before[name]) == name.startswith("backbone."), name
 
 
-def test_no_graph_is_kept_of_a_frozen_encoder_and_it_stays_in_evaluation_mode() -> None:
-    frozen, trained = make_model(FROZEN).train(), make_model().train()
-    assert frozen.backbone_is_frozen
-    assert not trained.backbone_is_frozen
-    assert not any(module.training for module in frozen.backbone.modules())
-    assert frozen.decoder.training
-    assert trained.backbone.training
-    maps: list[Tensor] = []
-    for model in (frozen, trained):
-        model.backbone.register_forward_hook(lambda _, __, out: maps.append(out["s8_expanded"]))
-        model(make_batch())
-    assert [feature.requires_grad for feature in maps] == [False, True]
-
-
 @pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
 @pytest.mark.parametrize(
     ("mixing", "smoothing"),
@@ -155,15 +141,6 @@ def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(
     # Not by chance that of the labels alone.
     hard = -logs[torch.arange(len(batch)), labels].mean()
     assert abs(float((loss - hard).detach())) > 1e-4
-
-
-def test_images_are_not_mixed_in_evaluation() -> None:
-    model = make_model({"MODEL.CLASSIFIER.MIXUP": 0.8}).eval()
-    seen: list[Tensor] = []
-    model.backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with torch.no_grad():
-        model(make_batch())
-    assert_close(seen[0], model.preprocess_image(make_batch()))
 
 
 @pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
@@ -221,10 +198,3 @@ def test_labels_and_sizes_that_do_not_fit_are_named() -> None:
     batch[1]["image"] = batch[1]["image"][:, :-1]
     with pytest.raises(UserError, match="1\\.png"):
         model(batch)
-
-
-def test_what_the_backbone_does_not_give_and_unknown_decoders_are_named() -> None:
-    with pytest.raises(ValueError, match="s4"):
-        make_model({"MODEL.CLASSIFIER.IN_FEATURE": "s4"})
-    with pytest.raises(ValueError, match="DECODER"):
-        make_model({"MODEL.CLASSIFIER.DECODER": "mlp"})

@@ -2,7 +2,6 @@
 """MoCo-v2 as a whole: its steps against a second implementation, its files, what is refused."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
-from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import FeatureQueue, MoCo, ProjectionHead
-from qbheat_det.modeling.pretrain.moco import check_batch, share_with_own_key
 
 SIZE = 8
 
@@ -65,11 +61,7 @@ def make_batch(count: int = 4, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def make_config(**moco: Any) -> CfgNode:
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.DEVICE = "MoCo", "cpu"
-    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.FREEZE_AT = "MobileFormer", 0
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded"]
-    cfg.INPUT.PRETRAIN.SIZE = 64
+    cfg = make_tiny_config("MoCo")
     cfg.SOLVER.IMS_PER_BATCH = 4
     for key, value in {"HIDDEN_DIM": 16, "DIM": 8, "QUEUE_SIZE": 8, **moco}.items():
         cfg.MODEL.MOCO[key] = value
@@ -161,33 +153,6 @@ def test_groups_give_what_processes_of_that_share_would() -> None:
     assert not torch.isclose(found, make_model()(batch)["loss_contrastive"])
 
 
-def test_gradients_reach_encoder_and_head_alone_and_the_figure_is_a_share() -> None:
-    model = make_model()
-    model(make_batch())["loss_contrastive"].backward()
-    reached = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert reached == {n for n, _ in model.named_parameters() if n.startswith(("backbone", "head"))}
-    assert 0 <= float(model.metrics["contrast_accuracy"]) <= 100
-    model.queue.keys.zero_()
-    model(make_batch(), order=torch.arange(4))
-    images = model.preprocess_image(make_batch())
-    keys = model.preprocess_image(make_batch(), key="image_key")
-    alike = (model.embed(images) * model.embed_keys(keys)).sum(dim=1) > 0
-    torch.testing.assert_close(model.metrics["contrast_accuracy"], 100 * alike.float().mean())
-
-
-def test_in_inference_there_is_an_embedding_of_each_image_and_nothing_changes() -> None:
-    model = make_model().eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        found = model(make_batch(3))
-        single = model(make_batch(3)[1:2])
-    assert [set(entry) for entry in found] == [{"embedding"}] * 3
-    torch.testing.assert_close(found[1]["embedding"], single[0]["embedding"])
-    torch.testing.assert_close(found[0]["embedding"].norm(), torch.tensor(1.0))
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-
-
 def seeded_run(model: MoCo, batches: list[list[dict[str, Any]]]) -> Tensor:
     """Seeds as the trainer does: the order that keys are shuffled in decides how sums round."""
     torch.manual_seed(2)
@@ -215,27 +180,6 @@ def whole(backbone: nn.Module) -> dict[str, Tensor]:
     return {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
 
 
-@pytest.mark.parametrize("to_state", [bare, whole])
-def test_weights_of_an_encoder_go_into_the_copy_too(
-    to_state: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path
-) -> None:
-    torch.manual_seed(5)
-    given = TinyBackbone()
-    given.norm.running_mean.fill_(3.0)  # type: ignore[union-attr, operator]
-    path = tmp_path / "encoder.safetensors"
-    save_weights(str(path), to_state(given), WeightsInfo())
-    model = make_model()
-    head = {name: value.clone() for name, value in model.head.state_dict().items()}
-    SafeCheckpointer(model).load(str(path))
-    for name, value in given.state_dict().items():
-        for own in (model.backbone, model.momentum_backbone.copied):
-            torch.testing.assert_close(own.state_dict()[name], value, rtol=0, atol=0)
-    for name, value in head.items():
-        torch.testing.assert_close(
-            model.momentum_head.copied.state_dict()[name], value, rtol=0, atol=0
-        )
-
-
 def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     trained, path = make_model(momentum=0.9), tmp_path / "moco.safetensors"
     run(trained, [make_batch(seed=seed) for seed in range(3)], 0.3)
@@ -249,11 +193,6 @@ def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     other = nn.ModuleDict({"backbone": TinyBackbone(), "head": nn.Linear(2, 2)})
     SafeCheckpointer(other).load(str(path))
     torch.testing.assert_close(other["backbone"].stem.weight, trained.backbone.stem.weight)
-
-
-def test_children_are_the_encoder_and_what_is_left_behind() -> None:
-    names = {name for name, _ in make_model().named_children()}
-    assert names == {*MoCo.pretrain_only_modules, "backbone"}
 
 
 @pytest.mark.parametrize("backbone", ["MobileFormer", "tokens", "timm:resnet18"])
@@ -276,57 +215,6 @@ def test_any_backbone_serves(backbone: str) -> None:
     assert int(model.queue.next) == 4
 
 
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"TEMPERATURE": 0.0}, "TEMPERATURE"),
-        ({"NORM_GROUPS": 0}, "NORM_GROUPS"),
-        ({"MOMENTUM": 1.1}, "MOMENTUM"),
-        ({"IN_FEATURE": "s32"}, "s32"),
-        ({"DIM": 0}, ""),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        build_model(make_config(**values))
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"QUEUE_SIZE": 10}, "IMS_PER_BATCH"),
-        ({"QUEUE_SIZE": 0}, "QUEUE_SIZE"),
-        ({"NORM_GROUPS": 3}, "NORM_GROUPS"),
-    ],
-)
-def test_sizes_that_do_not_go_with_the_batch_are_refused(
-    values: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(UserError, match=sentence):
-        build_model(make_config(**values))
-
-
-def test_a_group_is_of_two_images_at_least_in_the_smallest_micro_batch() -> None:
-    check_batch(64, 4, batch_size=64, processes=2, accumulate=4)
-    check_batch(4, 1, batch_size=4, processes=2, accumulate=2)  # no groups
-    # Nine images in two micro-batches: of four and of five.
-    check_batch(9, 2, batch_size=9, processes=1, accumulate=2)
-    with pytest.raises(UserError):
-        check_batch(15, 4, batch_size=15, processes=1, accumulate=2)
-
-
-@pytest.mark.parametrize("queue", [32, 128, 256, 400, 512])
-def test_queries_meet_their_own_image_as_often_as_in_a_loop_over_epochs(queue: int) -> None:
-    generator, images, batch = torch.Generator().manual_seed(0), 256, 8
-    order = torch.cat([torch.randperm(images, generator=generator) for _ in range(60)])
-    met = []
-    for start in range(2 * images, len(order), batch):
-        met.append(torch.isin(order[start : start + batch], order[start - queue : start]))
-    found = torch.cat(met).double().mean()
-    expected = torch.tensor(share_with_own_key(queue, images), dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
-
-
 def test_a_queue_near_the_size_of_the_training_set_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -337,9 +225,3 @@ def test_a_queue_near_the_size_of_the_training_set_is_warned_of(
     assert "more than a quarter of the 15 images: for 32% of the queries" in caplog.text
     model.check_num_images(6)  # of which the queue holds two epochs
     assert "for 100% of the queries" in caplog.text
-
-
-def test_one_view_alone_is_refused() -> None:
-    batch = [{"image": entry["image"], "file_name": "a.jpg"} for entry in make_batch()]
-    with pytest.raises(UserError, match="a\\.jpg"):
-        make_model()(batch)

@@ -1,0 +1,113 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Wasserstein dependency as a whole: what is seen, compared, learned and refused."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from torch import Tensor, nn
+
+from qbheat_det.modeling.pretrain import WassersteinDependency
+from qbheat_det.modeling.pretrain.wasserstein import AreaPairs, DependencyDraw
+from tests.modeling.tiny_pretraining import make_inputs, make_tiny_config
+
+FORMS = ("dual", "contrastive")
+FIRST, SECOND = torch.tensor([0, 3, 1, 2, 0]), torch.tensor([2, 0, 3, 1, 1])
+MIXING = torch.tensor([0.0, 0.3, 0.5, 0.9, 1.0])
+DRAWN = DependencyDraw(AreaPairs(FIRST, SECOND), MIXING)
+
+
+def make_keys(**wasserstein: Any) -> CfgNode:
+    cfg = make_tiny_config("WassersteinDependency")
+    small = {"HIDDEN_DIM": 32, "DIM": 8, "CRITIC_DIM": 16}
+    for key, value in {**small, **wasserstein}.items():
+        cfg.MODEL.WASSERSTEIN[key] = value
+    return cfg
+
+
+def make_model(**wasserstein: Any) -> WassersteinDependency:
+    """With a critic that is steep enough for a penalty, and BatchNorm that looks at no batch."""
+    torch.manual_seed(0)
+    model = build_model(make_keys(**wasserstein))
+    assert isinstance(model, WassersteinDependency)
+    for parameter in model.critic.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    for module in model.backbone.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
+def losses(model: WassersteinDependency, inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return model(inputs, DRAWN)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_are_those_of_a_loop_over_all_pairs(form: str) -> None:
+    model, inputs = make_model(FORM=form, RADIUS=3.0), make_inputs(5)
+    found = losses(model, inputs)
+    half, x, y = 32, [], []
+    for entry, first, second in zip(inputs, FIRST.tolist(), SECOND.tolist(), strict=True):
+        image = (entry["image"] - model.pixel_mean) / model.pixel_std
+        for corner, features in ((first, x), (second, y)):
+            top, left = half * (corner // 2), half * (corner % 2)
+            area = image[None, :, top : top + half, left : left + half]
+            features.append(3.0 * model.head(model.backbone(area))[0])
+    own, others, contrast, penalty = 0.0, 0.0, 0.0, 0.0
+    for i in range(5):
+        row = [model.critic(x[i], y[j]).item() for j in range(5)]
+        own += row[i] / 5
+        others += sum(row[j] for j in range(5) if j != i) / 20
+        contrast += (math.log(sum(map(math.exp, row))) - row[i]) / 5
+        share = MIXING[i]
+        pair = torch.cat([
+            share * x[i] + (1 - share) * x[(i + 1) % 5],
+            share * y[i] + (1 - share) * y[(i + 2) % 5],
+        ]).detach().requires_grad_()  # fmt: skip
+        (gradient,) = torch.autograd.grad(model.critic(*pair.split(8)), pair)
+        penalty += 10.0 * max(0.0, gradient.norm().item() - 1) ** 2 / 5
+    assert penalty > 0
+    expected = others - own if form == "dual" else contrast
+    torch.testing.assert_close(found["loss_dependency"], torch.tensor(expected))
+    torch.testing.assert_close(found["loss_penalty"], torch.tensor(penalty))
+    torch.testing.assert_close(model.metrics["distance"], torch.tensor(own - others))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_everything_learns_and_the_penalty_teaches_the_critic_alone(form: str) -> None:
+    model, inputs = make_model(FORM=form), make_inputs(5)
+    found = losses(model, inputs)
+    found["loss_penalty"].backward(retain_graph=True)
+    learns = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learns
+    assert all(name.startswith("critic.") for name in learns)
+    found["loss_dependency"].backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == set()
+
+
+def test_only_two_quarters_of_an_image_are_seen() -> None:
+    model, inputs = make_model(), make_inputs(5)
+    expected = losses(model, inputs)
+    for entry, first, second in zip(inputs, FIRST.tolist(), SECOND.tolist(), strict=True):
+        for corner in {0, 1, 2, 3} - {first, second}:
+            top, left = 32 * (corner // 2), 32 * (corner % 2)
+            entry["image"][:, top : top + 32, left : left + 32] = 7
+    torch.testing.assert_close(losses(model, inputs), expected, rtol=0, atol=0)
+    entry["image"][:, :32, :32] = 7  # which is the first area of the last
+    assert not torch.equal(losses(model, inputs)["loss_dependency"], expected["loss_dependency"])
+
+
+def test_features_cannot_grow_with_the_weights_of_the_head() -> None:
+    model, inputs = make_model(RADIUS=4.0), make_inputs(3)
+    model.eval()
+    before = torch.stack([output["embedding"] for output in model(inputs)])
+    torch.testing.assert_close(before.norm(dim=1), torch.full((3,), 4.0))
+    with torch.no_grad():
+        model.head.out.weight *= 100
+        model.head.out.bias *= 100
+    after = torch.stack([output["embedding"] for output in model(inputs)])
+    torch.testing.assert_close(after, before)
