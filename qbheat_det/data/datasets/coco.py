@@ -18,7 +18,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.data.errors import DataError, raise_first
 
-from .coco_checks import CocoFile, Entry, count_box_classes
+from .coco_checks import CocoFile, count_box_classes
+from .coco_shapes import Entry
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ def find_shape_error(entry: Entry, size: tuple[int, int]) -> Found:
 
 def find_box_error(entry: Entry, size: tuple[float, float]) -> Found:
     """Returns what is wrong with the box of an annotation of an image of a width and height."""
-    box = entry.get("bbox")
+    box: Any = entry.get("bbox")
     is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
     if not is_box or not _are_numbers([box], _MAX_COORDINATE):
         must = "four finite numbers [x, y, width, height] in pixels"

@@ -82,7 +82,7 @@ def load_image_folders(
     """
     pairs = [
         (path, _class_of(path, root) if labelled else "")
-        for root in map(os.fspath, folders)
+        for root in (os.fspath(folder) for folder in folders)
         for path in list_images(root)
     ]
     if not labelled:
