@@ -131,7 +131,7 @@ def make_targets(num_images: int) -> Targets:
 
 def num_extra(model: MFDETR) -> int:
     """Returns the further queries of an image."""
-    help_ = model.training_help
+    help_ = model.auxiliary_queries
     return 0 if help_ is None else help_(make_targets(1)).content.shape[1]
 
 

@@ -32,6 +32,7 @@ examples:
 
 import argparse
 import logging
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -90,7 +91,37 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     suffix = SUFFIXES.get(args.format, args.output.suffix)
     if not args.shared_encoder and args.output.suffix.lower() != suffix.lower():
         parser.error(f"--output of --format {args.format} must end in {suffix}")
+    try:
+        args.heads = name_heads(args.weights) if args.shared_encoder else {}
+    except ValueError as error:
+        parser.error(str(error))
     return args
+
+
+def name_heads(weights: list[str]) -> dict[str, str]:
+    """Returns weights files by the names of their heads.
+
+    Args:
+        weights: NAME=FILE, or FILE, which is named after the file, or after its folder if the file
+            has a name such as model_final.
+
+    Raises:
+        ValueError: two heads have one name, or a name is not valid in a file's name.
+    """
+    named: dict[str, str] = {}
+    for argument in weights:
+        name, is_named, file = argument.partition("=")
+        if not is_named:
+            file, path = argument, Path(argument)
+            is_common = re.fullmatch(r"model_(final|best|\d+)", path.stem)
+            name = path.parent.name if is_common else path.stem
+        if name in named or not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"'{name}' is the name of another head, or not valid: name this head, as "
+                f"--weights NAME={file}"
+            )
+        named[name] = file
+    return named
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -108,14 +139,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def export(args: argparse.Namespace) -> None:
     from qbheat_det.checkpoint import load_run_config
-    from qbheat_det.export import export_model, export_shared_encoder, name_heads
+    from qbheat_det.export import export_model, export_shared_encoder
 
     shared = {
         "images": args.images,
         "tolerance": args.tolerance,
         "overwrite": args.overwrite,
     }
-    named = name_heads(args.weights) if args.shared_encoder else {"": args.weights[0]}
+    named = args.heads if args.shared_encoder else {"": args.weights[0]}
     configs = {
         name: load_run_config(file, args.config_file, device="cpu", opts=args.opts)
         for name, file in named.items()

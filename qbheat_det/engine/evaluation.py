@@ -74,10 +74,10 @@ class Evaluation:
             print_csv_format(results)
         return results
 
-    def _warn_of_skipped_images(self, name: str, faults: dict[str, DataError]) -> None:
+    def _warn_of_skipped_images(self, name: str, skipped: dict[str, DataError]) -> None:
         """Names the images that all processes left out, once for each data set."""
         everywhere: dict[str, DataError] = {}
-        for part in comm.all_gather(faults):
+        for part in comm.all_gather(skipped):
             everywhere.update(part)
         if not everywhere or name in self._warned:
             return

@@ -32,7 +32,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
 from qbheat_det.engine.feature_cache import use_cached_features
-from qbheat_det.engine.hooks.skipped_images import SkippedImages
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
@@ -56,6 +55,7 @@ from .hooks import (
     MemoryMonitor,
     MovingAverage,
     PeriodicCheckpointer,
+    SkippedImages,
     build_average,
     build_visualization_hook,
 )

@@ -7,7 +7,7 @@ from .backbone import export_backbone
 from .metadata import ExportInfo
 from .predictor import ExportedPredictor, classify_exported, is_exported
 from .runtime import ExportedModel, ImageSizeError, SharedEncoderModel
-from .shared_encoder_api import export_shared_encoder, name_heads
+from .shared_encoder_api import export_shared_encoder
 
 __all__ = [
     "ExportInfo",
@@ -21,5 +21,4 @@ __all__ = [
     "export_model",
     "export_shared_encoder",
     "is_exported",
-    "name_heads",
 ]

@@ -13,8 +13,10 @@ from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.engine.data_sources import register_source
 from qbheat_det.engine.media import UnreadableMedia, find_media, read_bgr
 from qbheat_det.engine.predict import build_predictor
+from qbheat_det.engine.run_record import RUN_FILE, read_run_record
 
 from .agreement import ExportReport, build_reference, measure_agreement
 from .graph import build_exportable, trace_images
@@ -109,7 +111,7 @@ def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
         source = ", ".join(paths)
         files = [file.path for file in find_media(paths) if not file.is_video]
     else:
-        source = next((name for name in cfg.DATASETS.TEST if _is_available(name)), _TOY_SET)
+        source = _find_test_set(cfg)
         files = [Path(record["file_name"]) for record in DatasetCatalog.get(source)]
     read: list[Images] = []
     for file in files[:: max(1, len(files) // _NUM_IMAGES)]:
@@ -130,8 +132,14 @@ def on_cpu(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def _is_available(dataset: str) -> bool:
-    try:
-        return bool(DatasetCatalog.get(dataset))
-    except (KeyError, UserError, OSError):  # not registered, or its files are not there
-        return False
+def _find_test_set(cfg: CfgNode) -> str:
+    """Returns the name of the config's first test set whose files are here, or the toy set."""
+    starts = read_run_record(Path(cfg.MODEL.WEIGHTS).parent / RUN_FILE)
+    sources = starts[-1].get("data", {}) if starts else {}
+    for name in cfg.DATASETS.TEST:
+        with contextlib.suppress(KeyError, UserError, OSError):  # not registered, or without files
+            if name in sources:
+                register_source(name, sources[name])
+            if DatasetCatalog.get(name):
+                return str(name)
+    return _TOY_SET

@@ -28,20 +28,15 @@ EMPTY = -1.0
 
 
 class Head(nn.Module):
-    """A head reads ``in_features`` of a backbone and gives ``outputs``, see ``ExportInfo``.
+    """Reads ``in_features``, outputs of a backbone by name; gives ``outputs`` of ``ExportInfo``.
 
-    ``forward`` takes the backbone's outputs by name, and sizes (4,): H, W, H', W' of the images
-    before and after the resize.
+    ``forward`` also takes sizes (4,): H, W, H', W' of the images before and after the resize.
     """
 
     task: Task
     score_threshold = 0.0
 
     def __init__(self, in_features: list[str]) -> None:
-        """
-        Args:
-            in_features: names of the backbone's outputs that are read.
-        """
         super().__init__()
         self.in_features = in_features
 
@@ -57,7 +52,6 @@ class FeatureHead(Head):
     task = "features"
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
-        """Returns the outputs, in their order."""
         return tuple(features[name] for name in self.in_features)
 
 
@@ -71,7 +65,6 @@ class ClassifierHead(Head):
         self.decoder = model.decoder
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
-        """Returns "scores", (N, K)."""
         return (self.decoder(features).float().softmax(dim=1),)
 
 
@@ -87,7 +80,6 @@ class MFDETRHead(Head):
         self._is_padded = model.backbone.size_divisibility > 1
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
-        """Returns "boxes", "scores", "labels" and "counts"."""
         maps = [features[name] for name in self.in_features]
         outputs = self.decoder(maps, self._padding(maps[0], sizes) if self._is_padded else None)
         scores, labels = self._read_scores(outputs["pred_logits"][-1].float()).max(dim=-1)
@@ -127,7 +119,6 @@ class DenseHead(Head):
         self._suppress = suppress
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
-        """Returns "boxes", "scores", "labels" and "counts"."""
         maps = [features[name] for name in self.in_features]
         logits, deltas, *centerness = self.head(maps)
         levels_scores = [permute_to_N_HWA_K(x, self._num_classes).sigmoid() for x in logits]
@@ -150,15 +141,9 @@ class DenseHead(Head):
     def _select_top(
         self, scores: Tensor, deltas: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Selects T candidates of a level.
+        """Selects T candidates of a level: boxes (N, T, 4), scores (N, T) and labels (N, T).
 
-        Args:
-            scores: (N, HWA, K).
-            deltas: (N, HWA, 4).
-            anchors: (HWA, 4).
-
-        Returns:
-            Boxes (N, T, 4), scores (N, T) and labels (N, T).
+        From scores (N, HWA, K), deltas (N, HWA, 4) and anchors (HWA, 4).
         """
         # Padded with empty rows, so that a small level has T of them too.
         flat = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)

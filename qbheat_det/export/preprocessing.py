@@ -23,8 +23,7 @@ _HALF = 2.0**11
 class ShortestEdge:
     """Detectron2's ``ResizeShortestEdge`` with one length, as its ``DefaultPredictor`` applies it.
 
-    Sizes are computed in integers. Detectron2 computes them in floating point; they can differ
-    only where a side is a half to within rounding.
+    Sizes are integers throughout; Detectron2's floating point can differ only at exact halves.
 
     Attributes:
         min_size: of the shorter side, in pixels; 0 does not resize.

@@ -45,12 +45,7 @@ class ExportedModel:
     """
 
     def __init__(self, path: Path, info: ExportInfo, run: Callable[[Images], Outputs]) -> None:
-        """
-        Args:
-            path: of the file.
-            info: its description.
-            run: from images (N, H, W, 3), uint8, contiguous, to the outputs by name.
-        """
+        # ``run``: from images (N, H, W, 3), uint8, contiguous, to the outputs by name.
         self.path = path
         self.info = info
         self._run = run
@@ -168,11 +163,7 @@ class SharedEncoderModel:
         }
 
     def encode(self, images: Images) -> Outputs:
-        """Returns the inputs of the heads: the backbone's maps and tokens by name, and "sizes".
-
-        Raises:
-            ImageSizeError: as in ``__call__``.
-        """
+        """Returns the inputs of the heads: the backbone's outputs by name, and "sizes"."""
         features = _run_session(self._encoder, {"images": np.ascontiguousarray(images)})
         height, width = features["sizes"][2:].tolist()
         if self._multiple_of and (height % self._multiple_of or width % self._multiple_of):

@@ -7,7 +7,6 @@ image for all heads.
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -30,32 +29,6 @@ from .metadata import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo
 from .onnx import suppress_operator, write_onnx
 from .runtime import ENCODER, HEAD_PREFIX, Images, SharedEncoderModel
 from .shared_encoder import SIZES, BranchHead, SharedEncoder, split_models
-
-
-def name_heads(weights: Sequence[str]) -> dict[str, str]:
-    """Returns weights files by the names of their heads.
-
-    Args:
-        weights: NAME=FILE, or FILE, which is named after the file, or after its folder if the file
-            has a name such as model_final.
-
-    Raises:
-        UserError: two heads have one name, or a name is not valid in a file's name.
-    """
-    named: dict[str, str] = {}
-    for argument in weights:
-        name, is_named, file = argument.partition("=")
-        if not is_named:
-            file, path = argument, Path(argument)
-            is_common = re.fullmatch(r"model_(final|best|\d+)", path.stem)
-            name = path.parent.name if is_common else path.stem
-        if name in named or not re.fullmatch(r"[\w.-]+", name):
-            raise UserError(
-                f"'{name}' is the name of another head, or not valid: name this head, as "
-                f"--weights NAME={file}"
-            )
-        named[name] = file
-    return named
 
 
 def export_shared_encoder(

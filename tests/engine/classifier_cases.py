@@ -11,11 +11,11 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from torch import nn
 
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer, build_config, setup
+from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.class_folders import LABELLED_VAL
 from qbheat_det.engine.evaluation import Evaluation
 from tests.engine.held_out_cases import make_folder
-from tools.arguments import add_data_flags, add_image_flags
+from tests.engine.tiny_training import parse_run, start_run
 
 RECIPE = get_config_path("objectives/supervised.yaml")
 OPTS = {
@@ -47,25 +47,15 @@ def make_classes(folder: Path, counts: dict[str, int], *, first: int = 0) -> str
 def configure(
     opts: dict[str, str], *flags: str, config: str = RECIPE
 ) -> tuple[CfgNode, argparse.Namespace]:
-    """Returns the config that a command line gives."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config-file", default="")
-    parser.add_argument("--eval-only", action="store_true")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("opts", nargs="*", default=[])
-    add_data_flags(parser)
-    add_image_flags(parser)
-    words = [word for pair in {**OPTS, **opts}.items() for word in pair]
-    args = parser.parse_args(["--config-file", config, *flags, *words])
+    """Returns the config that a command line gives, and its arguments."""
+    args = parse_run(config, {**OPTS, **opts}, *flags)
     return build_config(args), args
 
 
 def train(output_dir: Path, opts: dict[str, str], *flags: str) -> Trainer:
     """Trains to the end, and leaves the last results in ``_last_eval_results``."""
-    cfg, args = configure({**opts, "OUTPUT_DIR": str(output_dir)}, *flags)
-    setup(cfg, args)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
+    args = parse_run(RECIPE, {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}, *flags)
+    trainer = start_run(args)
     trainer.train()
     return trainer
 

@@ -8,27 +8,18 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer, build_config, evaluate, setup
+from qbheat_det.engine import build_config, evaluate
 from tests.data.pictures import draw, save
-from tests.engine.tiny_pretraining import TINY_ENCODER
-from tools.arguments import add_data_flags, add_image_flags
+from tests.engine.tiny_pretraining import OPTS as PRETRAINING_OPTS
+from tests.engine.tiny_pretraining import RECIPE
+from tests.engine.tiny_training import parse_run, start_run
 
-RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
 OPTS = {
-    **TINY_ENCODER,
-    "MODEL.DEVICE": "cpu",
-    "MODEL.QB_HEAT.FEATURE_DIM": "16",
-    "MODEL.QB_HEAT.DECODER_DEPTH": "1",
-    "MODEL.QB_HEAT.DECODER_DIM": "16",
-    "INPUT.PRETRAIN.SIZE": "64",
+    **PRETRAINING_OPTS,
     "DATALOADER.NUM_WORKERS": "0",
     "SOLVER.IMS_PER_BATCH": "4",
+    "SOLVER.ACCUMULATE": "1",
     "SOLVER.MAX_ITER": "2",
-    "SOLVER.LOG_PERIOD": "1",
-    "SOLVER.WARMUP_ITERS": "1",
-    "VIS.ENABLED": "False",
-    "SEED": "3",
 }
 
 
@@ -43,16 +34,8 @@ def make_folder(folder: Path, count: int, *, first: int = 0) -> Path:
 def configure(
     opts: dict[str, str], *flags: str, config: str = RECIPE
 ) -> tuple[CfgNode, argparse.Namespace]:
-    """Returns the config that a command line gives."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config-file", default="")
-    parser.add_argument("--eval-only", action="store_true")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("opts", nargs="*", default=[])
-    add_data_flags(parser)
-    add_image_flags(parser)
-    words = [word for pair in {**OPTS, **opts}.items() for word in pair]
-    args = parser.parse_args(["--config-file", config, *flags, *words])
+    """Returns the config that a command line gives, and its arguments."""
+    args = parse_run(config, {**OPTS, **opts}, *flags)
     return build_config(args), args
 
 
@@ -60,11 +43,8 @@ def train(
     output_dir: Path, opts: dict[str, str], *flags: str, config: str = RECIPE
 ) -> dict[str, Any]:
     """Trains to the end; returns the last results."""
-    cfg, args = configure({**opts, "OUTPUT_DIR": str(output_dir)}, *flags, config=config)
-    setup(cfg, args)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
-    return trainer.train()
+    args = parse_run(config, {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}, *flags)
+    return start_run(args).train()
 
 
 def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:

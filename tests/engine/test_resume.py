@@ -1,13 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A run that was stopped goes on as if it had not been, to the last bit."""
 
-import json
 import multiprocessing
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.resume import check_same_config
+from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
@@ -90,144 +89,122 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
     assert losses(broken) == losses(whole)
     assert sorted(losses(whole)) == list(range(8))
     assert_same_bits(comparable(state(broken)), comparable(state(whole)))
+    if case == "retinanet":  # a checkpoint that was cut off, and other workers
+        (broken / "model_final.pth").unlink()
+        last = broken / "model_0000005.pth"
+        last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+        (broken / "last_checkpoint").write_text(last.name)
+        train_afresh(broken, {"DATALOADER.NUM_WORKERS": "2"}, "--resume")
+        assert_same_bits(state(broken)["model"], state(whole)["model"])
 
 
-def test_workers_and_micro_batches_may_change_on_the_way(
-    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(
+    train_afresh: TrainAfresh, tmp_path: Path
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_afresh(whole, {})
-    break_at(5, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        train_afresh(broken, {})
-    train_afresh(broken, {"DATALOADER.NUM_WORKERS": "2"}, "--resume")
-    assert_same_bits(state(broken)["model"], state(whole)["model"])
-
-
-def test_resuming_a_finished_run_does_nothing(train_afresh: TrainAfresh, tmp_path: Path) -> None:
-    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"})
-    before = (tmp_path / "model_final.pth").read_bytes()
-    assert train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume") == {}
-    assert (tmp_path / "model_final.pth").read_bytes() == before
-
-
-def test_resume_without_a_checkpoint_begins(train_afresh: TrainAfresh, tmp_path: Path) -> None:
-    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "1"}, "--resume")
-    assert state(tmp_path)["iteration"] == 0
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of one iteration, for tests that leave it as it is."""
-    folder = tmp_path_factory.mktemp("finished")
-    tiny_training.train(folder, tiny_data, {"SOLVER.MAX_ITER": "1"})
-    return folder
+    opts = {"SEED": "-1", "SOLVER.MAX_ITER": "1"}
+    train_afresh(tmp_path, opts)
+    content = (tmp_path / "model_final.pth").read_bytes()
+    assert train_afresh(tmp_path, opts, "--resume") == {}  # nothing is left to do
+    assert (tmp_path / "model_final.pth").read_bytes() == content
+    checkpoint = state(tmp_path)
+    seed = checkpoint["trainer"]["seed"]
+    checkpoint["trainer"]["processes"] = 2
+    torch.save(checkpoint, tmp_path / "model_final.pth")
+    train_afresh(tmp_path, {**opts, "SOLVER.MAX_ITER": "2"}, "--resume")
+    assert state(tmp_path)["trainer"]["seed"] == seed
+    assert state(tmp_path)["iteration"] == 1
+    assert "1 processes instead of 2" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
-    ("opts", "flags", "sentence"),
+    ("key", "before", "now", "may_change"),
     [
-        ({}, (), "add --resume to continue it, or name another OUTPUT_DIR"),
-        ({"MODEL.WEIGHTS": "{}/model_final.pth"}, ("--resume",), "starts a new one"),
-        ({"SOLVER.BASE_LR": "0.5"}, ("--resume",), r"SOLVER.BASE_LR .* -> "),
-        ({"SOLVER.IMS_PER_BATCH": "4"}, ("--resume",), r"SOLVER.IMS_PER_BATCH 2 -> 4"),
-        ({"INPUT.MIN_SIZE_TRAIN": "(32,)"}, ("--resume",), "INPUT.MIN_SIZE_TRAIN"),
-        ({"MODEL.BACKBONE.FREEZE_AT": "3"}, ("--resume",), "FREEZE_AT 0 -> 3"),
-        ({"SEED": "77"}, ("--resume",), "SEED 3 -> 77"),
+        ("SOLVER.BASE_LR", 0.1, 0.5, False),
+        ("SOLVER.IMS_PER_BATCH", 2, 4, False),
+        ("INPUT.MIN_SIZE_TRAIN", (64,), (32,), False),
+        ("MODEL.BACKBONE.FREEZE_AT", 0, 3, False),
+        ("SEED", 3, 77, False),
+        ("SEED", 3, -1, True),
+        ("SOLVER.MAX_ITER", 8, 9, True),
+        ("SOLVER.ACCUMULATE", 1, 2, True),
+        ("DATALOADER.NUM_WORKERS", 4, 0, True),
+        ("MODEL.DEPLOY.PRECISION", "float32", "bfloat16", True),
+        ("MODEL.CHANNELS_LAST", None, False, True),
+        ("MODEL.CHANNELS_LAST", True, None, True),
+        ("VIS.PERIOD", 0, 9, True),
+        ("TEST.EVAL_PERIOD", 0, 9, True),
     ],
 )
-def test_continuing_and_starting_are_never_mixed(
-    train_afresh: TrainAfresh,
-    finished: Path,
-    opts: dict[str, str],
-    flags: tuple[str, ...],
-    sentence: str,
+def test_a_resumed_run_has_the_config_that_it_began_with(
+    key: str, before: Any, now: Any, may_change: bool
 ) -> None:
-    names = ("config.yaml", "metrics.json", "model_final.pth", "model_final.safetensors")
-    before = {name: (finished / name).read_bytes() for name in names}
-    changed = {key: value.format(finished) for key, value in opts.items()}
-    with pytest.raises(UserError, match=sentence):
-        train_afresh(finished, {"SOLVER.MAX_ITER": "1", **changed}, *flags)
-    assert {name: (finished / name).read_bytes() for name in names} == before
+    cfg = get_cfg()
+    cfg.SEED = 3
+    section = cfg
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = section[parent]
+    section[name] = before
+    saved = cfg.dump()
+    section[name] = now
+    if may_change:
+        check_same_config(saved, cfg)
+    else:
+        with pytest.raises(UserError, match=f"{key} "):
+            check_same_config(saved, cfg)
 
 
-def test_a_run_without_its_tag_is_a_run_all_the_same(
-    train_afresh: TrainAfresh, finished: Path, tmp_path: Path
+def test_a_resumed_run_has_the_images_that_it_began_with() -> None:
+    saved = {"num_images": 12, "fingerprint": 5}
+    check_same_images(saved, SimpleNamespace(num_images=12, fingerprint=5))
+    others = [
+        (saved, 11, 5, "12 .* 11 now"),
+        (saved, 12, 6, "boxes"),
+        ({"iteration": 1}, 12, 5, "checkpoint"),  # of Detectron2's trainer
+    ]
+    for found, num_images, fingerprint, named in others:
+        stream: Any = SimpleNamespace(num_images=num_images, fingerprint=fingerprint)
+        with pytest.raises(UserError, match=named):
+            check_same_images(found, stream)
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "weights", "refused"),
+    [
+        ((), (), "", ""),
+        ((), ("resume",), "", ""),
+        ((), (), "w.pth", ""),
+        ((), ("resume",), "w.pth", "MODEL.WEIGHTS 'w.pth'"),
+        (("tag", "checkpoint"), (), "", "--resume"),
+        (("checkpoint",), (), "", "model_0000001.pth"),
+        (("tag", "checkpoint"), ("resume",), "", ""),
+        (("tag", "checkpoint"), ("resume",), "began.pth", ""),
+        (("tag", "checkpoint"), ("resume",), "w.pth", "MODEL.WEIGHTS 'w.pth'"),
+        (("tag", "checkpoint"), ("eval_only",), "w.pth", ""),
+        (("tag", "checkpoint"), ("eval_only", "resume"), "", ""),
+        (("tag", "checkpoint"), ("eval_only", "resume"), "w.pth", "MODEL.WEIGHTS 'w.pth'"),
+    ],
+)
+def test_resuming_and_starting_are_never_mixed(
+    tmp_path: Path, files: tuple[str, ...], flags: tuple[str, ...], weights: str, refused: str
 ) -> None:
-    folder = shutil.copytree(finished, tmp_path / "run")
-    (folder / "last_checkpoint").unlink()
-    with pytest.raises(UserError, match=r"model_final\.pth.*--resume"):
-        train_afresh(folder, {"SOLVER.MAX_ITER": "1"})
-
-
-def test_weights_to_start_from_do_not_go_with_a_run_that_is_not_there(
-    train_afresh: TrainAfresh, finished: Path, tmp_path: Path
-) -> None:
-    weights = {"MODEL.WEIGHTS": str(finished / "model_final.pth")}
-    with pytest.raises(UserError, match="finds no run in"):
-        train_afresh(tmp_path, weights, "--resume")
-
-
-def test_other_data_do_not_continue_a_run(
-    train_afresh: TrainAfresh, tiny_data: Path, tmp_path: Path
-) -> None:
-    train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "1"})
-    fewer = shutil.copytree(tiny_data, tmp_path / "data")
-    content = json.loads((fewer / "annotations.json").read_text())
-    gone = content["images"].pop()["id"]
-    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != gone]
-    (fewer / "annotations.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="on 12 training images, but there are 11 now"):
-        train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "2"}, "--resume", data=fewer)
-    content = json.loads((tiny_data / "annotations.json").read_text())
-    content["annotations"][0]["bbox"][0] += 1
-    (fewer / "annotations.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="their order or their boxes"):
-        train_afresh(tmp_path / "run", {"SOLVER.MAX_ITER": "2"}, "--resume", data=fewer)
-
-
-def test_a_checkpoint_of_another_trainer_is_no_run_to_continue(
-    train_afresh: TrainAfresh, tmp_path: Path
-) -> None:
-    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "1"})
-    checkpoint = state(tmp_path)
-    for key in ("num_images", "fingerprint", "seed", "processes"):  # unknown to Detectron2
-        del checkpoint["trainer"][key]
-    torch.save(checkpoint, tmp_path / "model_final.pth")
-    with pytest.raises(UserError, match="did not write"):
-        train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume")
-
-
-def test_a_drawn_seed_is_kept_by_the_run(train_afresh: TrainAfresh, tmp_path: Path) -> None:
-    train_afresh(tmp_path, {"SEED": "-1", "SOLVER.MAX_ITER": "1"})
-    seed = state(tmp_path)["trainer"]["seed"]
-    train_afresh(tmp_path, {"SEED": "-1", "SOLVER.MAX_ITER": "2"}, "--resume")
-    assert state(tmp_path)["trainer"]["seed"] == seed
-    assert state(tmp_path)["iteration"] == 1
-
-
-def test_another_number_of_processes_is_told(train_afresh: TrainAfresh, tmp_path: Path) -> None:
-    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "1"})
-    checkpoint = state(tmp_path)
-    checkpoint["trainer"]["processes"] = 2
-    torch.save(checkpoint, tmp_path / "model_final.pth")
-    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "2"}, "--resume")
-    log = (tmp_path / "log.txt").read_text()
-    assert "with 1 processes instead of 2" in log
-
-
-def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(
-    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_afresh(whole, {})
-    break_at(6, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        train_afresh(broken, {})
-    last = broken / "model_0000005.pth"
-    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
-    train_afresh(broken, {}, "--resume")
-    assert_same_bits(state(broken)["model"], state(whole)["model"])
+    if "checkpoint" in files:
+        (tmp_path / "model_0000001.pth").touch()
+        (tmp_path / "config.yaml").write_text("MODEL: {WEIGHTS: began.pth}")
+    if "tag" in files:
+        (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    cfg = get_cfg()
+    cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = str(tmp_path), weights
+    args = SimpleNamespace(
+        opts=["MODEL.WEIGHTS", weights] if weights else [],
+        resume="resume" in flags,
+        eval_only="eval_only" in flags,
+    )
+    if not refused:
+        check_start(cfg, args)
+        return
+    with pytest.raises(UserError, match=refused):
+        check_start(cfg, args)
 
 
 def wait_for_moment(
@@ -286,21 +263,3 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
     assert not list(killed.glob(".*.incomplete"))
     assert losses(killed) == losses(whole)
     assert_same_bits(comparable(state(killed)), comparable(state(whole)))
-
-
-def test_how_weights_predict_later_may_change_since_training_does_not_read_it() -> None:
-    cfg = get_cfg()
-    saved = cfg.dump()
-    cfg.MODEL.DEPLOY.ENABLED = True
-    cfg.MODEL.DEPLOY.PRECISION = "bfloat16"
-    check_same_config(saved, cfg)
-
-
-@pytest.mark.parametrize("before", [None, False, True])
-@pytest.mark.parametrize("now", [None, False, True])
-def test_how_maps_lie_in_memory_may_change(before: bool | None, now: bool | None) -> None:
-    cfg = get_cfg()
-    cfg.MODEL.CHANNELS_LAST = before
-    saved = cfg.dump()
-    cfg.MODEL.CHANNELS_LAST = now
-    check_same_config(saved, cfg)

@@ -1,25 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A whole run of QB-Heat in seconds, from a shipped recipe."""
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer, build_config, setup
-from tools.arguments import add_data_flags, add_training_flags
+from qbheat_det.engine import Trainer
 
-from .gradient_cases import BLOCKS
+from .tiny_training import TINY_ENCODER, parse_run, start_run
 
 RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
-TINY_ENCODER = {
-    "MODEL.MOBILE_FORMER.VARIANT": "custom",
-    "MODEL.MOBILE_FORMER.BLOCKS": str(BLOCKS),
-    "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
-    "MODEL.MOBILE_FORMER.TOKEN_DIM": "16",
-    "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": "32",
-}
-"""Overrides that put a Mobile-Former of some thousand parameters in place of a recipe's."""
 OPTS = {
     **TINY_ENCODER,
     "MODEL.DEVICE": "cpu",
@@ -40,16 +30,8 @@ OPTS = {
 
 
 def train(output_dir: Path, opts: Mapping[str, str], *flags: str) -> Trainer:
-    """Trains to the end, as ``tools/train_net.py`` does; the data set is named in ``opts``."""
-    parser = argparse.ArgumentParser()
-    add_training_flags(parser)
-    add_data_flags(parser)
-    pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}
-    words = [word for pair in pairs.items() for word in pair]
-    args = parser.parse_args(["--config-file", RECIPE, *flags, *words])
-    cfg = build_config(args)
-    setup(cfg, args)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
+    """Trains to the end; the data set is named in ``opts``."""
+    args = parse_run(RECIPE, {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}, *flags)
+    trainer = start_run(args)
     trainer.train()
     return trainer

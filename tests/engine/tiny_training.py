@@ -4,20 +4,32 @@
 import argparse
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import qbheat_det  # noqa: F401  registers models and data
+from qbheat_det.config import get_config_path
 from qbheat_det.config.rules import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, build_config, setup
-from tools.arguments import add_data_flags, add_training_flags
+from tools.train_net import parse_args
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs" / "demo" / "toy_retinanet.yaml"
+from .gradient_cases import BLOCKS
+
+CONFIG = get_config_path("demo/toy_retinanet.yaml")
+TINY_ENCODER = {
+    "MODEL.MOBILE_FORMER.VARIANT": "custom",
+    "MODEL.MOBILE_FORMER.BLOCKS": str(BLOCKS),
+    "MODEL.MOBILE_FORMER.STEM_CHANNELS": "8",
+    "MODEL.MOBILE_FORMER.TOKEN_DIM": "16",
+    "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": "32",
+}
+"""Overrides that replace a recipe's Mobile-Former by one of some thousand parameters."""
 TINY = {
+    **TINY_ENCODER,
     "SOLVER.IMS_PER_BATCH": "2",
     "SOLVER.LOG_PERIOD": "1",
     "SOLVER.WARMUP_ITERS": "2",
@@ -43,7 +55,7 @@ MF_DETR = {
     "INPUT.DETR_CROP_RESIZE": "[64, 80]",
     "INPUT.DETR_CROP_RANGE": "[40, 64]",
 }
-"""Overrides that put an MF-DETR with dropout everywhere in place of the tiny RetinaNet."""
+"""Overrides that replace the tiny RetinaNet by an MF-DETR with dropout everywhere."""
 
 
 def make_data(cache: Path) -> Path:
@@ -51,31 +63,35 @@ def make_data(cache: Path) -> Path:
     return Path(prepare_toy_set(ToySpec(name="tiny", num_images=12, image_size=64), cache))
 
 
-def parse(output_dir: Path, data: Path, opts: dict[str, str], *flags: str) -> argparse.Namespace:
-    """Returns the arguments of ``tools/train_net.py`` for a tiny run."""
-    parser = argparse.ArgumentParser()
-    add_training_flags(parser)
-    add_data_flags(parser)
-    json_file, images = str(data / "annotations.json"), str(data / "images")
-    overruled = {iterations for epochs, iterations in EPOCH_KEYS.items() if epochs in opts}
-    defaults = {key: value for key, value in TINY.items() if key not in overruled}
-    pairs = {**defaults, **opts, "OUTPUT_DIR": str(output_dir)}
-    return parser.parse_args(
-        ["--config-file", str(CONFIG), *flags]
-        + ["--train-json", json_file, "--train-images", images]
-        + ["--val-json", json_file, "--val-images", images]
-        + [word for pair in pairs.items() for word in pair]
+def parse_run(config: str, opts: Mapping[str, str], *flags: str) -> argparse.Namespace:
+    """Returns the arguments of ``tools/train_net.py``."""
+    return parse_args(
+        ["--config-file", config, *flags, *(w for pair in opts.items() for w in pair)]
     )
 
 
-def train(output_dir: Path, data: Path, opts: dict[str, str], *flags: str) -> dict[str, Any]:
-    """Trains to the end, as ``tools/train_net.py`` does, and returns the last results."""
-    args = parse(output_dir, data, opts, *flags)
+def start_run(args: argparse.Namespace) -> Trainer:
+    """Does what ``tools/train_net.py`` does before the first step."""
     cfg = build_config(args)
     setup(cfg, args)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=args.resume)
-    return trainer.train()
+    return trainer
+
+
+def parse(output_dir: Path, data: Path, opts: Mapping[str, str], *flags: str) -> argparse.Namespace:
+    """Returns the arguments of a tiny run of a detector."""
+    json_file, images = str(data / "annotations.json"), str(data / "images")
+    overruled = {iterations for epochs, iterations in EPOCH_KEYS.items() if epochs in opts}
+    defaults = {key: value for key, value in TINY.items() if key not in overruled}
+    both = [("train", json_file, images), ("val", json_file, images)]
+    paths = [word for s, j, i in both for word in (f"--{s}-json", j, f"--{s}-images", i)]
+    return parse_run(CONFIG, {**defaults, **opts, "OUTPUT_DIR": str(output_dir)}, *flags, *paths)
+
+
+def train(output_dir: Path, data: Path, opts: Mapping[str, str], *flags: str) -> dict[str, Any]:
+    """Trains a detector to the end; returns the last results."""
+    return start_run(parse(output_dir, data, opts, *flags)).train()
 
 
 def train_in_own_process(output_dir: str, data: str, opts: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.classify import is_classifier
 from qbheat_det.engine.predict import build_predictor
-from qbheat_det.export import SharedEncoderModel, name_heads
+from qbheat_det.export import SharedEncoderModel
 from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import ExportableModel, build_exportable
 from qbheat_det.export.shared_encoder import BranchHead, SharedEncoder, split_models
@@ -98,6 +98,7 @@ def test_models_that_cannot_share_an_encoder_are_refused(
 
 
 def test_heads_are_named_by_the_user_their_file_or_their_run() -> None:
+    name_heads = load_tool("export").name_heads
     weights = ["a=x/model_final.pth", "runs/fish/model_final.safetensors", "runs/boats.pth"]
     assert list(name_heads(weights).items()) == [
         ("a", "x/model_final.pth"),
@@ -106,7 +107,7 @@ def test_heads_are_named_by_the_user_their_file_or_their_run() -> None:
     ]
     assert list(name_heads(["qbheat://retinanet/285M_aquarium"])) == ["285M_aquarium"]
     for invalid in (["fish/model_final.pth", "fish/model_best.pth"], ["a b=fish.pth"]):
-        with pytest.raises(UserError, match="--weights NAME="):
+        with pytest.raises(ValueError, match="--weights NAME="):
             name_heads(invalid)
 
 

@@ -158,15 +158,6 @@ def test_multihead_attention_answers_its_caller_as_asked_and_the_reader_in_full(
     assert_close(maps[""][0].weights[..., :3], naive_weights(attention, query, memory[:, :3]))
 
 
-def test_the_reader_of_weights_over_a_sequence_must_know_the_map() -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    with read_attention(attention) as maps:
-        attention(torch.randn(1, 4, 8), torch.randn(1, 6, 8), torch.randn(1, 6, 8))
-    assert maps[""][0].unflatten((2, 3)).shape == (1, 2, 4, 2, 3)
-    with pytest.raises(ValueError):
-        maps[""][0].unflatten()
-
-
 def test_blocks_of_timm_are_read_and_left_as_they_were() -> None:
     model = nn.Sequential(Block(8, 2), Block(8, 2)).double().eval()
     x = torch.randn(2, 5, 8).double()

@@ -58,23 +58,12 @@ def test_former_equals_the_naive_loop(tokens: torch.Tensor) -> None:
     assert weights.names_read == set(weights.tensors)
 
 
-def test_former_does_not_care_about_the_order_of_tokens(tokens: torch.Tensor) -> None:
-    layer, order = random(Former(token_dim=16)), [3, 1, 5, 0, 2, 4]
-    assert_close(layer(tokens[:, order]), layer(tokens)[:, order])
-
-
 def test_former_to_mobile_equals_the_naive_loop(x: torch.Tensor, tokens: torch.Tensor) -> None:
     bridge = random(FormerToMobile(token_dim=16, channels=12))
     weights = Weights(renamed(bridge, TO_MOBILE))
     expected = [former_to_mobile(weights, *pair) for pair in zip(x, tokens, strict=True)]
     assert_close(bridge(x, tokens), torch.stack(expected))
     assert weights.names_read == set(weights.tensors)
-
-
-def test_former_to_mobile_treats_every_pixel_alike(x: torch.Tensor, tokens: torch.Tensor) -> None:
-    bridge = random(FormerToMobile(token_dim=16, channels=12))
-    whole = bridge(x, tokens)
-    assert_close(bridge(x[..., 2:4, 1:3], tokens), whole[..., 2:4, 1:3])
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])

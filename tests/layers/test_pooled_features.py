@@ -24,13 +24,3 @@ def test_the_mean_over_the_map_comes_first_and_the_first_token_behind_it() -> No
     torch.testing.assert_close(both, torch.cat([expected, tokens[:, 0]], dim=1))
     assert (pool.width, pool.token_dim, pool.in_features) == (12, 7, ["map", "tokens"])
     assert not pool.state_dict()
-
-
-def test_the_token_joins_what_was_pooled_elsewhere() -> None:
-    pooled, tokens = torch.rand(2, 4), torch.rand(2, 6, 7)
-    for shapes, expected in (
-        (SHAPES, pooled),
-        (WITH_TOKENS, torch.cat([pooled, tokens[:, 0]], dim=1)),
-    ):
-        pool = PooledFeatures(input_shape=shapes, in_feature="map")
-        torch.testing.assert_close(pool.join_token(pooled, {"tokens": tokens}), expected)

@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Sine codes: by hand, against the naive loop, and inside a padded batch."""
 
-import math
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -21,13 +19,6 @@ def test_four_channels_are_sine_and_cosine_of_row_then_column() -> None:
     assert_close(code[0, 2], torch.tensor([0.0, -1.0, -1.0, 0.0]), rtol=0, atol=1e-5)
 
 
-def test_the_second_frequency_is_lower_by_the_root_of_the_temperature() -> None:
-    code = SinePositionEncoding(channels=8, temperature=100.0)((1, 1))[0, 0]
-    expected = torch.tensor([math.sin(2 * math.pi / 10), math.cos(2 * math.pi / 10)])
-    assert_close(code[2:4], expected, rtol=0, atol=1e-5)
-    assert_close(code[6:8], expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 2), (1, 9)])
 @pytest.mark.parametrize("channels", [8, 256])
 def test_it_equals_the_naive_loop(size: tuple[int, int], channels: int) -> None:
@@ -42,8 +33,3 @@ def test_an_image_of_a_padded_batch_has_the_code_that_it_has_alone() -> None:
     for image, (height, width) in zip(code.unflatten(1, (5, 7)), sizes, strict=True):
         alone = encoding((height, width))[0].unflatten(0, (height, width))
         assert_close(image[:height, :width], alone, rtol=0, atol=0)
-
-
-def test_a_code_needs_channels_divisible_by_four() -> None:
-    with pytest.raises(ValueError):
-        SinePositionEncoding(channels=6)

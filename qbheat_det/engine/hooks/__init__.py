@@ -5,6 +5,7 @@ from .checkpoints import MovingAverage, PeriodicCheckpointer, build_average
 from .evaluation import EvalHook, average_batch_statistics
 from .knn import NeighbourScorer, check_neighbours, scores_neighbours
 from .monitors import DataTimeMonitor, MemoryMonitor
+from .skipped_images import SkippedImages
 from .training_run import TrainingRun
 from .visualize import VISUALIZATIONS_DIR, VisualizationHook, build_visualization_hook, undisturbed
 
@@ -16,6 +17,7 @@ __all__ = [
     "MovingAverage",
     "NeighbourScorer",
     "PeriodicCheckpointer",
+    "SkippedImages",
     "TrainingRun",
     "VisualizationHook",
     "average_batch_statistics",

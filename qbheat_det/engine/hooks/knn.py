@@ -116,10 +116,10 @@ class NeighbourScorer:
         )
 
     def _warn_of_skipped_images(self) -> None:
-        faults = [fault for batches in self._batches or () for fault in batches.skipped.values()]
-        if faults and not self._has_warned:
+        skipped = [error for batches in self._batches or () for error in batches.skipped.values()]
+        if skipped and not self._has_warned:
             logger.warning(
-                f"{len(faults):,} images are left out of the nearest-neighbour score: "
-                f"{join_messages(faults)}"
+                f"{len(skipped):,} images are left out of the nearest-neighbour score: "
+                f"{join_messages(skipped)}"
             )
         self._has_warned = True

@@ -66,13 +66,3 @@ def test_a_relu_stands_before_p7_alone() -> None:
     first, second = (conv for conv in levels.convs if isinstance(conv, nn.Conv2d))
     torch.testing.assert_close(p6, first(x))
     torch.testing.assert_close(p7, second(F.relu(p6)))
-
-
-def test_a_relu_stands_before_the_third_new_level_and_no_other() -> None:
-    levels = StridedLevels(channels=4, in_feature="p4", num_levels=3)
-    x = torch.randn(1, 4, 16, 16)
-    p5, p6, p7 = levels(x)
-    convs = [conv for conv in levels.convs if isinstance(conv, nn.Conv2d)]
-    torch.testing.assert_close(p5, convs[0](x))
-    torch.testing.assert_close(p6, convs[1](p5))
-    torch.testing.assert_close(p7, convs[2](F.relu(p6)))

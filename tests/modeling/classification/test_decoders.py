@@ -46,15 +46,6 @@ def test_probing_normalises_the_features_of_a_batch_without_parameters(
     assert_close(probe(scaled), probe(features), atol=1e-4, rtol=1e-4)
 
 
-def test_the_transformer_decoder_does_not_depend_on_the_order_of_positions(
-    features: dict[str, torch.Tensor],
-) -> None:
-    decoder = TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=64, depth=2).eval()
-    flipped = features | {"s16_expanded": features["s16_expanded"].flip(2, 3)}
-    assert_close(decoder(flipped), decoder(features))
-    assert decoder(features).shape == (4, 7)
-
-
 def test_only_the_first_token_reaches_the_transformer_decoder(
     features: dict[str, torch.Tensor],
 ) -> None:

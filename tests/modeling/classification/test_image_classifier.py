@@ -157,15 +157,6 @@ def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(
     assert abs(float((loss - hard).detach())) > 1e-4
 
 
-def test_images_are_not_mixed_in_evaluation() -> None:
-    model = make_model({"MODEL.CLASSIFIER.MIXUP": 0.8}).eval()
-    seen: list[Tensor] = []
-    model.backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with torch.no_grad():
-        model(make_batch())
-    assert_close(seen[0], model.preprocess_image(make_batch()))
-
-
 @pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
 @pytest.mark.parametrize("values", [{}, TOKENS, RESNET], ids=["map", "map and token", "ResNet"])
 def test_layer_decay_groups_cover_all_parameters_once(
@@ -221,10 +212,3 @@ def test_labels_and_sizes_that_do_not_fit_are_named() -> None:
     batch[1]["image"] = batch[1]["image"][:, :-1]
     with pytest.raises(UserError, match="1\\.png"):
         model(batch)
-
-
-def test_what_the_backbone_does_not_give_and_unknown_decoders_are_named() -> None:
-    with pytest.raises(ValueError, match="s4"):
-        make_model({"MODEL.CLASSIFIER.IN_FEATURE": "s4"})
-    with pytest.raises(ValueError, match="DECODER"):
-        make_model({"MODEL.CLASSIFIER.DECODER": "mlp"})

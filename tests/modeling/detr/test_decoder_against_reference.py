@@ -153,12 +153,3 @@ def test_a_padded_batch_gives_what_the_images_give_alone(
             single = decoder.refine_queries([feature[None] for feature in features])
             # In double precision only a leak could be this large.
             assert_close(together[:, n], single[:, 0], rtol=1e-8, atol=1e-8, msg=f"image {n}")
-
-
-def test_predictions_do_not_depend_on_the_order_of_images() -> None:
-    decoder, order = small_decoder((1, 1, 2)), [2, 0, 1]
-    images = [maps((12, 20), (40, 56), seed=seed) for seed in range(3)]
-    features = [torch.stack(feature) for feature in zip(*images, strict=True)]
-    with torch.no_grad():
-        queries = decoder.refine_queries(features)
-        assert_close(decoder.refine_queries([f[order] for f in features]), queries[:, order])

@@ -129,15 +129,6 @@ def test_one_box_by_hand() -> None:
     assert_close(found, torch.tensor([[positive, negative]]))
 
 
-def test_without_noise_a_query_is_its_ground_truth() -> None:
-    labels, boxes = ground_truth([4], K)
-    denoising = part(Settings(groups=1, box_noise=0.0, label_noise=0.0))
-    found = denoising(Targets.stack(labels, boxes))
-    assert_close(found.content, denoising.label_embed(labels[0].repeat(2))[None])
-    code = denoising.position_encoding.wave(boxes[0].repeat(2, 1)).flatten(1)
-    assert_close(found.position, denoising.box_embed(code)[None], atol=1e-5, rtol=0)
-
-
 def test_labels_are_drawn_anew_as_often_as_asked_and_from_all_classes() -> None:
     torch.manual_seed(0)
     noise = DenoisingNoise.draw(50, 400, torch.device("cpu"))
@@ -146,16 +137,6 @@ def test_labels_are_drawn_anew_as_often_as_asked_and_from_all_classes() -> None:
     shares = labels.flatten().bincount(minlength=K) / labels.numel()
     expected = torch.tensor([0.75 + 0.25 / K] + [0.25 / K] * (K - 1))
     assert_close(shares, expected, rtol=0, atol=0.014)
-
-
-def test_noise_comes_from_the_seed_of_the_step() -> None:
-    denoising, targets = part(Settings()), Targets.stack(*ground_truth([3, 2], K))
-    found = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        found.append(denoising(targets).position)
-    assert_close(found[0], found[1], rtol=0, atol=0)
-    assert not torch.equal(found[0], found[2])
 
 
 def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
@@ -168,19 +149,6 @@ def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
     assert alone.position.shape[1] == 20  # five groups of two boxes and their negatives
     assert_close(together.position[:1, :20], alone.position)
     assert_close(together.masked[:1, :20, :20], alone.masked)
-
-
-def test_without_boxes_there_is_a_gradient_and_it_is_zero() -> None:
-    denoising, loss = part(Settings()), criterion(K)
-    targets = Targets.stack(*ground_truth([0, 0], K))
-    queries = denoising(targets)
-    assert queries.content.shape == (2, 0, DIM)
-    normalizers = loss.mean_normalizers(torch.tensor(denoising.normalizers([0, 0], loss)), 1)
-    logits, boxes = queries.content[None, ..., : K + 1], queries.position[None, ..., :4]
-    sum(denoising.losses(logits, boxes, targets, loss, normalizers).values()).backward()
-    for name, parameter in denoising.named_parameters():
-        assert parameter.grad is not None, name
-        assert_close(parameter.grad, torch.zeros_like(parameter), msg=name)
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -13,7 +13,6 @@ from ..reference_set_criterion import (
     CLASS_WEIGHT,
     GIOU_WEIGHT,
     L1_WEIGHT,
-    match,
     match_by_trying_all,
     matching_cost,
 )
@@ -64,36 +63,9 @@ def test_it_finds_the_cheapest_of_all_assignments(counts: list[int]) -> None:
     assert as_list(matcher()(logits, boxes, Targets.stack(labels, true_boxes))) == expected
 
 
-@pytest.mark.parametrize("counts", [[30, 7, 100], [0, 63]], ids=str)
-def test_crowded_images_match_as_scipy_does_one_by_one(counts: list[int]) -> None:
-    logits, boxes = predictions(1, len(counts), queries=50, classes=9)
-    labels, true_boxes = ground_truth(counts, classes=9)
-    expected = [
-        (0, image, query, target)
-        for image, truth in enumerate(zip(labels, true_boxes, strict=True))
-        for query, target in sorted(match(logits[0, image], boxes[0, image], truth))
-    ]
-    found = as_list(matcher()(logits, boxes, Targets.stack(labels, true_boxes)))
-    assert found == expected
-    assert len(found) == sum(min(50, count) for count in counts)
-
-
 def test_no_boxes_anywhere_give_no_matches() -> None:
     logits, boxes = predictions(2, 3, queries=5, classes=4)
     assert as_list(matcher()(logits, boxes, Targets.stack(*ground_truth([0] * 3, 4)))) == []
-
-
-def test_an_image_alone_matches_as_it_does_in_a_batch() -> None:
-    counts = [4, 0, 9, 2]
-    logits, boxes = predictions(2, 4, queries=12, classes=4)
-    labels, true_boxes = ground_truth(counts, classes=4)
-    together = as_list(matcher()(logits, boxes, Targets.stack(labels, true_boxes)))
-    assert len(together) == 2 * sum(counts)
-    for n in range(4):
-        truth = Targets.stack(labels[n : n + 1], true_boxes[n : n + 1])
-        alone = as_list(matcher()(logits[:, n : n + 1], boxes[:, n : n + 1], truth))
-        own = [(block, 0, *pair) for block, image, *pair in together if image == n]
-        assert alone == own
 
 
 def test_costs_equal_the_naive_ones() -> None:

@@ -38,12 +38,3 @@ def test_corners_come_first_equally_often_and_never_twice_in_an_image() -> None:
     expected = torch.full((4, 4), 500.0, dtype=torch.float64).fill_diagonal_(0.0)
     # Five standard deviations of a count of 6,000 with chance 1/12.
     torch.testing.assert_close(counts, expected, rtol=0, atol=5 * 21.4)
-
-
-def test_equal_seeds_give_equal_areas() -> None:
-    torch.manual_seed(3)
-    one = AreaPairs.draw(7, device=CPU)
-    torch.manual_seed(3)
-    other = AreaPairs.draw(7, device=CPU)
-    assert torch.equal(one.first, other.first)
-    assert torch.equal(one.second, other.second)

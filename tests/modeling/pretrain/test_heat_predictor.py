@@ -128,21 +128,6 @@ def test_eight_four_and_two_models_coincide_where_the_explicit_ones_satisfy_eq_9
     torch.testing.assert_close(predict(two, visible, list(QUADRANTS)), expected)
 
 
-def test_a_diagonal_of_one_channel_is_the_product_of_its_two_steps() -> None:
-    models = LinearModels(dim=1, num_models=4, offset=0.5)
-    for name, value in {"A1": 0.5, "A2": -0.25, "B1": 0.25, "B2": -0.5}.items():
-        models.get_parameter(name).data.fill_(value)
-    found = {name: matrix.item() for name, matrix in models.matrices().items() if name[0] == "C"}
-    # 1.5 * 1.25, 1.5 * 0.5, 0.75 * 1.25, 0.75 * 0.5, less one each.
-    assert found == {"C11": 0.875, "C12": -0.25, "C21": -0.0625, "C22": -0.625}
-
-
-def test_untrained_matrices_copy_the_visible_features() -> None:
-    visible = torch.randn(1, GRID // 2, GRID // 2, 3)
-    whole = predict(HeatPredictor(dim=3), visible, ["top_right"])
-    torch.testing.assert_close(whole, visible.repeat(1, 2, 2, 1))
-
-
 @pytest.mark.parametrize("num_models", [8, 4, 2])
 @pytest.mark.parametrize("visible", ["corner", "centre", "both"])
 def test_scales_have_matrices_of_their_own_by_the_papers_names(

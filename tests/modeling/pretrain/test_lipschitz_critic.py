@@ -150,31 +150,3 @@ def test_the_critic_recovers_the_distance_of_two_shifted_gaussians(shift: float,
     slope = critic.slopes(moved, others, torch.rand(20000)).mean().item()
     assert found.item() == pytest.approx(shift * (1 + shift / (2 * WEIGHT)), rel=0.05)
     assert found.item() / slope == pytest.approx(shift, rel=0.05)
-
-
-class EqualSigns(Draw):
-    """x and y are the same fair coin, -1 or 1."""
-
-    def __call__(self, critic: LipschitzCritic) -> tuple[Tensor, Tensor, Tensor]:
-        x = (2 * torch.randint(2, (64, 1)) - 1).float()
-        values = critic(x[:, None], x[None])
-        slopes = critic.slopes((x, x), (x.roll(-1, 0), x.roll(-2, 0)), torch.rand(64))
-        return values, torch.arange(64), slopes
-
-
-def test_the_dependency_of_two_equal_coins_is_one() -> None:
-    # The product has half of its mass off the diagonal, at a distance of 2 from it.
-    torch.manual_seed(5)
-    critic = LipschitzCritic(dim=1, hidden_dim=32)
-    fit(critic, EqualSigns(), steps=250)
-    signs = torch.tensor([[-1.0], [1.0]])
-    with torch.no_grad():
-        values = critic(signs[:, None], signs[None])
-    found = values.diagonal().mean() - values.mean()
-    assert found.item() == pytest.approx(1 + 1 / (2 * WEIGHT), rel=0.05)
-
-
-@pytest.mark.parametrize("widths", [(0, 4), (4, 0)])
-def test_widths_that_make_no_critic_are_refused(widths: tuple[int, int]) -> None:
-    with pytest.raises(ValueError):
-        LipschitzCritic(dim=widths[0], hidden_dim=widths[1])

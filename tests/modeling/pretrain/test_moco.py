@@ -18,7 +18,7 @@ from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import FeatureQueue, MoCo, ProjectionHead
-from qbheat_det.modeling.pretrain.moco import check_batch, share_with_own_key
+from qbheat_det.modeling.pretrain.moco import check_batch
 
 SIZE = 8
 
@@ -175,19 +175,6 @@ def test_gradients_reach_encoder_and_head_alone_and_the_figure_is_a_share() -> N
     torch.testing.assert_close(model.metrics["contrast_accuracy"], 100 * alike.float().mean())
 
 
-def test_in_inference_there_is_an_embedding_of_each_image_and_nothing_changes() -> None:
-    model = make_model().eval()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        found = model(make_batch(3))
-        single = model(make_batch(3)[1:2])
-    assert [set(entry) for entry in found] == [{"embedding"}] * 3
-    torch.testing.assert_close(found[1]["embedding"], single[0]["embedding"])
-    torch.testing.assert_close(found[0]["embedding"].norm(), torch.tensor(1.0))
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-
-
 def seeded_run(model: MoCo, batches: list[list[dict[str, Any]]]) -> Tensor:
     """Seeds as the trainer does: the order that keys are shuffled in decides how sums round."""
     torch.manual_seed(2)
@@ -251,11 +238,6 @@ def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(other["backbone"].stem.weight, trained.backbone.stem.weight)
 
 
-def test_children_are_the_encoder_and_what_is_left_behind() -> None:
-    names = {name for name, _ in make_model().named_children()}
-    assert names == {*MoCo.pretrain_only_modules, "backbone"}
-
-
 @pytest.mark.parametrize("backbone", ["MobileFormer", "tokens", "timm:resnet18"])
 def test_any_backbone_serves(backbone: str) -> None:
     cfg = make_config()
@@ -315,18 +297,6 @@ def test_a_group_is_of_two_images_at_least_in_the_smallest_micro_batch() -> None
         check_batch(15, 4, batch_size=15, processes=1, accumulate=2)
 
 
-@pytest.mark.parametrize("queue", [32, 128, 256, 400, 512])
-def test_queries_meet_their_own_image_as_often_as_in_a_loop_over_epochs(queue: int) -> None:
-    generator, images, batch = torch.Generator().manual_seed(0), 256, 8
-    order = torch.cat([torch.randperm(images, generator=generator) for _ in range(60)])
-    met = []
-    for start in range(2 * images, len(order), batch):
-        met.append(torch.isin(order[start : start + batch], order[start - queue : start]))
-    found = torch.cat(met).double().mean()
-    expected = torch.tensor(share_with_own_key(queue, images), dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
-
-
 def test_a_queue_near_the_size_of_the_training_set_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -337,9 +307,3 @@ def test_a_queue_near_the_size_of_the_training_set_is_warned_of(
     assert "more than a quarter of the 15 images: for 32% of the queries" in caplog.text
     model.check_num_images(6)  # of which the queue holds two epochs
     assert "for 100% of the queries" in caplog.text
-
-
-def test_one_view_alone_is_refused() -> None:
-    batch = [{"image": entry["image"], "file_name": "a.jpg"} for entry in make_batch()]
-    with pytest.raises(UserError, match="a\\.jpg"):
-        make_model()(batch)

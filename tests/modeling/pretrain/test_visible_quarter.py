@@ -54,15 +54,6 @@ def test_images_come_to_the_places_in_random_order() -> None:
     assert all(abs(first[image] - 100) < 5 * (100 * 3 / 4) ** 0.5 for image in range(4))
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    draws = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        draws.append(VisibleQuarters.draw(7, visible="both", device=CPU))
-    assert draws[0].counts == draws[1].counts
-    torch.testing.assert_close(draws[0].order, draws[1].order)
-
-
 def test_given_places_sort_the_images() -> None:
     quarters = VisibleQuarters.at(["centre", "top_right", "top_left", "top_right"], device=CPU)
     assert quarters.counts == (1, 2, 0, 0, 1)
@@ -94,9 +85,3 @@ def test_the_mask_marks_what_the_crop_takes() -> None:
         top, left = FIRST[place]
         marked = {(y, x) for y in range(8) for x in range(8) if mask[y, x]}
         assert marked == {(top + y, left + x) for y in range(4) for x in range(4)}
-
-
-def test_values_of_places_spread_to_the_images_there() -> None:
-    quarters = VisibleQuarters.at(["centre", "top_right", "centre"], device=CPU)
-    values = torch.arange(10).reshape(5, 2)
-    torch.testing.assert_close(quarters.spread(values), values[[1, 4, 4]])

@@ -123,31 +123,6 @@ def test_plain_targets_give_the_focal_loss_of_retinanet() -> None:
     assert_close(build("focal", settings).loss(logits, wanted, quality), expected)
 
 
-def test_without_modulation_and_iou_the_focal_softmax_is_the_plain_one() -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits, quality = torch.randn(5, 7, 4, generator=generator), torch.rand(5, 7)
-    wanted = torch.randint(4, (5, 7), generator=generator)
-    settings = FocalSettings(gamma=0.0, iou_target=0.0)
-    found = build("softmax_focal", settings).loss(logits, wanted, quality)
-    assert_close(found, build("softmax").loss(logits, wanted, quality))
-    for matched, unmatched in ((7, 93), (0, 10)):
-        ours = build("softmax_focal").normalizer(matched, unmatched)
-        assert ours == build("softmax").normalizer(matched, unmatched)
-
-
-@pytest.mark.parametrize("quality", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("name", ["focal", "softmax_focal"])
-def test_a_prediction_that_meets_its_target_costs_nothing(name: str, quality: float) -> None:
-    odds = math.log(quality / (1 - quality))
-    # The class at its target; of the sigmoids the other at 0, of the softmax all the rest on
-    # no-object.
-    logits = torch.tensor([[[odds, -60.0, 0.0]]], requires_grad=True)
-    loss = build(name).loss(logits, torch.tensor([[0]]), torch.tensor([[quality]]))
-    assert_close(loss, torch.zeros(1, 1), rtol=0, atol=1e-12)
-    (gradient,) = torch.autograd.grad(loss.sum(), logits)
-    assert_close(gradient, torch.zeros(1, 1, 3), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_finite_at_the_extremes(name: str, gamma: float) -> None:
@@ -218,21 +193,6 @@ def test_quality_is_the_iou_of_a_match_and_holds_no_gradient(counts: list[int]) 
     assert_close(part.quality, quality)
     assert_close(part.wanted, wanted)
     assert not part.quality.requires_grad
-
-
-@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0], [9, 1]], ids=str)
-@pytest.mark.parametrize("name", ["focal", "varifocal"])
-def test_sigmoids_are_divided_by_the_matches(name: str, counts: list[int]) -> None:
-    logits, boxes = predictions(1, len(counts), 6, classes=4)
-    targets = Targets.stack(*ground_truth(counts, classes=4))
-    part = build(name)
-    matcher = HungarianMatcher(class_weight=2, l1_weight=5, giou_weight=2, classification=part)
-    criterion = SetCriterion(matcher=matcher, num_classes=4, classification=part, class_weight=2.0)
-    losses = criterion({"pred_logits": logits, "pred_boxes": boxes}, targets)
-    matches = matcher(logits, boxes, targets)
-    total = criterion.class_losses(logits, boxes, targets, matches).sum()
-    matched = sum(min(count, 6) for count in counts)
-    assert_close(losses["loss_ce"], 2 * total / max(matched, 1))
 
 
 def test_a_batch_without_boxes_is_divided_by_one_in_any_number_of_parts() -> None:

@@ -19,17 +19,6 @@ def test_the_mask_is_true_outside_every_image() -> None:
     assert_close(mask, expected[:, None])
 
 
-def test_sizes_come_back_from_the_mask() -> None:
-    sizes = torch.tensor(SIZES)
-    assert_close(valid_sizes(padding_mask(sizes, (5, 7))), sizes)
-
-
-def test_no_padding_stays_no_padding() -> None:
-    x = torch.randn(1, 2, 3, 3)
-    assert halve(None) is None
-    assert_close(zero_padding(x, None), x, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("canvas", [(5, 7), (6, 8), (9, 9)])
 def test_a_halved_mask_fits_a_convolution_of_stride_two(canvas: tuple[int, int]) -> None:
     mask = padding_mask(torch.tensor(SIZES), canvas)
@@ -39,12 +28,6 @@ def test_a_halved_mask_fits_a_convolution_of_stride_two(canvas: tuple[int, int])
         mask = halve(mask)
         assert mask.shape == convolved.shape
         assert_close(valid_sizes(mask), sizes)
-
-
-def test_zeroing_removes_what_is_not_finite() -> None:
-    mask = padding_mask(torch.tensor([[1, 2]]), (2, 2))
-    x = torch.tensor([[[[1.0, -2.0], [float("nan"), float("inf")]]]])
-    assert_close(zero_padding(x, mask), torch.tensor([[[[1.0, -2.0], [0.0, 0.0]]]]))
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -76,12 +59,6 @@ def test_every_image_is_resized_from_its_own_size_to_its_own_size(
     resized = resize_bilinear(x, (7, 12), mask_in, mask_out)
     for image, result, (h, w), (new_h, new_w) in zip(x, resized, old, new, strict=True):
         assert_close(result[:, :new_h, :new_w], bilinear(image[:, :h, :w], new_h, new_w))
-
-
-def test_without_padding_it_resizes_the_whole_map() -> None:
-    x = torch.randn(2, 3, 5, 4).double()
-    expected = torch.stack([bilinear(image, 10, 7) for image in x])
-    assert_close(resize_bilinear(x, (10, 7)), expected)
 
 
 def test_gradients_of_resizing_stay_inside_the_images() -> None:

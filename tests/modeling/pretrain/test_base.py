@@ -34,13 +34,6 @@ def test_images_are_normalised_by_channel() -> None:
         torch.testing.assert_close(found[1, channel], expected)
 
 
-def test_a_second_image_of_an_entry_goes_the_same_way() -> None:
-    one, other = make_inputs(2, 32)
-    model = make_model()
-    found = model.preprocess_image([{**one, "image_key": other["image"]}], key="image_key")
-    torch.testing.assert_close(found, model.preprocess_image([other]), rtol=0, atol=0)
-
-
 def test_nothing_but_the_backbone_is_state() -> None:
     assert make_model().state_dict() == {}
     assert make_model().pretrain_only_modules == ()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from qbheat_det.modeling.pretrain import FeatureQueue, ProjectionHead
 from qbheat_det.modeling.pretrain.moco import MomentumCopy, info_nce, similarity_logits
 from qbheat_det.modeling.pretrain.shuffled_batch_norm import (
-    draw_order,
     embed_in_groups,
     embed_shuffled,
 )
@@ -35,32 +34,6 @@ def test_the_queue_is_that_of_the_standard_library() -> None:
         torch.testing.assert_close(
             queue.keys.roll(-oldest, dims=0), torch.stack(list(reference)), rtol=0, atol=0
         )
-
-
-def test_a_queue_of_another_size_than_whole_steps_wraps_around() -> None:
-    queue = FeatureQueue(size=5, dim=2)
-    reference = deque(queue.keys.clone(), maxlen=5)
-    for _ in range(7):
-        keys = unit(3, 2)
-        queue.hold(keys)
-        queue.push_held()
-        reference.extend(keys)
-        found = queue.keys.roll(-int(queue.next), dims=0)
-        torch.testing.assert_close(found, torch.stack(list(reference)), rtol=0, atol=0)
-
-
-def test_keys_wait_for_the_end_of_the_step() -> None:
-    queue = FeatureQueue(size=8, dim=3)
-    before = {name: value.clone() for name, value in queue.state_dict().items()}
-    queue.hold(unit(4, 3).requires_grad_())
-    for name, value in queue.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    queue.push_held()
-    assert not torch.equal(queue.keys[:4], before["keys"][:4])
-    assert not queue.keys.requires_grad
-    torch.testing.assert_close(queue.keys[4:], before["keys"][4:], rtol=0, atol=0)
-    queue.push_held()  # nothing more
-    assert int(queue.next) == 4
 
 
 def test_a_queue_begins_with_the_same_directions_everywhere() -> None:
@@ -142,14 +115,6 @@ def test_the_loss_is_cross_entropy_over_explicit_similarities() -> None:
         torch.testing.assert_close(found[i].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_keys_that_say_nothing_cost_the_logarithm_of_their_number() -> None:
-    same = unit(1, 6)
-    logits = similarity_logits(
-        same.expand(3, 6), same.expand(3, 6), same.expand(9, 6), temperature=0.07
-    )
-    torch.testing.assert_close(info_nce(logits), torch.full((3,), float(np.log(10))))
-
-
 def test_similarities_are_not_rounded_under_autocast() -> None:
     queries, keys, others = unit(4, 64), unit(4, 64), unit(50, 64)
     expected = similarity_logits(queries, keys, others, temperature=0.2)
@@ -197,14 +162,6 @@ def test_shuffled_groups_are_those_of_a_loop_over_images(groups: int) -> None:
         group = order[place // size * size : (place // size + 1) * size]
         mean = torch.stack([images[j].flatten() for j in group]).mean(dim=0)
         torch.testing.assert_close(found[image], images[image].flatten() - mean)
-
-
-def test_images_that_do_not_see_each_other_are_embedded_the_same_in_any_order() -> None:
-    images = torch.randn(7, 1, 2, 2)
-    order = draw_order(7, device=torch.device("cpu"))
-    assert sorted(order.tolist()) == list(range(7))
-    found = embed_shuffled(lambda x: x.flatten(1), images, order, 3)
-    torch.testing.assert_close(found, images.flatten(1), rtol=0, atol=0)
 
 
 def test_queries_are_embedded_in_consecutive_groups() -> None:

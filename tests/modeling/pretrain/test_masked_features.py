@@ -86,21 +86,6 @@ def frame(grid: int, *, rows: bool, columns: bool) -> Tensor:
     return visible
 
 
-@pytest.mark.parametrize(
-    ("along_x", "along_y", "rows", "columns"),
-    [(0.7, 0.0, False, True), (0.0, -1.3, True, False), (0.7, -1.3, True, True)],
-    ids=["x", "y", "both"],
-)
-def test_fields_that_are_linear_along_the_axes_are_exact_between_neighbours(
-    along_x: float, along_y: float, rows: bool, columns: bool
-) -> None:
-    field = linear_field(7, along_x, along_y)
-    visible = frame(7, rows=rows, columns=columns)
-    holes = torch.where(visible.unsqueeze(-1), field, torch.nan)
-    found = make_filling(2)(holes, visible)
-    torch.testing.assert_close(found, field, rtol=1e-6, atol=1e-5)
-
-
 def test_scattered_positions_with_neighbours_on_all_sides_are_exact_on_linear_fields() -> None:
     torch.manual_seed(0)
     field, visible = linear_field(16, 0.4, 0.9), draw_visible(16, 64, num_images=20)
@@ -148,14 +133,6 @@ def test_a_token_stands_at_every_hidden_position() -> None:
     visible = draw_visible(6, 7)
     hidden = filling(z, visible)[~visible]
     torch.testing.assert_close(hidden, filling.token.detach().expand(4 * 29, 3), rtol=0, atol=0)
-
-
-def test_turning_the_image_turns_the_features_with_the_axes_exchanged() -> None:
-    z, visible = torch.randn(2, 5, 5, 3), draw_visible(5, 6, num_images=2)
-    filling, turned = make_filling(3, std=0.5), make_filling(3)
-    turned.x, turned.y = filling.y, filling.x
-    found = turned(z.transpose(1, 2), visible.transpose(1, 2)).transpose(1, 2)
-    torch.testing.assert_close(found, filling(z, visible))
 
 
 def test_the_matrices_start_with_a_gradient_although_they_are_zero() -> None:

@@ -1,0 +1,170 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Files of pre-training in detectors: only the backbone is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_backbone, build_model
+from torch import nn
+
+from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from tests.checkpoint.tiny_models import CLASSES, TinyDetector
+
+PRETRAIN_ONLY = ("projection", "predictor", "decoder")
+
+
+class TinyPretraining(nn.Module):
+    """QB-Heat's children; its decoder has a tensor of the name and shape of a detector's."""
+
+    pretrain_only_modules = PRETRAIN_ONLY
+
+    def __init__(self, backbone: nn.Module, seed: int = 5) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.projection = nn.Conv2d(4, 8, 1)
+        self.predictor = nn.Linear(8, 8)
+        self.decoder = nn.Module()
+        self.decoder.bbox_embed = nn.Linear(4, 4)
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+
+
+def _save(model: nn.Module, folder: Path, kind: str = "safetensors") -> str:
+    """Writes the model as the trainer does; "ema" as the average beside other weights."""
+    info = WeightsInfo(pretrain_only_modules=PRETRAIN_ONLY)
+    if kind == "safetensors":
+        save_weights(str(folder / "w.safetensors"), model.state_dict(), info)
+        return str(folder / "w.safetensors")
+    content = {"model": model.state_dict()}
+    if kind == "ema":
+        others = {key: 2 * value for key, value in model.state_dict().items()}
+        content = {"model": others, "ema": model.state_dict()}
+    torch.save({**content, "iteration": 9, "info": info.to_dict()}, folder / "w.pth")
+    return str(folder / "w.pth")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "ema", "safetensors"])
+@pytest.mark.parametrize("pyramid", [False, True])
+def test_a_detector_loads_the_backbone_and_nothing_else(
+    tmp_path: Path, kind: str, pyramid: bool
+) -> None:
+    pretraining = TinyPretraining(TinyDetector(seed=3).backbone)
+    model = TinyDetector(pyramid=pyramid, seed=9)
+    fresh = {key: value.clone() for key, value in model.state_dict().items()}
+    checkpointer = SafeCheckpointer(model, class_names=CLASSES)
+    checkpointer.load(_save(pretraining, tmp_path, kind))
+    inside = model.backbone.bottom_up if pyramid else model.backbone
+    torch.testing.assert_close(
+        dict(inside.state_dict()), dict(pretraining.backbone.state_dict()), rtol=0, atol=0
+    )
+    for key, value in model.state_dict().items():
+        if key.startswith("decoder.") or "lateral" in key:
+            torch.testing.assert_close(value, fresh[key], rtol=0, atol=0)
+    report = checkpointer.report
+    assert report is not None
+    assert report.groups["backbone"].is_full
+    assert report.groups["decoder"].is_new
+    assert (report.unexpected, report.unused, report.skipped) == ((), (), PRETRAIN_ONLY)
+
+
+@pytest.mark.parametrize("kind", [SafeCheckpointer, ExactCheckpointer])
+def test_pre_training_itself_loads_and_resumes_all(
+    tmp_path: Path, kind: type[SafeCheckpointer]
+) -> None:
+    first = TinyPretraining(TinyDetector(seed=3).backbone)
+    info = WeightsInfo(pretrain_only_modules=PRETRAIN_ONLY).to_dict()
+    SafeCheckpointer(first, str(tmp_path)).save("model_0000001", iteration=1, info=info)
+    path = _save(first, tmp_path)
+    for load in (lambda c: c.load(path), lambda c: c.resume_or_load("", resume=True)):
+        second = TinyPretraining(TinyDetector(seed=4).backbone, seed=6)
+        load(kind(second, str(tmp_path)))
+        torch.testing.assert_close(dict(second.state_dict()), dict(first.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("modules", "error"),
+    [
+        ((), "unexpected"),  # names that collide by accident
+        (("backbone", *PRETRAIN_ONLY), "another architecture"),  # nothing is left
+        (("back", "pro", "deco"), "unexpected"),  # children are named in full
+    ],
+)
+def test_only_the_named_children_are_skipped(
+    tmp_path: Path, modules: tuple[str, ...], error: str
+) -> None:
+    state = TinyPretraining(TinyDetector(seed=3).backbone).state_dict()
+    info = WeightsInfo(pretrain_only_modules=modules)
+    save_weights(str(tmp_path / "w.safetensors"), state, info)
+    with pytest.raises(UserError, match=error):
+        SafeCheckpointer(TinyDetector()).load(str(tmp_path / "w.safetensors"))
+
+
+def _detector_config(name: str, backbone: str) -> CfgNode:
+    cfg = get_cfg()
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.META_ARCHITECTURE = name
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    in_features = ["s8", "s16"]
+    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = in_features
+    if name == "MFDETR":
+        cfg.MODEL.BACKBONE.NAME = backbone
+        cfg.MODEL.MF_DETR.IN_FEATURES = in_features
+        cfg.MODEL.MF_DETR.NUM_BLOCKS = [1, 1, 1]
+        return cfg
+    cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
+    cfg.MODEL.FPN.BOTTOM_UP = backbone
+    cfg.MODEL.FPN.IN_FEATURES = in_features
+    cfg.MODEL.FPN.OUT_CHANNELS = 16
+    cfg.MODEL.RPN.IN_FEATURES = cfg.MODEL.ROI_HEADS.IN_FEATURES = ["p3", "p4"]
+    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
+    cfg.MODEL.ROI_BOX_HEAD.NAME, cfg.MODEL.ROI_HEADS.NAME = "FastRCNNConvFCHead", "StandardROIHeads"
+    cfg.MODEL.ROI_BOX_HEAD.NUM_FC, cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 1, 16
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "freeze_at"),
+    [
+        ("MFDETR", "MobileFormer", 0),
+        ("SyncRetinaNet", "MobileFormer", 5),
+        ("GeneralizedRCNN", "timm:mobilenetv4_conv_small", 5),
+    ],
+)
+def test_real_detectors_load_the_whole_backbone(
+    tmp_path: Path, name: str, backbone: str, freeze_at: int
+) -> None:
+    cfg = _detector_config(name, backbone)
+    pretrained = build_backbone(_detector_config("MFDETR", backbone))
+    cfg.MODEL.BACKBONE.FREEZE_AT = freeze_at
+    model = build_model(cfg)
+    checkpointer = SafeCheckpointer(model)
+    checkpointer.load(_save(TinyPretraining(pretrained), tmp_path))
+    report = checkpointer.report
+    assert report is not None
+    assert report.groups["backbone"].is_full
+    assert (report.unexpected, report.skipped) == ((), PRETRAIN_ONLY)
+    inside = model.backbone if name == "MFDETR" else model.backbone.bottom_up
+    expected = pretrained.state_dict()
+    for key, value in inside.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
+
+
+def test_timm_s_own_files_fit_and_what_the_backbone_leaves_out_is_unused(tmp_path: Path) -> None:
+    whole: Any = timm.create_model("convnext_atto")
+    torch.save(whole.state_dict(), tmp_path / "convnext_atto.pth")
+    cfg = _detector_config("SyncRetinaNet", "timm:convnext_atto")
+    checkpointer = SafeCheckpointer(build_model(cfg))
+    checkpointer.load(str(tmp_path / "convnext_atto.pth"))
+    report = checkpointer.report
+    assert report is not None
+    assert report.groups["backbone"].is_full
+    assert report.unexpected == ()
+    assert any("head.fc" in key for key in report.unused)

@@ -1,0 +1,145 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Hooks of a run that is only pretended: evaluation, the best weights, checkpoints."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from detectron2.engine import HookBase
+from detectron2.utils.events import EventStorage
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine.hooks import EvalHook, PeriodicCheckpointer
+
+
+class PretendedRun:
+    """A ``TrainingRun`` that records what hooks ask of it.
+
+    Attributes:
+        exported: iteration of each file of weights, by name.
+    """
+
+    def __init__(self, folder: Path, *, max_iter: int = 4, results: list[Any] | None = None):
+        self.cfg = SimpleNamespace(
+            OUTPUT_DIR=str(folder), DATASETS=SimpleNamespace(TEST=("any",) if results else ())
+        )
+        self.iter, self.start_iter, self.max_iter = 0, 0, max_iter
+        self.storage = EventStorage(0)
+        self.results = iter(results or [])
+        self.exported: dict[str, int] = {}
+
+    def evaluate(self) -> Any:
+        results = next(self.results)
+        if isinstance(results, Exception):
+            raise results
+        return results
+
+    def save(self, name: str) -> None:
+        (Path(self.cfg.OUTPUT_DIR) / f"{name}.pth").write_text(str(self.iter))
+
+    def export(self, name: str) -> None:
+        self.exported[name] = self.iter
+
+    def take_steps(self, *hooks: HookBase, start: int = 0, end: int | None = None) -> None:
+        for hook in hooks:
+            hook.trainer = self
+        for iteration in range(start, end or self.max_iter):
+            self.iter = self.storage.iter = iteration
+            for hook in hooks:
+                hook.after_step()
+
+
+def aps(*values: float) -> list[Any]:
+    return [{"bbox": {"AP": value, "AP-ring": math.nan}} for value in values]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Iterations of the periodic checkpoints."""
+    return sorted(int(path.stem[6:]) for path in folder.glob("model_0*.pth"))
+
+
+def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path: Path) -> None:
+    run = PretendedRun(tmp_path, results=aps(math.nan, 7.0, 5.0, 7.0))
+    hook = EvalHook(period=1, best_metric="bbox/AP")
+    run.take_steps(hook)
+    assert run.exported == {"model_best": 1}
+    assert hook.best == {"value": 7.0, "iteration": 1}
+    assert [value for value, _ in run.storage.history("bbox/AP").values()] == [7, 5, 7]
+    assert "bbox/AP-ring" not in run.storage.histories()  # nan is no JSON
+
+
+@pytest.mark.parametrize(("period", "expected"), [(0, 1), (2, 2), (3, 2), (100, 1)])
+def test_evaluation_is_periodic_and_comes_after_the_last_step(
+    tmp_path: Path, period: int, expected: int
+) -> None:
+    run = PretendedRun(tmp_path, results=aps(*range(1, 5)))
+    run.take_steps(EvalHook(period=period, best_metric="bbox/AP"))
+    assert len(run.storage.history("bbox/AP").values()) == expected
+
+
+def test_without_a_test_set_nothing_is_evaluated(tmp_path: Path) -> None:
+    PretendedRun(tmp_path).take_steps(EvalHook(period=1, best_metric="bbox/AP"))
+
+
+def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_path: Path) -> None:
+    run = PretendedRun(tmp_path, results=aps(9.0, 1.0, 8.0, 3.0))
+    first = EvalHook(period=1, best_metric="bbox/AP")
+    run.take_steps(first, end=2)
+    second = EvalHook(period=1, best_metric="bbox/AP")
+    second.load_state_dict(first.state_dict())
+    run.take_steps(second, start=2)
+    assert run.exported == {"model_best": 0}
+    other = EvalHook(period=1, best_metric="segm/AP")
+    other.load_state_dict(first.state_dict())
+    assert other.best == {}
+
+
+def test_of_losses_the_lowest_is_the_best(tmp_path: Path) -> None:
+    results = [{"task": {"loss_all": value}} for value in (3.0, 1.0, 2.0, 5.0)]
+    run = PretendedRun(tmp_path, results=results)
+    run.take_steps(EvalHook(period=1, best_metric="task/loss_all"))
+    assert run.exported == {"model_best": 1}
+
+
+def test_an_unknown_metric_exports_nothing(tmp_path: Path) -> None:
+    run = PretendedRun(tmp_path, results=aps(1.0, 2.0, 3.0, 4.0))
+    run.take_steps(EvalHook(period=1, best_metric="segm/AP"))
+    assert run.exported == {}
+
+
+def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path: Path) -> None:
+    run = PretendedRun(tmp_path, results=[UserError("image 'x'")])
+    with pytest.raises(UserError, match="image 'x'"):
+        run.take_steps(EvalHook(period=3, best_metric="bbox/AP"))
+    assert checkpoints(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(0, [0, 1, 2]), (2, [1, 2]), (5, [0, 1, 2])])
+def test_the_newest_checkpoints_stay(tmp_path: Path, kept: int, expected: list[int]) -> None:
+    run = PretendedRun(tmp_path)
+    run.take_steps(PeriodicCheckpointer(period=1, kept=kept))
+    assert checkpoints(tmp_path) == expected
+    assert (tmp_path / "model_final.pth").read_text() == "3"
+    assert run.exported == {"model_final": 3}
+
+
+def test_checkpoints_from_before_a_resumption_further_back_are_removed(tmp_path: Path) -> None:
+    for iteration in range(4):
+        (tmp_path / f"model_{iteration:07d}.pth").write_text("old")
+    hook = PeriodicCheckpointer(period=1, kept=1)
+    PretendedRun(tmp_path, max_iter=9).take_steps(hook, start=1, end=2)
+    assert checkpoints(tmp_path) == [1]
+    assert (tmp_path / "model_0000001.pth").read_text() == "1"
+
+
+def test_hooks_measure_evaluation_and_saving(tmp_path: Path) -> None:
+    run = PretendedRun(tmp_path, results=aps(1.0))
+    hooks = EvalHook(period=0, best_metric="bbox/AP"), PeriodicCheckpointer(period=2, kept=0)
+    run.take_steps(*hooks, end=2)
+    assert hooks[0].seconds == 0.0 < hooks[1].seconds
+    run.take_steps(*hooks, start=2, end=3)
+    assert [hook.seconds for hook in hooks] == [0.0, 0.0]
+    run.take_steps(*hooks, start=3)
+    assert all(hook.seconds > 0 for hook in hooks)

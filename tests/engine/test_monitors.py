@@ -1,0 +1,157 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Monitors of a run's steps: memory, and time spent waiting for data."""
+
+import json
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from qbheat_det.engine import memory
+from qbheat_det.engine.hooks.monitors import (
+    DataTimeMonitor,
+    MemoryMonitor,
+    describe_memory,
+    describe_waiting,
+)
+from qbheat_det.engine.memory import PeakMemory
+from qbheat_det.engine.run_record import write_run_record
+
+GIB = 2**30
+# Frees 64 MiB and prints how much of it the process keeps, in MiB.
+_PROGRAM = """
+import torch
+from torch import nn
+from qbheat_det.config import get_cfg
+from qbheat_det.engine.memory import read_bytes, _STATUS
+from qbheat_det.engine.block_modes import apply_step_keys
+cfg = get_cfg()
+cfg.SOLVER.KEEP_MEMORY = {kept}
+apply_step_keys(cfg, nn.Linear(2, 2))
+before = read_bytes(_STATUS, "VmRSS:")
+block = torch.zeros(16 << 20)
+del block
+print((read_bytes(_STATUS, "VmRSS:") - before) / 2**20)
+"""
+
+
+def touch(size: int) -> None:
+    """Uses that many bytes of fresh memory; malloc's may be left from an earlier test."""
+    with mmap.mmap(-1, size) as block:
+        block.write(b"1" * size)
+
+
+def take_steps(hook: Any, steps: int, step: Any, **trainer: Any) -> EventStorage:
+    with EventStorage(0) as storage:
+        hook.trainer = SimpleNamespace(storage=storage, start_iter=0, max_iter=steps, **trainer)
+        for hook.trainer.iter in range(steps):
+            storage.iter = hook.trainer.iter
+            hook.before_step()
+            step(storage)
+            hook.after_step()
+    return storage
+
+
+def test_the_peak_is_that_since_measuring_began() -> None:
+    measured = PeakMemory(torch.device("cpu"))
+    if measured.before == 0:
+        pytest.skip("this system does not report it")
+    touch(64 * 2**20)
+    assert 60 * 2**20 < measured.peak - measured.before < 200 * 2**20
+    later = PeakMemory(torch.device("cpu"))
+    assert later.peak - later.before < 40 * 2**20
+    assert later.peak < later.total
+
+
+def test_memory_is_logged_after_the_first_step_and_recorded_with_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run_record(tmp_path, command=["train"])
+    with caplog.at_level(logging.INFO, logger="qbheat_det"):
+        storage = take_steps(
+            MemoryMonitor(period=2),
+            4,
+            lambda _: touch(2**26),
+            bare_model=nn.Linear(1, 1),
+            cfg=SimpleNamespace(OUTPUT_DIR=str(tmp_path)),
+        )
+    assert len(caplog.records) == 1
+    known = json.loads((tmp_path / "run.json").read_text())[-1]["memory_mib"]
+    assert known["peak_of_first_step"] - known["before_first_step"] > 60
+    iterations = [iteration for _, iteration in storage.history("peak_memory_mib").values()]
+    assert iterations == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "3000\n"}, 3000),  # in a container with a name space
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, 2000),
+        ("4:cpu,memory:/a\n2:cpu:/\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000\n"}, 1000),
+        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "1000\n"}, 1000),  # in a container
+        ("0::/\n", {"memory.max": f"{2**60}\n"}, 2**50),
+        (None, {}, 2**50),
+    ],
+)
+def test_total_memory_is_that_of_the_container(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str | None,
+    files: dict[str, str],
+    expected: int,
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "folders" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if groups is not None:
+        (tmp_path / "groups").write_text(groups)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "_GROUPS_ROOT", tmp_path / "folders")
+    pages = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**38}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert memory.total_memory() == expected
+
+
+def test_nearly_full_memory_and_waiting_come_with_advice() -> None:
+    key = "MODEL.ACTIVATION_CHECKPOINTING"
+    assert key not in describe_memory(GIB, 2 * GIB, 8 * GIB)
+    assert key in describe_memory(GIB, 7 * GIB, 8 * GIB)
+    assert "DATALOADER.NUM_WORKERS" in describe_waiting(0.5, 1.0, 0)
+    assert "MODEL.CACHE_FEATURES.ENABLED" in describe_waiting(0.5, 1.0, 10_000)
+
+
+@pytest.mark.parametrize(("waited", "warnings"), [(0.0004, 0), (0.005, 1)])
+def test_a_run_that_waits_for_data_is_warned_once(
+    waited: float, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(storage: EventStorage) -> None:
+        time.sleep(0.01)
+        # The first step, in which workers start, would be nothing but waiting.
+        storage.put_scalar("data_time", waited if storage.iter else 10.0)
+
+    with caplog.at_level(logging.WARNING, logger="qbheat_det"):
+        storage = take_steps(DataTimeMonitor(period=12, num_workers=0), 36, step)
+    assert len(caplog.records) == warnings
+    shares = [share for share, _ in storage.history("data_share").values()]
+    assert len(shares) == 3
+    assert all(0 < share < 0.6 for share in shares)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_process_keeps_freed_memory_if_the_key_says_so(kept: bool) -> None:
+    command = [sys.executable, "-c", _PROGRAM.format(kept=kept)]
+    held = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert (held > 60) is kept

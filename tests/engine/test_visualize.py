@@ -1,0 +1,289 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Figures during training: when, within which share of the time, and without changing the run."""
+
+import json
+import logging
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import TRAINING_FIGURES, Figure, Image, NotApplicable
+from qbheat_det.data import register_image_folders
+from qbheat_det.engine.hooks import visualize
+from qbheat_det.engine.hooks.visualize import (
+    VisualizationHook,
+    build_visualization_hook,
+    undisturbed,
+)
+from qbheat_det.engine.sample_images import FixedImages
+from tests.data.pictures import draw, save
+
+from .conftest import forget_runs
+from .tiny_pretraining import train
+from .tiny_training import losses, make_data, state
+
+
+class Clock:
+    """Stands in for ``perf_counter``."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(visualize, "perf_counter", clock)
+    return clock
+
+
+class Recorded(VisualizationHook):
+    """Has one figure, which takes ``seconds``, and records the steps at which it is drawn."""
+
+    def __init__(self, clock: Clock, *, seconds: float = 0.0, **options: Any) -> None:
+        def draw(_: nn.Module) -> Figure:
+            clock.now += seconds
+            return Figure("any", "")
+
+        super().__init__({"any": draw}, **options)
+        self.seen: list[int] = []
+
+    def _publish(self, figure: Figure, steps: int) -> None:
+        self.seen.append(steps)
+
+
+def make_run(folder: Path, max_iter: int) -> Any:
+    """What the hook sees of a trainer."""
+    return SimpleNamespace(
+        iter=0, start_iter=0, max_iter=max_iter, storage=EventStorage(0),
+        cfg=SimpleNamespace(OUTPUT_DIR=str(folder)),
+        evaluated_model=nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval()),
+    )  # fmt: skip
+
+
+def take_steps(
+    hook: VisualizationHook, run: Any, clock: Clock | None = None, *, until: int | None = None
+) -> None:
+    """Makes steps of a second each."""
+    hook.trainer = run
+    hook.before_train()
+    for iteration in range(run.start_iter, until or run.max_iter):
+        run.iter = iteration
+        if clock is not None:
+            clock.now += 1
+        hook.after_step()
+    hook.after_train()
+
+
+@pytest.mark.parametrize(
+    ("period", "max_iter", "expected"),
+    [
+        (3, 8, [0, 3, 6, 8]),
+        (100, 8, [0, 8]),
+        (0, 100, list(range(0, 101, 5))),
+        (0, 7, list(range(8))),
+    ],
+)
+def test_figures_are_drawn_before_the_first_step_periodically_and_after_the_last(
+    tmp_path: Path, clock: Clock, period: int, max_iter: int, expected: list[int]
+) -> None:
+    hook = Recorded(clock, period=period, share=0.01)
+    take_steps(hook, make_run(tmp_path, max_iter), clock)
+    assert hook.seen == expected
+    assert (hook.costs["any"].drawn, hook.costs["any"].skipped) == (len(expected), 0)
+
+
+def test_drawings_beyond_their_share_are_skipped(tmp_path: Path, clock: Clock) -> None:
+    hook = Recorded(clock, period=10, share=0.1, seconds=4.0)
+    take_steps(hook, make_run(tmp_path, 200), clock)
+    # After k drawings, the next is made if (k + 2) * 4 <= 0.1 * (steps + 4 k).
+    assert hook.seen == [0, 120, 160, 190, 200]
+    assert (hook.costs["any"].drawn, hook.costs["any"].skipped) == (5, 16)
+    long = Recorded(clock, period=1, share=0.01, seconds=0.5)
+    take_steps(long, make_run(tmp_path, 1000), clock)
+    assert long.costs["any"].seconds <= 0.01 * (1000 + long.costs["any"].seconds)
+    assert long.costs["any"].drawn > 15
+
+
+def test_a_resumed_run_draws_what_the_whole_run_would_have_drawn(
+    tmp_path: Path, clock: Clock
+) -> None:
+    options: dict[str, Any] = {"period": 10, "share": 0.1, "seconds": 4.0}
+    whole, first, second = (Recorded(clock, **options) for _ in range(3))
+    take_steps(whole, make_run(tmp_path, 200), clock)
+    expected = whole.state_dict()
+    run = make_run(tmp_path, 200)
+    take_steps(first, run, clock, until=130)
+    saved = json.loads(json.dumps(first.state_dict()))
+    clock.now += 1e6  # between the two processes
+    run.start_iter = 130
+    second.load_state_dict(saved)
+    take_steps(second, run, clock)
+    assert first.seen + second.seen == whole.seen
+    found = second.state_dict()
+    assert found["costs"]["any"] == pytest.approx(expected["costs"]["any"])
+    assert found["run_seconds"] == pytest.approx(expected["run_seconds"])
+
+
+def test_an_error_is_logged_once_and_a_figure_that_does_not_apply_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VisualizationHook, "_run_seconds", lambda _: 1e9)
+
+    def fail(_: nn.Module) -> Figure:
+        raise OSError("no space left on device")
+
+    def refuse(_: nn.Module) -> Figure:
+        raise NotApplicable("no such part")
+
+    hook = VisualizationHook({"full disk": fail, "other model": refuse}, period=2, share=1.0)
+    run = make_run(tmp_path, 4)
+    with caplog.at_level(logging.INFO, logger="qbheat_det"):
+        take_steps(hook, run)
+    assert set(hook.costs) == {"full disk"}
+    assert (hook.costs["full disk"].drawn, hook.costs["full disk"].failed) == (3, 3)
+    assert [r.levelname for r in caplog.records].count("ERROR") == 1
+    assert run.evaluated_model.training
+
+
+def test_modes_and_random_generators_are_restored() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+
+    def draw_numbers() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = draw_numbers()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+    def fail() -> None:
+        with undisturbed(model):
+            assert not any(module.training for module in model.modules())
+            assert not torch.is_grad_enabled()
+            draw_numbers()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [module.training for module in model.modules()] == [True, True, False]
+    assert torch.is_grad_enabled()
+    assert draw_numbers() == expected
+
+
+def test_figures_go_to_the_folder_the_log_and_tensorboard(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 6, 3), np.uint8)
+    pixels[..., 0] = 200  # red
+    png = Image(cv2.imencode(".png", pixels[..., ::-1])[1].tobytes(), "image/png", "red")
+    figure = Figure(
+        "red",
+        "Red",
+        images={"all": png, "svg": Image(b"<svg/>", "image/svg+xml", "")},
+        data={"values": [1, 2]},
+        scalars={"a/b": 2.0, "a/c": math.nan},
+    )
+    hook = VisualizationHook({"red": lambda _: figure}, period=1, share=1.0)
+    run = make_run(tmp_path, 12)
+    hook.trainer, run.iter = run, 11
+    hook.after_step()
+    assert hook.costs["red"].failed == 0
+    folder = tmp_path / "visualizations"
+    names = {"red_0000012.json", "red_all_0000012.png", "red_svg_0000012.svg"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert json.loads((folder / "red_0000012.json").read_text())["data"] == {"values": [1, 2]}
+    assert {name: value for name, (value, _) in run.storage.latest().items()} == {"a/b": 2.0}
+    ((name, image, _),) = run.storage._vis_data
+    assert name == "red/all"
+    np.testing.assert_array_equal(image.transpose(1, 2, 0), pixels)
+
+
+def test_only_the_main_process_draws(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visualize.comm, "is_main_process", lambda: False)
+    hook = Recorded(clock, period=1, share=1.0)
+    take_steps(hook, make_run(tmp_path, 3), clock)
+    assert hook.seen == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("VIS.SHARE", 1.5), ("VIS.SHARE", -0.1), ("VIS.NUM_IMAGES", 0)]
+)
+def test_keys_out_of_range_are_refused(key: str, value: float) -> None:
+    cfg = get_cfg()
+    cfg.merge_from_list([key, value])
+    with pytest.raises(UserError, match=key):
+        build_visualization_hook(cfg, nn.Linear(1, 1))
+
+
+def test_models_that_are_not_pre_trained_have_no_figures_and_no_score() -> None:
+    cfg = get_cfg()
+    assert build_visualization_hook(cfg, nn.Linear(1, 1)) is None
+    cfg.TEST.KNN.TRAIN = cfg.TEST.KNN.VAL = ("any",)
+    with pytest.raises(UserError, match=r"TEST\.KNN"):
+        build_visualization_hook(cfg, nn.Linear(1, 1))
+
+
+@pytest.fixture
+def grey_images(tmp_path: Path) -> Iterator[str]:
+    """Twelve images, 20 levels brighter each, of which one is broken."""
+    for i in range(12):
+        save(tmp_path / f"{i:02d}.png", draw(40, 40) * 0 + 20 * i)
+    (tmp_path / "04.png").write_bytes(b"no image")
+    register_image_folders("grey", [tmp_path])
+    yield "grey"
+    forget_runs("grey")
+
+
+def test_fixed_images_are_spread_over_the_set_and_can_be_read(grey_images: str) -> None:
+    cfg = get_cfg()
+    cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.PRETRAIN.SIZE = "pretrain", 32
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("not_read",), (grey_images,)
+    images = FixedImages(cfg)
+    shades = [int(entry["image"].float().mean().round()) for entry in images.load(3)]
+    assert shades == [0, 100, 160]
+    assert len(images.load(64)) == 11
+    assert images.load(3) is images.load(3)
+
+
+def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw_noise(model: Any, load_images: Any, cfg: Any) -> Figure:
+        images = load_images(cfg.VIS.NUM_IMAGES)
+        outputs = model(images)  # of QB-Heat, from random corners
+        mean = float(torch.stack([each["loss_reconstruction"] for each in outputs]).mean())
+        return Figure("noise", "", scalars={"noise/loss": mean + 0 * random.random()})
+
+    monkeypatch.setattr(VisualizationHook, "_run_seconds", lambda _: 1e9)
+    register_image_folders("seen", [make_data(tmp_path / "data") / "images"])
+    opts = {"DATASETS.TRAIN": "('seen',)", "SOLVER.MAX_ITER": "3"}
+    train(tmp_path / "without", opts)
+    with monkeypatch.context() as patch:
+        patch.setitem(TRAINING_FIGURES, "noise", draw_noise)
+        shown = {"VIS.ENABLED": "True", "VIS.PERIOD": "1", "VIS.NUM_IMAGES": "2"}
+        forget_runs()
+        train(tmp_path / "with", {**opts, **shown})
+    forget_runs("seen")
+    assert len(list((tmp_path / "with" / "visualizations").glob("noise_*.json"))) == 4
+    assert not (tmp_path / "without" / "visualizations").exists()
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    expected, found = state(tmp_path / "without"), state(tmp_path / "with")
+    torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=0)
+    assert str(found["trainer"]["_trainer"]) == str(expected["trainer"]["_trainer"])

@@ -1,0 +1,172 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Writers of runs that begin, resume, fail, or share a folder with another run."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from detectron2.config import CfgNode
+from detectron2.utils.events import EventStorage
+
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine.writers import (
+    PeriodicWriter,
+    WandbWriter,
+    drop_metrics_from,
+    open_writers,
+)
+
+
+class FakeWandb:
+    """Records its calls."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.exit_codes: list[int] = []
+
+    def init(self, **settings: Any) -> Any:
+        self.started.append(settings)
+        return SimpleNamespace(
+            log=lambda scalars, step: self.logged.append((step, scalars)),
+            finish=lambda exit_code: self.exit_codes.append(exit_code),
+        )
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def make_config(folder: Path, *, project: str = "") -> CfgNode:
+    cfg = get_cfg()
+    cfg.OUTPUT_DIR = str(folder)
+    cfg.SOLVER.LOG_PERIOD = 2
+    cfg.SOLVER.WANDB_PROJECT = project
+    return cfg
+
+
+def run(cfg: CfgNode, *, start: int, end: int, max_iter: int = 10) -> None:
+    """Trains in what the hook sees, from one iteration to another; ends early like an error."""
+    hook = PeriodicWriter(
+        lambda start: open_writers(cfg, start, max_iter, iterations_per_epoch=2), period=2
+    )
+    with EventStorage(start) as storage:
+        trainer = SimpleNamespace(start_iter=start, max_iter=max_iter, storage=storage)
+        hook.trainer = trainer
+        hook.before_train()
+        for trainer.iter in range(start, end):
+            storage.iter = trainer.iter
+            storage.put_scalar("total_loss", float(trainer.iter))
+            storage.put_scalar("time", 1.0)
+            storage.put_scalars(smoothing_hint=False, **{"reconstruction/loss": 9.0})
+            hook.after_step()
+        if end == max_iter:
+            trainer.iter = storage.iter = max_iter
+        hook.after_train()
+
+
+def read(path: Path, key: str = "iteration") -> list[Any]:
+    lines = map(json.loads, path.read_text().splitlines())
+    return [line[key] for line in lines if key in line]
+
+
+def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
+    cfg = make_config(tmp_path)
+    run(cfg, start=0, end=7)
+    assert read(tmp_path / "metrics.json") == [1, 3, 5]
+    run(cfg, start=4, end=10)
+    assert read(tmp_path / "metrics.json") == [1, 3, 5, 7, 9]
+    assert read(tmp_path / "metrics.json", "epoch") == [1, 2, 3, 4, 5]
+
+
+def test_incomplete_lines_and_those_of_repeated_steps_go(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    path.write_text('{"iteration": 1, "a": NaN}\n{"iteration": 3}\n{"iteration": 5}\n{"iterat')
+    drop_metrics_from(path, 5)
+    assert path.read_text() == '{"iteration": 1, "a": NaN}\n{"iteration": 3}\n'
+    drop_metrics_from(path, 0)
+    assert path.read_text() == ""
+    drop_metrics_from(tmp_path / "missing.json", 3)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
+
+
+def test_a_new_run_in_an_old_folder_does_not_mix_with_it(tmp_path: Path) -> None:
+    for end in (2, 4, 6):
+        run(make_config(tmp_path), start=0, end=end)
+    assert read(tmp_path / "metrics.1.json") == [1]
+    assert read(tmp_path / "metrics.2.json") == [1, 3]
+    assert read(tmp_path / "metrics.json") == [1, 3, 5]
+
+
+def test_tensorboard_hides_the_steps_that_are_repeated(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(make_config(tmp_path), start=0, end=6)
+    run(make_config(tmp_path), start=4, end=10)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("total_loss")] == [1, 3, 5, 7, 9]
+
+
+def test_the_line_of_the_log_has_epoch_remaining_time_and_losses_of_steps_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="detectron2.utils.events"):
+        run(make_config(tmp_path), start=0, end=6)
+    line = caplog.messages[0]
+    assert line.startswith("epoch: 1.00/5 ")
+    assert "eta: 0:00:08" in line
+    assert "total_loss: " in line
+    assert "reconstruction" not in line
+    assert read(tmp_path / "metrics.json", "reconstruction/loss") == [9.0, 9.0, 9.0]
+
+
+def test_wandb_gets_every_scalar_once_and_continues_the_same_run(
+    tmp_path: Path, wandb: FakeWandb
+) -> None:
+    folder = tmp_path / "my_run"
+    folder.mkdir()
+    cfg = make_config(folder, project="detectors")
+    run(cfg, start=0, end=4)
+    (settings,) = wandb.started
+    assert (settings["project"], settings["name"]) == ("detectors", "my_run")
+    assert settings["config"]["SOLVER"]["WANDB_PROJECT"] == "detectors"
+    assert [step for step, _ in wandb.logged] == [1, 3]
+    assert wandb.logged[1][1]["total_loss"] == 2.5  # median of two
+    run(cfg, start=4, end=8)
+    run(cfg, start=0, end=2)
+    first, resumed, fresh = wandb.started
+    assert resumed["id"] == first["id"] != fresh["id"]
+    assert (first["resume"], resumed["resume"]) == (None, "allow")
+    assert wandb.exit_codes == [0, 0, 0]
+
+
+def test_wandb_marks_a_run_that_failed(tmp_path: Path, wandb: FakeWandb) -> None:
+    writer = WandbWriter(project="detectors", output_dir=tmp_path, config={})
+    try:
+        raise ValueError
+    except ValueError:
+        writer.close()
+    assert wandb.exit_codes == [1]
+
+
+def test_a_wandb_that_is_missing_or_does_not_start_is_refused(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("api_key not configured")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    with pytest.raises(UserError, match="api_key not configured"):
+        WandbWriter(project="detectors", output_dir=tmp_path, config={})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"SOLVER\.WANDB_PROJECT"):
+        run(make_config(tmp_path, project="detectors"), start=0, end=2)
