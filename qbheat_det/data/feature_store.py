@@ -195,17 +195,9 @@ class FeatureStore:
 
 
 class _Chunk:
-    """A file of views, whose header is in memory.
-
-    Views are read, not mapped: a file that is cut short under a map ends the process. It is not
-    kept open, as a process may have about a thousand open files.
-    """
+    """A file of views, whose header is in memory."""
 
     def __init__(self, path: Path, *, cache: str, views: range, dtype: torch.dtype) -> None:
-        """
-        Raises:
-            ValueError: there is no such file, or it is damaged or another cache's.
-        """
         self._path = path
         self._dtype = dtype
         try:
@@ -232,11 +224,7 @@ class _Chunk:
         self._layouts: dict[int, _Layout] = {}  # of views that were verified
 
     def read(self, index: int) -> Stored:
-        """Returns a view, in memory of its own.
-
-        Raises:
-            ValueError: the file is gone, or was changed after it was written.
-        """
+        """Returns a view, in memory of its own."""
         about = self._views[str(index)]
         if about is None:
             return None
@@ -266,10 +254,7 @@ class _Chunk:
         )
 
     def _find_layout(self, index: int, outputs: Sequence[str]) -> "_Layout":
-        """Returns where a view is: its tensors lie side by side, and are read as one block.
-
-        What a worker sends takes an open file a block.
-        """
+        """Returns where a view is: its tensors lie side by side, and are read as one block."""
         tensors = {name: self._tensors[f"{index}/{name}"] for name in outputs}
         first = min((tensor["data_offsets"][0] for tensor in tensors.values()), default=0)
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
@@ -291,13 +276,7 @@ class _Layout(NamedTuple):
 
 
 def _pack(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -> bytes:
-    """Returns the content of a file: features as its tensors, "<index>/<output>", all else JSON.
-
-    The JSON is in the file's metadata, where one name holds it with its checksum.
-
-    Raises:
-        UserError: a feature is not finite in ``dtype``.
-    """
+    """Returns the content of a file: features as its tensors, "<index>/<output>", all else JSON."""
     tensors: dict[str, Tensor] = {}
     about: dict[str, dict[str, Any] | None] = {}
     for index, view in views.items():

@@ -217,11 +217,7 @@ def quote(names: Sequence[str]) -> str:
 
 
 def _is_registered(name: str, json_file: str, image_root: str, *, unlabelled: bool = False) -> bool:
-    """Returns whether a name is that of these files.
-
-    Raises:
-        UserError: it is that of other data.
-    """
+    """Returns whether a name is that of these files."""
     if name not in DatasetCatalog:
         return False
     known = MetadataCatalog.get(name)

@@ -133,12 +133,7 @@ def _is_rle(segmentation: Entry, width: int, height: int) -> bool:
 
 
 def _decode_runs(counts: str) -> list[int] | None:
-    """Returns the run lengths of a compressed RLE, or None if the string is none.
-
-    pycocotools itself would read and write beyond its memory. Each number is written in groups of
-    five bits, least significant first, in characters from "0" on; bit 6 says that more follow, and
-    from the fourth run on the difference to the run before the last is written.
-    """
+    """Returns the run lengths of a compressed RLE, or None if the string is none."""
     runs: list[int] = []
     value = shift = 0
     for character in counts:
