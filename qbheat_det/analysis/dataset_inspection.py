@@ -19,8 +19,7 @@ from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.datasets.coco import (
-    CocoContent,
-    CocoSummary,
+    CocoFile,
     check_same_classes,
     quote,
     read_coco_json,
@@ -71,7 +70,7 @@ class Inspection:
     statistics: DatasetStatistics
     faults: list[DataError]
     warnings: list[str] = field(default_factory=list)
-    summary: CocoSummary | None = None
+    summary: CocoFile | None = None
 
 
 def inspect_dataset(
@@ -101,7 +100,7 @@ def inspect_dataset(
             return _conclude(source, [], (), faults, None)
         faults += content.errors
         records = _load_sound(json_file, image_root, content)
-        class_names: Sequence[str] = content.summary.class_names
+        class_names: Sequence[str] = content.class_names
     else:
         records = DatasetCatalog.get(source.name)
         class_names = MetadataCatalog.get(source.name).get("thing_classes") or ()
@@ -176,7 +175,7 @@ def _locate(source: DatasetSource) -> tuple[str | None, str | None]:
     return metadata.json_file, metadata.image_root
 
 
-def _load_sound(json_file: str, image_root: str, content: CocoContent) -> list[dict[str, Any]]:
+def _load_sound(json_file: str, image_root: str, content: CocoFile) -> list[dict[str, Any]]:
     """Loads what is sound in an annotation file, by Detectron2's own loader."""
     name = f"qbheat_det inspection of {json_file}"
     parts = {
@@ -213,15 +212,15 @@ def _conclude(
     records: list[dict[str, Any]],
     class_names: Sequence[str],
     faults: list[DataError],
-    content: CocoContent | None,
+    content: CocoFile | None,
 ) -> Inspection:
     return Inspection(
         source=source,
         records=records,
         statistics=DatasetStatistics.from_records(records, class_names),
         faults=faults,
-        warnings=list(content.summary.warnings) if content else [],
-        summary=content.summary if content else None,
+        warnings=list(content.warnings) if content else [],
+        summary=content if content else None,
     )
 
 
