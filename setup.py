@@ -33,6 +33,7 @@ setup(
     packages=find_packages(include=["qbheat_det", "qbheat_det.*"]),
     package_data={
         "qbheat_det": ["py.typed"],
+        "qbheat_det.analysis": ["page.html.j2"],
         "qbheat_det.model_zoo": ["*.json", "weights/*.safetensors"],
     },
     cmdclass={"build_py": BuildWithConfigs},
@@ -47,6 +48,7 @@ setup(
         "filelock>=3.13",
         "fvcore>=0.1.5.post20221221",
         "huggingface_hub>=0.34",
+        "Jinja2>=3.1",  # the page of reports
         "matplotlib>=3.8",
         "numpy>=1.24",
         "Pillow>=9.4",
@@ -54,6 +56,7 @@ setup(
         "PyYAML>=6.0.1",
         "safetensors>=0.4",
         "scipy>=1.10",
+        "tabulate>=0.9",  # tables in Markdown
         "timm>=1.0.31",  # cuts what lies behind the last map that is asked for
         "tqdm>=4.64",
     ],

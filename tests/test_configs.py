@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
@@ -70,13 +71,14 @@ def _number(digits: str) -> int:
 
 @pytest.mark.parametrize("path", RECIPES, ids=_name)
 def test_a_recipe_builds_and_carries_its_card(path: Path) -> None:
-    cfg = load_config(path, ["MODEL.DEVICE", "cpu"])
+    cfg = load_config(path, ["MODEL.DEVICE", "meta"])
     card = _card(path)
     assert "Command:" in card
     assert "Schedule:" in card
     assert f"configs/{_name(path)}" in card or "make demo" in card
     assert cfg.INPUT.FORMAT == "RGB"
-    model = build_model(cfg)
+    with torch.device("meta"):
+        model = build_model(cfg)
     optimizer = build_optimizer(cfg, model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trainable)
@@ -139,11 +141,6 @@ def _is_pre_training(path: Path) -> bool:
     return bool(load_config(path).MODEL.META_ARCHITECTURE == "QBHeat")
 
 
-def test_iterations_on_the_command_line_overrule_a_recipe_in_epochs() -> None:
-    cfg = load_config(CONFIGS / "coco/mf_detr_211_285M_probe.yaml", ["SOLVER.MAX_ITER", "100"])
-    assert resolve_schedule(cfg, num_images=COCO_TRAIN_IMAGES).SOLVER.MAX_ITER == 100
-
-
 def test_probing_and_fine_tuning_follow_the_papers_setup() -> None:
     probe = load_config(CONFIGS / "coco/mf_detr_522_3.7G_probe.yaml").SOLVER
     finetune = load_config(CONFIGS / "coco/mf_detr_522_3.7G_finetune.yaml").SOLVER
@@ -170,34 +167,6 @@ def _imagenet(name: str) -> CfgNode:
 
 
 @pytest.mark.parametrize("size", VARIANTS)
-def test_linear_probing_follows_the_papers_setup(size: str) -> None:
-    cfg = _imagenet(f"probing/linear_{size}")  # Table 10
-    solver, classifier = cfg.SOLVER, cfg.MODEL.CLASSIFIER
-    assert (solver.OPTIMIZER, solver.WEIGHT_DECAY, solver.EPOCHS) == ("SGD", 0, 90)
-    assert solver.BASE_LR == pytest.approx(0.1 * 4096 / 256)
-    assert (solver.IMS_PER_BATCH, solver.WARMUP_EPOCHS) == (4096, 10)
-    assert (classifier.DECODER, classifier.NORMALIZE) == ("linear", True)
-    assert not cfg.INPUT.CLASSIFY.RAND_AUGMENT
-    assert classifier.LABEL_SMOOTHING == cfg.INPUT.CLASSIFY.RANDOM_ERASING == 0
-    assert cfg.INPUT.PRETRAIN.SIZE == 224
-
-
-@pytest.mark.parametrize("size", VARIANTS)
-def test_tran_1_probing_follows_the_papers_setup(size: str) -> None:
-    cfg = _imagenet(f"probing/tran1_{size}")  # Table 11
-    solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
-    assert (solver.OPTIMIZER, solver.WEIGHT_DECAY, solver.EPOCHS) == ("ADAMW", 0.1, 200)
-    assert solver.BASE_LR == pytest.approx(5e-4 * 4096 / 256)
-    assert (solver.IMS_PER_BATCH, solver.WARMUP_EPOCHS) == (4096, 10)
-    assert (classifier.DECODER, classifier.DEPTH) == ("transformer", 1)
-    assert classifier.WIDTH == {"285M": 192, "1.0G": 384, "3.7G": 768}[size]
-    assert classifier.DROPOUT == {"285M": 0.1}.get(size, 0.2)
-    assert (classifier.LABEL_SMOOTHING, classifier.MIXUP, classifier.CUTMIX) == (0.1, 0, 0)
-    assert images.RAND_AUGMENT == [9, 0.5]
-    assert images.RANDOM_ERASING == {"3.7G": 0.25}.get(size, 0)
-
-
-@pytest.mark.parametrize("size", VARIANTS)
 def test_fine_tuning_follows_the_papers_setup(size: str) -> None:
     cfg = _imagenet(f"finetune/tran1_{size}")  # Table 12
     solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
@@ -210,15 +179,6 @@ def test_fine_tuning_follows_the_papers_setup(size: str) -> None:
     assert classifier.CUTMIX == {"285M": 0, "1.0G": 0.25, "3.7G": 1.0}[size]
     assert (classifier.DROPOUT, classifier.LABEL_SMOOTHING) == (0.2, 0.1)
     assert (images.RAND_AUGMENT, images.RANDOM_ERASING) == ([9, 0.5], 0.25)
-
-
-@pytest.mark.parametrize("size", VARIANTS)
-@pytest.mark.parametrize("decoder", ["tran1", "tran4"])
-def test_a_fine_tuned_classifier_is_the_probes(size: str, decoder: str) -> None:
-    probe, tuned = _imagenet(f"probing/{decoder}_{size}"), _imagenet(f"finetune/{decoder}_{size}")
-    assert probe.MODEL.MOBILE_FORMER == tuned.MODEL.MOBILE_FORMER
-    for key in ("DECODER", "WIDTH", "DEPTH", "IN_FEATURE", "NUM_CLASSES"):
-        assert probe.MODEL.CLASSIFIER[key] == tuned.MODEL.CLASSIFIER[key]
 
 
 def _leaves(node: CfgNode, prefix: str = "") -> dict[str, object]:

@@ -48,7 +48,7 @@ from detectron2.config import CfgNode  # noqa: E402
 from detectron2.engine import DefaultPredictor  # noqa: E402
 from detectron2.structures import Instances  # noqa: E402
 
-from qbheat_det.analysis.detection_pictures import DrawnBoxes, draw_boxes  # noqa: E402
+from qbheat_det.analysis.box_drawing import draw_instances  # noqa: E402
 from qbheat_det.checkpoint import load_run_config  # noqa: E402
 from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
 from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     names = cfg.MODEL.CLASS_NAMES
 
     def draw(image: Image, instances: Instances) -> Image:
-        picture = draw_boxes(image[:, :, ::-1], DrawnBoxes.from_instances(instances), names)
+        picture = draw_instances(np.ascontiguousarray(image[:, :, ::-1]), instances, names)
         return np.ascontiguousarray(picture[:, :, ::-1])
 
     run = MediaPredictor(

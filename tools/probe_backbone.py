@@ -187,7 +187,8 @@ def run(args: argparse.Namespace) -> None:
     """Probes one backbone after another, and prints a row for each probe."""
     import logging
 
-    from qbheat_det.analysis.probe_charts import plot_probes
+    from qbheat_det.analysis.plotting import chart_image
+    from qbheat_det.analysis.probes import plot_probes
     from qbheat_det.core.files import write_atomically
     from qbheat_det.probing import BackboneProbe, spread_widths
 
@@ -218,8 +219,8 @@ def run(args: argparse.Namespace) -> None:
     result = probe.results.to_dict()
     print_closing(result)
     if args.plot is not None:
-        picture = plot_probes(result["rows"], format=args.plot.suffix[1:])
-        write_atomically(args.plot, lambda stream: stream.write(picture))
+        chart = chart_image(plot_probes(result), format=args.plot.suffix[1:])
+        write_atomically(args.plot, lambda stream: stream.write(chart.content))
 
 
 if __name__ == "__main__":

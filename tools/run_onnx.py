@@ -57,7 +57,6 @@ class OnnxModel:
         self._encoder: onnxruntime.InferenceSession | None = None
         self._sessions: dict[str, onnxruntime.InferenceSession] = {}
         self.heads: dict[str, dict[str, Any]] = {}
-        self._multiple_of = 0
         if not path.is_dir():
             self._sessions[""], self.description, shared = open_file(path, providers)
             if shared:
@@ -70,8 +69,6 @@ class OnnxModel:
             raise InputError(
                 f"'{file}' is not part of a shared-encoder export: name another folder"
             )
-        # The heads pad images differently if this is not 0, and share only images without padding.
-        self._multiple_of = int(shared["multiple_of"])
         for file in sorted(path.glob("head_*.onnx")):
             session, description, own = open_file(file, providers)
             if own != shared:
@@ -93,31 +90,21 @@ class OnnxModel:
             Of each head the file's outputs by name: of a detector "boxes" (N, R, 4), XYXY in
             pixels of the image, "scores" (N, R), "labels" (N, R) and "counts" (N,): the first
             ``counts[n]`` rows are detections; of a classifier "scores" (N, K).
-
-        Raises:
-            InputError: the heads cannot share an encoder on images of this size.
         """
         values = {"images": images}
         if self._encoder is not None:
             values = run(self._encoder, values)
-            height, width = values["sizes"][2:].tolist()
-            if self._multiple_of and (height % self._multiple_of or width % self._multiple_of):
-                raise InputError(
-                    "these heads pad images differently and share an encoder only if height and "
-                    f"width after the resize, here {height} and {width}, are multiples of "
-                    f"{self._multiple_of}: crop the image, or export each head by itself"
-                )
         return {name: run(session, values) for name, session in self._sessions.items()}
 
 
 def open_file(
     path: Path, providers: tuple[str, ...]
-) -> "tuple[onnxruntime.InferenceSession, dict[str, Any], dict[str, Any]]":
+) -> "tuple[onnxruntime.InferenceSession, dict[str, Any], str]":
     """Opens an ONNX file.
 
     Returns:
-        A session; the description of the file; and of a part of a shared-encoder export "encoder",
-        a hash, and "multiple_of", else nothing.
+        A session; the description of the file; and of a part of a shared-encoder export the hash
+        of the encoder, else nothing.
 
     Raises:
         InputError: the file is missing, damaged or not an export.
@@ -132,7 +119,6 @@ def open_file(
     metadata = session.get_modelmeta().custom_metadata_map
     try:
         description = json.loads(metadata["qbheat_det"])
-        shared = json.loads(metadata.get("qbheat_det_shared_encoder", "{}"))
         is_valid = (
             OUTPUTS[description["task"]] <= {one.name for one in session.get_outputs()}
             and description["pixel_format"] in ("RGB", "BGR")
@@ -142,7 +128,7 @@ def open_file(
         is_valid = False
     if not is_valid:
         raise InputError(f"'{path}' is not a file of tools/export.py, or does not fit its metadata")
-    return session, description, shared
+    return session, description, metadata.get("qbheat_det_shared_encoder", "")
 
 
 def run(session: "onnxruntime.InferenceSession", values: "dict[str, np.ndarray]") -> dict[str, Any]:

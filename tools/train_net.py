@@ -124,7 +124,7 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
 def draw_results(output_dir: Path) -> None:
     """Writes ``curves.png`` and, for classifiers, ``confusion.png`` beside each result."""
     from qbheat_det.analysis.confusion_matrix import draw_confusion
-    from qbheat_det.analysis.training_curves import draw_training_curves
+    from qbheat_det.analysis.curves import draw_training_curves
 
     draw_training_curves(output_dir / "metrics.json", output_dir / "curves.png")
     for path in output_dir.glob("inference/*/classification.json"):

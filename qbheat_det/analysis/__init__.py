@@ -20,7 +20,11 @@ __all__ = [
 _MODULES = (
     "attention_figure",
     "class_activation",
+    "confusion_matrix",
     "correlation",
+    "curves",
+    "detections",
+    "probes",
     "propagation_figure",
     "queries",
     "reconstruction",

@@ -1,255 +1,154 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Charts of detections, several runs in each: AP by size and by class, precision over recall."""
+"""Charts of detection metrics, several runs in each: AP by size and class, precision-recall."""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as MplFigure
 
-from .charts import (
-    INK,
-    LINE,
-    Format,
-    Theme,
-    add_legend,
-    encode,
-    list_colors,
-    list_styles,
-    start_figure,
-    style_axes,
-    to_texts,
-)
-from .detection_scores import DRAWN_IOUS, SIZES, DetectionScores, average_over_classes
+from .detection_scores import CURVE_IOUS, SIZES, Array, DetectionScores, average_over_classes
+from .plotting import add_legend, list_styles, start_chart, start_figure, themed, to_text, to_texts
 
-Array = npt.NDArray[np.float64]
 Scores = Mapping[str, DetectionScores]
+"""By the labels of the runs; all of the same ground truth."""
 
 MOST_BARS = 40
-"""Classes that a chart of bars has room for: of more, half the best and half the worst."""
-MOST_PANELS = 24
-"""Classes that get axes of their own: those with the most boxes."""
-_PANEL_COLUMNS, _PANEL_HEIGHT = 3, 1.75  # inches
-_PANEL_LETTERS = 28  # of a line above a panel
+"""Classes in a bar chart; of more classes, the best and the worst are drawn, half each."""
+MOST_CURVES = 24
+"""Classes with axes of their own: those with the most boxes."""
 _THICKNESS = 0.8  # of all bars of one group
-_NUMBERED = 3  # runs whose bars have room for a number
-_LONGEST = 24  # letters of a name, unless two would be alike
-_SHORTEST_AXIS = 1.0  # of AP, in per cent
+_HATCHES = (None, "///", "...")  # of the second and third round of colors
+_PANEL_LETTERS = 28  # in a line of a title
 
 
-def plot_ap_of_sizes(scores: Scores, *, theme: Theme = "light", format: Format = "svg") -> bytes:
-    """Draws AP, AP50, AP75 and the APs of small, medium and large boxes, a bar for each run.
-
-    Args:
-        scores: of the same ground truth, by the runs' names.
-        theme: of the page.
-        format: of the file.
-    """
-    first = next(iter(scores.values()))
-    figure, axes = start_figure(theme, height=3.4)
-    keys = list(first.summary)
-    width = _THICKNESS / len(scores)
-    for index, (name, score) in enumerate(_name_runs(scores)):
-        values = np.array([score.summary[key] for key in keys])
-        places = np.arange(len(keys)) - _THICKNESS / 2 + (index + 0.5) * width
-        color, hatch = _look(index, theme)
-        bars = axes.bar(places, np.nan_to_num(values), width=0.92 * width, label=name,
-                        color=color, hatch=hatch, edgecolor="none")  # fmt: skip
-        if len(scores) <= _NUMBERED:
-            text = ["-" if np.isnan(value) else f"{value:.1f}" for value in values]
-            axes.bar_label(bars, text, fontsize=7.5, color=INK[theme], padding=1)
-    axes.set_xticks(range(len(keys)), [_name_size(key, first) for key in keys])
-    axes.tick_params(axis="x", labelcolor=INK[theme])
+@themed
+def plot_ap_by_size(scores: Scores) -> MplFigure:
+    """Draws AP, AP50, AP75 and the APs of small, medium and large boxes, a bar for each run."""
+    figure, axes = start_chart(height=3.4)
+    keys = list(next(iter(scores.values())).summary)
+    _draw_bars(axes, {name: np.array([score.summary[key] for key in keys])
+                      for name, score in scores.items()})  # fmt: skip
+    axes.set_xticks(range(len(keys)), [SIZES.get(key, key) for key in keys])
     axes.set_ylabel("AP (%)")
-    axes.grid(axis="y", color=LINE[theme])
-    axes.set_ylim(0, _find_end(axes.dataLim.y1, room=1.12))
-    add_legend(figure, axes, theme)
-    axes.set_title("Average precision, over IoU, at one IoU, and by size of the boxes", fontsize=10)
-    return encode(figure, theme, format)
+    axes.set_ylim(0, max(1.0, 1.12 * axes.dataLim.y1))
+    axes.set_title("Average precision: over IoU, at one IoU, and by size of the boxes")
+    add_legend(figure, axes)
+    return figure
 
 
-def plot_ap_of_classes(
-    scores: Scores, class_names: Sequence[str], *, theme: Theme = "light", format: Format = "svg"
-) -> bytes:
-    """Draws the AP of each class, a bar for each run; the class with the best mean on top.
+@themed
+def plot_ap_by_class(scores: Scores, class_names: Sequence[str]) -> MplFigure:
+    """Draws the AP of each class, the best on top, a bar for each run; (K,) names.
 
-    Names have the number of boxes behind them. Classes without boxes have no bar and are last. Of
-    more than ``MOST_BARS`` classes the best and the worst are drawn, half each.
-
-    Args:
-        scores: of the same ground truth, by the runs' names.
-        class_names: (K,).
-        theme: of the page.
-        format: of the file.
+    Classes without boxes come last.
     """
-    order = choose_classes(scores)
+    order = rank_classes(scores)
     num_boxes = next(iter(scores.values())).num_boxes
-    figure, axes = start_figure(theme, height=1.3 + len(order) * max(0.3, 0.15 * len(scores)))
-    width = _THICKNESS / len(scores)
-    for index, (name, score) in enumerate(_name_runs(scores)):
-        values = score.class_ap[order]
-        places = np.arange(len(order)) - _THICKNESS / 2 + (index + 0.5) * width
-        color, hatch = _look(index, theme)
-        bars = axes.barh(places, np.nan_to_num(values), height=0.92 * width, label=name,
-                         color=color, hatch=hatch, edgecolor="none")  # fmt: skip
-        text = ["no boxes" if np.isnan(value) else f"{value:.1f}" for value in values]
-        axes.bar_label(bars, text, fontsize=7, color=INK[theme], padding=2)
+    figure, axes = start_chart(height=1.3 + len(order) * max(0.3, 0.15 * len(scores)))
+    _draw_bars(axes, {name: score.class_ap[order] for name, score in scores.items()}, "horizontal")
     axes.set_yticks(range(len(order)), _name_classes(class_names, num_boxes, order))
-    axes.tick_params(axis="y", labelcolor=INK[theme])
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_xlabel("AP (%), IoU 0.50 to 0.95")
-    axes.grid(axis="x", color=LINE[theme])
-    axes.set_xlim(0, _find_end(axes.dataLim.x1, room=1.1))
-    add_legend(figure, axes, theme)
-    axes.set_title("Average precision of each class (number of boxes)", fontsize=10)
-    return encode(figure, theme, format)
+    axes.set_xlim(0, max(1.0, 1.1 * axes.dataLim.x1))
+    axes.set_title("Average precision of each class (number of boxes)")
+    add_legend(figure, axes)
+    return figure
 
 
-def choose_classes(scores: Scores) -> list[int]:
-    """Returns the classes that ``plot_ap_of_classes`` draws, in its order."""
+def rank_classes(scores: Scores) -> list[int]:
+    """Returns the classes of ``plot_ap_by_class``, the best mean AP over runs first."""
     values = np.stack([score.class_ap for score in scores.values()])
     known = ~np.isnan(values)
     mean = np.where(known.any(0), np.nansum(values, 0) / known.sum(0).clip(min=1), -np.inf)
     order = [int(k) for k in np.argsort(-mean, kind="stable")]
+    with_boxes = [k for k in order if np.isfinite(mean[k])]
     if len(order) <= MOST_BARS:
         return order
-    have_boxes = [k for k in order if np.isfinite(mean[k])]
-    if len(have_boxes) <= MOST_BARS:
-        return have_boxes
-    return have_boxes[: MOST_BARS // 2] + have_boxes[-(MOST_BARS // 2) :]
+    if len(with_boxes) <= MOST_BARS:
+        return with_boxes
+    return with_boxes[: MOST_BARS // 2] + with_boxes[-(MOST_BARS // 2) :]
 
 
-def plot_precision_recall(
-    scores: Scores, *, theme: Theme = "light", format: Format = "svg"
-) -> bytes:
-    """Draws precision over recall, the mean of all classes with boxes, at IoU 0.50 and at 0.75.
+@themed
+def plot_precision_recall(scores: Scores) -> MplFigure:
+    """Draws precision over recall, the mean of all classes, at IoU 0.50 and at 0.75.
 
-    The area under a curve is AP50, or AP75. Both have the same axes, which end where the longest
-    curve does.
-
-    Args:
-        scores: of the same ground truth, by the runs' names.
-        theme: of the page.
-        format: of the file.
+    The area under a curve is AP50 or AP75.
     """
-    figure = _start_panels(height=3.6)
-    panels = figure.subplots(1, len(DRAWN_IOUS), squeeze=False)[0]
-    for t, (axes, iou) in enumerate(zip(panels, DRAWN_IOUS, strict=True)):
-        style_axes(axes, theme)
-        for index, (name, score) in enumerate(_name_runs(scores)):
-            mean = average_over_classes(score.precision[t])
-            _draw_curve(axes, score.recall, mean, index, name, theme)
-        _finish_curves(axes, f"IoU {iou:.2f}, mean of classes", theme)
-    _fit_curves(panels)
-    panels[0].set_ylabel("precision")
-    add_legend(figure, panels[0], theme)
-    return encode(figure, theme, format)
+    panels = {
+        f"IoU {iou:.2f}, mean of classes": {
+            name: average_over_classes(score.precision[t]) for name, score in scores.items()
+        }
+        for t, iou in enumerate(CURVE_IOUS)
+    }
+    return _plot_curves(panels, next(iter(scores.values())).recall, columns=2, height=3.4)
 
 
-def plot_class_precision_recall(
-    scores: Scores, class_names: Sequence[str], *, theme: Theme = "light", format: Format = "svg"
-) -> bytes:
-    """Draws precision over recall at IoU 0.50, axes for each class: those with boxes, most first.
-
-    All axes have one range, which ends where the longest curve does.
-
-    Args:
-        scores: of the same ground truth, by the runs' names.
-        class_names: (K,).
-        theme: of the page.
-        format: of the file.
-
-    Raises:
-        ValueError: no class has boxes.
-    """
-    num_boxes = next(iter(scores.values())).num_boxes
-    order = [int(k) for k in np.argsort(-num_boxes, kind="stable") if num_boxes[k]][:MOST_PANELS]
-    if not order:
-        raise ValueError("there is no class with boxes")
-    rows = -(-len(order) // _PANEL_COLUMNS)
-    figure = _start_panels(height=rows * _PANEL_HEIGHT + 0.5)
-    panels = figure.subplots(rows, _PANEL_COLUMNS, squeeze=False)
-    titles = _name_classes(class_names, num_boxes, order)
-    for place, axes in enumerate(panels.flat):
-        if place >= len(order):
-            axes.set_axis_off()
-            continue
-        k = order[place]
-        style_axes(axes, theme)
-        for index, (name, score) in enumerate(_name_runs(scores)):
-            _draw_curve(axes, score.recall, score.precision[0, :, k], index, name, theme)
-        _finish_curves(axes, textwrap.fill(titles[place], _PANEL_LETTERS), theme)
-        axes.tick_params(labelsize=7)
-    _fit_curves(panels.flat[: len(order)])
-    for axes in panels[:, 0]:
-        axes.set_ylabel("precision")
-    add_legend(figure, panels[0, 0], theme)
-    return encode(figure, theme, format)
+@themed
+def plot_class_precision_recall(scores: Scores, class_names: Sequence[str]) -> MplFigure:
+    """Draws precision over recall of each class with boxes at IoU 0.50; (K,) names."""
+    first = next(iter(scores.values()))
+    order = [int(k) for k in np.argsort(-first.num_boxes, kind="stable") if first.num_boxes[k]]
+    order = order[:MOST_CURVES]
+    titles = _name_classes(class_names, first.num_boxes, order)
+    panels = {
+        textwrap.fill(title, _PANEL_LETTERS): {
+            name: score.precision[0, :, k] for name, score in scores.items()
+        }
+        for title, k in zip(titles, order, strict=True)
+    }
+    return _plot_curves(panels, first.recall, columns=3, height=1.75)
 
 
-def _start_panels(*, height: float) -> Figure:
-    figure = Figure(figsize=(6.4, height))
-    figure.set_layout_engine("constrained", w_pad=0.06, h_pad=0.06)
+def _plot_curves(
+    panels: Mapping[str, Mapping[str, Array]], recall: Array, *, columns: int, height: float
+) -> MplFigure:
+    """Draws a panel for each title, all over one range, which ends where the longest curve does."""
+    rows = -(-len(panels) // columns)
+    figure = start_figure(height=rows * height + 0.4, width=6.4)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    end = top = 0.05
+    for one, (title, curves) in zip(axes, panels.items(), strict=False):
+        styles = list_styles(len(curves))
+        for (name, precision), style in zip(curves.items(), styles, strict=True):
+            one.plot(recall, precision, label=to_text(name), **style | {"marker": ""})
+            if np.nan_to_num(precision).any():
+                end = max(end, float(recall[np.flatnonzero(np.nan_to_num(precision))[-1]]))
+                top = max(top, float(np.nanmax(precision)))
+        one.set_title(title, fontsize=8)
+        one.label_outer()
+    axes[0].set_xlim(0, min(1.0, 1.08 * end))
+    axes[0].set_ylim(0, min(1.03, 1.08 * top))
+    for one in axes[len(panels) :]:
+        one.set_axis_off()
+    figure.supxlabel("recall", fontsize=9)
+    figure.supylabel("precision", fontsize=9)
+    add_legend(figure, axes[0])
     return figure
 
 
-def _draw_curve(
-    axes: Axes, recall: Array, precision: Array, index: int, name: str, theme: Theme
-) -> None:
-    look = list_styles(theme, index + 1)[index]
-    color, style = look["color"], look["linestyle"]  # a marker at each recall would hide the line
-    axes.plot(recall, precision, label=name, color=color, lw=1.5, ls=style)
-
-
-def _finish_curves(axes: Axes, title: str, theme: Theme) -> None:
-    axes.set_title(title, fontsize=8)
-    axes.set_xlabel("recall")
-    axes.grid(color=LINE[theme])
-    if not any(np.nan_to_num(np.asarray(line.get_ydata())).any() for line in axes.get_lines()):
-        axes.text(0.5, 0.5, "no detection is right", transform=axes.transAxes, ha="center",
-                  va="center", fontsize=8, color=INK[theme])  # fmt: skip
-
-
-def _fit_curves(panels: Iterable[Axes]) -> None:
-    """Gives all panels one range, so that curves of two panels can be compared."""
-    drawn = list(panels)
-    ends, tops = [], []
-    for line in (line for axes in drawn for line in axes.get_lines()):
-        recall = np.asarray(line.get_xdata(), dtype=np.float64)
-        precision = np.nan_to_num(np.asarray(line.get_ydata(), dtype=np.float64))
-        ends.append(float(recall[np.flatnonzero(precision)[-1]]) if precision.any() else 0.0)
-        tops.append(float(precision.max()))
-    for axes in drawn:
-        axes.set_xlim(0, min(1.0, max(0.05, 1.08 * max(ends))))
-        axes.set_ylim(0, min(1.03, max(0.05, 1.08 * max(tops))))
-
-
-def _look(index: int, theme: Theme) -> tuple[str, str | None]:
-    """Colour and hatch of the bars of a run: those of a second round of colours are hatched."""
-    colors = list_colors(theme)
-    return colors[index % len(colors)], (None, "///", "...")[index // len(colors) % 3]
-
-
-def _find_end(highest: float, *, room: float) -> float:
-    """Where an axis of AP ends that begins at 0, which has a length also if all bars have none."""
-    return max(_SHORTEST_AXIS, room * highest)
-
-
-def _name_runs(scores: Scores) -> Iterable[tuple[str, DetectionScores]]:
-    return zip(to_texts(scores, longest=_LONGEST), scores.values(), strict=True)
+def _draw_bars(axes: Axes, values: Mapping[str, Array], direction: str = "vertical") -> None:
+    """Draws groups of bars, one of each run, with their numbers; nan has no bar."""
+    width = _THICKNESS / len(values)
+    for index, (name, own) in enumerate(values.items()):
+        positions = np.arange(len(own)) - _THICKNESS / 2 + (index + 0.5) * width
+        style = {
+            "color": list_styles(index + 1)[index]["color"],
+            "hatch": _HATCHES[index // 6 % 3],
+            "label": to_text(name),
+        }
+        draw = axes.bar if direction == "vertical" else axes.barh
+        bars = draw(positions, np.nan_to_num(own), 0.92 * width, edgecolor="none", **style)
+        if direction == "horizontal" or len(values) <= 3:
+            texts = ["-" if np.isnan(value) else f"{value:.1f}" for value in own]
+            axes.bar_label(bars, texts, fontsize=7, padding=2)
 
 
 def _name_classes(
-    class_names: Sequence[str], num_boxes: npt.NDArray[np.int64], order: Sequence[int]
+    class_names: Sequence[str], num_boxes: Iterable[int], order: Sequence[int]
 ) -> list[str]:
-    """Names of the drawn classes, apart from one another, with the number of boxes behind each."""
-    names = to_texts([class_names[k] for k in order], longest=_LONGEST)
-    return [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
-
-
-def _name_size(key: str, scores: DetectionScores) -> str:
-    if key not in SIZES:
-        return key
-    return f"{SIZES[key]}\n{scores.num_of_size[key]:,} boxes"
+    """Returns the names of classes with their numbers of boxes."""
+    names, numbers = to_texts([class_names[k] for k in order], longest=24), list(num_boxes)
+    return [f"{name} ({numbers[k]:,})" for name, k in zip(names, order, strict=True)]

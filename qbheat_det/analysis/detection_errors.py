@@ -1,285 +1,244 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What is wrong with single detections: which kind of error, how often, and where it is worst.
+"""Types of detection errors after TIDE (Bolya et al., arXiv:2008.08115, Sec. 2.2).
 
-The kinds are those of TIDE (arXiv:2008.08115, Sec. 2.2) with its thresholds: a detection is on a
-box where their IoU is at least 0.5, and on background where it is at most 0.1 with every box.
-Which detection is right is COCO's matching at IoU 0.50. TIDE weighs kinds by the AP that mending
-them would bring; here they are counted, among the detections from a score upwards.
+A detection covers a box at IoU 0.5 or more, and is background at IoU 0.1 or less with every box.
+COCO's matching at IoU 0.50 decides which detection is correct. TIDE weighs an error type by the
+AP that fixing it would gain; here errors are counted, among the detections above a score.
 """
 
-import contextlib
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from .detection_scores import open_coco, open_detections
+from pycocotools import mask
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
-Entry = Mapping[str, Any]
 
 FOREGROUND_IOU, BACKGROUND_IOU = 0.5, 0.1
 IGNORED = "ignored"
-KINDS = {
-    "right": "on a box of its class that no higher score is on",
-    "localisation": "IoU 0.1 to 0.5 with a box of its class",
-    "class": "on a box of another class",
-    "duplicate": "on a box of its class that a higher score is on",
-    "background": "IoU of 0.1 at most with every box",
-    "class and localisation": "IoU 0.1 to 0.5 with a box of another class",
+ERROR_TYPES = {
+    "correct": "matches a box of its class",
+    "localization": "IoU 0.1 to 0.5 with a box of its class",
+    "classification": "covers a box of another class",
+    "duplicate": "covers a box of its class that a higher score matches",
+    "background": "IoU of at most 0.1 with every box",
+    "both": "IoU 0.1 to 0.5 with a box of another class",
 }
-"""Kinds of detections, and what each means; earlier errors go before later ones."""
+"""Types of detections and what they mean; where several apply, the first counts."""
 MISSED = "missed"
-MISSED_MEANING = "boxes that no detection is on, nor one with an error of localisation or class"
-_MAX_DETECTIONS = 100
+MISSED_MEANING = "boxes without a correct detection or an error of localization or classification"
 
 
 @dataclass(frozen=True)
-class Truth:
-    """B boxes of ground truth that are no crowds.
+class Boxes:
+    """B boxes of one dataset.
 
     Attributes:
         image_ids: (B,).
-        classes: (B,), contiguous, in the order of the categories' ids.
-        boxes: (B, 4), XYXY, pixels.
-        match: (B,), the detection that is right on the box; -1 if none is, whatever its score.
+        classes: (B,), contiguous, in the order of the category ids.
+        xyxy: (B, 4), pixels.
     """
 
     image_ids: Indices
     classes: Indices
-    boxes: Array
-    match: Indices
+    xyxy: Array
+
+    @classmethod
+    def from_coco(
+        cls, entries: Sequence[Mapping[str, Any]], category_ids: Sequence[int]
+    ) -> "Boxes":
+        """Reads annotations or results in COCO's format."""
+        xyxy = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
+        xyxy[:, 2:] += xyxy[:, :2]
+        index = {category: k for k, category in enumerate(sorted(category_ids))}
+        return cls(
+            np.array([entry["image_id"] for entry in entries], dtype=np.int64),
+            np.array([index[entry["category_id"]] for entry in entries], dtype=np.int64),
+            xyxy,
+        )
 
 
 @dataclass(frozen=True)
-class Judged:
-    """D detections, and what each of them is.
+class DetectionErrors:
+    """D detections with their error types, and the B boxes of ground truth that are no crowds.
 
     Attributes:
-        image_ids: (D,).
-        classes: (D,), contiguous.
+        found: the detections.
         scores: (D,).
-        boxes: (D, 4), XYXY, pixels.
-        kinds: (D,), of ``KINDS``; ``IGNORED`` on crowds of its class, which COCO does not count,
-            and beyond the 100 highest scores of an image and class.
-        nearest: (D,), the box that the kind speaks of, into ``truth``: the one that it is right
-            on, or taken for; of background the nearest of all. -1 in images without boxes.
+        types: (D,), keys of ``ERROR_TYPES``, or ``IGNORED`` for a detection that COCO does not
+            count: on a crowd of its class, or beyond the 100 highest scores of image and class.
+        nearest: (D,), the box that the type refers to; for background, the box with the highest
+            IoU; -1 in images without boxes.
         ious: (D,), with that box.
         highest_ious: (D,), with any box; 0 in images without boxes.
         truth: the boxes.
+        matches: (B,), the correct detection of each box, whatever its score; -1 if there is none.
     """
 
-    image_ids: Indices
-    classes: Indices
+    found: Boxes
     scores: Array
-    boxes: Array
-    kinds: npt.NDArray[np.str_]
+    types: npt.NDArray[np.str_]
     nearest: Indices
     ious: Array
     highest_ious: Array
-    truth: Truth
+    truth: Boxes
+    matches: Indices
+
+    @property
+    def none_correct(self) -> bool:
+        """Whether there are detections, but none is correct at any score."""
+        return bool((self.types != IGNORED).any() and not (self.types == "correct").any())
 
 
-def judge_detections(ground_truth: Entry, detections: Sequence[Entry]) -> Judged:
-    """Matches detections with ground truth and finds out what is wrong with each.
+def find_errors(evaluator: Any) -> DetectionErrors:
+    """Assigns each detection its error type.
 
-    A detection's kind depends only on itself and on higher scores: those from any score upwards
-    are what they would be if there were no others. Of equal scores the earlier goes first.
-
-    Args:
-        ground_truth: content of an annotation file; not changed.
-        detections: COCO's results: "image_id", "category_id", "bbox" (XYWH, pixels), "score".
-    """
-    import pycocotools.coco
-
-    coco = open_coco(pycocotools.coco, ground_truth)
-    place = {category: k for k, category in enumerate(sorted(coco.getCatIds()))}
-    match, ignored = _match(coco, open_detections(coco, pycocotools.coco, detections))
-    plain = [entry for entry in coco.dataset["annotations"] if not entry["iscrowd"]]
-    row = {entry["id"]: b for b, entry in enumerate(plain)}  # crowds have none
-    match = np.array([row.get(int(identity), -1) for identity in match], dtype=np.int64)
-    matched_by = np.full(len(plain), -1, dtype=np.int64)
-    matched_by[match[match >= 0]] = np.flatnonzero(match >= 0)
-    truth = Truth(
-        image_ids=np.array([entry["image_id"] for entry in plain], dtype=np.int64),
-        classes=np.array([place[entry["category_id"]] for entry in plain], dtype=np.int64),
-        boxes=_to_xyxy([entry["bbox"] for entry in plain]),
-        match=matched_by,
-    )
-    image_ids = np.array([found["image_id"] for found in detections], dtype=np.int64)
-    classes = np.array([place[found["category_id"]] for found in detections], dtype=np.int64)
-    boxes = _to_xyxy([found["bbox"] for found in detections])
-    kinds, nearest, ious, highest_ious = _tell_kinds(image_ids, classes, boxes, match, truth)
-    kinds[ignored] = IGNORED
-    scores = np.array([found["score"] for found in detections], dtype=np.float64)
-    return Judged(image_ids, classes, scores, boxes, kinds, nearest, ious, highest_ious, truth)
-
-
-def choose_threshold(judged: Judged, *, otherwise: float = 0.5) -> float:
-    """Returns the score from which upwards the F1 of all detections of all classes is highest.
-
-    F1 is 2 · right / (detections + boxes), at IoU 0.50. Of equal ones the highest score is taken.
-    Where no detection is right, see ``is_lost``, it is the score from which upwards there are as
-    many detections as boxes: what is wrong with the detector shows in those that it is surest of.
+    The type depends only on the detection itself and on higher scores, so it does not change when
+    lower scores are left out. Of equal scores the earlier detection comes first.
 
     Args:
-        judged: of a set.
-        otherwise: where there is no detection.
+        evaluator: of ``evaluate_boxes``.
     """
-    counted = judged.kinds != IGNORED
-    scores, right = judged.scores[counted], judged.kinds[counted] == "right"
+    category_ids = evaluator.params.catIds
+    annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
+    detections = list(evaluator.cocoDt.anns.values())
+    found = Boxes.from_coco(detections, category_ids)
+    truth = Boxes.from_coco(annotations, category_ids)
+    ids, ignored = _read_matches(evaluator, len(detections))
+    row = {entry["id"]: b for b, entry in enumerate(annotations)}  # crowds have none
+    matched = np.array([row.get(int(identity), -1) for identity in ids], dtype=np.int64)
+    types, nearest, ious, highest = _assign_types(found, truth, matched)
+    types[ignored] = IGNORED
+    matches = np.full(len(annotations), -1, dtype=np.int64)
+    matches[matched[matched >= 0]] = np.flatnonzero(matched >= 0)
+    scores = np.array([entry["score"] for entry in detections], dtype=np.float64)
+    return DetectionErrors(found, scores, types, nearest, ious, highest, truth, matches)
+
+
+def choose_threshold(errors: DetectionErrors, *, default: float = 0.5) -> float:
+    """Returns the score threshold with the highest F1 over all classes, at IoU 0.50.
+
+    Of equal F1 the highest threshold is taken. If no detection is correct, it is the threshold
+    that keeps as many detections as there are boxes; ``default`` if there are no detections.
+    """
+    counted = errors.types != IGNORED
+    scores, correct = errors.scores[counted], errors.types[counted] == "correct"
+    num_boxes = len(errors.matches)
     if not len(scores):
-        return otherwise
+        return default
     order = np.argsort(-scores, kind="stable")
-    scores, right = scores[order], right[order]
-    if not right.any():
-        return float(scores[min(max(1, len(judged.truth.boxes)), len(scores)) - 1])
-    f1 = 2 * np.cumsum(right) / (np.arange(1, len(scores) + 1) + len(judged.truth.boxes))
-    f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are all in or all out
+    scores, correct = scores[order], correct[order]
+    if not correct.any():
+        return float(scores[min(max(1, num_boxes), len(scores)) - 1])
+    f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + num_boxes)
+    f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are all kept or all dropped
     return float(scores[np.argmax(f1)])
 
 
-def is_lost(judged: Judged) -> bool:
-    """Whether there are detections, and none of them is right, whatever its score."""
-    return bool((judged.kinds != IGNORED).any() and not (judged.kinds == "right").any())
+def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
+    """Counts the detections of each type with at least that score, and the ``MISSED`` boxes."""
+    kept = errors.scores >= threshold
+    counts = {name: int((kept & (errors.types == name)).sum()) for name in ERROR_TYPES}
+    near = kept & np.isin(errors.types, ["localization", "classification"])
+    missed = ~_is_detected(errors, threshold)
+    missed[errors.nearest[near]] = False
+    return {**counts, MISSED: int(missed.sum())}
 
 
-def count_errors(judged: Judged, threshold: float) -> dict[str, int]:
-    """Returns how many detections are of each of ``KINDS``, and how many boxes are ``MISSED``.
-
-    Args:
-        judged: of a set.
-        threshold: lowest score that counts.
-    """
-    kept = judged.scores >= threshold
-    counts = {kind: int((kept & (judged.kinds == kind)).sum()) for kind in KINDS}
-    almost = kept & np.isin(judged.kinds, ["localisation", "class"])
-    covered = np.zeros(len(judged.truth.boxes), dtype=np.bool_)
-    covered[judged.nearest[almost]] = True
-    return {**counts, MISSED: int((~(covered | _find_detected(judged, threshold))).sum())}
-
-
-def find_worst_misses(
-    judged: Judged, threshold: float, image_areas: Mapping[int, float]
+def find_missed_boxes(
+    errors: DetectionErrors, threshold: float, image_areas: Mapping[int, float]
 ) -> Indices:
-    """Returns the boxes that nothing is right on, those first that fill most of their image.
+    """Returns the boxes without a correct detection, those that fill most of their image first.
 
     Args:
-        judged: of a set.
+        errors: of a dataset.
         threshold: lowest score that counts.
-        image_areas: pixels of each image, by its id.
+        image_areas: pixels of each image, by id.
     """
-    truth = judged.truth
-    missed = np.flatnonzero(~_find_detected(judged, threshold))
-    areas = np.prod(truth.boxes[missed, 2:] - truth.boxes[missed, :2], axis=1)
-    shares = areas / np.array([image_areas[int(i)] for i in truth.image_ids[missed]])
-    return missed[np.argsort(-shares, kind="stable")]
+    missed = np.flatnonzero(~_is_detected(errors, threshold))
+    sides = errors.truth.xyxy[missed, 2:] - errors.truth.xyxy[missed, :2]
+    areas = [image_areas[int(image)] for image in errors.truth.image_ids[missed]]
+    share = sides.prod(axis=1) / np.array(areas, dtype=np.float64)
+    return missed[np.argsort(-share, kind="stable")]
 
 
-def find_false_alarms(judged: Judged, threshold: float) -> Indices:
-    """Returns the detections that are on no box of any class, the highest scores first.
-
-    Duplicates and errors of class alone are none: there is a box.
-    """
-    # Not by kind: an error of localisation may be on a box of another class.
-    free = (judged.kinds != IGNORED) & (judged.highest_ious < FOREGROUND_IOU)
-    found = np.flatnonzero(free & (judged.scores >= threshold))
-    return found[np.argsort(-judged.scores[found], kind="stable")]
+def find_false_alarms(errors: DetectionErrors, threshold: float) -> Indices:
+    """Returns the detections that cover no box of any class, the highest scores first."""
+    # Not by type: an error of localization may cover a box of another class.
+    alarm = (errors.types != IGNORED) & (errors.highest_ious < FOREGROUND_IOU)
+    alarms = np.flatnonzero(alarm & (errors.scores >= threshold))
+    return alarms[np.argsort(-errors.scores[alarms], kind="stable")]
 
 
-def find_best_on(judged: Judged, box: int) -> tuple[int, float] | None:
-    """Returns the highest-scoring detection on a box, of whatever class, and their IoU."""
-    own = np.flatnonzero(judged.image_ids == judged.truth.image_ids[box])
-    ious = measure_ious(judged.boxes[own], judged.truth.boxes[[box]])[:, 0]
-    on = np.flatnonzero(ious >= FOREGROUND_IOU)
-    if not len(on):
+def find_best_cover(errors: DetectionErrors, box: int) -> tuple[int, float] | None:
+    """Returns the detection of any class with the highest score that covers a box, and its IoU."""
+    own = np.flatnonzero(errors.found.image_ids == errors.truth.image_ids[box])
+    ious = _measure_ious(errors.found.xyxy[own], errors.truth.xyxy[[box]])[:, 0]
+    covers = np.flatnonzero(ious >= FOREGROUND_IOU)
+    if not len(covers):
         return None
-    best = on[np.argmax(judged.scores[own[on]])]
+    best = covers[np.argmax(errors.scores[own[covers]])]
     return int(own[best]), float(ious[best])
 
 
-def measure_ious(one: Array, other: Array) -> Array:
-    """From boxes (n, 4) and (m, 4), XYXY, to their IoU (n, m), as COCO's library has it."""
-    from pycocotools import mask
-
-    if not len(one) or not len(other):
-        return np.zeros((len(one), len(other)))
-    sides = [
-        np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1) for boxes in (one, other)
-    ]
-    return np.asarray(mask.iou(*map(np.ascontiguousarray, sides), [0] * len(other)))
-
-
-def _find_detected(judged: Judged, threshold: float) -> npt.NDArray[np.bool_]:
-    match = judged.truth.match
-    detected = match >= 0
-    detected[detected] = judged.scores[match[detected]] >= threshold
+def _is_detected(errors: DetectionErrors, threshold: float) -> npt.NDArray[np.bool_]:
+    detected = errors.matches >= 0
+    detected[detected] = errors.scores[errors.matches[detected]] >= threshold
     return detected
 
 
-def _match(coco: Any, found: Any) -> tuple[Indices, npt.NDArray[np.bool_]]:
-    """Returns (D,) the id of the box that a detection is right on, 0 if none, and (D,) ignored."""
-    from pycocotools.cocoeval import COCOeval
-
-    evaluator = COCOeval(coco, found, "bbox")
-    evaluator.params.iouThrs = np.array([FOREGROUND_IOU])
-    evaluator.params.areaRng, evaluator.params.areaRngLbl = [[0, 1e10]], ["all"]
-    evaluator.params.maxDets = [_MAX_DETECTIONS]
-    with contextlib.redirect_stdout(io.StringIO()):
-        evaluator.evaluate()
-    number = len(found.dataset["annotations"])
+def _read_matches(evaluator: Any, number: int) -> tuple[Indices, npt.NDArray[np.bool_]]:
+    """Returns (D,) the id of the box that a detection matches, 0 if none, and (D,) ignored."""
+    first = int(np.argmin(np.abs(np.asarray(evaluator.params.iouThrs) - FOREGROUND_IOU)))
     match, ignored = np.zeros(number, dtype=np.int64), np.ones(number, dtype=np.bool_)
+    all_areas = evaluator.params.areaRng[0]
     for one in evaluator.evalImgs:  # of a class and an image; None where there is nothing
-        if one is not None and one["dtIds"]:
+        if one is not None and one["aRng"] == all_areas and one["dtIds"]:
             rows = np.array(one["dtIds"]) - 1
-            match[rows], ignored[rows] = one["dtMatches"][0], one["dtIgnore"][0]
+            match[rows], ignored[rows] = one["dtMatches"][first], one["dtIgnore"][first]
     return match, ignored
 
 
-def _tell_kinds(
-    image_ids: Indices, classes: Indices, boxes: Array, match: Indices, truth: Truth
+def _assign_types(
+    found: Boxes, truth: Boxes, matched: Indices
 ) -> tuple[npt.NDArray[np.str_], Indices, Array, Array]:
-    """Returns what ``Judged`` has as ``kinds``, ``nearest``, ``ious`` and ``highest_ious``."""
-    kinds = np.full(len(boxes), "background", dtype="U24")
-    nearest, ious = np.full(len(boxes), -1, dtype=np.int64), np.zeros(len(boxes))
-    highest = np.zeros(len(boxes))
-    rows_of_image = _group(truth.image_ids)
-    for image, detections in _group(image_ids).items():
-        rows = rows_of_image.get(image)
-        if rows is None:
+    """Returns ``types``, ``nearest``, ``ious`` and ``highest_ious`` of ``DetectionErrors``."""
+    number = len(matched)
+    types = np.full(number, "background", dtype="U16")
+    nearest, ious = np.full(number, -1, dtype=np.int64), np.zeros(number)
+    highest = np.zeros(number)
+    for image in np.unique(found.image_ids):
+        rows = np.flatnonzero(truth.image_ids == image)
+        own = np.flatnonzero(found.image_ids == image)
+        if not len(rows):
             continue
-        overlap = measure_ious(boxes[detections], truth.boxes[rows])
-        same = classes[detections][:, None] == truth.classes[rows]
-        own, other = np.where(same, overlap, -1.0), np.where(same, -1.0, overlap)
-        highest_own, highest_other = own.max(1), other.max(1)
-        is_right = match[detections] >= 0
-        near_own = (highest_own >= BACKGROUND_IOU) & (highest_own < FOREGROUND_IOU)
-        on_own, on_other = highest_own >= FOREGROUND_IOU, highest_other >= FOREGROUND_IOU
-        highest[detections] = overlap.max(1)
-        nothing = overlap.max(1) <= BACKGROUND_IOU
-        order = [is_right, near_own, on_other, on_own, nothing]
-        kinds[detections] = np.select(order, list(KINDS)[:5], "class and localisation")
-        best_own, best_other, best = own.argmax(1), other.argmax(1), overlap.argmax(1)
-        chosen = np.select(order, [best_own, best_own, best_other, best_own, best], best_other)
-        nearest[detections] = np.where(is_right, match[detections], rows[chosen])
-        place = np.searchsorted(rows, nearest[detections])
-        ious[detections] = overlap[np.arange(len(detections)), place]
-    return kinds, nearest, ious, highest
+        overlap = _measure_ious(found.xyxy[own], truth.xyxy[rows])
+        same = found.classes[own][:, None] == truth.classes[rows]
+        same_class, other_class = np.where(same, overlap, -1.0), np.where(same, -1.0, overlap)
+        is_correct = matched[own] >= 0
+        best_same, best_other, best = same_class.max(1), other_class.max(1), overlap.max(1)
+        conditions = [
+            is_correct,
+            (best_same >= BACKGROUND_IOU) & (best_same < FOREGROUND_IOU),
+            best_other >= FOREGROUND_IOU,
+            best_same >= FOREGROUND_IOU,
+            best <= BACKGROUND_IOU,
+        ]
+        types[own] = np.select(conditions, list(ERROR_TYPES)[:5], "both")
+        to_same, to_other, to_any = (v.argmax(1) for v in (same_class, other_class, overlap))
+        chosen = np.select(conditions, [to_same, to_same, to_other, to_same, to_any], to_other)
+        nearest[own] = np.where(is_correct, matched[own], rows[chosen])
+        column = np.searchsorted(rows, nearest[own])
+        ious[own], highest[own] = overlap[np.arange(len(own)), column], best
+    return types, nearest, ious, highest
 
 
-def _group(image_ids: Indices) -> dict[int, Indices]:
-    """From the image of each entry to the entries of each image, in order."""
-    order = np.argsort(image_ids, kind="stable")
-    images, starts = np.unique(image_ids[order], return_index=True)
-    ends = np.append(starts, len(order))[1:]
-    return {int(i): order[a:b] for i, a, b in zip(images, starts, ends, strict=True)}
-
-
-def _to_xyxy(boxes: Sequence[Sequence[float]]) -> Array:
-    corners = np.array(boxes, dtype=np.float64).reshape(-1, 4)
-    corners[:, 2:] += corners[:, :2]
-    return corners
+def _measure_ious(one: Array, other: Array) -> Array:
+    """Returns the IoU (n, m) of boxes (n, 4) and (m, 4), XYXY, as COCO computes it."""
+    if not len(one) or not len(other):
+        return np.zeros((len(one), len(other)))
+    xywh = [np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]]) for boxes in (one, other)]
+    return np.asarray(mask.iou(*map(np.ascontiguousarray, xywh), [0] * len(other)))

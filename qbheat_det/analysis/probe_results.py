@@ -1,48 +1,51 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Accuracies of probes as points of charts: by decoder, by images seen, seeds and errors."""
+"""Results of probes, read from the files of tools/probe_backbone.py and of comparisons."""
 
-import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
-_Key = TypeVar("_Key", bound=Hashable)
+from qbheat_det.core.errors import UserError
+from qbheat_det.probing import depth_of, width_of
+
+RANDOM = "random"
 
 
-@dataclass(frozen=True, order=True)
-class Decoder:
-    """What a probe reads features with, in the order of its power.
+class Decoder(NamedTuple):
+    """What a probe is trained with; sorts by its power.
 
     Attributes:
-        power: 0 for nearest neighbours, 1 for a linear classifier, 2 for transformer blocks.
-        depth: k of tran-k; 0 of others.
-        width: of its blocks; 0 of others.
-        name: "kNN", "linear" or "tran-k".
+        power: 0 for nearest neighbors, 1 for a linear classifier, 2 for transformer blocks.
+        depth: k of tran-k; 0 for others.
+        width: of its blocks; 0 for others.
     """
 
     power: int
-    depth: int
-    width: int
-    name: str
+    depth: int = 0
+    width: int = 0
+
+    @property
+    def name(self) -> str:
+        return ("kNN", "linear", f"tran-{self.depth}")[self.power]
 
     @property
     def title(self) -> str:
-        """What a reader calls it."""
         return f"{self.name}, width {self.width}" if self.width else self.name
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One probe of one backbone. Shares are in per cent.
+    """One probe of one backbone.
 
     Attributes:
-        series: what was pre-trained: one run with its checkpoints, or one objective with its
-            seeds; random backbones are one series.
+        series: one run with its checkpoints, one objective with its seeds, or all random backbones.
         backbone: file of the weights, or "random, seed 1".
         images_seen: in training; 0 for a random backbone, None where unknown.
         recalibrated: whether BatchNorm's statistics are of whole images.
         decoder: of the probe.
-        top1: images whose class comes first.
+        top1: in percent.
         error: standard error of ``top1`` over the images.
     """
 
@@ -54,88 +57,87 @@ class ProbeResult:
     top1: float
     error: float
 
-    @property
-    def is_random(self) -> bool:
-        """Whether nothing was trained."""
-        return self.images_seen == 0
-
 
 @dataclass(frozen=True)
-class Point:
-    """The mean of backbones that differ in their seed alone.
+class ProbeFile:
+    """The results in one file, and the settings that they share."""
 
-    Attributes:
-        top1: mean, per cent.
-        error: standard error over the images of one backbone, the mean of all.
-        number: of backbones.
+    results: Sequence[ProbeResult]
+    setting: Mapping[str, Any]
+
+    @property
+    def task(self) -> str:
+        """Identifies the images: only results of the same ones can be compared."""
+        return json.dumps([self.setting.get(key) for key in ("contents", "num_classes")])
+
+
+def read_probes(file: Path) -> ProbeFile:
+    """Reads what ``tools/probe_backbone.py --json`` or a comparison of objectives wrote.
+
+    Results that are not numbers are left out.
+
+    Raises:
+        UserError: the file cannot be read, or has no results.
     """
-
-    top1: float
-    error: float
-    number: int
+    try:
+        setting, results = parse_results(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"'{file}' has no results of probes: {error!r}") from error
+    if not results:
+        raise UserError(f"'{file}' has no results of probes")
+    return ProbeFile(results, setting)
 
 
 def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
-    """Returns of each series those with statistics of whole images, if it has any.
+    """Returns the recalibrated results of each series, or all if there are none.
 
-    Random backbones keep both, the others under a name of their own: the two are far apart, and
-    either may be the higher.
+    Random backbones keep both, the others as a series of their own: either may be higher.
     """
-    anew = {result.series for result in results if result.recalibrated}
+    recalibrated = {result.series for result in results if result.recalibrated}
     chosen = []
     for result in results:
-        if result.recalibrated or result.series not in anew:
+        if result.recalibrated or result.series not in recalibrated:
             chosen.append(result)
-        elif result.is_random:
-            chosen.append(replace(result, series=f"{result.series}, as initialised"))
+        elif result.images_seen == 0:
+            chosen.append(replace(result, series=f"{result.series}, as initialized"))
     return chosen
 
 
-def place_by_decoder(results: Sequence[ProbeResult]) -> dict[str, dict[Decoder, Point]]:
-    """Returns the points of each series by decoder, each of the backbones that saw most images."""
-    points: dict[str, dict[Decoder, Point]] = {}
-    for series, own in _group(results, lambda result: result.series).items():
-        most = max(result.images_seen or 0 for result in own)
-        last = [result for result in own if (result.images_seen or 0) == most]
-        by_decoder = _group(last, lambda result: result.decoder)
-        points[series] = {decoder: _average(by_decoder[decoder]) for decoder in sorted(by_decoder)}
-    return points
+def parse_results(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[ProbeResult]]:
+    """Returns setting and results of a file's content."""
+    setting = dict(content["setting"])
+    return setting, list(_read_rows(list(content["rows"]), setting))
 
 
-def place_by_images(
-    results: Sequence[ProbeResult], decoder: Decoder
-) -> dict[str, dict[int, Point]]:
-    """Returns the points of each series by images seen, rising, under one decoder.
-
-    Random backbones are at 0; those that do not tell are left out.
-    """
-    points: dict[str, dict[int, Point]] = {}
-    own = [result for result in results if result.decoder == decoder]
-    for series, same in _group(own, lambda result: result.series).items():
-        by_images = _group(same, lambda result: result.images_seen)
-        known = sorted(seen for seen in by_images if seen is not None)
-        if known:
-            points[series] = {seen: _average(by_images[seen]) for seen in known}
-    return points
-
-
-def list_decoders(results: Iterable[ProbeResult]) -> list[Decoder]:
-    """Returns the decoders that there are, the weakest first."""
-    return sorted({result.decoder for result in results})
-
-
-def _average(results: Sequence[ProbeResult]) -> Point:
-    return Point(
-        top1=statistics.fmean(result.top1 for result in results),
-        error=statistics.fmean(result.error for result in results),
-        number=len(results),
-    )
+def _read_rows(
+    rows: Sequence[Mapping[str, Any]], setting: Mapping[str, Any]
+) -> Iterator[ProbeResult]:
+    seen_in: dict[Path, list[tuple[Any, Any]]] = {}
+    for row in rows:
+        key = (row["images_seen"], row["digest"])
+        own = seen_in.setdefault(Path(row["backbone"]).parent, [])
+        own += [] if key in own or row["images_seen"] == 0 else [key]
+    for row in rows:
+        seen, path = row["images_seen"], Path(row["backbone"])
+        numbers = [number for number, _ in seen_in[path.parent]]
+        # Files of one folder that saw different numbers of images are checkpoints of one run.
+        is_run = len(set(numbers)) == len(numbers) and (None not in numbers or len(numbers) == 1)
+        series = str(path.parent) if is_run else str(path.parent / path.stem)
+        if seen == 0:
+            series = RANDOM
+        if row["top1"] is not None:
+            yield ProbeResult(
+                series=row.get("series", series),
+                backbone=str(row["backbone"]),
+                images_seen=None if seen is None else int(seen),
+                recalibrated=bool(row["recalibrated"]),
+                decoder=_read_decoder(row["probe"], setting),
+                top1=float(row["top1"]),
+                error=float(row["top1_standard_error"] or 0.0),
+            )
 
 
-def _group(
-    results: Iterable[ProbeResult], key: Callable[[ProbeResult], _Key]
-) -> dict[_Key, list[ProbeResult]]:
-    found: dict[_Key, list[ProbeResult]] = {}
-    for result in results:
-        found.setdefault(key(result), []).append(result)
-    return found
+def _read_decoder(probe: str, setting: Mapping[str, Any]) -> Decoder:
+    if depth := depth_of(probe):
+        return Decoder(2, depth, width_of(probe) or int(setting["tran"]["width"]))
+    return Decoder(int(probe == "linear"))

@@ -6,15 +6,14 @@ from .api import export_model
 from .backbone import export_backbone
 from .metadata import ExportInfo
 from .predictor import ExportedPredictor, classify_exported, is_exported
-from .runtime import ExportedModel, ImageSizeError, SharedEncoderModel
-from .shared_encoder_api import export_shared_encoder
+from .runtime import ExportedModel, SharedEncoderModel
+from .shared_encoder import export_shared_encoder
 
 __all__ = [
     "ExportInfo",
     "ExportReport",
     "ExportedModel",
     "ExportedPredictor",
-    "ImageSizeError",
     "SharedEncoderModel",
     "classify_exported",
     "export_backbone",

@@ -40,8 +40,8 @@ class Agreement:
         num_values: compared pairs of detections, class scores or feature values.
         score: largest difference of a score; of feature maps, of a value relative to the largest
             value of its map; infinite if either side is not finite.
-        box: largest difference of a box's side, in pixels of the image.
-        relative_box: the same over the longer side of its image.
+        box: largest difference of a box's side, in pixels of the image; ``relative_box`` is over
+            the image's longer side.
         unmatched: detections above the threshold without a partner on the other side.
     """
 
@@ -61,13 +61,9 @@ class Agreement:
 
 @dataclass
 class ExportReport:
-    """Differences of an exported file from PyTorch, as a table with a row per batch size.
+    """Differences of an exported file from PyTorch, one row per batch size; prints as a table.
 
-    Attributes:
-        rows: in the order of the batch sizes.
-        task: of the file.
-        tolerance: see ``Agreement.holds``.
-        source: where the images come from.
+    ``source`` is where the images come from.
     """
 
     rows: list[Agreement]
@@ -136,13 +132,7 @@ def measure_agreement(
 
 
 def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Reference:
-    """Returns the model in PyTorch as a function of one image.
-
-    Args:
-        predictor: with the weights.
-        cfg: of the model.
-        task: of ``ExportInfo``.
-    """
+    """Returns the model in PyTorch, as of ``build_predictor``, as a function of one image."""
     model = predictor.model
 
     def detect(image: Images) -> Outputs:
@@ -216,16 +206,7 @@ def compare_detections(
     size: Sequence[int],
     tolerance: float,
 ) -> None:
-    """Matches the detections of an image one to one by class, score and box, and updates ``row``.
-
-    Args:
-        row: of the batch size.
-        got: outputs of the file, N = 1.
-        expected: outputs of PyTorch, N = 1.
-        threshold: of the scores.
-        size: (H, W) of the image, in pixels.
-        tolerance: see ``measure_agreement``.
-    """
+    """Matches the detections of an image of ``size`` (H, W) one to one, and updates ``row``."""
     mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
     boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]
     scores = [found.scores.double().numpy() for found in (mine, theirs)]

@@ -99,7 +99,7 @@ def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
 
     Args:
         cfg: of the model.
-        paths: see ``export_model``.
+        paths: files and folders; by default the config's test set, or the toy set.
 
     Returns:
         Images (H, W, 3), and where they come from.

@@ -33,13 +33,7 @@ class ExportableModel(nn.Module):
         self.info = info
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """
-        Args:
-            images: (N, H, W, 3), uint8.
-
-        Returns:
-            The outputs in the order of ``info.outputs``, see ``ExportInfo``.
-        """
+        """From (N, H, W, 3), uint8, to the outputs in the order of ``info.outputs``."""
         x, sizes = self.preprocessing(images)
         return cast(tuple[Tensor, ...], self.head(self.backbone(x), sizes))
 
@@ -53,7 +47,7 @@ def build_exportable(
         model: MF-DETR, RetinaNet, FCOS, a classifier or a pre-training model; it is set to
             evaluation mode.
         cfg: of the model, with ``MODEL.CLASS_NAMES`` and ``MODEL.CATEGORY_IDS``.
-        suppress: see ``DenseHead``.
+        suppress: ``suppress_overlaps``, or an operator that computes it.
 
     Raises:
         UserError: the model's boxes cannot be computed in a graph.

@@ -102,11 +102,7 @@ class DenseHead(Head):
     task = "detection"
 
     def __init__(self, model: RetinaNet | FCOS, *, suppress: Suppress) -> None:
-        """
-        Args:
-            model: in evaluation mode.
-            suppress: ``suppress_overlaps``, or an operator that computes it.
-        """
+        # ``suppress``: ``suppress_overlaps``, or an operator that computes it.
         super().__init__(list(model.head_in_features))
         self.head = model.head
         self.anchor_generator = model.anchor_generator
@@ -160,9 +156,7 @@ class DenseHead(Head):
 def sort_detections(
     boxes: Tensor, scores: Tensor, labels: Tensor, sizes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Brings boxes to the input image, best first, and counts them.
-
-    As in Detectron2, boxes are clipped, and those without area are left out.
+    """Scales boxes to the input image, clips and sorts them; leaves out those without area.
 
     Args:
         boxes: (N, R, 4), XYXY in pixels of the resized image.
@@ -210,10 +204,6 @@ def suppress_overlaps(
 
 def build_head(model: nn.Module, suppress: Suppress) -> Head:
     """Returns the exportable form of the part of a model that reads its backbone.
-
-    Args:
-        model: in evaluation mode.
-        suppress: see ``DenseHead``.
 
     Raises:
         UserError: the model's boxes cannot be computed in a graph.

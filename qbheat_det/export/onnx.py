@@ -45,8 +45,8 @@ def write_onnx(
     Args:
         program: of a module built with ``suppress_operator``.
         path: of the file.
-        inputs: names of the inputs, in their order.
-        outputs: names of the outputs, in their order.
+        inputs: names, in their order, as ``outputs``.
+        outputs: names.
         metadata: entries of ``metadata_props``.
 
     Raises:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from detectron2.structures import Instances
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.classify import TOP_CLASSES, ClassifiedFiles, name_likeliest
+from qbheat_det.engine.classify import ClassifiedFiles, name_likeliest
 from qbheat_det.engine.media import Image, MediaFile, UnreadableMedia, read_bgr
 
 from .metadata import Task
-from .runtime import EXPORTED_SUFFIXES, ExportedModel, ImageSizeError
+from .runtime import EXPORTED_SUFFIXES, ExportedModel
 
 
 def is_exported(weights: str) -> bool:
@@ -36,20 +36,12 @@ class ExportedPredictor:
 
         Returns:
             {"instances"}, boxes XYXY in pixels of the image.
-
-        Raises:
-            UnreadableMedia: the model does not take images of this size.
         """
-        try:
-            (found,) = self._model(_as_batch(image, self._model))
-        except ImageSizeError as error:
-            raise UnreadableMedia(str(error)) from error
+        (found,) = self._model(_as_batch(image, self._model))
         return {"instances": found}
 
 
-def classify_exported(
-    model: ExportedModel, media: Sequence[MediaFile], *, top: int = TOP_CLASSES
-) -> ClassifiedFiles:
+def classify_exported(model: ExportedModel, media: Sequence[MediaFile]) -> ClassifiedFiles:
     """As ``classify_files``, with an exported classifier; videos are skipped.
 
     Raises:
@@ -62,10 +54,10 @@ def classify_exported(
             if file.is_video:
                 raise UnreadableMedia("a classifier takes images, not videos")
             (scores,) = model(_as_batch(read_bgr(file.path), model))
-        except (UnreadableMedia, ImageSizeError) as error:
+        except UnreadableMedia as error:
             found.skipped.append((str(file.path), str(error)))
             continue
-        classes = name_likeliest(scores, model.info.class_names, top)
+        classes = name_likeliest(scores, model.info.class_names)
         found.results.append({"file_name": file.name, "classes": classes})
     return found
 

@@ -25,9 +25,7 @@ class ShortestEdge:
 
     Sizes are integers throughout; Detectron2's floating point can differ only at exact halves.
 
-    Attributes:
-        min_size: of the shorter side, in pixels; 0 does not resize.
-        max_size: maximum of the longer side, in pixels.
+    The shorter side becomes ``min_size`` pixels (0: unchanged), the longer ``max_size`` at most.
     """
 
     min_size: int
@@ -54,18 +52,13 @@ class ShortestEdge:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The square in the middle, resized: the test-time crop of classifiers.
-
-    Attributes:
-        size: S, of the result, in pixels.
-        share: side of the square relative to the image's shorter side.
-    """
+    """The test-time crop of classifiers: a square of ``share`` of the shorter side, to ``size``."""
 
     size: int
     share: float
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``ShortestEdge``, to (N, 3, S, S)."""
+        """As ``ShortestEdge``, to (N, 3, size, size)."""
         size = _size_of(images)
         # Rounds halves to even, as Python does.
         side = (size.min().double() * self.share).round().long().clamp(min=1)
@@ -91,8 +84,8 @@ class Preprocessing(nn.Module):
         """
         Args:
             resize: or crop.
-            mean: of the channels, in the order of the images' channels.
-            std: standard deviations, as ``mean``.
+            mean: of each channel, as ``std``.
+            std: standard deviations.
             size_divisibility: pad height and width to multiples of this; 0 for no padding.
         """
         super().__init__()
@@ -133,10 +126,7 @@ def resize_as_pillow(planes: Tensor, height: int, width: int) -> Tensor:
 
 
 def _weights(length: int, resized: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns Pillow's weights of the old pixels in each new one, (resized, length).
-
-    They are integers of 22 bits; the result is the upper 11 bits and the lower 11.
-    """
+    """Returns Pillow's weights (resized, length), of 22 bits: the upper 11 and the lower 11."""
     pixel = torch.arange(length, dtype=torch.float64, device=like.device) + 0.5
     new = torch.arange(resized, dtype=torch.float64, device=like.device) + 0.5
     # As tensors: Python numbers would be constants of the example in the graph.
@@ -150,10 +140,7 @@ def _weights(length: int, resized: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(high: Tensor, low: Tensor) -> Tensor:
-    """Returns (2048 high + low) / 2048 ** 2 to the nearest integer, halves up.
-
-    No intermediate value has more bits than float32 holds.
-    """
+    """Returns (2048 high + low) / 2048 ** 2 to the nearest integer, exactly, in float32."""
     return ((high + (low / _HALF).floor() + _HALF / 2) / _HALF).floor()
 
 

@@ -5,7 +5,6 @@ Opening a torch.export file is like running a script: open only files you trust.
 code but ONNX's own operators.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,14 +25,9 @@ from .torch_export import open_torch_export
 Images = npt.NDArray[np.uint8]
 Outputs = dict[str, npt.NDArray[Any]]
 EXPORTED_SUFFIXES = (".onnx", ".pt2")
-"""Suffixes of exported files."""
 ENCODER = "encoder.onnx"
 HEAD_PREFIX = "head_"
 _PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-
-
-class ImageSizeError(UserError):
-    """Heads with different padding got images of a size for which they cannot share an encoder."""
 
 
 class ExportedModel:
@@ -63,14 +57,15 @@ class ExportedModel:
             UserError: the file is missing, damaged or not an export, or its runtime is not
                 installed or does not have the device.
         """
-        file = Path(path)
-        if file.suffix.lower() not in EXPORTED_SUFFIXES:
+        openers = {".onnx": _open_onnx, ".pt2": _open_pt2}
+        opener = openers.get(Path(path).suffix.lower())
+        if opener is None:
             raise UserError(
                 f"'{path}' is not an exported file: they end in {' or '.join(EXPORTED_SUFFIXES)}"
             )
         if device not in (None, "cpu", "cuda"):
             raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
-        return (_open_pt2 if file.suffix.lower() == ".pt2" else _open_onnx)(file, device)
+        return opener(Path(path), device)
 
     def __call__(self, images: Images) -> Any:
         """
@@ -90,11 +85,9 @@ class ExportedModel:
 
     def run(self, images: Images) -> Outputs:
         """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``."""
-        _check_images(images)
+        contiguous = _check_images(images)
         try:
-            return self._run(np.ascontiguousarray(images))
-        except UserError:
-            raise
+            return self._run(contiguous)
         except Exception as error:  # a program may raise anything
             raise UserError(
                 f"'{self.path}' fails on images {images.shape}: {_shorten(error)}"
@@ -130,14 +123,12 @@ class SharedEncoderModel:
             UserError: a file is missing, damaged or not an export, or a head belongs to another
                 encoder.
         """
-        folder = Path(folder)
-        self._encoder, self.info, shared = _open_part(folder / ENCODER, device)
-        self._multiple_of = int(shared["multiple_of"])
+        self._encoder, self.info, encoder_hash = _open_part(Path(folder) / ENCODER, device)
         self._sessions: dict[str, Any] = {}
         self.heads: dict[str, ExportedModel] = {}
-        for path in sorted(folder.glob(f"{HEAD_PREFIX}*.onnx")):
-            session, info, own = _open_part(path, device)
-            if own["encoder"] != shared["encoder"]:
+        for path in sorted(Path(folder).glob(f"{HEAD_PREFIX}*.onnx")):
+            session, info, own_hash = _open_part(path, device)
+            if own_hash != encoder_hash:
                 raise UserError(
                     f"'{path}' was exported with another encoder than the {ENCODER} beside it: "
                     "export both again in one call of tools/export.py --shared-encoder"
@@ -152,11 +143,9 @@ class SharedEncoderModel:
         """Returns by the head's name what ``ExportedModel.__call__`` returns.
 
         Raises:
-            ImageSizeError: the heads cannot share an encoder on images of this size.
             ValueError: the images have another shape or type.
         """
-        _check_images(images)
-        features = self.encode(images)
+        features = self.encode(_check_images(images))
         return {
             name: _format(_run_session(session, features), self.heads[name].info, images)
             for name, session in self._sessions.items()
@@ -164,27 +153,10 @@ class SharedEncoderModel:
 
     def encode(self, images: Images) -> Outputs:
         """Returns the inputs of the heads: the backbone's outputs by name, and "sizes"."""
-        features = _run_session(self._encoder, {"images": np.ascontiguousarray(images)})
-        height, width = features["sizes"][2:].tolist()
-        if self._multiple_of and (height % self._multiple_of or width % self._multiple_of):
-            raise ImageSizeError(
-                "these heads pad images differently and share an encoder only if height and width "
-                f"after the resize, here {height} and {width}, are multiples of "
-                f"{self._multiple_of}: crop the images, or export each head by itself"
-            )
-        return features
+        return _run_session(self._encoder, {"images": images})
 
     def _run(self, session: Any, images: Images) -> Outputs:
         return _run_session(session, self.encode(images))
-
-
-def _check_images(images: Images) -> None:
-    is_batch = images.ndim == 4 and images.shape[3] == 3 and images.size > 0
-    if not is_batch or images.dtype != np.uint8:
-        raise ValueError(
-            "images are (N, H, W, 3) and uint8, with N, H and W of 1 or more, not "
-            f"{images.shape} and {images.dtype}"
-        )
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
@@ -204,6 +176,15 @@ def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
     return found
 
 
+def _check_images(images: Images) -> Images:
+    is_batch = images.ndim == 4 and images.shape[3] == 3 and images.size > 0
+    if not is_batch or images.dtype != np.uint8:
+        raise ValueError(
+            f"images are (N, H, W, 3) and uint8, not empty; not {images.shape} and {images.dtype}"
+        )
+    return np.ascontiguousarray(images)
+
+
 def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
     if info.task == "detection":
         return to_instances(outputs, (images.shape[1], images.shape[2]))
@@ -213,16 +194,24 @@ def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
 def _open_onnx(path: Path, device: str | None) -> ExportedModel:
     session, metadata = _open_session(path, device)
     if SHARED_ENCODER_KEY in metadata:
+        heads = SharedEncoderModel(path.parent, device=device).heads
         if path.name == ENCODER:
             raise UserError(f"'{path}' has no head: name a {HEAD_PREFIX}NAME.onnx beside it")
-        heads = SharedEncoderModel(path.parent, device=device).heads
         return heads[path.stem.removeprefix(HEAD_PREFIX)]
     info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
-    inputs = [one.name for one in session.get_inputs()]
-    outputs = [one.name for one in session.get_outputs()]
-    if inputs != ["images"] or outputs != list(info.outputs):
+    names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
+    if names != ["images", *info.outputs]:
         raise UserError(f"'{path}' does not have the outputs it describes: export it again")
     return ExportedModel(path, info, lambda images: _run_session(session, {"images": images}))
+
+
+def _open_part(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
+    """Returns a session, the description, and the hash of the encoder."""
+    session, metadata = _open_session(path, device)
+    if SHARED_ENCODER_KEY not in metadata:
+        raise UserError(f"'{path}' is not part of a shared-encoder export")
+    info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
+    return session, info, metadata[SHARED_ENCODER_KEY]
 
 
 def _open_session(path: Path, device: str | None) -> tuple[Any, Mapping[str, str]]:
@@ -230,29 +219,16 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, Mapping[str, str
     try:
         import onnxruntime
     except ImportError as error:
-        raise UserError(
-            f"'{path}' needs onnxruntime, which is not installed: pip install onnxruntime"
-        ) from error
+        raise UserError(f"'{path}' needs onnxruntime: pip install onnxruntime") from error
     wanted = {None: _PROVIDERS, "cpu": _PROVIDERS[1:], "cuda": _PROVIDERS[:1]}[device]
     providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
     if not providers:
-        raise UserError("this onnxruntime has no GPU: install onnxruntime-gpu, or use --device cpu")
+        raise UserError("this onnxruntime has no GPU: install onnxruntime-gpu, or use the CPU")
     try:
         session = onnxruntime.InferenceSession(str(path), providers=providers)
     except Exception as error:  # onnxruntime's errors have no common base
         raise _damaged(path, error) from error
     return session, session.get_modelmeta().custom_metadata_map
-
-
-def _open_part(path: Path, device: str | None) -> tuple[Any, ExportInfo, dict[str, Any]]:
-    session, metadata = _open_session(path, device)
-    info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
-    if SHARED_ENCODER_KEY not in metadata:
-        raise UserError(
-            f"'{path}' is not part of a shared-encoder export: write it with tools/export.py "
-            "--shared-encoder"
-        )
-    return session, info, json.loads(metadata[SHARED_ENCODER_KEY])
 
 
 def _run_session(session: Any, values: Outputs) -> Outputs:

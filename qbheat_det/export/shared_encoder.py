@@ -1,52 +1,55 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Splitting models that share a frozen backbone into one encoder and their heads."""
+"""Shared-encoder export: one ONNX file of the encoder, and one of each head that reads it.
+
+Heads trained on the same frozen backbone share preprocessing and backbone, which then run once per
+image for all heads.
+"""
 
 import copy
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
-from detectron2.modeling import FPN, Backbone
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import FPN
 from torch import Tensor, nn
+from torch.export import Dim
 
-from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import hash_tensors
+from qbheat_det.core.files import check_writable, hash_tensors
 from qbheat_det.core.text import join_first
-from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.engine.predict import build_predictor
 from qbheat_det.modeling.contracts import get_encoder
 
-from .graph import ExportableModel
-from .preprocessing import Preprocessing
+from .agreement import ExportReport, build_reference, measure_agreement
+from .api import TOLERANCE, on_cpu, read_images
+from .graph import ExportableModel, build_exportable, example_images, trace, trace_images
+from .metadata import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo
+from .onnx import suppress_operator, write_onnx
+from .runtime import ENCODER, HEAD_PREFIX, SharedEncoderModel
 
 SIZES = "sizes"
 """The encoder's last output, (4,), int64: H, W, H', W' before and after the resize."""
 
 
 class SharedEncoder(nn.Module):
-    """Preprocessing and a backbone, with outputs in a fixed order."""
+    """Preprocessing and backbone of a model, with the outputs that any head reads."""
 
-    def __init__(
-        self,
-        preprocessing: Preprocessing,
-        backbone: Backbone,
-        names: Sequence[str],
-        multiple_of: int,
-    ) -> None:
+    def __init__(self, model: ExportableModel, names: Sequence[str]) -> None:
         """
         Args:
-            preprocessing: from uint8 images to (N, 3, H, W).
-            backbone: from there to maps and tokens by name.
-            names: of the outputs that any head reads.
-            multiple_of: if not 0, the heads pad differently, and share the encoder only on images
-                whose resized height and width are multiples of this.
+            model: whose backbone gives ``names``.
+            names: of the outputs, in their order.
         """
         super().__init__()
-        self.preprocessing = preprocessing
-        self.backbone = backbone
+        self.preprocessing = model.preprocessing
+        self.backbone = get_encoder(model.backbone)
         self.names = list(names)
-        self.multiple_of = multiple_of
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Returns the maps (N, C, H', W') and tokens (N, M, D) of ``names``, and ``SIZES``.
@@ -95,54 +98,43 @@ class BranchHead(nn.Module):
 def split_models(
     models: Mapping[str, ExportableModel],
 ) -> tuple[SharedEncoder, dict[str, BranchHead]]:
-    """Splits models behind the backbone that they share.
-
-    Args:
-        models: by name of the head, in evaluation mode.
-
-    Returns:
-        The encoder of all, and the heads by name.
+    """Splits models, by name of the head, into the encoder that they share and their heads.
 
     Raises:
-        UserError: their backbones or their preprocessing differ.
+        UserError: their backbones or their preprocessing differ, or no backbone has all outputs
+            that the heads read.
     """
-    backbones = {name: get_encoder(model.backbone) for name, model in models.items()}
     # Outputs such as s16_expanded have tensors of their own, which not every head needs.
-    fullest = max(backbones, key=lambda name: len(backbones[name].state_dict()))
+    fullest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
     for name, model in models.items():
-        _check_shared(fullest, models[fullest], name, model)
+        if differences := _find_differences(models[fullest], model):
+            raise UserError(
+                f"'{fullest}' and '{name}' cannot share an encoder: {join_first(differences)} "
+                "differ. Train the heads on one frozen backbone (MODEL.BACKBONE.FREEZE_AT)"
+            )
     heads = {name: BranchHead(model).eval() for name, model in models.items()}
     names = list(dict.fromkeys(name for head in heads.values() for name in head.names))
-    divisors = {max(model.preprocessing.size_divisibility, 1) for model in models.values()}
-    own = models[fullest].preprocessing
-    preprocessing = Preprocessing(
-        own.resize,
-        mean=own.mean.flatten().tolist(),
-        std=own.std.flatten().tolist(),
-        size_divisibility=math.lcm(*divisors),
-    )
-    backbone = _build_backbone(names, models, backbones[fullest])
-    multiple_of = 0 if len(divisors) == 1 else math.lcm(*divisors)
-    return SharedEncoder(preprocessing, backbone, names, multiple_of).eval(), heads
+    for model in models.values():
+        if set(names) <= set(get_encoder(model.backbone).output_shape()):
+            return SharedEncoder(model, names).eval(), heads
+    raise UserError(f"no backbone of these models gives all that the heads read: {names}")
 
 
-def _check_shared(one: str, model: ExportableModel, other: str, another: ExportableModel) -> None:
-    own, theirs = model.preprocessing, another.preprocessing
-    backbones = [get_encoder(each.backbone) for each in (model, another)]
-    differences = {
-        "INPUT.FORMAT": model.info.pixel_format != another.info.pixel_format,
+def _find_differences(model: ExportableModel, other: ExportableModel) -> list[str]:
+    own, theirs = model.preprocessing, other.preprocessing
+    backbones = [get_encoder(each.backbone) for each in (model, other)]
+    differs = {
+        "INPUT.FORMAT": model.info.pixel_format != other.info.pixel_format,
         "MODEL.PIXEL_MEAN": not own.mean.equal(theirs.mean),
         "MODEL.PIXEL_STD": not own.std.equal(theirs.std),
         "the size of test images": own.resize != theirs.resize,
+        "the padding of images": own.size_divisibility != theirs.size_divisibility,
         "the type of the backbone": type(backbones[0]) is not type(backbones[1]),
     }
-    found = [key for key, differs in differences.items() if differs]
-    found = found or _differing(*backbones)
-    if found:
-        raise UserError(
-            f"'{one}' and '{other}' cannot share an encoder: {join_first(found)} differ. Train "
-            "the heads on one frozen backbone (MODEL.BACKBONE.FREEZE_AT), or export each by itself"
-        )
+    weights = _weights(backbones[0])
+    for name, tensor in _weights(backbones[1]).items():
+        differs[name] = name not in weights or not tensor.equal(weights[name])
+    return [key for key, is_different in differs.items() if is_different]
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -151,35 +143,97 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {k: tensor for k, tensor in state.items() if not k.endswith("num_batches_tracked")}
 
 
-def _differing(full: nn.Module, other: nn.Module) -> list[str]:
-    """Returns names of tensors of ``other`` that ``full`` does not have, or with other values."""
-    weights = _weights(full)
-    return [
-        name
-        for name, x in _weights(other).items()
-        if name not in weights or not x.equal(weights[name])
-    ]
+def export_shared_encoder(
+    configs: Mapping[str, CfgNode],
+    folder: Path,
+    *,
+    images: Sequence[str] = (),
+    tolerance: float = TOLERANCE,
+    overwrite: bool = False,
+) -> dict[str, ExportReport]:
+    """Writes ``encoder.onnx`` and ``head_NAME.onnx`` of each head, and compares all with PyTorch.
+
+    Args:
+        configs: of each head's weights, by its name; see ``load_run_config``.
+        folder: of the files.
+        images: see ``export_model``.
+        tolerance: see ``Agreement.holds``.
+        overwrite: whether files of these names may exist.
+
+    Returns:
+        A report for each head, by its name.
+
+    Raises:
+        UserError: the models cannot be exported or share no encoder, a head does not agree with
+            PyTorch, or the folder holds other heads. Nothing is written then.
+    """
+    _check_folder(folder, configs, overwrite=overwrite)
+    configs = {name: on_cpu(cfg) for name, cfg in configs.items()}
+    predictors = {name: build_predictor(cfg) for name, cfg in configs.items()}
+    models = {
+        name: build_exportable(predictors[name].model, cfg, suppress=suppress_operator)
+        for name, cfg in configs.items()
+    }
+    encoder, heads = split_models(models)
+    examples, source = read_images(next(iter(configs.values())), images)
+    reports = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        _write(encoder, heads, Path(temporary))
+        for name, model in SharedEncoderModel(temporary, device="cpu").heads.items():
+            reference = build_reference(predictors[name], configs[name], model.info.task)
+            reports[name] = measure_agreement(
+                model, reference, examples, tolerance=tolerance, source=source
+            )
+            reports[name].check()
+        _install(Path(temporary), folder)
+    return reports
 
 
-def _build_backbone(
-    names: Sequence[str], models: Mapping[str, ExportableModel], fullest: Backbone
-) -> Backbone:
-    """Returns the shared backbone with all outputs that the heads read."""
-    for model in models.values():
-        backbone = get_encoder(model.backbone)
-        if set(names) <= set(backbone.output_shape()):
-            return backbone
-    for name, model in models.items():
-        if isinstance(model.backbone, FPN):
-            continue  # its config's OUT_FEATURES do not count
-        cfg = load_embedded_config(model.info.config, f"the config of '{name}'")
-        for node in (cfg.MODEL.MOBILE_FORMER, cfg.MODEL.TIMM, cfg.MODEL.RESNETS):
-            node.OUT_FEATURES = list(names)
-        backbone = build_bare_backbone(cfg).eval()
-        backbone.load_state_dict(fullest.state_dict(), strict=False)
-        if not _differing(fullest, backbone):
-            return backbone
-    raise UserError(
-        f"no backbone of these models gives all of {', '.join(names)}, which the heads read "
-        "together: export each by itself"
+def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> None:
+    new = [ENCODER, *(f"{HEAD_PREFIX}{name}.onnx" for name in heads)]
+    old = [path.name for path in (*folder.glob(ENCODER), *folder.glob(f"{HEAD_PREFIX}*.onnx"))]
+    if others := sorted(set(old) - set(new)):
+        raise UserError(
+            f"--output '{folder}' holds {others[0]}, which would not fit the new encoder: remove "
+            "it, or choose another folder"
+        )
+    if old and not overwrite:
+        raise UserError(f"--output '{folder}' holds {old[0]}: use another one, or --overwrite")
+    check_writable(folder / ENCODER)
+
+
+def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path) -> None:
+    info = next(iter(heads.values())).info
+    outputs = (*encoder.names, SIZES)
+    about = ExportInfo("features", outputs, info.pixel_format, config=info.config)
+    shared = {SHARED_ENCODER_KEY: encoder.hash()}
+    write_onnx(
+        trace_images(encoder),
+        folder / ENCODER,
+        inputs=["images"],
+        outputs=outputs,
+        metadata={METADATA_KEY: about.to_json(), **shared},
     )
+    with torch.no_grad():
+        *maps, sizes = encoder(example_images())
+    features = dict(zip(encoder.names, maps, strict=True))
+    for name, head in heads.items():
+        inputs = [features[read] for read in head.names]
+        # The exporter finds how the sizes of maps of two strides depend on each other.
+        shapes = [dict.fromkeys((0, 2, 3) if x.ndim == 4 else (0,), Dim.AUTO) for x in inputs]
+        write_onnx(
+            trace(head, (inputs, sizes), (shapes, None)),
+            folder / f"{HEAD_PREFIX}{name}.onnx",
+            inputs=[*head.names, SIZES],
+            outputs=head.info.outputs,
+            metadata={METADATA_KEY: head.info.to_json(), **shared},
+        )
+
+
+def _install(written: Path, folder: Path) -> None:
+    """Moves files into a folder: all are on its disk before any file is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as staging:
+        shutil.copytree(written, staging, dirs_exist_ok=True)
+        for path in sorted(Path(staging).iterdir()):
+            os.replace(path, folder / path.name)

@@ -24,13 +24,7 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def write_torch_export(program: ExportedProgram, path: Path, metadata: str) -> None:
-    """Writes a program.
-
-    Args:
-        program: to write.
-        path: of the file.
-        metadata: JSON, see ``ExportInfo``.
-    """
+    """Writes a program with its ``ExportInfo`` as JSON."""
     with quiet("torch.export", "torch._export"):
         torch.export.save(program, path, extra_files={METADATA_FILE: metadata})
 

@@ -36,11 +36,8 @@ class AttentionWeights:
     def unflatten(self, size: tuple[int, int] | None = None) -> Tensor:
         """Returns the weights as maps, (N, heads, rows, H, W).
 
-        Args:
-            size: (H, W), needed unless ``self.size`` is set.
-
         Raises:
-            ValueError: there is no size.
+            ValueError: neither ``size`` nor ``self.size`` is set.
         """
         size = self.size or size
         if size is None:

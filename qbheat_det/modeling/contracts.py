@@ -1,13 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What the trainer, the data, the checkpoints and the tools ask of a model.
 
-Any ``nn.Module`` that Detectron2 can build fits. What a model may offer beyond that is written down
-here: as a Protocol where it is a method or a group of attributes, as a function where a model may
-lack an attribute and a default takes its place. Models inherit from none of these classes, and code
-outside ``modeling`` reads such attributes through this file alone.
+Any ``nn.Module`` that Detectron2 can build fits. What a model may offer beyond that is a Protocol
+here, or a function with a default for models that lack an attribute. Models inherit from none of
+these classes, and code outside ``modeling`` reads such attributes through this file alone.
 
-``isinstance`` finds methods, properties and class attributes of a module, but from Python 3.12 on
-not its parameters, buffers and children. The Protocols below that are checked have none of these.
+From Python 3.12 on, ``isinstance`` does not find a module's parameters, buffers and children, so
+the Protocols have none of these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +27,8 @@ BatchedInputs = list[dict[str, Any]]
 class SupportsLossNormalizers(Protocol):
     """A model that divides its losses by counts of a batch, such as that of its boxes.
 
-    ``forward`` takes what ``loss_normalizers`` gives as its second argument, where a step is cut
-    into micro-batches; else the model sums over processes by itself. Losses of other models are
-    taken for means over images.
+    With micro-batches, ``forward`` takes the result of ``loss_normalizers`` as second argument;
+    otherwise it sums over processes itself. Losses of other models are means over images.
     """
 
     def loss_counts(self, batched_inputs: BatchedInputs) -> Tensor:
@@ -45,31 +43,21 @@ class SupportsAfterStep(Protocol):
     """A model that changes more than its weights between steps, such as a queue."""
 
     def after_step(self) -> None:
-        """Called once a step, after the optimizer's, however many micro-batches there were.
-
-        Not called where a loss is not finite, which ends training. Where the scaler of float16
-        leaves the optimizer's step out, it is called all the same.
-        """
+        """Called once after each step of the optimizer, also if the float16 scaler skipped it."""
 
 
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns ``metrics``: what a model logs besides losses, such as an accuracy.
-
-    Tensors () by name, of the last training batch of this process.
-    """
+    """Returns ``metrics``: tensors () by name to log beside the losses of the last batch."""
     return getattr(model, "metrics", {})
 
 
 def keeps_backbone_in_eval(model: nn.Module) -> bool:
-    """Returns ``backbone_is_frozen``: the backbone stays in evaluation mode while training."""
+    """Returns ``backbone_is_frozen``: the backbone stays in evaluation mode in training."""
     return bool(getattr(model, "backbone_is_frozen", False))
 
 
 def has_held_out_loss(model: type | object) -> bool:
-    """Returns ``held_out_loss`` of a model or its class: one image has a loss in evaluation.
-
-    False for objectives that compare the images of a batch.
-    """
+    """Returns ``held_out_loss`` of a model or class: single images have losses in evaluation."""
     return bool(getattr(model, "held_out_loss", True))
 
 
@@ -77,24 +65,20 @@ def has_held_out_loss(model: type | object) -> bool:
 
 
 def train_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``train_only_modules``: names of children that inference does without.
-
-    They are in checkpoints, but in no file of trained weights.
-    """
+    """Returns ``train_only_modules``: children that are in checkpoints, not in trained weights."""
     return tuple(getattr(model, "train_only_modules", ()))
 
 
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``pretrain_only_modules``: names of children that no other kind of model takes over.
+    """Returns ``pretrain_only_modules``: children that other kinds of models do not load.
 
-    An objective's parts, or a classifier's decoder. Only a model that names the same children loads
-    them from a file.
+    Only a model that names the same children loads them from a file.
     """
     return tuple(getattr(model, "pretrain_only_modules", ()))
 
 
 def optional_modules(model: nn.Module) -> list[str]:
-    """Returns paths of modules that files may hold and that the model's config leaves out.
+    """Returns paths of modules that files may hold but the config leaves out.
 
     A module names its own missing children in ``optional_modules``.
     """
@@ -106,10 +90,7 @@ def optional_modules(model: nn.Module) -> list[str]:
 
 
 def equivalent_configs(model: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Returns ``equivalent_configs``: by config key, the values under which weights predict alike.
-
-    Weights trained under another value give other scores here.
-    """
+    """Returns ``equivalent_configs``: by config key, values under which weights predict alike."""
     return getattr(model, "equivalent_configs", {})
 
 
@@ -118,10 +99,7 @@ def equivalent_configs(model: nn.Module) -> Mapping[str, Sequence[str]]:
 
 @runtime_checkable
 class FixedSizeModel(Protocol):
-    """A model of square images of one size: a classifier or a pre-training objective.
-
-    It also has ``backbone``, see ``get_backbone``.
-    """
+    """A model of square images of one size: a classifier or a pre-training objective."""
 
     image_size: int
     """S, rows and columns of the images."""
@@ -159,9 +137,9 @@ class ReconstructionObjective(PretrainingObjective, Protocol):
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views`` of the meta-architecture that a config names, without building it.
+    """Returns ``views`` of a config's model without building it, from ``views_from_config(cfg)``.
 
-    The class offers them as ``views_from_config(cfg)``; without, there is one view of an image.
+    By default there is one view of an image.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
@@ -213,19 +191,13 @@ def get_backbone(model: nn.Module) -> Backbone | None:
 
 
 def get_body_name(backbone: nn.Module) -> str:
-    """Returns the name of the child that holds a backbone's layers; "" if the layers are its own.
-
-    ``bottom_up`` below Detectron2's FPN, ``net`` below ViTDet's pyramid and in ``TimmBackbone``.
-    """
+    """Returns the name of the child with a backbone's layers, as in pyramids; "" without one."""
     children = dict(backbone.named_children())
     return next((name for name in ("bottom_up", "net") if name in children), "")
 
 
 def get_encoder(backbone: Backbone) -> Backbone:
-    """Returns what stands below a backbone's feature pyramid; the backbone itself without one.
-
-    Of a backbone that gives cached features, the network that they are of, its ``encoder``.
-    """
+    """Returns the network below a feature pyramid, or behind cached features (``encoder``)."""
     below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
     below = below if isinstance(below, Backbone) else backbone
     encoder: Backbone = getattr(below, "encoder", below)
@@ -233,17 +205,11 @@ def get_encoder(backbone: Backbone) -> Backbone:
 
 
 def get_in_features(module: nn.Module) -> list[str] | None:
-    """Returns names of the backbone's outputs that a model or a pyramid reads; None if unknown.
-
-    ``head_in_features`` as in Detectron2's dense detectors, or ``in_features``.
-    """
+    """Returns names of the backbone's outputs that a model or pyramid reads; None if unknown."""
     names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)
     return list(names) if names else None
 
 
 def get_freeze_all(backbone: Backbone) -> int:
-    """Returns ``freeze_all``: the least ``MODEL.BACKBONE.FREEZE_AT`` that freezes all layers.
-
-    5 as in Detectron2's ResNet where a backbone does not say.
-    """
+    """Returns ``freeze_all``: the least ``MODEL.BACKBONE.FREEZE_AT`` that freezes all layers."""
     return int(getattr(backbone, "freeze_all", 5))

@@ -16,30 +16,29 @@ from qbheat_det.modeling.contracts import get_backbone
 
 from .fused import build_fused, clip_before_step, store_gradient_norm
 from .layers import layers_above
-
-_OPTIMIZERS = ("SGD", "ADAMW")
-_CLIP_TYPES = ("value", "norm", "full_model")
+from .settings import CLIP_RULES, OPTIMIZER_RULES, check_settings
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
-    Its step is fused where PyTorch has kernels for the device, see ``build_fused``.
+    Its step is fused if PyTorch has kernels for the device, see ``build_fused``.
 
-    ``SOLVER.CLIP_GRADIENTS`` takes one more type than Detectron2's: "full_model" clips the norm
-    over all parameters together, as DETR does. The optimizer's attribute ``gradient_norm`` is
-    then this norm before clipping in the last step, a 0-d tensor that is not waited for; it is
-    None before the first step and with other clipping.
+    Besides Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model": it clips
+    the norm over all parameters together, as DETR does. The optimizer's attribute
+    ``gradient_norm`` is then this norm before clipping in the last step, a 0-d tensor; it is None
+    before the first step and with other clipping.
 
     Raises:
-        UserError: the optimizer or the clipping has no such name, a setting is out of range, or
-            nothing is left to train.
+        UserError: a setting is invalid, or no parameter is trainable.
     """
     clip = cfg.SOLVER.CLIP_GRADIENTS
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
     optimizer: Callable[..., Optimizer]
     arguments: dict[str, Any]
-    _check_settings(cfg)
+    check_settings(cfg, OPTIMIZER_RULES)
+    if clip.ENABLED:
+        check_settings(cfg, CLIP_RULES)
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
@@ -58,7 +57,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         weight_decay_bias=cfg.SOLVER.WEIGHT_DECAY_BIAS,
     )
     if not groups:
-        raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all there is")
+        raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all of them")
     built = build_fused(optimizer, groups, lr=cfg.SOLVER.BASE_LR, **arguments)
     store_gradient_norm(built, None)
     if full_model:
@@ -182,26 +181,3 @@ def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
     """
     kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
     return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
-
-
-def _check_settings(cfg: CfgNode) -> None:
-    solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
-    if solver.OPTIMIZER not in _OPTIMIZERS:
-        raise UserError(f"SOLVER.OPTIMIZER is one of {_OPTIMIZERS}, not '{solver.OPTIMIZER}'")
-    if not 0 < solver.LAYER_DECAY <= 1:
-        raise UserError(f"SOLVER.LAYER_DECAY is a factor in (0, 1], not {solver.LAYER_DECAY}")
-    if not solver.BACKBONE_MULTIPLIER >= 0:
-        raise UserError(
-            f"SOLVER.BACKBONE_MULTIPLIER is a factor from 0 on, not {solver.BACKBONE_MULTIPLIER}"
-        )
-    if len(solver.BETAS) != 2 or not all(0 <= beta < 1 for beta in solver.BETAS):
-        raise UserError(f"SOLVER.BETAS are two factors in [0, 1), not {solver.BETAS}")
-    if clip.ENABLED and clip.CLIP_TYPE not in _CLIP_TYPES:
-        raise UserError(
-            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is one of {_CLIP_TYPES}, not '{clip.CLIP_TYPE}'"
-        )
-    if clip.ENABLED and not clip.CLIP_VALUE > 0:
-        raise UserError(
-            f"SOLVER.CLIP_GRADIENTS.CLIP_VALUE {clip.CLIP_VALUE} would leave no gradient: it must "
-            "be above 0"
-        )

@@ -1,9 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Schedules in epochs worked out in iterations, and learning rates that follow the batch."""
+"""Schedules: iterations from epochs, and the learning rate from the batch size."""
 
-import difflib
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
 from detectron2.config import CfgNode
@@ -13,58 +11,58 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qbheat_det.core.errors import UserError
 
-# Learning rate relative to that of the reference batch, by the ratio of the two batches.
-_LR_SCALING = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
-_WARMUP_METHODS = ("linear", "constant")
+from .settings import EPOCH_RULES, ITERATION_RULES, LR_SCALING, check_settings
 
 
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
-    """Works out iterations from epochs, and the learning rate from the batch.
+    """Computes iterations from epochs, and the learning rate from the batch size.
 
-    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations, whole or not; what happens after
-    some epochs happens at the first iteration by which as many images have been seen. The rate is
-    ``SOLVER.BASE_LR`` times the ratio r of the batch to ``SOLVER.REFERENCE_BATCH_SIZE``, or times
-    the root of r, as ``SOLVER.LR_SCALING`` says.
+    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations, whole or not; an event after some
+    epochs happens at the first iteration by which as many images have been seen. The learning rate
+    is ``SOLVER.BASE_LR`` times the ratio r of the batch to ``SOLVER.REFERENCE_BATCH_SIZE``, or
+    times the root of r, as ``SOLVER.LR_SCALING`` says.
 
-    In the result the reference is the batch itself and the keys in epochs remain. So it resolves
-    to itself, and another ``SOLVER.IMS_PER_BATCH`` or other data make of it what they would have
-    made of ``cfg``. Epochs hold where iterations are given too.
+    In the result the reference is the batch itself, and the keys in epochs remain. So it resolves
+    to itself, and with another ``SOLVER.IMS_PER_BATCH`` or other data to what ``cfg`` would have
+    resolved to. Epochs override iterations.
 
     Args:
-        cfg: config; it stays as it is.
-        num_images: images in an epoch, after what ``DATALOADER`` filters.
+        cfg: config; not changed.
+        num_images: images in an epoch, after the filters of ``DATALOADER``.
 
     Returns:
         A copy, frozen if ``cfg`` is.
 
     Raises:
-        UserError: a value of the schedule is out of range, or two contradict each other.
+        UserError: a value of the schedule is invalid, or two contradict each other.
     """
-    _check_batch(cfg, num_images)
-    _check_epochs(cfg)
+    if num_images < 1:
+        raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
+    check_settings(cfg, EPOCH_RULES)
+    _check_events_in_epochs(cfg)
     resolved: CfgNode = cfg.clone()
     resolved.defrost()
-    solver, test = resolved.SOLVER, resolved.TEST
+    solver = resolved.SOLVER
 
-    def iterations(epochs: float) -> int:
-        return math.ceil(_exact(epochs) * num_images / solver.IMS_PER_BATCH)
+    def to_iterations(epochs: float) -> int:
+        # The decimal number as written, so that 0.1 of 30 images are 3 images.
+        return math.ceil(Fraction(repr(epochs)) * num_images / solver.IMS_PER_BATCH)
 
-    if solver.EPOCHS:
-        solver.MAX_ITER = iterations(solver.EPOCHS)
+    for node, epochs, iterations in (
+        (solver, "EPOCHS", "MAX_ITER"),
+        (solver, "WARMUP_EPOCHS", "WARMUP_ITERS"),
+        (solver, "CHECKPOINT_EPOCHS", "CHECKPOINT_PERIOD"),
+        (resolved.TEST, "EVAL_EPOCHS", "EVAL_PERIOD"),
+        (resolved.VIS, "EPOCHS", "PERIOD"),
+    ):
+        if node[epochs]:
+            node[iterations] = to_iterations(node[epochs])
     if solver.STEP_EPOCHS:
-        solver.STEPS = tuple(iterations(epochs) for epochs in solver.STEP_EPOCHS)
-    if solver.WARMUP_EPOCHS:
-        solver.WARMUP_ITERS = iterations(solver.WARMUP_EPOCHS)
-    if solver.CHECKPOINT_EPOCHS:
-        solver.CHECKPOINT_PERIOD = iterations(solver.CHECKPOINT_EPOCHS)
-    if test.EVAL_EPOCHS:
-        test.EVAL_PERIOD = iterations(test.EVAL_EPOCHS)
-    if resolved.VIS.EPOCHS:
-        resolved.VIS.PERIOD = iterations(resolved.VIS.EPOCHS)
+        solver.STEPS = tuple(map(to_iterations, solver.STEP_EPOCHS))
     if solver.REFERENCE_BATCH_SIZE:
-        factor = _LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
+        factor = LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
         solver.BASE_LR *= factor
-        if "BASE_LR_END" in solver:  # of a cosine; not in v0.6 of Detectron2
+        if "BASE_LR_END" in solver:  # of a cosine; Detectron2 v0.6 has no such key
             solver.BASE_LR_END *= factor
         solver.REFERENCE_BATCH_SIZE = solver.IMS_PER_BATCH
     _check_iterations(resolved)
@@ -74,11 +72,11 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Says in lines what is printed when a run starts: epochs, iterations, learning rates.
+    """Returns the lines that are logged when a run starts: epochs, iterations, learning rates.
 
     Args:
-        cfg: what was given to ``resolve_schedule``.
-        resolved: what it returned.
+        cfg: the argument of ``resolve_schedule``.
+        resolved: its result.
         num_images: as there.
     """
     solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
@@ -89,53 +87,62 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 
     shape = [solver.LR_SCHEDULER_NAME]
     if solver.WARMUP_ITERS and solver.WARMUP_FACTOR != 1:
-        shape.append(
-            f"{solver.WARMUP_METHOD} warm-up from x {solver.WARMUP_FACTOR:g} over "
-            + spell(solver.WARMUP_ITERS)
-        )
-    if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
-        shape += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _steps_in_time(resolved)]
+        start = f"{solver.WARMUP_METHOD} warm-up from x {solver.WARMUP_FACTOR:g}"
+        shape.append(f"{start} over {spell(solver.WARMUP_ITERS)}")
+    if _has_steps(resolved):
+        shape += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _effective_steps(resolved)]
+    every = f"every {spell(period)} and at the end" if period else "at the end"
     lines = [
         f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images; an epoch of "
         f"{num_images:,} images is {_short(per_epoch)} iterations",
         _describe_rate(cfg, resolved),
         f"Its course: {', '.join(shape)}",
-        f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation "
-        + (f"every {spell(period)} and at the end" if period else "at the end"),
+        f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {every}",
     ]
-    return "\n".join([*lines, *_remarks(resolved)])
+    late = [f"{step:,}" for step in solver.STEPS if step >= solver.MAX_ITER]
+    if late and _has_steps(resolved):
+        lines.append(
+            f"Note: SOLVER.STEPS {', '.join(late)} come after the last of {solver.MAX_ITER:,} "
+            "iterations and have no effect"
+        )
+    if solver.WARMUP_ITERS > solver.MAX_ITER:
+        lines.append(
+            f"Note: the run ends after {solver.MAX_ITER:,} of SOLVER.WARMUP_ITERS "
+            f"{solver.WARMUP_ITERS:,}, before the learning rate reaches its full value"
+        )
+    return "\n".join(lines)
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
 
-    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out, as ``describe_schedule``
-    says; Detectron2 alone fails on a step that is just at the end.
+    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out; Detectron2 alone fails on a
+    step that is exactly at the end.
 
     Raises:
-        UserError: there is no scheduler of that name, or a setting of it is out of range.
+        UserError: there is no scheduler of that name, or a setting of it is invalid.
     """
     _check_iterations(cfg)
     pruned = cfg.clone()
     pruned.defrost()
-    pruned.SOLVER.STEPS = _steps_in_time(cfg)
+    pruned.SOLVER.STEPS = _effective_steps(cfg)
     return detectron2_build.build_lr_scheduler(pruned, optimizer)
 
 
 def _describe_rate(cfg: CfgNode, resolved: CfgNode) -> str:
-    base, effective = cfg.SOLVER.BASE_LR, resolved.SOLVER.BASE_LR
-    reference, batch = cfg.SOLVER.REFERENCE_BATCH_SIZE, resolved.SOLVER.IMS_PER_BATCH
-    line = f"Learning rate: base {base:g}, effective {effective:.6g}"
-    if reference:
-        line += f" (base for {reference:,} images a step, {cfg.SOLVER.LR_SCALING} in the batch)"
+    solver, batch = cfg.SOLVER, resolved.SOLVER.IMS_PER_BATCH
+    line = f"Learning rate: base {solver.BASE_LR:g}, effective {resolved.SOLVER.BASE_LR:.6g}"
+    if solver.REFERENCE_BATCH_SIZE:
+        reference = f"{solver.REFERENCE_BATCH_SIZE:,} images a step"
+        line += f" (base for {reference}, {solver.LR_SCALING} in the batch)"
     else:
         line += f" at {batch:,} images a step (SOLVER.REFERENCE_BATCH_SIZE 0: not scaled)"
-    if cfg.SOLVER.BACKBONE_MULTIPLIER != 1:
-        line += f"; backbone x {cfg.SOLVER.BACKBONE_MULTIPLIER:g}"
-    if cfg.SOLVER.LAYER_DECAY != 1:
+    if solver.BACKBONE_MULTIPLIER != 1:
+        line += f"; backbone x {solver.BACKBONE_MULTIPLIER:g}"
+    if solver.LAYER_DECAY != 1:
         line += (
-            f"; x {cfg.SOLVER.LAYER_DECAY:g} from the head to the backbone's last layer, and from "
-            "each layer to the one before"
+            f"; x {solver.LAYER_DECAY:g} from the head to the backbone's last layer, and from each "
+            "layer to the one before"
         )
     return line
 
@@ -144,125 +151,37 @@ def _short(number: float) -> str:
     return f"{number:,.2f}".rstrip("0").rstrip(".")
 
 
-def _remarks(cfg: CfgNode) -> list[str]:
-    """Returns a sentence for each setting in iterations that the end of the run cuts off."""
-    solver, remarks = cfg.SOLVER, []
-    late = [step for step in solver.STEPS if step not in _steps_in_time(cfg)]
-    if late and solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
-        remarks.append(
-            f"Note: SOLVER.STEPS {', '.join(f'{step:,}' for step in late)} come after the last of "
-            f"{solver.MAX_ITER:,} iterations and have no effect"
-        )
-    if solver.WARMUP_ITERS > solver.MAX_ITER:
-        remarks.append(
-            f"Note: the run ends after {solver.MAX_ITER:,} of SOLVER.WARMUP_ITERS "
-            f"{solver.WARMUP_ITERS:,}: the learning rate never reaches its full height"
-        )
-    return remarks
+def _has_steps(cfg: CfgNode) -> bool:
+    return bool(cfg.SOLVER.LR_SCHEDULER_NAME == "WarmupMultiStepLR")
 
 
-def _steps_in_time(cfg: CfgNode) -> tuple[int, ...]:
+def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
     return tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)
 
 
-def _exact(epochs: float) -> Fraction:
-    """The decimal number that was written, so that 0.1 of 30 images are 3 images."""
-    return Fraction(repr(epochs))
-
-
-def _check_batch(cfg: CfgNode, num_images: int) -> None:
+def _check_events_in_epochs(cfg: CfgNode) -> None:
     solver = cfg.SOLVER
-    if num_images < 1:
-        raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
-    if solver.IMS_PER_BATCH < 1:
-        raise UserError(f"SOLVER.IMS_PER_BATCH is at least 1, not {solver.IMS_PER_BATCH}")
-    if solver.REFERENCE_BATCH_SIZE < 0:
-        raise UserError(
-            "SOLVER.REFERENCE_BATCH_SIZE is the batch that SOLVER.BASE_LR is meant for, or 0 to "
-            f"take the rate as it is, not {solver.REFERENCE_BATCH_SIZE}"
-        )
-    if solver.LR_SCALING not in _LR_SCALING:
-        raise UserError(
-            f"SOLVER.LR_SCALING is one of {tuple(_LR_SCALING)}, not '{solver.LR_SCALING}'"
-        )
-    if solver.REFERENCE_WORLD_SIZE:
-        raise UserError(
-            f"SOLVER.REFERENCE_WORLD_SIZE {solver.REFERENCE_WORLD_SIZE} would change the batch "
-            "with the number of processes: set it to 0, give the batch of a step as "
-            "SOLVER.IMS_PER_BATCH, and its learning rate follows SOLVER.REFERENCE_BATCH_SIZE"
-        )
-    if not (math.isfinite(solver.BASE_LR) and solver.BASE_LR > 0):
-        raise UserError(f"SOLVER.BASE_LR is a number above 0, not {solver.BASE_LR}")
-
-
-def _check_epochs(cfg: CfgNode) -> None:
-    solver = cfg.SOLVER
-    steps = _numbers("SOLVER.STEP_EPOCHS", solver.STEP_EPOCHS)
-    warmup = _numbers("SOLVER.WARMUP_EPOCHS", [solver.WARMUP_EPOCHS])[0]
-    _numbers("SOLVER.EPOCHS", [solver.EPOCHS])
-    _numbers("SOLVER.CHECKPOINT_EPOCHS", [solver.CHECKPOINT_EPOCHS])
-    _numbers("TEST.EVAL_EPOCHS", [cfg.TEST.EVAL_EPOCHS])
-    _numbers("VIS.EPOCHS", [cfg.VIS.EPOCHS])
-    if 0 in steps or sorted(set(steps)) != steps:
-        raise UserError(f"SOLVER.STEP_EPOCHS must rise from above 0, not {steps}")
     if not solver.EPOCHS:
         return
-    late = [step for step in steps if step >= solver.EPOCHS]
-    if late and solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR":
+    if _has_steps(cfg) and max(solver.STEP_EPOCHS, default=0) >= solver.EPOCHS:
         raise UserError(
-            f"SOLVER.STEP_EPOCHS {steps} do not fit in SOLVER.EPOCHS {solver.EPOCHS:g}: the rate "
-            f"would not drop after {late[0]:g} epochs; change one, or give SOLVER.STEP_EPOCHS '()'"
+            f"SOLVER.STEP_EPOCHS {list(solver.STEP_EPOCHS)} do not fit in SOLVER.EPOCHS "
+            f"{solver.EPOCHS:g}: change one, or give SOLVER.STEP_EPOCHS '()'"
         )
-    if warmup > solver.EPOCHS:
+    if solver.WARMUP_EPOCHS > solver.EPOCHS:
         raise UserError(
-            f"SOLVER.WARMUP_EPOCHS {warmup:g} are more than SOLVER.EPOCHS {solver.EPOCHS:g}: the "
-            "rate would never reach its full height"
+            f"SOLVER.WARMUP_EPOCHS {solver.WARMUP_EPOCHS:g} are more than SOLVER.EPOCHS "
+            f"{solver.EPOCHS:g}: the learning rate would never reach its full value"
         )
-
-
-def _numbers(key: str, values: Sequence[object]) -> list[float]:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{key} is a number of epochs, not '{value}'")
-        if not (math.isfinite(value) and value >= 0):
-            raise UserError(f"{key} is a number of epochs from 0 on, not {value}")
-    return [value for value in values if isinstance(value, int | float)]
 
 
 def _check_iterations(cfg: CfgNode) -> None:
-    solver = cfg.SOLVER
-    _check_scheduler(cfg)
-    for key, lowest in (("MAX_ITER", 1), ("WARMUP_ITERS", 0), ("CHECKPOINT_PERIOD", 1)):
-        if solver[key] < lowest:
-            raise UserError(f"SOLVER.{key} is at least {lowest}, not {solver[key]}")
-    if cfg.TEST.EVAL_PERIOD < 0:
-        raise UserError(f"TEST.EVAL_PERIOD is at least 0, not {cfg.TEST.EVAL_PERIOD}")
-    if cfg.VIS.PERIOD < 0:
-        raise UserError(f"VIS.PERIOD is at least 0, not {cfg.VIS.PERIOD}")
-    if not solver.WARMUP_FACTOR >= 0:
-        raise UserError(f"SOLVER.WARMUP_FACTOR is at least 0, not {solver.WARMUP_FACTOR}")
-    steps = [0, *_steps_in_time(cfg)]
-    if solver.LR_SCHEDULER_NAME == "WarmupMultiStepLR" and sorted(set(steps)) != steps:
+    check_settings(cfg, ITERATION_RULES)
+    solver, steps = cfg.SOLVER, [0, *_effective_steps(cfg)]
+    if _has_steps(cfg) and sorted(set(steps)) != steps:
         raise UserError(
             f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}; they are iterations "
             f"of {solver.IMS_PER_BATCH} images, so little data makes steps in epochs coincide"
-        )
-
-
-def _check_scheduler(cfg: CfgNode) -> None:
-    solver = cfg.SOLVER
-    known = ["WarmupMultiStepLR", "WarmupCosineLR"]
-    if "NUM_DECAYS" in solver:  # Detectron2's main branch
-        known.append("WarmupStepWithFixedGammaLR")
-    if solver.LR_SCHEDULER_NAME not in known:
-        near = difflib.get_close_matches(solver.LR_SCHEDULER_NAME, known, n=1, cutoff=0.0)
-        raise UserError(
-            f"SOLVER.LR_SCHEDULER_NAME '{solver.LR_SCHEDULER_NAME}' is none of {known}; did you "
-            f"mean '{near[0]}'?"
-        )
-    if solver.WARMUP_METHOD not in _WARMUP_METHODS:
-        raise UserError(
-            f"SOLVER.WARMUP_METHOD is one of {_WARMUP_METHODS}, not '{solver.WARMUP_METHOD}'"
         )
     if not 0 <= solver.get("BASE_LR_END", 0.0) <= solver.BASE_LR:
         raise UserError(

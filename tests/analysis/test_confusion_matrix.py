@@ -1,76 +1,110 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The picture of confusions, from two classes to more than fit a side."""
+"""The confusion matrix: drawn for few and many classes, from inference or the last evaluation."""
 
-import io
-import re
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from PIL import Image
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.analysis import confusion_matrix
-from qbheat_det.analysis.confusion_matrix import plot_confusion
+from qbheat_det.analysis.confusion_matrix import draw_classes, draw_confusion, plot_confusion
+from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.plotting import chart_image
+from qbheat_det.analysis.run import Run
+from qbheat_det.core.figures import NotApplicable
+from qbheat_det.data import register_image_folders
+from qbheat_det.evaluation import ClassificationEvaluator
+from tests.data.pictures import draw, save
+
+from .run_folders import write_run
+from .tiny_runs import CLASSES, classifier_config, retinanet_config
 
 
 def make_matrix(num_classes: int) -> npt.NDArray[np.int64]:
     rng = np.random.default_rng(0)
     matrix = rng.poisson(0.05, (num_classes, num_classes))
     matrix[np.diag_indices(num_classes)] = 8
-    matrix[0, 1] = 40
+    matrix[0, -1] = 40
     return matrix.astype(np.int64)
 
 
-@pytest.mark.parametrize("num_classes", [1, 2, 20, 600])
-def test_it_can_be_drawn_for_few_classes_and_for_many(num_classes: int) -> None:
-    matrix = make_matrix(max(num_classes, 2))[:num_classes, :num_classes]
-    names = [f"class {i}" for i in range(num_classes)]
-    with Image.open(io.BytesIO(plot_confusion(matrix, names, title="val"))) as picture:
-        assert 600 < picture.width < 3000
-        assert 600 < picture.height < 2200
-
-
-def test_the_list_names_what_is_confused_most_and_how_often() -> None:
-    matrix = make_matrix(12)
-    svg = plot_confusion(matrix, [f"kind {i}" for i in range(12)], format="svg").decode()
-    # Letters are drawn as shapes; matplotlib says in comments what they spell.
-    lines = re.findall(r"<!-- (.*?) -->", svg, flags=re.DOTALL)
-    text = "\n".join(lines)
-    assert f"kind 0 → kind 1:  40 of {matrix[0].sum()}" in text
+@pytest.mark.parametrize("num_classes", [1, 2, 12, 300])
+def test_the_chart_lists_the_most_frequent_confusions(num_classes: int) -> None:
+    matrix = make_matrix(num_classes)
+    figure = plot_confusion(matrix, [f"kind {i}" for i in range(num_classes)], title="val")
+    text = figure.axes[1].texts[0].get_text()
     wrong = matrix.sum() - matrix.trace()
-    assert f"({wrong} of {matrix.sum()} images are wrong)" in text
-
-
-def test_long_names_stay_apart_in_the_list() -> None:
-    names = [f"a rather long name of class {i} among others of that kind" for i in range(3)]
-    svg = plot_confusion(np.array([[1, 2, 0], [0, 3, 0], [1, 0, 3]]), names, format="svg").decode()
-    named = {text.split(" →")[0] for text in re.findall(r"<!-- (.*?) -->", svg) if " →" in text}
-    assert len(named) == 2
+    assert f"({wrong:,} of {matrix.sum():,} images are wrong)" in text
+    if num_classes in (2, 12):
+        assert f"kind 0 → kind {num_classes - 1}:  40 of {matrix[0].sum()}" in text
+    numbers = {(t.get_position(), t.get_text()) for t in figure.axes[0].texts}
+    assert len(numbers) == (np.count_nonzero(matrix) if num_classes <= 12 else 0)
+    assert len(figure.axes[0].get_yticklabels()) >= min(num_classes, 5)
+    assert 1000 < len(chart_image(figure, format="png").content)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
-@pytest.mark.parametrize("name", ["a$b$c", "$\\frac{", "tab\there", "\udcff", "猫", ""])
-def test_any_name_of_a_folder_can_be_drawn(name: str) -> None:
-    plot_confusion(np.eye(2, dtype=np.int64), [name, "other"])
-
-
-def test_cells_of_many_classes_show_the_mean_of_right_and_the_largest_of_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(confusion_matrix, "_MOST_CELLS", 3)
-    shares = np.random.default_rng(0).random((5, 5))
-    has_images = np.array([True, False, True, True, False])
-    shares[~has_images] = 0
-    pooled, per_cell = confusion_matrix._pool(shares, has_images)
-    assert (pooled.shape, per_cell) == ((3, 3), 2)
-    for i in range(3):
-        for j in range(3):
-            block = shares[2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
-            right = block.diagonal()[has_images[2 * i : 2 * i + 2]] if i == j else block
-            expected = block.max() if i != j else right.mean() if len(right) else 0
-            assert pooled[i, j] == pytest.approx(expected)
-
-
-def test_a_matrix_of_other_classes_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 classes do not have a matrix"):
+def test_names_of_folders_can_be_anything_and_stay_apart() -> None:
+    for name in ("a$b$c", "$\\frac{", "tab\there", "\udcff", ""):
+        chart_image(plot_confusion(np.eye(2, dtype=np.int64), [name, "other"]))
+    long = [f"a rather long name of class {i} among others of that kind" for i in range(2)]
+    text = plot_confusion(np.ones((2, 2), dtype=np.int64), long).axes[1].texts[0].get_text()
+    assert len({line.split(" →")[0] for line in text.splitlines() if "→" in line}) == 2
+    with pytest.raises(ValueError, match="3 classes"):
         plot_confusion(np.eye(2, dtype=np.int64), ["a", "b", "c"])
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for index, name in enumerate(CLASSES * 3):
+        (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
+        save(tmp_path / "images" / name / f"{index}.png", draw(80, 80, seed=index))
+    name = f"confusion {tmp_path}"
+    register_image_folders(name, [str(tmp_path / "images")], labelled=True)
+    monkeypatch.setattr(Run, "find_set", lambda self, split: name)
+    return name
+
+
+def test_inference_and_the_last_evaluation_give_the_same_matrix(
+    dataset: str, tmp_path: Path
+) -> None:
+    cfg = classifier_config()
+    cfg.DATASETS.TEST = (dataset.replace("/", "_"),)
+    cfg.DATALOADER.NUM_WORKERS = 0
+    run = Run.open(write_run(tmp_path / "run", cfg, logged={"classification/top1": -1.0}))
+    figure = draw_classes([run], FigureOptions())
+    inferred = figure.data["runs"]["run"]
+    assert inferred["source"] == "inference"
+    counts = np.diag([entry["correct"] for entry in inferred["classes"]])
+    for pair in inferred["confusions"]:
+        counts[CLASSES.index(pair["class"]), CLASSES.index(pair["taken_for"])] = pair["images"]
+    assert counts.sum(axis=1).tolist() == [3, 3, 3]
+    assert figure.table is not None
+    top1 = 100 * counts.trace() / 9
+    assert figure.table.rows[0][1] == f"{top1:.2f}"
+
+    # The same images through the evaluator that a run uses, and the metric that it logs.
+    again = write_run(tmp_path / "again", cfg, logged={"classification/top1": top1})
+    folder = again / "inference" / cfg.DATASETS.TEST[0]
+    evaluator = ClassificationEvaluator(
+        "a set", class_names=cfg.MODEL.CLASS_NAMES, output_dir=str(folder)
+    )
+    evaluator.reset()
+    for entry in run.load_images(9):
+        evaluator.process([entry], run.model([entry]))
+    evaluator.evaluate()
+    np.testing.assert_array_equal(evaluator.confusion, counts)
+    read = draw_classes([Run.open(again)], FigureOptions()).data["runs"]["again"]
+    assert read["source"] == "the run's last evaluation"
+    assert (read["classes"], read["confusions"]) == (inferred["classes"], inferred["confusions"])
+    draw_confusion(folder / "classification.json", tmp_path / "confusion.png")
+    assert (tmp_path / "confusion.png").stat().st_size > 1000
+    DatasetCatalog.remove(dataset)
+    MetadataCatalog.remove(dataset)
+
+
+def test_other_models_are_not_applicable(tmp_path: Path) -> None:
+    run = Run.open(write_run(tmp_path / "boxes", retinanet_config()))
+    with pytest.raises(NotApplicable, match="boxes"):
+        draw_classes([run], FigureOptions())

@@ -84,15 +84,12 @@ def describe(task: Task = "detection", **changes: object) -> dict[str, str]:
     return {METADATA_KEY: json.dumps(json.loads(info.to_json()) | changes)}
 
 
-def write_shared(folder: Path, *, other: str = "a", multiple_of: int = 0) -> Path:
-    """Writes an encoder and the heads "one" and "two", which name the encoder ``other``."""
-    own, heads = (
-        {SHARED_ENCODER_KEY: json.dumps({"encoder": name, "multiple_of": multiple_of})}
-        for name in ("a", other)
-    )
-    write(folder / "encoder.onnx", ENCODER, **describe("features"), **own)
+def write_shared(folder: Path, *, other: str = "a") -> Path:
+    """Writes the encoder "a" and the heads "one" and "two", which name the encoder ``other``."""
+    encoder = {SHARED_ENCODER_KEY: "a"}
+    write(folder / "encoder.onnx", ENCODER, **describe("features"), **encoder)
     for name in ("one", "two"):
-        write(folder / f"head_{name}.onnx", HEAD, **describe(), **heads)
+        write(folder / f"head_{name}.onnx", HEAD, **describe(), **{SHARED_ENCODER_KEY: other})
     return folder
 
 

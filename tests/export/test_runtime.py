@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.export import ExportedModel, ImageSizeError, SharedEncoderModel
+from qbheat_det.export import ExportedModel, SharedEncoderModel
 from tests.tool_modules import TOOLS, load_tool
 
 pytest.importorskip("onnxruntime")
@@ -151,28 +151,25 @@ def test_unreadable_images_are_skipped_and_rotated_ones_turned_upright(
     assert all(name in line for line, name in zip(lines, bad, strict=True))
 
 
-def test_heads_with_different_padding_take_only_images_that_need_none(
+def test_an_encoder_and_its_heads_are_one_model(
     run_onnx: ModuleType, predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_shared(tmp_path / "shared", multiple_of=16)
-    sizes = [(64, 96), (64, 90), (90, 64)]  # twice the size after the resize
-    images = [save_image(tmp_path / f"{i}.png", size=size) for i, size in enumerate(sizes)]
-    assert run_onnx.main([str(folder), *images]) == 1
-    printed = capsys.readouterr()
+    folder, image = write_shared(tmp_path / "shared"), save_image(tmp_path / "0.png")
+    assert run_onnx.main([str(folder), image]) == 0
     box = {"name": "dog", "score": 1.0, "box": [0, 0, 64, 96]}
-    assert json.loads(printed.out) == {"image": images[0], "found": {"one": [box], "two": [box]}}
-    assert [path in line for path, line in zip(images[1:], printed.err.splitlines(), strict=True)]
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"image": image, "found": {"one": [box], "two": [box]}}
     model = SharedEncoderModel(folder, device="cpu")
-    found = model(np.zeros((1, 96, 64, 3), np.uint8))
-    assert found["one"][0].pred_boxes.tensor.tolist() == [[0, 0, 64, 96]]
-    for width, height in sizes[1:]:
-        with pytest.raises(ImageSizeError):
-            model(np.zeros((1, height, width, 3), np.uint8))
+    results = model(np.zeros((1, 96, 64, 3), np.uint8))
+    assert results["one"][0].pred_boxes.tensor.tolist() == [[0, 0, 64, 96]]
     arguments = ["--weights", str(folder / "head_one.onnx"), "--json", str(tmp_path / "r.json")]
-    assert predict.main([*arguments, "--device", "cpu", "--input", *images]) == 1
+    assert predict.main([*arguments, "--device", "cpu", "--input", image]) == 0
     (one,) = json.loads((tmp_path / "r.json").read_text())
     assert (one["file_name"], one["bbox"]) == ("0.png", [0, 0, 64, 96])
-    assert run_onnx.main([str(write_shared(tmp_path / "any")), *images]) == 0
+    for part in ("encoder", "head_one"):
+        assert run_onnx.main([str(folder / f"{part}.onnx"), image]) == 2
+    with pytest.raises(UserError):
+        ExportedModel.open(folder / "encoder.onnx")
 
 
 @pytest.mark.parametrize(("pixel_format", "score"), [("RGB", 1.0), ("BGR", 0.0)])

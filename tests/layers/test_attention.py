@@ -70,17 +70,6 @@ def test_without_dropout_the_module_is_pytorchs(masked: bool, training: bool) ->
     assert_close(found, wanted)
 
 
-def test_a_compiler_sees_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = draw(5, 9)
-    hidden = torch.zeros(2, 1, 1, 9, dtype=torch.bool)
-    hidden[1, ..., 6:] = True
-    wanted = attend(*tensors, masked=hidden)
-    formula_of_ours = spy(monkeypatch, "_attend_plainly")
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert_close(attend(*tensors, masked=hidden), wanted)
-    assert formula_of_ours.call_count == 1
-
-
 def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
     """Counts the calls of one of the ways to attend."""
     counted = Mock(side_effect=getattr(attention, name))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from qbheat_det.layers import Former, FormerToMobile, MobileToFormer, padding_mask
+from qbheat_det.layers import Former, FormerToMobile, MobileToFormer
 
 from ..modeling.parameter_names import FORMER, TO_FORMER, TO_MOBILE, randomise_, renamed
 from ..modeling.reference_mobile_former import (
@@ -40,15 +40,6 @@ def test_mobile_to_former_equals_the_naive_loop(x: torch.Tensor, tokens: torch.T
     expected = [mobile_to_former(weights, *pair) for pair in zip(x, tokens, strict=True)]
     assert_close(bridge(tokens, x), torch.stack(expected))
     assert weights.names_read == set(weights.tensors)
-
-
-def test_mobile_to_former_reads_no_padding(x: torch.Tensor, tokens: torch.Tensor) -> None:
-    bridge = random(MobileToFormer(token_dim=16, channels=12))
-    padding = padding_mask(torch.tensor(SIZES), x.shape[-2:])
-    batch = bridge(tokens, x.masked_fill(padding, 1e6), padding)
-    for n, (height, width) in enumerate(SIZES):
-        alone = bridge(tokens[n : n + 1], x[n : n + 1, :, :height, :width])
-        assert_close(batch[n : n + 1], alone)
 
 
 def test_former_equals_the_naive_loop(tokens: torch.Tensor) -> None:

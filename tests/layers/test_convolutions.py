@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Convolutions with fewer passes, against Detectron2's."""
 
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -94,44 +93,6 @@ def test_gradients_of_weights_alone_and_of_the_input_alone(
     assert_close(*found)
 
 
-def test_inference_autocast_exports_and_empty_maps_take_the_plain_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = counted(monkeypatch)
-    ours, theirs = (each.float() for each in pair(4, 2))
-    x = torch.randn(1, 4, 6, 6)
-    with torch.no_grad():
-        assert_close(ours(x), theirs(x), rtol=0, atol=0)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ours(x).dtype == torch.bfloat16
-    assert ours(x[:0]).shape == (0, 8, 6, 6)
-    assert torch.export.export(ours, (x,)).module()(x).shape == (1, 8, 6, 6)
-    assert not calls
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dilation": 2, "padding": 2},
-        {"padding": "same"},
-        {"groups": 2},
-        {"bias": True},
-    ],
-    ids=["dilation", "padding", "groups", "bias"],
-)
-def test_what_turns_cannot_do_is_detectron2s(changes: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    arguments: dict[str, Any] = {"padding": 1, "groups": 4, "bias": False, **changes}
-    ours, theirs = (kind(4, 8, 3, **arguments) for kind in (DepthwiseConv2d, Conv2d))
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 4, 160, 161)  # a large map
-    found = []
-    for layer in (ours, theirs):
-        y = layer(x)
-        found.append([y, *torch.autograd.grad(y.sum(), layer.parameters())])
-    assert_close(*found, rtol=0, atol=0)
-
-
 def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:
     for name, low, high in (
         ("weight", -2, 2),
@@ -177,14 +138,6 @@ def test_a_frozen_norm_is_folded_into_what_is_computed(
     untouched = Mock(side_effect=AssertionError("the norm's own pass"))
     monkeypatch.setattr(FrozenBatchNorm2d, "forward", untouched)
     ours(x)  # or the test above compares the norm's pass with itself
-
-
-def test_a_hook_on_a_frozen_norm_sees_what_passes() -> None:
-    ours = NormedConv2d(2, 3, 1, bias=False, norm=randomised(FrozenBatchNorm2d(3)))
-    x = torch.randn(1, 2, 4, 4)
-    seen: list[torch.Tensor] = []
-    ours.norm.register_forward_hook(lambda _, __, y: seen.append(y))
-    assert_close(ours(x), seen[0], rtol=0, atol=0)
 
 
 def test_exports_and_activations_are_as_detectron2_has_them() -> None:

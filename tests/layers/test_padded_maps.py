@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from qbheat_det.layers import halve, padding_mask, resize_bilinear, valid_sizes, zero_padding
+from qbheat_det.layers import padding_mask, resize_bilinear, zero_padding
 
 from ..modeling.reference_mf_decoder import bilinear
 
@@ -17,17 +17,6 @@ def test_the_mask_is_true_outside_every_image() -> None:
     mask = padding_mask(torch.tensor([[2, 1], [1, 3]]), (2, 3))
     expected = torch.tensor([[[0, 1, 1], [0, 1, 1]], [[0, 0, 0], [1, 1, 1]]]).bool()
     assert_close(mask, expected[:, None])
-
-
-@pytest.mark.parametrize("canvas", [(5, 7), (6, 8), (9, 9)])
-def test_a_halved_mask_fits_a_convolution_of_stride_two(canvas: tuple[int, int]) -> None:
-    mask = padding_mask(torch.tensor(SIZES), canvas)
-    for _ in range(3):
-        convolved = F.conv2d((~mask).double(), torch.ones(1, 1, 3, 3).double(), None, 2, 1)
-        sizes = (valid_sizes(mask) + 1) // 2
-        mask = halve(mask)
-        assert mask.shape == convolved.shape
-        assert_close(valid_sizes(mask), sizes)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -59,25 +48,3 @@ def test_every_image_is_resized_from_its_own_size_to_its_own_size(
     resized = resize_bilinear(x, (7, 12), mask_in, mask_out)
     for image, result, (h, w), (new_h, new_w) in zip(x, resized, old, new, strict=True):
         assert_close(result[:, :new_h, :new_w], bilinear(image[:, :h, :w], new_h, new_w))
-
-
-def test_gradients_of_resizing_stay_inside_the_images() -> None:
-    x = torch.randn(2, 1, 4, 5, requires_grad=True)
-    mask_in = padding_mask(torch.tensor([(2, 3), (4, 5)]), (4, 5))
-    mask_out = padding_mask(torch.tensor([(4, 5), (8, 9)]), (8, 9))
-    zero_padding(resize_bilinear(x, (8, 9), mask_in, mask_out), mask_out).sum().backward()
-    assert x.grad is not None
-    assert_close(x.grad.masked_select(mask_in), torch.zeros(14))
-    # The weights of one output sum to one, so all gradients sum to the number of outputs.
-    assert_close(x.grad.sum(dim=(1, 2, 3)), torch.tensor([20.0, 72.0]))
-
-
-def test_zeroing_the_padding_keeps_the_order_of_a_map_in_memory() -> None:
-    padding = padding_mask(torch.tensor([[4, 6], [3, 2]]), (4, 6))
-    x = torch.full((2, 5, 4, 6), float("nan")).to(memory_format=torch.channels_last)
-    x = x.masked_scatter(~padding, torch.randn(2, 5, 4, 6)).contiguous(
-        memory_format=torch.channels_last
-    )
-    found = zero_padding(x, padding)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    assert_close(found, x.nan_to_num())

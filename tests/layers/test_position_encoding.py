@@ -10,15 +10,6 @@ from qbheat_det.layers import SinePositionEncoding, padding_mask
 from ..modeling.reference_mf_decoder import pixels, sine_code
 
 
-def test_four_channels_are_sine_and_cosine_of_row_then_column() -> None:
-    code = SinePositionEncoding(channels=4)((2, 4))  # one frequency: 2 pi for the last position
-    assert code.shape == (1, 8, 4)
-    # Row 2 of 2 and column 1 of 4: phases 2 pi and pi / 2.
-    assert_close(code[0, 4], torch.tensor([0.0, 1.0, 1.0, 0.0]), rtol=0, atol=1e-5)
-    # Row 1 of 2 and column 3 of 4: phases pi and 3 pi / 2.
-    assert_close(code[0, 2], torch.tensor([0.0, -1.0, -1.0, 0.0]), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 2), (1, 9)])
 @pytest.mark.parametrize("channels", [8, 256])
 def test_it_equals_the_naive_loop(size: tuple[int, int], channels: int) -> None:

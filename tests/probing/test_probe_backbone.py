@@ -120,7 +120,7 @@ def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
     # 192 is MODEL.CLASSIFIER.WIDTH, so that its row is that of a command without widths.
     assert [row["probe"] for row in both["rows"][1:]] == ["tran-1", "tran-1:64"]
     assert all(row["chosen"]["epochs"] >= 1 for row in both["rows"][1:])
-    assert "tran-1, random" in picture.read_text()
+    assert "<!-- tran-1, width" in picture.read_text()
 
 
 def test_results_under_another_setting_are_refused(

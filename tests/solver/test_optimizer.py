@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Parameter groups and clipping against hand arithmetic."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from qbheat_det.solver import build_optimizer, parameter_groups
 from qbheat_det.solver.fused import clip_before_step
 
 CONFIGS = Path(get_config_path("Base-MobileFormer.yaml")).parent
-RECIPES = sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.rglob("[!B]*.yaml"))
+# One size of each recipe, 285M if there is one.
+RECIPES = {
+    re.sub(r"285M|1\.0G|3\.7G", "", str(path.relative_to(CONFIGS))): str(path.relative_to(CONFIGS))
+    for path in sorted(CONFIGS.rglob("[!B]*.yaml"), key=lambda path: "285M" in path.name)
+}
 PROBE = "coco/mf_detr_211_285M_probe.yaml"
 FINETUNE = "coco/mf_detr_211_285M_finetune.yaml"
 CPU = ["MODEL.DEVICE", "cpu"]
@@ -59,7 +64,7 @@ def naive_settings(model: nn.Module, decay: float, weight_decay: float) -> dict[
     return settings
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPES.values())
 def test_every_parameter_of_every_recipe_lies_in_one_group_with_its_settings(name: str) -> None:
     cfg = load_config(get_config_path(name), ["MODEL.DEVICE", "meta"])
     cfg.SOLVER.BASE_LR, cfg.SOLVER.BACKBONE_MULTIPLIER, cfg.SOLVER.LAYER_DECAY = 1.0, 0.5, 0.8
@@ -175,18 +180,18 @@ def test_detectron2s_own_clipping_still_works(clip_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value"),
     [
-        ("OPTIMIZER", "LION", "SGD.*ADAMW.*LION"),
-        ("BETAS", "(0.9, 1.0)", r"BETAS are two factors in \[0, 1\), not \(0.9, 1.0\)"),
-        ("LAYER_DECAY", "0", r"LAYER_DECAY is a factor in \(0, 1\], not 0.0"),
-        ("LAYER_DECAY", "1.5", "LAYER_DECAY.*1.5"),
-        ("BACKBONE_MULTIPLIER", "-1", "BACKBONE_MULTIPLIER.*-1"),
-        ("CLIP_GRADIENTS.CLIP_TYPE", "all", "full_model.*not 'all'"),
-        ("CLIP_GRADIENTS.CLIP_VALUE", "0", "CLIP_VALUE 0.0 would leave no gradient"),
+        ("OPTIMIZER", "LION"),
+        ("BETAS", "(0.9, 1.0)"),
+        ("LAYER_DECAY", "0"),
+        ("LAYER_DECAY", "1.5"),
+        ("BACKBONE_MULTIPLIER", "-1"),
+        ("CLIP_GRADIENTS.CLIP_TYPE", "all"),
+        ("CLIP_GRADIENTS.CLIP_VALUE", "0"),
     ],
 )
-def test_settings_out_of_range_are_refused_by_name(key: str, value: str, words: str) -> None:
+def test_invalid_settings_are_refused_by_key(key: str, value: str) -> None:
     cfg = load_config(get_config_path(FINETUNE), [*CPU, f"SOLVER.{key}", value])
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=f"SOLVER.{key}"):
         build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2)))

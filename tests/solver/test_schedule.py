@@ -219,51 +219,50 @@ def test_a_warm_up_that_the_run_cuts_short_is_said() -> None:
     assert rates(cfg)[-1] < cfg.SOLVER.BASE_LR
 
 
-BAD = [
-    ({"IMS_PER_BATCH": 0}, "IMS_PER_BATCH is at least 1, not 0"),
-    ({"IMS_PER_BATCH": -4}, "IMS_PER_BATCH is at least 1, not -4"),
-    ({"EPOCHS": -1.0}, r"SOLVER.EPOCHS is a number of epochs from 0 on, not -1.0"),
-    ({"EPOCHS": float("nan")}, "SOLVER.EPOCHS .* nan"),
-    ({"EPOCHS": float("inf")}, "SOLVER.EPOCHS .* inf"),
-    ({"STEP_EPOCHS": ["eight"]}, "STEP_EPOCHS is a number of epochs, not 'eight'"),
-    ({"STEP_EPOCHS": [8, 3]}, r"STEP_EPOCHS must rise .* \[8, 3\]"),
-    ({"STEP_EPOCHS": [0, 3]}, r"STEP_EPOCHS must rise from above 0"),
-    ({"STEP_EPOCHS": [-3]}, r"STEP_EPOCHS .* -3"),
-    ({"EPOCHS": 8.0, "STEP_EPOCHS": [6, 8]}, "rate would not drop after 8 epochs"),
-    ({"EPOCHS": 1.0, "WARMUP_EPOCHS": 2.0}, "WARMUP_EPOCHS 2 are more than SOLVER.EPOCHS 1"),
-    ({"WARMUP_EPOCHS": -2.0}, "WARMUP_EPOCHS .* -2.0"),
-    ({"CHECKPOINT_EPOCHS": -2.0}, "CHECKPOINT_EPOCHS .* -2.0"),
-    ({"MAX_ITER": 0}, "MAX_ITER is at least 1, not 0"),
-    ({"WARMUP_ITERS": -1}, "WARMUP_ITERS is at least 0, not -1"),
-    ({"CHECKPOINT_PERIOD": 0}, "CHECKPOINT_PERIOD is at least 1, not 0"),
-    ({"STEPS": (30, 10)}, r"SOLVER.STEPS must rise .* \(30, 10\)"),
-    ({"EPOCHS": 99.0, "STEP_EPOCHS": [80, 81], "IMS_PER_BATCH": 64}, r"steps in epochs coincide"),
-    ({"LR_SCALING": "square"}, r"LR_SCALING is one of \('linear', 'sqrt'\), not 'square'"),
-    ({"REFERENCE_BATCH_SIZE": -1}, "REFERENCE_BATCH_SIZE .* not -1"),
-    ({"REFERENCE_WORLD_SIZE": 8}, "REFERENCE_WORLD_SIZE 8 .* set it to 0"),
-    ({"BASE_LR": 0.0}, "BASE_LR is a number above 0, not 0.0"),
-    ({"WARMUP_FACTOR": -0.1}, "WARMUP_FACTOR is at least 0"),
-    ({"WARMUP_METHOD": "burnin"}, "WARMUP_METHOD .* not 'burnin'"),
-    ({"LR_SCHEDULER_NAME": "CosineLR"}, "'CosineLR' is none of .* did you mean 'WarmupCosineLR'"),
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"IMS_PER_BATCH": 0}, "IMS_PER_BATCH"),
+    ({"EPOCHS": -1.0}, r"SOLVER\.EPOCHS"),
+    ({"EPOCHS": float("nan")}, r"SOLVER\.EPOCHS"),
+    ({"EPOCHS": float("inf")}, r"SOLVER\.EPOCHS"),
+    ({"STEP_EPOCHS": ["eight"]}, "STEP_EPOCHS"),
+    ({"STEP_EPOCHS": [8, 3]}, "STEP_EPOCHS"),
+    ({"STEP_EPOCHS": [0, 3]}, "STEP_EPOCHS"),
+    ({"STEP_EPOCHS": [-3]}, "STEP_EPOCHS"),
+    ({"EPOCHS": 8.0, "STEP_EPOCHS": [6, 8]}, r"STEP_EPOCHS.*SOLVER\.EPOCHS 8"),
+    ({"EPOCHS": 1.0, "WARMUP_EPOCHS": 2.0}, r"WARMUP_EPOCHS 2.*SOLVER\.EPOCHS 1"),
+    ({"WARMUP_EPOCHS": -2.0}, "WARMUP_EPOCHS"),
+    ({"CHECKPOINT_EPOCHS": -2.0}, "CHECKPOINT_EPOCHS"),
+    ({"MAX_ITER": 0}, "MAX_ITER"),
+    ({"WARMUP_ITERS": -1}, "WARMUP_ITERS"),
+    ({"CHECKPOINT_PERIOD": 0}, "CHECKPOINT_PERIOD"),
+    ({"STEPS": (30, 10)}, r"SOLVER\.STEPS.*\(30, 10\)"),
+    ({"EPOCHS": 99.0, "STEP_EPOCHS": [80, 81], "IMS_PER_BATCH": 64}, r"SOLVER\.STEPS"),
+    ({"LR_SCALING": "square"}, "LR_SCALING.*linear, sqrt"),
+    ({"REFERENCE_BATCH_SIZE": -1}, "REFERENCE_BATCH_SIZE"),
+    ({"REFERENCE_WORLD_SIZE": 8}, "REFERENCE_WORLD_SIZE"),
+    ({"BASE_LR": 0.0}, "BASE_LR"),
+    ({"WARMUP_FACTOR": -0.1}, "WARMUP_FACTOR"),
+    ({"WARMUP_METHOD": "burnin"}, "WARMUP_METHOD"),
+    ({"LR_SCHEDULER_NAME": "CosineLR"}, "WarmupCosineLR"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), BAD)
-def test_bad_schedules_end_in_a_sentence(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+@pytest.mark.parametrize(("changes", "key"), BAD, ids=str)
+def test_invalid_schedules_are_refused_by_key(changes: dict[str, object], key: str) -> None:
+    with pytest.raises(UserError, match=key):
         resolve_schedule(config(**changes), num_images=10)
 
 
-def test_no_images_and_a_negative_period_end_in_a_sentence() -> None:
-    with pytest.raises(UserError, match="0 images to train on"):
-        resolve_schedule(config(), num_images=0)
+@pytest.mark.parametrize(
+    "key", ["TEST.EVAL_PERIOD", "TEST.EVAL_EPOCHS", "VIS.PERIOD", "VIS.EPOCHS"]
+)
+def test_negative_periods_are_refused_by_key(key: str) -> None:
     cfg = config()
-    cfg.TEST.EVAL_PERIOD = -1
-    with pytest.raises(UserError, match="EVAL_PERIOD is at least 0"):
+    cfg.merge_from_list([key, -1.0 if key.endswith("EPOCHS") else -1])
+    with pytest.raises(UserError, match=key):
         resolve_schedule(cfg, num_images=10)
-    cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_EPOCHS = 0, -1.0
-    with pytest.raises(UserError, match=r"TEST\.EVAL_EPOCHS .* -1"):
-        resolve_schedule(cfg, num_images=10)
-    cfg.TEST.EVAL_EPOCHS, cfg.VIS.PERIOD = 0.0, -1
-    with pytest.raises(UserError, match=r"VIS\.PERIOD is at least 0, not -1"):
-        resolve_schedule(cfg, num_images=10)
+
+
+def test_an_empty_training_set_is_refused() -> None:
+    with pytest.raises(UserError, match=r"DATASETS\.TRAIN"):
+        resolve_schedule(config(), num_images=0)

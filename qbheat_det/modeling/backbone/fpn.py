@@ -28,12 +28,7 @@ class StridedLevels(nn.Module):
     """
 
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
-        """
-        Args:
-            channels: C of all levels.
-            in_feature: name of the level to start from, such as "p4".
-            num_levels: number of levels to add.
-        """
+        """Takes C of all levels, the level to start from, such as "p4", and how many to add."""
         super().__init__()
         self.in_feature = in_feature  # Detectron2's FPN reads this and num_levels
         self.num_levels = num_levels
@@ -45,13 +40,7 @@ class StridedLevels(nn.Module):
             weight_init.c2_xavier_fill(conv)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """
-        Args:
-            x: (N, C, H, W).
-
-        Returns:
-            One map for each level, each half as large as the one before.
-        """
+        """From (N, C, H, W) to one map for each level, each half as large as the one before."""
         levels: list[Tensor] = []
         for level, conv in enumerate(self.convs, start=self._first):
             x = conv(F.relu(x) if level >= 7 else x)
@@ -64,10 +53,6 @@ def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
 
     Pre-trained weights have no pyramid in their names. The package's own checkpointer handles that;
     Detectron2's, in its own tools, would load nothing and warn.
-
-    Args:
-        bottom_up: the backbone.
-        kwargs: as for ``FPN``.
     """
     fpn = FPN(bottom_up=bottom_up, **kwargs)
     fpn.register_load_state_dict_pre_hook(_put_bare_backbone_below)

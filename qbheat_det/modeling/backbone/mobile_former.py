@@ -140,15 +140,7 @@ class MobileFormer(Backbone):
     def run_stages(
         self, x: Tensor, image_sizes: Tensor | None = None
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Runs the stages lazily.
-
-        Args:
-            x: as in ``forward``.
-            image_sizes: as in ``forward``.
-
-        Yields:
-            Name, map and tokens after each stage.
-        """
+        """Takes the arguments of ``forward``; yields name, map and tokens after each stage."""
         padding = None if image_sizes is None else padding_mask(image_sizes, x.shape[-2:])
         tokens = self.tokens.expand(x.shape[0], -1, -1)
         x = F.relu6(self.stem(zero_padding(x, padding)))
@@ -198,11 +190,7 @@ class MobileFormer(Backbone):
 
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Returns the layers for layer-wise decay, as timm's models do.
-
-        Stem and global tokens come first, then each block (each stage if ``coarse``), and last the
-        final convolution, if it is built.
-        """
+        """Returns the layers for layer-wise decay, as in timm: stem and tokens, then blocks."""
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
         return {"stem": r"^(?:stem\.|tokens$)", "blocks": blocks, "expand": r"^expand\."}
 

@@ -132,14 +132,7 @@ def named_arch(variant: str) -> MobileFormerArch:
 def arch_of_rows(
     *, num_tokens: int, token_dim: int, stem: int, blocks: Sequence[Sequence[Any]], expanded: int
 ) -> MobileFormerArch:
-    """Returns custom widths from plain lists, as in configs.
-
-    Args:
-        num_tokens: M.
-        token_dim: D.
-        stem: channels of the stem.
-        blocks: a row for each block, [kind, hidden, out, second hidden].
-        expanded: channels of the last convolution.
+    """Returns custom widths from rows [kind, hidden, out, second hidden], as in configs.
 
     Raises:
         TypeError: a row is too long or too short.
@@ -156,10 +149,6 @@ def arch_of_rows(
 
 def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
     """Returns the shapes of some outputs, for the heads of LazyConfigs.
-
-    Args:
-        arch: of the backbone.
-        names: of its outputs.
 
     Raises:
         ValueError: a network of these widths has no such output.

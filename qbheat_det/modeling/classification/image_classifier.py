@@ -4,7 +4,6 @@
 Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,26 +42,21 @@ class ImageClassifier(ImageModel):
         backbone: Backbone,
         decoder: LinearDecoder | TransformerDecoder,
         mixing: BatchMixing,
-        image_size: int,
-        pixel_mean: Sequence[float],
-        pixel_std: Sequence[float],
+        **others: Any,
     ) -> None:
-        """
+        """As ``ImageModel``, and:
+
         Args:
             backbone: has the outputs that ``decoder`` reads.
             decoder: from the backbone's outputs to logits of K classes.
             mixing: from labels to targets, and optionally mixes images.
-            image_size: S, rows and columns of the images.
-            pixel_mean: mean of each channel, in the mapper's pixel format.
-            pixel_std: standard deviation of each channel.
         """
+        pool = decoder.pool
         super().__init__(
             backbone=backbone,
-            in_feature=decoder.pool.in_feature,
-            head_in_features=decoder.pool.in_features,
-            image_size=image_size,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
+            in_feature=pool.in_feature,
+            head_in_features=pool.in_features,
+            **others,
         )
         self.decoder = decoder
         self.mixing = mixing

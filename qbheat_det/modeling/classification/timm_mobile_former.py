@@ -64,16 +64,7 @@ class TimmMobileFormer(MobileFormer):
         drop_path_rate: float = 0.0,
         norm: str = "BN",
     ) -> None:
-        """
-        Args:
-            arch: widths.
-            num_classes: K; 0 leaves the classifier out.
-            in_chans: channels of the image.
-            global_pool: "avg", "max", "avgmax", "catavgmax", or "" for none.
-            drop_rate: dropout before the classifier.
-            drop_path_rate: see ``drop_path`` of ``MobileFormer``.
-            norm: name for ``detectron2.layers.get_norm``.
-        """
+        """Takes timm's arguments, and those of ``MobileFormer``; K of 0 has no classifier."""
         num_downs = sum(block.kind == "down" for block in arch.blocks)
         stages = [f"s{2 ** (i + 1)}" for i in range(1 + num_downs)]
         super().__init__(
@@ -117,17 +108,7 @@ class TimmMobileFormer(MobileFormer):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """
-        Args:
-            x: (N, 3, H, W), normalised images.
-            indices: of the stages to return, or the number of last ones; None returns all.
-            norm: without effect.
-            stop_early: run no stage after the last one returned.
-            output_fmt: "NCHW".
-            intermediates_only: do not return the map of ``forward_features``.
-
-        Returns:
-            The maps of the stages, after that of ``forward_features``.
+        """As in timm: the maps of stages, after that of ``forward_features``.
 
         Raises:
             ValueError: another format, or ``stop_early`` without ``intermediates_only``.
@@ -151,12 +132,9 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Removes the layers after the stages in ``indices``; returns these.
+        """As in timm: removes the layers after the stages in ``indices``, and returns these.
 
-        Args:
-            indices: as in ``forward_intermediates``.
-            prune_norm: remove the final convolution, the counterpart of other models' last norm.
-            prune_head: remove classifier and pooling.
+        ``prune_norm`` removes the final convolution, the counterpart of other models' last norm.
         """
         taken, last = self._take(indices)
         self.stages = self.stages[: last + 1]
@@ -171,12 +149,7 @@ class TimmMobileFormer(MobileFormer):
         return self.classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the last layer.
-
-        Args:
-            num_classes: K; 0 for none.
-            global_pool: as in the constructor; None keeps it.
-        """
+        """As in timm: replaces the last layer, and the pooling unless it is None."""
         self.num_classes = num_classes
         pool = str(self.global_pool.pool_type) if global_pool is None else global_pool
         own = self.tokens
@@ -208,11 +181,7 @@ class TimmMobileFormer(MobileFormer):
         return {"tokens"}
 
     def load_pretrained(self, path: str, prefix: str = "") -> None:
-        """Loads weights of any model of the package with this backbone.
-
-        Args:
-            path: file, or an address such as "qbheat://NAME".
-            prefix: not used; an argument of timm's loaders.
+        """Loads weights of any model of the package with this backbone, from a file or address.
 
         Raises:
             UserError: the file cannot be read, or its backbone is not this one.

@@ -97,17 +97,7 @@ class AuxiliaryQueries(nn.Module):
     def __init__(
         self, *, groups: QueryGroups | None = None, denoising: Denoising | None = None
     ) -> None:
-        """
-        Args:
-            groups: further groups of object queries.
-            denoising: queries made of the ground truth.
-
-        Raises:
-            ValueError: there is neither.
-        """
         super().__init__()
-        if groups is None and denoising is None:
-            raise ValueError("auxiliary queries are groups of queries, denoising queries, or both")
         self.groups = groups
         self.denoising = denoising
 
@@ -152,10 +142,5 @@ class AuxiliaryQueries(nn.Module):
     def normalizers(
         self, counts: Sequence[int], criterion: SetCriterion
     ) -> list[tuple[float, float]]:
-        """Returns divisors of losses that do not share those of the decoder's own queries.
-
-        Args:
-            counts: boxes of each image.
-            criterion: of the decoder's own queries.
-        """
+        """Returns divisors of the losses that do not share those of the decoder's own queries."""
         return [] if self.denoising is None else [self.denoising.normalizers(counts, criterion)]

@@ -69,12 +69,7 @@ class HungarianMatcher:
         giou_weight: float,
         classification: ClassificationLoss | None = None,
     ) -> None:
-        """
-        Args:
-            class_weight: weight of the class term.
-            l1_weight: weight of the L1 term.
-            giou_weight: weight of the GIoU term.
-            classification: gives the class term; DETR's, -p(class), by default.
+        """Takes weights and the class term; DETR's, -p(class), by default.
 
         Raises:
             ValueError: all weights are zero.
@@ -218,9 +213,7 @@ class SetCriterion(nn.Module):
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
         """Returns the divisors of a batch's sums, by itself: of classes, and of boxes.
 
-        Args:
-            counts: boxes of each image.
-            num_queries: Q.
+        ``counts`` are the boxes of each image, ``num_queries`` is Q.
         """
         # The same for every block, which all have as many matches.
         matched = sum(min(count, num_queries) for count in counts)
@@ -239,11 +232,7 @@ class SetCriterion(nn.Module):
         return totals.maximum(least) / parts
 
     def normalizers_of_processes(self, counts: Tensor) -> Tensor:
-        """Returns ``mean_normalizers``, (…, 2), of the batches of all processes.
-
-        Args:
-            counts: (…, 2), ``normalizers`` of this process's batch.
-        """
+        """From ``normalizers`` of this process to ``mean_normalizers`` of all, (…, 2)."""
         if comm.get_world_size() > 1:
             counts = counts.clone()
             torch.distributed.all_reduce(counts)

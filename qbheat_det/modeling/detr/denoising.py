@@ -170,16 +170,9 @@ class Denoising(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """
-        Args:
-            logits: (L, N, E, K + 1) of the queries that ``forward`` made of the same targets.
-            boxes: (L, N, E, 4), cxcywh in [0, 1] of the unpadded image.
-            targets: ground truth of the N images.
-            criterion: computes the losses.
-            normalizers: (2,), of classes and of boxes, see ``normalizers``.
+        """Returns "loss_dn_ce", "loss_dn_bbox" and "loss_dn_giou", weighted sums over the L blocks.
 
-        Returns:
-            "loss_dn_ce", "loss_dn_bbox" and "loss_dn_giou", weighted sums over the L blocks.
+        Args are those of ``QueryGroups.losses``, for the queries of the same targets.
         """
         layout = self._layout(targets.counts)
         # Indices come from the counts on the host, so that nothing waits for the device: the
@@ -211,12 +204,7 @@ class Denoising(nn.Module):
         return sum_blocks(found, kind="dn", weight=self.weight)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """Returns the divisors of a batch's sums, by itself: of classes, and of boxes.
-
-        Args:
-            counts: boxes of each image.
-            criterion: of the losses.
-        """
+        """As ``SetCriterion.normalizers``, of the boxes in each image."""
         kept = sum(groups * used for groups, used in map(self._shape_of, counts))
         return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
 
@@ -240,9 +228,8 @@ def _check_range(key: str, value: float, least: float, most: float = math.inf) -
 def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
     """Returns the layout of a batch's queries, on the CPU: group by group, negatives last.
 
-    Args:
-        shapes: for each image its number of groups and the number of boxes in each.
-        copies: 2 with negatives, else 1.
+    ``shapes`` has the number of groups of each image and of boxes in each; ``copies`` is 2 with
+    negatives, else 1.
     """
     groups, used = torch.tensor(shapes).T[..., None]
     length = copies * used  # of a group, (N, 1)

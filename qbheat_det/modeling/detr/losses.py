@@ -1,13 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Classification in MF-DETR: loss in training, cost in matching, scores in inference.
 
-Papers: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1 and A.2, for
-the softmax; "Focal Loss for Dense Object Detection", arXiv:1708.02002; "Generalized Focal Loss",
-arXiv:2006.04388, whose quality focal loss takes the IoU for target; "VarifocalNet",
-arXiv:2008.13367; "Deformable DETR", arXiv:2010.04159, for matching under a focal loss.
-Deviations: targets may follow the IoU in part (``FocalSettings.iou_target``); the quality focal
-loss keeps the balance alpha of the plain one, so that plain targets give the plain loss; the same
-idea within a softmax (``SoftmaxFocalClassification``) is this package's.
+Papers: DETR, arXiv:2005.12872, for the softmax; focal loss, arXiv:1708.02002; generalized focal
+loss, arXiv:2006.04388, whose target is the IoU; VarifocalNet, arXiv:2008.13367; Deformable DETR,
+arXiv:2010.04159, for matching under a focal loss. Deviations: targets may follow the IoU in part
+(``FocalSettings.iou_target``), with the balance alpha of the plain loss; the same idea within a
+softmax (``SoftmaxFocalClassification``) is this package's.
 """
 
 import math
@@ -72,10 +70,7 @@ class SoftmaxClassification(ClassificationLoss):
     same_scores = ("softmax", "softmax_focal")
 
     def __init__(self, *, no_object_weight: float = 0.1) -> None:
-        """
-        Args:
-            no_object_weight: weight of queries without a box.
-        """
+        """Takes the weight of queries without a box."""
         self.no_object_weight = no_object_weight
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
@@ -130,11 +125,7 @@ class SoftmaxFocalClassification(SoftmaxClassification):
     reads_quality = True
 
     def __init__(self, *, settings: FocalSettings, no_object_weight: float = 0.1) -> None:
-        """
-        Args:
-            settings: of targets and weights.
-            no_object_weight: weight of queries without a box.
-        """
+        """Takes settings, and the weight of queries without a box."""
         super().__init__(no_object_weight=no_object_weight)
         self.settings = settings
 
@@ -163,10 +154,7 @@ class FocalClassification(ClassificationLoss):
     same_scores = ("focal", "varifocal")
 
     def __init__(self, *, settings: FocalSettings) -> None:
-        """
-        Args:
-            settings: of targets and weights.
-        """
+        """Takes the settings of targets and weights."""
         self.settings = settings
         self.initial_bias = -math.log((1 - settings.prior) / settings.prior)
 
@@ -214,27 +202,22 @@ class VarifocalClassification(FocalClassification):
 def build_classification(
     name: str, *, no_object_weight: float, settings: FocalSettings
 ) -> ClassificationLoss:
-    """Returns "softmax", "softmax_focal", "focal" or "varifocal".
-
-    Args:
-        name: one of these.
-        no_object_weight: weight of queries without a box, within a softmax.
-        settings: of all but "softmax".
+    """Returns the loss that ``MODEL.MF_DETR.CLASSIFICATION`` names.
 
     Raises:
         ValueError: another name.
     """
-    if name == "softmax":
-        return SoftmaxClassification(no_object_weight=no_object_weight)
-    if name == "softmax_focal":
-        return SoftmaxFocalClassification(settings=settings, no_object_weight=no_object_weight)
-    if name == "focal":
-        return FocalClassification(settings=settings)
-    if name == "varifocal":
-        return VarifocalClassification(settings=settings)
-    raise ValueError(
-        f"MODEL.MF_DETR.CLASSIFICATION '{name}' is none of softmax, softmax_focal, focal, varifocal"
-    )
+    losses: dict[str, ClassificationLoss] = {
+        "softmax": SoftmaxClassification(no_object_weight=no_object_weight),
+        "softmax_focal": SoftmaxFocalClassification(
+            settings=settings, no_object_weight=no_object_weight
+        ),
+        "focal": FocalClassification(settings=settings),
+        "varifocal": VarifocalClassification(settings=settings),
+    }
+    if name not in losses:
+        raise ValueError(f"MODEL.MF_DETR.CLASSIFICATION is one of {[*losses]}, not '{name}'")
+    return losses[name]
 
 
 def _distance(target: Tensor, p: Tensor, gamma: float) -> Tensor:

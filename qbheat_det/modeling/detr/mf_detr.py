@@ -95,12 +95,10 @@ class MFDETR(nn.Module):
                 f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
                 f"backbone's outputs {list(shapes)}"
             )
-        criterion = _build_criterion(node)
-        decoder = _build_decoder(node, [shapes[name] for name in node.IN_FEATURES])
         return {
             "backbone": backbone,
-            "decoder": decoder,
-            "criterion": criterion,
+            "criterion": _build_criterion(node),
+            "decoder": _build_decoder(node, [shapes[name] for name in node.IN_FEATURES]),
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,

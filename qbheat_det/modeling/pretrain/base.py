@@ -10,7 +10,7 @@ arXiv:2003.04297, whose perceptron of two layers without BatchNorm is SimCLR's.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -37,26 +37,12 @@ class PretrainingModel(ImageModel):
     held_out_loss = True
 
     def __init__(
-        self,
-        *,
-        backbone: Backbone,
-        in_feature: str,
-        head_in_features: Sequence[str],
-        image_size: int,
-        pixel_mean: Sequence[float],
-        pixel_std: Sequence[float],
+        self, *, backbone: Backbone, in_feature: str, image_size: int, **others: Any
     ) -> None:
-        """
-        Args:
-            backbone: has the output ``in_feature``.
-            in_feature: name of the backbone's map that the objective learns from.
-            head_in_features: names of all outputs of the backbone that the objective reads.
-            image_size: S, rows and columns of the images.
-            pixel_mean: mean of each channel, in the mapper's pixel format.
-            pixel_std: standard deviation of each channel.
+        """As ``ImageModel``.
 
         Raises:
-            ValueError: the backbone has no such map.
+            ValueError: the backbone has no map ``in_feature``.
         """
         shape = find_map(backbone.output_shape(), in_feature, image_size)
         for name, other in backbone.output_shape().items():
@@ -65,14 +51,7 @@ class PretrainingModel(ImageModel):
                     f"The layers of '{name}' come after '{in_feature}', which the objective learns "
                     "from: they keep their random weights"
                 )
-        super().__init__(
-            backbone=backbone,
-            in_feature=in_feature,
-            head_in_features=head_in_features,
-            image_size=image_size,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
-        )
+        super().__init__(backbone=backbone, in_feature=in_feature, image_size=image_size, **others)
 
     def check_num_images(self, num_images: int) -> None:
         """See ``PretrainingObjective``; most objectives take any number of images."""
@@ -122,15 +101,10 @@ class ProjectionHead(nn.Module):
 def embedding_from_config(
     cfg: CfgNode, node: CfgNode, *, multiple: int | None = None
 ) -> dict[str, Any]:
-    """Builds what objectives that compare embeddings have in common.
+    """Returns arguments of objectives that compare embeddings: ``PretrainingModel``'s and "head".
 
-    Args:
-        cfg: the whole config.
-        node: the objective's own keys, with ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``.
-        multiple: see ``find_map``.
-
-    Returns:
-        Arguments of their constructors: those of ``PretrainingModel``, and "head".
+    ``node`` has the objective's keys ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``; for ``multiple``
+    see ``find_map``.
 
     Raises:
         ValueError: the backbone has no such map, or a width is not positive.
@@ -155,10 +129,6 @@ def embedding_from_config(
 
 def check_equal_shares(batch_size: int, processes: int) -> None:
     """Checks that all processes get as many images, for objectives that gather embeddings.
-
-    Args:
-        batch_size: images of a step, over all processes.
-        processes: their number.
 
     Raises:
         UserError: the shares are not equal.

@@ -3,20 +3,12 @@
 
 Papers: "Momentum Contrast for Unsupervised Visual Representation Learning", He et al.,
 arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive Learning", Chen et al.,
-arXiv:2003.04297. The QB-Heat paper does not say what it changed for Mobile-Former.
-
-Differences: keys enter the queue and the momentum encoder is updated at the end of a step instead
-of in its middle and at the start of the next, which gives the same numbers; a process can normalise
-its batch in groups (``shuffled_batch_norm.py``).
-
-Keys of earlier batches are of other images only if the queue is far smaller than the training set:
-with N images, each once an epoch, a queue of K <= N keys holds one of the query's own image for a
-share of (K / N)^2 / 2 of the queries. It is 0.1 % for the papers' 65,536 keys of ImageNet.
+arXiv:2003.04297. Differences: keys enter the queue and the momentum encoder is updated at the end
+of a step, which gives the same numbers; a process can normalise its batch in groups.
 """
 
 import copy
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -166,17 +158,15 @@ class MoCo(PretrainingModel):
         backbone: Backbone,
         head: ProjectionHead,
         queue: FeatureQueue,
-        in_feature: str,
-        image_size: int,
-        pixel_mean: Sequence[float],
-        pixel_std: Sequence[float],
         temperature: float = 0.2,
         momentum: float = 0.999,
         norm_groups: int = 1,
+        **others: Any,
     ) -> None:
         """As ``PretrainingModel``, and:
 
         Args:
+            backbone: the encoder of queries.
             head: from the backbone's outputs to embeddings.
             queue: of keys as wide as the embeddings.
             temperature: divides similarities, above 0.
@@ -186,14 +176,7 @@ class MoCo(PretrainingModel):
         Raises:
             ValueError: the backbone has no such map, or a number is out of range.
         """
-        super().__init__(
-            backbone=backbone,
-            in_feature=in_feature,
-            head_in_features=head.in_features,
-            image_size=image_size,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
-        )
+        super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         if temperature <= 0 or norm_groups < 1:
             raise ValueError(
                 "MODEL.MOCO.TEMPERATURE must be above 0 and MODEL.MOCO.NORM_GROUPS at least 1, not "

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor
 
 from .heat_predictor import OFFSETS, HeatPredictor
 from .pixel_decoder import ReconstructionDecoder
-from .reconstruction import Reconstruction, ReconstructionLoss, ReconstructionModel
+from .reconstruction import Reconstruction, ReconstructionModel
 
 CORNERS = ("top_left", "top_right", "bottom_left", "bottom_right")
 QUADRANTS = (*CORNERS, "centre")
@@ -112,32 +112,9 @@ class QBHeat(ReconstructionModel):
     grid_multiple = 4  # a quarter falls into quarters
 
     @configurable
-    def __init__(
-        self,
-        *,
-        backbone: Backbone,
-        predictor: HeatPredictor,
-        decoder: ReconstructionDecoder,
-        loss: ReconstructionLoss,
-        in_feature: str,
-        pixel_mean: Sequence[float],
-        pixel_std: Sequence[float],
-    ) -> None:
-        """
-        Args:
-            predictor: from the features of the visible quarter to those of the image.
-
-        All others, and what is raised, are those of ``ReconstructionModel``.
-        """
-        super().__init__(
-            backbone=backbone,
-            predictor=predictor,
-            decoder=decoder,
-            loss=loss,
-            in_feature=in_feature,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
-        )
+    def __init__(self, *, decoder: ReconstructionDecoder, **others: Any) -> None:
+        """As ``ReconstructionModel``; ``predictor`` is a ``HeatPredictor``."""
+        super().__init__(decoder=decoder, **others)
         visible = visible_positions(decoder.grid_size).flatten(1)
         self.register_buffer("visible", visible, persistent=False)
         self.visible: Tensor  # (5, G * G), by quadrant

@@ -5,11 +5,8 @@ Two objectives that differ in one part, the features of masked positions: interp
 ones, or one learned [MASK] token as in "Masked Autoencoders Are Scalable Vision Learners" (MAE),
 arXiv:2111.06377.
 
-The former applies the assumption of QB-Heat (arXiv:2211.13228), that neighbouring features differ
-by a linear map, to positions with visible neighbours on both sides. No paper fixes the details;
-chosen here: the nearest visible features along each axis, mixed linearly by distance, one matrix
-I + M for each axis that starts at M = 0 as in QB-Heat, and the mean over the axes.
-
+The former applies the assumption of QB-Heat, that neighbouring features differ by a linear map, to
+positions with visible neighbours on both sides; no paper fixes the details, see the class.
 Deviations from MAE: the encoder is convolutional, so it takes the whole image with zeros at masked
 patches, at the cost of the whole image (four times QB-Heat's), and visible positions see visible
 neighbours through their receptive fields. Its output at masked positions is discarded. Decoder,
@@ -17,18 +14,18 @@ target and their config keys, ``MODEL.QB_HEAT``, are QB-Heat's.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 
 from qbheat_det.layers import linear
 
 from .pixel_decoder import ReconstructionDecoder
-from .reconstruction import ReconstructionLoss, ReconstructionModel
+from .reconstruction import ReconstructionModel
 
 
 class RandomMask:
@@ -36,12 +33,8 @@ class RandomMask:
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
         """
-        Args:
-            grid_size: G.
-            mask_ratio: share of masked positions, rounded to whole ones.
-
         Raises:
-            ValueError: no position would be visible, or none masked.
+            ValueError: the ratio leaves no position visible, or masks none.
         """
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
@@ -203,32 +196,10 @@ class RandomMasking(ReconstructionModel):
 
     @configurable
     def __init__(
-        self,
-        *,
-        backbone: Backbone,
-        predictor: InterpolatedFeatures | MaskToken,
-        decoder: ReconstructionDecoder,
-        loss: ReconstructionLoss,
-        in_feature: str,
-        pixel_mean: Sequence[float],
-        pixel_std: Sequence[float],
-        mask_ratio: float = 0.75,
+        self, *, decoder: ReconstructionDecoder, mask_ratio: float = 0.75, **others: Any
     ) -> None:
-        """As ``ReconstructionModel``, and:
-
-        Args:
-            predictor: from features (N, G, G, C) and visibility (N, G, G) to features.
-            mask_ratio: share of masked positions, see ``RandomMask``.
-        """
-        super().__init__(
-            backbone=backbone,
-            predictor=predictor,
-            decoder=decoder,
-            loss=loss,
-            in_feature=in_feature,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
-        )
+        """As ``ReconstructionModel``, with ``mask_ratio`` of ``RandomMask``."""
+        super().__init__(decoder=decoder, **others)
         self.mask = RandomMask(grid_size=decoder.grid_size, mask_ratio=mask_ratio)
 
     @classmethod

@@ -128,8 +128,7 @@ class ReconstructionModel(PretrainingModel):
         decoder: ReconstructionDecoder,
         loss: ReconstructionLoss,
         in_feature: str,
-        pixel_mean: Sequence[float],
-        pixel_std: Sequence[float],
+        **statistics: Any,
     ) -> None:
         """
         Args:
@@ -138,8 +137,7 @@ class ReconstructionModel(PretrainingModel):
             decoder: from features to pixels; its grid and patch size give the image size.
             loss: compares patches.
             in_feature: name of the backbone's map.
-            pixel_mean: mean of each channel, in the mapper's pixel format.
-            pixel_std: standard deviation of each channel.
+            statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
 
         Raises:
             ValueError: the backbone has no such map, or its stride is not the decoder's patch size,
@@ -157,8 +155,7 @@ class ReconstructionModel(PretrainingModel):
             in_feature=in_feature,
             head_in_features=[in_feature],
             image_size=size,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
+            **statistics,
         )
         self.projection = nn.Conv2d(shape.channels, predictor.dim, 1)
         nn.init.xavier_uniform_(self.projection.weight)

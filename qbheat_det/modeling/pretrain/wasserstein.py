@@ -2,24 +2,15 @@
 """Pre-training by the Wasserstein dependency between two areas of an image.
 
 Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al.,
-arXiv:1903.11780. Mutual information compares the joint distribution of two areas with the product
-of their marginals by the KL divergence; this measure does so by the Wasserstein distance, in its
-dual form with a Lipschitz critic. The gradient penalty is that of "Improved Training of Wasserstein
-GANs", arXiv:1704.00028. Not said in the paper, or different here:
-
-- the areas are two quarters of an image, as in QB-Heat (arXiv:2211.13228). The centre overlaps
-  with all corners and could be recognised by its pixels, so it is not used;
-- distances are between features, not between images, so that the gradient penalty goes through the
-  critic alone. Features have the length ``radius``, or the encoder could make any distance large;
-- encoder and critic maximise the same estimate, in the same step of the same optimizer;
-- the penalised slope is that in x and y together, and slopes below 1 cost nothing, as a function
-  that is nowhere steep is Lipschitz too (arXiv:1709.08894);
-- the critic has a bilinear term, whose first gradient is the covariance of x and y;
-- both expectations come from all pairs of a batch: terms of f in x or y alone cancel in the dual
-  form, those in x in the contrastive form, and add no variance.
+arXiv:1903.11780, in its dual form; the gradient penalty is that of "Improved Training of
+Wasserstein GANs", arXiv:1704.00028. Not said in the paper, or different here: the areas are two
+corners of an image, as in QB-Heat; distances are between features of the length ``radius``, not
+between images, so that the penalty goes through the critic alone; encoder and critic maximise the
+same estimate in one step; slopes are those in x and y together, and cost nothing below 1
+(arXiv:1709.08894); the critic has a bilinear term; both expectations come from all pairs of a
+batch, where terms of f in x alone cancel. See docs/objectives.md.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,15 +223,13 @@ class WassersteinDependency(PretrainingModel):
         head: ProjectionHead,
         critic: LipschitzCritic,
         loss: DependencyLoss,
-        in_feature: str,
         radius: float,
-        image_size: int,
-        pixel_mean: Sequence[float],
-        pixel_std: Sequence[float],
+        **others: Any,
     ) -> None:
         """As ``PretrainingModel``, and:
 
         Args:
+            backbone: encodes quarters of images.
             head: from the backbone's outputs to embeddings (N, D) of length 1.
             critic: of pairs of embeddings.
             loss: of the critic's values.
@@ -250,15 +239,8 @@ class WassersteinDependency(PretrainingModel):
             ValueError: the backbone has no such map, or half an image is no whole number of its
                 positions, or the radius is not positive.
         """
-        super().__init__(
-            backbone=backbone,
-            in_feature=in_feature,
-            head_in_features=head.in_features,
-            image_size=image_size,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
-        )
-        find_map(backbone.output_shape(), in_feature, image_size, multiple=2)
+        super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
+        find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
         if not radius > 0:
             raise ValueError(f"MODEL.WASSERSTEIN.RADIUS is above 0, not {radius}")
         self.head = head

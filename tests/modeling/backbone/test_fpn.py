@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
-from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.backbone.fpn import StridedLevels
 
 
@@ -40,23 +39,6 @@ def test_levels_have_the_strides_of_their_names(
     maps = backbone(torch.rand(1, 3, 128, 192))
     for name, stride in expected.items():
         assert maps[name].shape == (1, 32, -(-128 // stride), -(-192 // stride))
-
-
-def test_an_input_that_the_bottom_up_does_not_give_is_named() -> None:
-    cfg = get_cfg()
-    cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
-    cfg.MODEL.FPN.BOTTOM_UP = "timm:resnet18"
-    cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4"]
-    with pytest.raises(ValueError, match="resnet18"):
-        build_backbone(cfg)
-
-
-def test_the_older_name_builds_a_pyramid_on_a_mobile_former() -> None:
-    cfg = get_cfg()
-    cfg.MODEL.BACKBONE.NAME = "build_mobile_former_fpn_backbone"
-    cfg.MODEL.FPN.BOTTOM_UP = "timm:resnet18"
-    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
-    assert isinstance(build_backbone(cfg).bottom_up, MobileFormer)
 
 
 def test_a_relu_stands_before_p7_alone() -> None:

@@ -35,27 +35,6 @@ def test_the_linear_decoder_reads_the_pooled_map_and_the_first_token(
         assert_close(logits[image], decoder.classifier.weight @ vector + decoder.classifier.bias)
 
 
-def test_probing_normalises_the_features_of_a_batch_without_parameters(
-    features: dict[str, torch.Tensor],
-) -> None:
-    plain = LinearDecoder(input_shape=SHAPE, num_classes=7)
-    probe = LinearDecoder(input_shape=SHAPE, num_classes=7, normalize=True)
-    probe.classifier.load_state_dict(plain.classifier.state_dict())
-    assert len(list(probe.parameters())) == len(list(plain.parameters()))
-    scaled = {name: 10 * value + 3 for name, value in features.items()}
-    assert_close(probe(scaled), probe(features), atol=1e-4, rtol=1e-4)
-
-
-def test_only_the_first_token_reaches_the_transformer_decoder(
-    features: dict[str, torch.Tensor],
-) -> None:
-    decoder = TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=64).eval()
-    features["tokens"].requires_grad_(True)
-    (gradient,) = torch.autograd.grad(decoder(features).square().sum(), features["tokens"])
-    assert gradient[:, 0].abs().min() > 0
-    assert_close(gradient[:, 1:], torch.zeros(4, 5, 8), atol=0, rtol=0)
-
-
 @pytest.mark.parametrize("make", [LinearDecoder, partial(TransformerDecoder, dim=64)])
 def test_without_tokens_the_map_alone_is_read(
     features: dict[str, torch.Tensor], make: Callable[..., nn.Module]
@@ -68,13 +47,3 @@ def test_without_tokens_the_map_alone_is_read(
     alone.load_state_dict(state)
     without_token = features | {"tokens": torch.zeros(4, 6, 8)}
     assert_close(alone({"s16_expanded": features["s16_expanded"]}), both(without_token))
-
-
-def test_bad_arguments_are_named() -> None:
-    tokens = {"tokens": SHAPE["tokens"]}
-    with pytest.raises(ValueError, match="s16_expanded"):
-        LinearDecoder(input_shape=tokens, num_classes=7)
-    with pytest.raises(ValueError):
-        TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=100)
-    with pytest.raises(ValueError, match="DEPTH"):
-        TransformerDecoder(input_shape=SHAPE, num_classes=7, dim=64, depth=0)

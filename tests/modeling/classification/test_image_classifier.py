@@ -115,20 +115,6 @@ def test_a_frozen_encoder_is_bit_equal_after_training_statistics_too(
         assert torch.equal(tensor, before[name]) == name.startswith("backbone."), name
 
 
-def test_no_graph_is_kept_of_a_frozen_encoder_and_it_stays_in_evaluation_mode() -> None:
-    frozen, trained = make_model(FROZEN).train(), make_model().train()
-    assert frozen.backbone_is_frozen
-    assert not trained.backbone_is_frozen
-    assert not any(module.training for module in frozen.backbone.modules())
-    assert frozen.decoder.training
-    assert trained.backbone.training
-    maps: list[Tensor] = []
-    for model in (frozen, trained):
-        model.backbone.register_forward_hook(lambda _, __, out: maps.append(out["s8_expanded"]))
-        model(make_batch())
-    assert [feature.requires_grad for feature in maps] == [False, True]
-
-
 @pytest.mark.parametrize("decoder", [{}, TRANSFORMER], ids=["linear", "transformer"])
 @pytest.mark.parametrize(
     ("mixing", "smoothing"),

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.classification import BatchMixing
 
 WAYS = {"mixup": {"mixup": 0.8}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.8, "cutmix": 1.0}}
@@ -41,17 +40,6 @@ def test_targets_sum_to_one_and_weigh_the_labels_of_a_pair(way: str, smoothing: 
             assert_close(targets[i], share * own + (1 - share) * other)
 
 
-def test_mixup_adds_an_image_and_its_mirror_in_the_batch_by_the_targets_shares() -> None:
-    mixing = BatchMixing(num_classes=NUM_CLASSES, mixup=0.8)
-    np.random.seed(3)
-    images, labels = _batch()
-    mixed, targets = mixing(images.clone(), labels)
-    share = targets[0, labels[0]]
-    assert 0.01 < share < 0.99
-    for i in range(6):
-        assert_close(mixed[i], share * images[i] + (1 - share) * images[5 - i])
-
-
 def test_cutmix_pastes_a_rectangle_whose_area_the_targets_weigh() -> None:
     mixing = BatchMixing(num_classes=NUM_CLASSES, cutmix=1.0)
     np.random.seed(2)
@@ -64,35 +52,3 @@ def test_cutmix_pastes_a_rectangle_whose_area_the_targets_weigh() -> None:
     for i in range(6):
         assert torch.equal(mixed[i], torch.where(pasted, images[5 - i], images[i]))
     assert_close(targets[0, labels[0]], 1 - pasted.float().mean())
-
-
-def test_without_mixing_images_stay_and_targets_are_smoothed_labels() -> None:
-    images, labels = _batch()
-    same, targets = BatchMixing(num_classes=NUM_CLASSES, label_smoothing=0.2)(images, labels)
-    assert same is images
-    assert_close(targets, torch.stack([_one_hot(label, 0.2) for label in labels]))
-    logits = torch.randn(6, NUM_CLASSES, generator=torch.Generator().manual_seed(1))
-    assert_close(
-        torch.nn.functional.cross_entropy(logits, targets),
-        torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2),
-    )
-
-
-def test_an_odd_batch_cannot_be_mixed() -> None:
-    images, labels = _batch()
-    with pytest.raises(UserError):
-        BatchMixing(num_classes=NUM_CLASSES, mixup=0.2)(images[:5], labels[:5])
-    BatchMixing(num_classes=NUM_CLASSES)(images[:5], labels[:5])
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"num_classes": 0}, "NUM_CLASSES"),
-        ({"num_classes": 2, "label_smoothing": 1.0}, ""),
-        ({"num_classes": 2, "mixup": -0.2}, "CUTMIX"),
-    ],
-)
-def test_values_out_of_range_are_named(values: dict[str, float], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        BatchMixing(**values)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 """Mobile-Former built by timm: what timm's own tests ask of its models, and that it is the same."""
 
 import dataclasses
-import warnings
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import timm
 import torch
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone
-from timm.optim import param_groups_layer_decay
-from torch import Tensor, nn
+from torch import Tensor
 
 from qbheat_det.config import get_cfg
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormer
@@ -93,28 +91,6 @@ def test_scores_are_those_of_the_packages_linear_decoder() -> None:
         torch.testing.assert_close(model(x), decoder(backbone(x)))
 
 
-def test_the_classifier_can_be_left_out_and_set_anew() -> None:
-    model, x = _tiny(), _images()
-    with torch.no_grad():
-        features = model.forward_features(x)
-        pooled = model.forward_head(features, pre_logits=True)
-        assert features.shape == (2, WIDTH, 4, 4)
-        assert pooled.shape == (2, model.head_hidden_size) == (2, WIDTH)
-        torch.testing.assert_close(pooled, features.mean(dim=(2, 3)))
-        torch.testing.assert_close(model(x), model.get_classifier()(pooled))
-        model.reset_classifier(0)
-        assert isinstance(model.get_classifier(), nn.Identity)
-        torch.testing.assert_close(model(x), pooled)
-        model.reset_classifier(0, "")
-        torch.testing.assert_close(model(x), features)
-        model.reset_classifier(7, "catavgmax")
-        assert model.num_classes == 7
-        assert model(x).shape == (2, 7)
-        without = _tiny(num_classes=0, global_pool="")
-        assert without(x).shape == (2, WIDTH, 4, 4)
-        assert _tiny(num_classes=0)(x).shape == (2, WIDTH)
-
-
 @pytest.mark.parametrize("indices", [None, 1, 2, (0, 2), (-1, 1), [0]])
 def test_stages_asked_for_are_the_same_with_the_rest_cut_off(indices: Any) -> None:
     model, x = _tiny(), _images(48)
@@ -153,32 +129,6 @@ def test_checkpointed_gradients_are_the_same() -> None:
         assert len(ran) == 1 + enable
         gradients.append({key: p.grad for key, p in model.named_parameters()})
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-
-
-def test_layer_wise_decay_knows_the_layers_and_leaves_the_tokens_alone() -> None:
-    model = _tiny()
-    groups = param_groups_layer_decay(
-        model, weight_decay=0.1, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
-    )
-    named = {id(p): key for key, p in model.named_parameters()}
-    scales = {named[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
-    decays = {named[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
-    assert set(scales) == set(named.values())
-    assert decays["tokens"] == decays["stem.norm.weight"] == 0
-    assert decays["stem.weight"] == decays["classifier.weight"] == 0.1
-    # Stem with tokens, five blocks, the last convolution, the classifier.
-    assert scales["classifier.weight"] == 1
-    assert scales["expand.weight"] == 0.5
-    assert scales["stages.3.0.mobile.reduce.weight"] == 0.25
-    assert scales["tokens"] == scales["stem.weight"] == 0.5**7
-
-
-def test_the_network_can_be_traced_for_any_batch_and_size() -> None:
-    model, other = _tiny(), torch.randn(3, 3, 48, 64)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch advises against its older ways to export
-        traced = torch.jit.trace(model, _images(32), check_trace=False)
-        torch.testing.assert_close(traced(other), model(other))
 
 
 def test_detectron2_builds_it_as_any_model_of_timm() -> None:

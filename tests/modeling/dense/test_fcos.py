@@ -104,14 +104,3 @@ def test_parts_of_a_batch_have_the_losses_of_the_batch(cfg: CfgNode) -> None:
         losses = [model(part, normalizers) for part in parts]
     for name, value in whole.items():
         assert_close(sum(part[name] for part in losses) / len(parts), value)
-
-
-def test_weights_of_detectron2s_class_are_complete(cfg: CfgNode) -> None:
-    model = build_model(cfg)
-    model.load_state_dict(_as_detectron2(model).state_dict())
-
-
-def test_a_level_that_the_backbone_lacks_is_named(cfg: CfgNode) -> None:
-    cfg.MODEL.FCOS.IN_FEATURES = ["p3", "p9"]
-    with pytest.raises(ValueError, match="IN_FEATURES"):
-        build_model(cfg)

@@ -88,21 +88,3 @@ def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
     counts = model.loss_counts([make_image(index) for index in (0, 5, 1)])
     assert_close(counts, torch.tensor([[4 + 0.1 * 17, 4.0], [12 + 0.1 * 12, 12.0]]))
     assert_close(model.loss_normalizers(counts, parts=4), counts / 4)
-
-
-@pytest.mark.parametrize("name", ["softmax", "softmax_focal", "focal", "varifocal"])
-def test_names_that_are_alike_have_the_same_scores(name: str) -> None:
-    key, logits = "MODEL.MF_DETR.CLASSIFICATION", torch.randn(2, 7, 4)
-    model = build(key, name)
-    assert name in model.equivalent_configs[key]
-    for other in model.equivalent_configs[key]:
-        scores = build(key, other).criterion.classification.scores(logits)
-        assert_close(scores, model.criterion.classification.scores(logits), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "opts", [("MODEL.MF_DETR.DENOISING.GROUPS", -1), ("MODEL.MF_DETR.QUERY_GROUPS.COUNT", 0)]
-)
-def test_numbers_out_of_range_are_refused(opts: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="COUNT"):
-        build(*opts)

@@ -106,13 +106,6 @@ def test_every_prediction_equals_the_naive_implementation(
     )
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_every_prediction_at_full_width_equals_the_naive_implementation(name: str) -> None:
-    decoder = build(CHANNELS["285M"], BLOCKS[name], num_classes=7)
-    randomise_(decoder)
-    check_every_prediction(decoder.double().eval(), maps(CHANNELS["285M"], (50, 77)))
-
-
 def test_evaluation_predicts_from_the_last_block_and_training_from_all() -> None:
     decoder = small_decoder((1, 1, 2))
     features = [feature[None] for feature in maps((12, 20), (40, 56))]

@@ -114,31 +114,6 @@ def test_losses_and_gradients_equal_the_naive_ones(counts: list[int], settings: 
         assert_close(own.grad, reference.grad.float(), rtol=1e-4, atol=1e-6)
 
 
-def test_one_box_by_hand() -> None:
-    # Side 0.4 x 0.2 at (0.5, 0.5): corners (0.3, 0.4) and (0.7, 0.6). At a noise of one half, a
-    # shift of 3/4 moves a corner by (2 * 3/4 - 1) * half a side / 2: 0.05 and 0.025; that of a
-    # negative by (1 + 1/2) * half a side / 2: 0.15 and 0.075. A shift of 0 is one whole way back.
-    denoising = part(Settings(box_noise=0.5))
-    box = torch.tensor([0.5, 0.5, 0.4, 0.2]).expand(1, 2, 4)
-    shift = torch.tensor([0.75, 0.75, 0.0, 0.5]).expand(1, 2, 4)
-    noise = DenoisingNoise(shift, torch.zeros(1, 2), torch.zeros(1, 2))
-    found = denoising.noised_boxes(box, torch.tensor([[False, True]]), noise)
-    positive = [(0.35 + 0.6) / 2, (0.425 + 0.6) / 2, 0.25, 0.175]
-    # (0.45, 0.475) and (0.7 - 2 * 0.1, 0.6 + 1 * 0.05).
-    negative = [(0.45 + 0.5) / 2, (0.475 + 0.65) / 2, 0.05, 0.175]
-    assert_close(found, torch.tensor([[positive, negative]]))
-
-
-def test_labels_are_drawn_anew_as_often_as_asked_and_from_all_classes() -> None:
-    torch.manual_seed(0)
-    noise = DenoisingNoise.draw(50, 400, torch.device("cpu"))
-    labels = part(Settings(label_noise=0.25)).noised_labels(torch.zeros(50, 400).long(), noise)
-    # Of a quarter, one in K stays the same; 4 standard deviations of 20,000 draws are below 0.007.
-    shares = labels.flatten().bincount(minlength=K) / labels.numel()
-    expected = torch.tensor([0.75 + 0.25 / K] + [0.25 / K] * (K - 1))
-    assert_close(shares, expected, rtol=0, atol=0.014)
-
-
 def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
     settings = Settings(groups=5, max_queries=24)
     denoising, noise = part(settings), noise_for([2, 12], settings)
@@ -149,19 +124,6 @@ def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
     assert alone.position.shape[1] == 20  # five groups of two boxes and their negatives
     assert_close(together.position[:1, :20], alone.position)
     assert_close(together.masked[:1, :20, :20], alone.masked)
-
-
-def test_nothing_waits_for_the_device() -> None:
-    """On the meta device there is no value to wait for: reading one raises."""
-    settings, counts, loss = Settings(), [3, 0, 4], criterion(K)
-    denoising = part(settings).to("meta")
-    labels, boxes = ([t.to("meta") for t in each] for each in ground_truth(counts, K))
-    targets = Targets.stack(labels, boxes)
-    queries = denoising(targets)
-    width = queries.content.shape[1]
-    outputs = (torch.zeros(2, 3, width, size, device="meta") for size in (K + 1, 4))
-    losses = denoising.losses(*outputs, targets, loss, torch.ones(2, device="meta"))
-    assert all(value.is_meta for value in losses.values())
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Groups of queries: matched and paid for each on its own, unseen by all others."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -32,17 +30,6 @@ def test_losses_are_the_sum_over_groups_of_what_each_costs_alone(counts: list[in
     assert set(found) == {"loss_group_ce", "loss_group_bbox", "loss_group_giou"}
     for name, value in found.items():
         assert_close(value, expected[name], msg=name)
-
-
-def test_groups_at_the_places_of_the_own_queries_predict_as_these() -> None:
-    decoder = small_decoder((1, 1, 2))
-    groups = QueryGroups(num_groups=2, num_queries=9, dim=64).double()
-    groups.position.weight.data = decoder.query_position.weight.data.repeat(2, 1)
-    features = [feature[None] for feature in maps((12, 20), (40, 56))]
-    with torch.no_grad():
-        alone = decoder.refine_queries(features)
-        together = decoder.refine_queries(features, extra=groups(1))
-    assert_close(together, alone.repeat(1, 1, 3, 1), rtol=1e-10, atol=1e-10)
 
 
 def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
@@ -78,19 +65,3 @@ def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
             assert_close(influence[image], reached[number])
     (gradient,) = torch.autograd.grad(states[:, :queries].sum(), content)
     assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"num_groups": 0}, "COUNT"),
-        ({"num_groups": 100_000}, "COUNT"),
-        (
-            {"num_groups": 1, "weight": -1.0},
-            "WEIGHT",
-        ),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        QueryGroups(num_queries=3, dim=8, **options)

@@ -34,12 +34,6 @@ def test_images_are_normalised_by_channel() -> None:
         torch.testing.assert_close(found[1, channel], expected)
 
 
-def test_nothing_but_the_backbone_is_state() -> None:
-    assert make_model().state_dict() == {}
-    assert make_model().pretrain_only_modules == ()
-    assert make_model().in_features == ["map"]
-
-
 def test_an_image_of_another_size_or_none_is_named_with_the_mapper_that_makes_it() -> None:
     class TwoViews(PretrainingModel):
         mapper_name = "two_views"
@@ -50,11 +44,6 @@ def test_an_image_of_another_size_or_none_is_named_with_the_mapper_that_makes_it
         model.preprocess_image([entry])
     with pytest.raises(UserError, match="a\\.jpg"):
         model.preprocess_image([entry], key="image_key")
-
-
-def test_what_is_no_map_of_the_backbone_is_refused() -> None:
-    with pytest.raises(ValueError, match="IN_FEATURE"):
-        make_model(in_feature="s8")
 
 
 @pytest.mark.parametrize(

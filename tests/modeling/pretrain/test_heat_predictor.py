@@ -128,20 +128,6 @@ def test_eight_four_and_two_models_coincide_where_the_explicit_ones_satisfy_eq_9
     torch.testing.assert_close(predict(two, visible, list(QUADRANTS)), expected)
 
 
-@pytest.mark.parametrize("num_models", [8, 4, 2])
-@pytest.mark.parametrize("visible", ["corner", "centre", "both"])
-def test_scales_have_matrices_of_their_own_by_the_papers_names(
-    num_models: int, visible: str
-) -> None:
-    predictor = HeatPredictor(dim=2, num_models=num_models, visible=visible)
-    scales = {"both": ["corner", "centre"]}.get(visible, [visible])
-    assert list(predictor.scales) == scales
-    assert len(list(predictor.parameters())) == num_models * len(scales)
-    for scale in scales:
-        assert sorted(models_of(predictor, scale)) == sorted(DIRECTIONS)
-        assert predictor.scales[scale].offset == {"corner": 0.5, "centre": 0.25}[scale]
-
-
 def test_every_matrix_has_a_gradient_even_without_an_image_of_its_scale() -> None:
     predictor = HeatPredictor(dim=2)
     visible = torch.randn(1, GRID // 2, GRID // 2, 2)
@@ -160,20 +146,3 @@ def test_a_small_matrix_survives_bfloat16() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         moved = predict(predictor, visible, ["top_left"])[0, 2, 2] - visible[0, 0, 0]
     torch.testing.assert_close(moved, torch.tensor([1e-7]), rtol=0.02, atol=0)
-
-
-def test_an_impossible_choice_lists_the_possible_ones() -> None:
-    with pytest.raises(ValueError, match="NUM_MODELS"):
-        HeatPredictor(dim=2, num_models=3)
-    with pytest.raises(ValueError, match="VISIBLE"):
-        HeatPredictor(dim=2, visible="edge")
-
-
-def test_implicit_matrices_are_not_rounded_by_autocast() -> None:
-    models = LinearModels(dim=8, num_models=2, offset=0.5)
-    for parameter in models.parameters():
-        torch.nn.init.normal_(parameter)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = models.matrices()
-    for name, matrix in models.matrices().items():
-        torch.testing.assert_close(rounded[name], matrix)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from qbheat_det.modeling.pretrain import InterpolatedFeatures, MaskToken
-from qbheat_det.modeling.pretrain.random_masking import interpolation_weights
 
 Position = tuple[int, int]
 
@@ -72,50 +71,11 @@ def test_features_are_those_of_a_walk_to_the_neighbours(grid: int, count: int) -
     torch.testing.assert_close(filling(z, visible), torch.stack(expected), rtol=1e-5, atol=1e-5)
 
 
-def linear_field(grid: int, along_x: float, along_y: float) -> Tensor:
-    """Returns (1, G, G, 2): the field c + a x + b y, and another with other signs."""
-    y, x = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
-    one = 3 + along_x * x + along_y * y
-    return torch.stack([one, -2 * one + 1], dim=-1)[None]
-
-
 def frame(grid: int, *, rows: bool, columns: bool) -> Tensor:
     visible = torch.zeros(1, grid, grid, dtype=torch.bool)
     visible[:, :, [0, -1]] |= columns
     visible[:, [0, -1]] |= rows
     return visible
-
-
-def test_scattered_positions_with_neighbours_on_all_sides_are_exact_on_linear_fields() -> None:
-    torch.manual_seed(0)
-    field, visible = linear_field(16, 0.4, 0.9), draw_visible(16, 64, num_images=20)
-    found = make_filling(2)(field.expand(20, -1, -1, -1), visible)
-    seen = visible.long()
-    before, behind = (
-        (seen.cumsum(d) > 0 for d in (1, 2)),
-        (seen.flip(d).cumsum(d).flip(d) > 0 for d in (1, 2)),
-    )
-    surrounded = torch.stack([*before, *behind]).all(dim=0)
-    assert (surrounded & ~visible).sum() > 1000
-    expected = field.expand_as(found)
-    torch.testing.assert_close(found[surrounded], expected[surrounded], rtol=1e-5, atol=1e-4)
-    assert not torch.allclose(found[~surrounded], expected[~surrounded], atol=0.1)
-
-
-def test_a_row_by_hand() -> None:
-    row = torch.tensor([False, True, False, False, True, False])
-    weights, has_any = interpolation_weights(row)
-    third = 1 / 3
-    expected = torch.zeros(6, 6)
-    expected[[0, 1], 1] = 1.0
-    expected[2, [1, 4]] = torch.tensor([2 * third, third])
-    expected[3, [1, 4]] = torch.tensor([third, 2 * third])
-    expected[[4, 5], 4] = 1.0
-    torch.testing.assert_close(weights, expected)
-    assert has_any.all()
-    weights, has_any = interpolation_weights(torch.zeros(2, 3, dtype=torch.bool))
-    torch.testing.assert_close(weights, torch.zeros(2, 3, 3))
-    assert not has_any.any()
 
 
 @pytest.mark.parametrize("filling", [make_filling(3, std=0.5), MaskToken(dim=3)])
@@ -126,32 +86,3 @@ def test_hidden_features_have_no_influence_and_visible_ones_stay(filling: torch.
         changed = filling(torch.where(visible.unsqueeze(-1), z, value), visible)
         torch.testing.assert_close(changed, found, rtol=0, atol=0)
     torch.testing.assert_close(found[visible], z[visible], rtol=0, atol=0)
-
-
-def test_a_token_stands_at_every_hidden_position() -> None:
-    filling, z = MaskToken(dim=3), torch.randn(4, 6, 6, 3)
-    visible = draw_visible(6, 7)
-    hidden = filling(z, visible)[~visible]
-    torch.testing.assert_close(hidden, filling.token.detach().expand(4 * 29, 3), rtol=0, atol=0)
-
-
-def test_the_matrices_start_with_a_gradient_although_they_are_zero() -> None:
-    filling = InterpolatedFeatures(dim=3)
-    filling(torch.randn(2, 4, 4, 3), draw_visible(4, 5, num_images=2)).square().sum().backward()
-    assert filling.x.grad.abs().min() > 0
-    assert filling.y.grad.abs().min() > 0
-
-
-def test_bfloat16_features_stay_bfloat16_and_mix_with_exact_weights() -> None:
-    z, visible = torch.randn(2, 8, 8, 4), draw_visible(8, 16, num_images=2)
-    filling = make_filling(4, std=0.1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = filling(z.bfloat16(), visible)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), filling(z, visible), rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("kind", [InterpolatedFeatures, MaskToken])
-def test_no_features_are_refused(kind: type[InterpolatedFeatures | MaskToken]) -> None:
-    with pytest.raises(ValueError, match="FEATURE_DIM"):
-        kind(dim=0)

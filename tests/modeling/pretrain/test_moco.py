@@ -2,7 +2,6 @@
 """MoCo-v2 as a whole: its steps against a second implementation, its files, what is refused."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
-from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import FeatureQueue, MoCo, ProjectionHead
-from qbheat_det.modeling.pretrain.moco import check_batch
 
 SIZE = 8
 
@@ -65,11 +61,7 @@ def make_batch(count: int = 4, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def make_config(**moco: Any) -> CfgNode:
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.DEVICE = "MoCo", "cpu"
-    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.FREEZE_AT = "MobileFormer", 0
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded"]
-    cfg.INPUT.PRETRAIN.SIZE = 64
+    cfg = make_tiny_config("MoCo")
     cfg.SOLVER.IMS_PER_BATCH = 4
     for key, value in {"HIDDEN_DIM": 16, "DIM": 8, "QUEUE_SIZE": 8, **moco}.items():
         cfg.MODEL.MOCO[key] = value
@@ -161,20 +153,6 @@ def test_groups_give_what_processes_of_that_share_would() -> None:
     assert not torch.isclose(found, make_model()(batch)["loss_contrastive"])
 
 
-def test_gradients_reach_encoder_and_head_alone_and_the_figure_is_a_share() -> None:
-    model = make_model()
-    model(make_batch())["loss_contrastive"].backward()
-    reached = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert reached == {n for n, _ in model.named_parameters() if n.startswith(("backbone", "head"))}
-    assert 0 <= float(model.metrics["contrast_accuracy"]) <= 100
-    model.queue.keys.zero_()
-    model(make_batch(), order=torch.arange(4))
-    images = model.preprocess_image(make_batch())
-    keys = model.preprocess_image(make_batch(), key="image_key")
-    alike = (model.embed(images) * model.embed_keys(keys)).sum(dim=1) > 0
-    torch.testing.assert_close(model.metrics["contrast_accuracy"], 100 * alike.float().mean())
-
-
 def seeded_run(model: MoCo, batches: list[list[dict[str, Any]]]) -> Tensor:
     """Seeds as the trainer does: the order that keys are shuffled in decides how sums round."""
     torch.manual_seed(2)
@@ -200,27 +178,6 @@ def bare(backbone: nn.Module) -> dict[str, Tensor]:
 
 def whole(backbone: nn.Module) -> dict[str, Tensor]:
     return {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-
-
-@pytest.mark.parametrize("to_state", [bare, whole])
-def test_weights_of_an_encoder_go_into_the_copy_too(
-    to_state: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path
-) -> None:
-    torch.manual_seed(5)
-    given = TinyBackbone()
-    given.norm.running_mean.fill_(3.0)  # type: ignore[union-attr, operator]
-    path = tmp_path / "encoder.safetensors"
-    save_weights(str(path), to_state(given), WeightsInfo())
-    model = make_model()
-    head = {name: value.clone() for name, value in model.head.state_dict().items()}
-    SafeCheckpointer(model).load(str(path))
-    for name, value in given.state_dict().items():
-        for own in (model.backbone, model.momentum_backbone.copied):
-            torch.testing.assert_close(own.state_dict()[name], value, rtol=0, atol=0)
-    for name, value in head.items():
-        torch.testing.assert_close(
-            model.momentum_head.copied.state_dict()[name], value, rtol=0, atol=0
-        )
 
 
 def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
@@ -256,45 +213,6 @@ def test_any_backbone_serves(backbone: str) -> None:
     assert set(model.head_in_features) == set(model.backbone.output_shape())
     model.after_step()
     assert int(model.queue.next) == 4
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"TEMPERATURE": 0.0}, "TEMPERATURE"),
-        ({"NORM_GROUPS": 0}, "NORM_GROUPS"),
-        ({"MOMENTUM": 1.1}, "MOMENTUM"),
-        ({"IN_FEATURE": "s32"}, "s32"),
-        ({"DIM": 0}, ""),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        build_model(make_config(**values))
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"QUEUE_SIZE": 10}, "IMS_PER_BATCH"),
-        ({"QUEUE_SIZE": 0}, "QUEUE_SIZE"),
-        ({"NORM_GROUPS": 3}, "NORM_GROUPS"),
-    ],
-)
-def test_sizes_that_do_not_go_with_the_batch_are_refused(
-    values: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(UserError, match=sentence):
-        build_model(make_config(**values))
-
-
-def test_a_group_is_of_two_images_at_least_in_the_smallest_micro_batch() -> None:
-    check_batch(64, 4, batch_size=64, processes=2, accumulate=4)
-    check_batch(4, 1, batch_size=4, processes=2, accumulate=2)  # no groups
-    # Nine images in two micro-batches: of four and of five.
-    check_batch(9, 2, batch_size=9, processes=1, accumulate=2)
-    with pytest.raises(UserError):
-        check_batch(15, 4, batch_size=15, processes=1, accumulate=2)
 
 
 def test_a_queue_near_the_size_of_the_training_set_is_warned_of(

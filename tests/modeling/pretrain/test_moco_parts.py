@@ -3,16 +3,14 @@
 
 from collections import deque
 
-import numpy as np
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
 from torch import Tensor, nn
 
 from qbheat_det.modeling.pretrain import FeatureQueue, ProjectionHead
-from qbheat_det.modeling.pretrain.moco import MomentumCopy, info_nce, similarity_logits
+from qbheat_det.modeling.pretrain.moco import MomentumCopy, similarity_logits
 from qbheat_det.modeling.pretrain.shuffled_batch_norm import (
-    embed_in_groups,
     embed_shuffled,
 )
 
@@ -34,23 +32,6 @@ def test_the_queue_is_that_of_the_standard_library() -> None:
         torch.testing.assert_close(
             queue.keys.roll(-oldest, dims=0), torch.stack(list(reference)), rtol=0, atol=0
         )
-
-
-def test_a_queue_begins_with_the_same_directions_everywhere() -> None:
-    queue = FeatureQueue(size=100, dim=16)
-    torch.manual_seed(7)
-    torch.testing.assert_close(queue.keys, FeatureQueue(size=100, dim=16).keys, rtol=0, atol=0)
-    torch.testing.assert_close(queue.keys.norm(dim=1), torch.ones(100))
-    assert set(queue.state_dict()) == {"keys", "next"}
-
-
-def test_a_queue_that_nobody_empties_says_so() -> None:
-    queue = FeatureQueue(size=4, dim=2)
-    queue.hold(unit(3, 2))
-    with pytest.raises(RuntimeError, match="QUEUE_SIZE"):
-        queue.hold(unit(3, 2))
-    with pytest.raises(ValueError):
-        FeatureQueue(size=0, dim=2)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999, 1.0])
@@ -88,31 +69,6 @@ def test_a_copy_of_equal_weights_keeps_its_bits_and_its_own_statistics() -> None
     torch.testing.assert_close(
         follower.copied[1].running_mean, module[1].running_mean, rtol=0, atol=0
     )
-
-
-def test_no_gradient_reaches_the_copy_and_training_moves_its_statistics() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    follower = MomentumCopy(module, momentum=0.999)
-    x = torch.randn(8, 3, requires_grad=True)
-    assert not follower(x).requires_grad
-    assert not any(p.requires_grad for p in follower.parameters())
-    assert all(p.requires_grad for p in module.parameters())
-    assert follower.copied[1].running_mean.abs().sum() > 0
-    with pytest.raises(ValueError, match="MOMENTUM"):
-        MomentumCopy(module, momentum=1.5)
-
-
-def test_the_loss_is_cross_entropy_over_explicit_similarities() -> None:
-    queries, keys, others = unit(4, 5), unit(4, 5), unit(7, 5)
-    found = info_nce(similarity_logits(queries, keys, others, temperature=0.2))
-    for i in range(4):
-        q = queries[i].double().numpy()
-        own = np.exp(sum(q[d] * float(keys[i, d]) for d in range(5)) / 0.2)
-        rest = sum(
-            np.exp(sum(q[d] * float(others[k, d]) for d in range(5)) / 0.2) for k in range(7)
-        )
-        expected = torch.tensor(-np.log(own / (own + rest)))
-        torch.testing.assert_close(found[i].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_similarities_are_not_rounded_under_autocast() -> None:
@@ -162,16 +118,3 @@ def test_shuffled_groups_are_those_of_a_loop_over_images(groups: int) -> None:
         group = order[place // size * size : (place // size + 1) * size]
         mean = torch.stack([images[j].flatten() for j in group]).mean(dim=0)
         torch.testing.assert_close(found[image], images[image].flatten() - mean)
-
-
-def test_queries_are_embedded_in_consecutive_groups() -> None:
-    images = torch.randn(6, 1, 2, 2)
-    found = embed_in_groups(against_the_mean, images, 2)
-    expected = torch.cat([against_the_mean(images[:3]), against_the_mean(images[3:])])
-    torch.testing.assert_close(found, expected)
-    with_remainder = embed_in_groups(against_the_mean, torch.arange(10.0).view(10, 1, 1, 1), 4)
-    # Of 3, 3, 2 and 2 images: four groups, none of a single image.
-    expected = torch.tensor([-1.0, 0, 1, -1, 0, 1, -0.5, 0.5, -0.5, 0.5])
-    torch.testing.assert_close(with_remainder.flatten(), expected)
-    few = embed_in_groups(against_the_mean, images[:2], 5)  # more groups than images
-    torch.testing.assert_close(few, torch.zeros(2, 4))

@@ -10,8 +10,6 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import Tensor, nn
 
-from qbheat_det.config import get_config_path, load_config
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import WassersteinDependency
 from qbheat_det.modeling.pretrain.wasserstein import AreaPairs, DependencyDraw
 from tests.modeling.tiny_pretraining import make_inputs, make_tiny_config
@@ -113,38 +111,3 @@ def test_features_cannot_grow_with_the_weights_of_the_head() -> None:
         model.head.out.bias *= 100
     after = torch.stack([output["embedding"] for output in model(inputs)])
     torch.testing.assert_close(after, before)
-
-
-@pytest.mark.parametrize("tokens", [False, True])
-def test_tokens_are_read_where_the_backbone_gives_them(tokens: bool) -> None:
-    cfg = make_keys()
-    if tokens:
-        cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded", "tokens"]
-    model = build_model(cfg)
-    assert model.head.hidden.in_features == (64 + 16 if tokens else 64)
-    sum(model(make_inputs(3)).values()).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_shipped_config_builds_its_form_with_what_it_says(form: str) -> None:
-    path = get_config_path(f"objectives/wasserstein_{form}.yaml")
-    model = build_model(load_config(path, ["MODEL.DEVICE", "cpu"]))
-    assert isinstance(model, WassersteinDependency)
-    assert model.loss.form == form
-    assert model.radius == {"dual": 1.0, "contrastive": 10.0}[form]
-    children = {name for name, _ in model.named_children()}
-    assert set(model.pretrain_only_modules) == {"head", "critic"} < children
-
-
-def test_what_makes_no_sense_is_refused_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match="RADIUS"):
-        build_model(make_keys(RADIUS=0.0))
-    with pytest.raises(ValueError, match="IN_FEATURE"):
-        build_model(make_keys(IN_FEATURE="s4"))
-    cfg = make_keys()
-    cfg.INPUT.PRETRAIN.SIZE = 48  # whose half is no multiple of 16
-    with pytest.raises(ValueError):
-        build_model(cfg)
-    with pytest.raises(UserError):
-        build_model(make_keys())(make_inputs(1))

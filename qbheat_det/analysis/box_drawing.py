@@ -1,0 +1,163 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Drawing boxes with labels, and tiling images into one.
+
+Images are (H, W, 3) uint8 RGB; boxes are (n, 4) XYXY in pixels of the image given. Detectron2's
+Visualizer draws the same through matplotlib, which takes several times as long for each frame.
+"""
+
+import colorsys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import cv2
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from detectron2.structures import BitMasks, Instances, PolygonMasks
+from PIL import Image, ImageDraw, ImageFont
+
+RGBImage = npt.NDArray[np.uint8]
+Color = tuple[int, int, int]
+
+BACKGROUND: Color = (24, 26, 30)
+"""Between images, and behind headings."""
+HEADING: Color = (226, 228, 232)
+_GOLDEN_ANGLE = 0.618034  # of hues: neighbouring classes differ clearly
+
+
+def get_class_name(class_names: Sequence[str], index: int) -> str:
+    """Returns a class's name, or ``"class 3"`` where there are fewer names."""
+    return class_names[index] if index < len(class_names) else f"class {index}"
+
+
+def get_class_color(index: int) -> Color:
+    """Returns the RGB color that a class has in every image."""
+    red, green, blue = colorsys.hls_to_rgb((0.12 + _GOLDEN_ANGLE * index) % 1, 0.6, 0.9)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def draw_instances(
+    image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
+) -> RGBImage:
+    """Draws predictions (``pred_boxes``) or ground truth (``gt_boxes``) of one image.
+
+    Args:
+        image: (H, W, 3) RGB.
+        instances: on any device, with ``pred_classes`` and ``scores``, or ``gt_classes``; masks
+            are shaded where there are some.
+        class_names: in contiguous order.
+        min_side: see ``draw_boxes``.
+    """
+    instances = instances.to("cpu")
+    fields = instances.get_fields()
+    kind = "pred" if "pred_boxes" in fields else "gt"
+    boxes = fields[f"{kind}_boxes"].tensor.detach().double().numpy()
+    classes = fields[f"{kind}_classes"].tolist()
+    labels = [get_class_name(class_names, k) for k in classes]
+    if "scores" in fields:
+        scores = fields["scores"].tolist()
+        labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
+    colors = [get_class_color(k) for k in classes]
+    masks = fields.get(f"{kind}_masks")
+    if isinstance(masks, PolygonMasks):
+        masks = BitMasks.from_polygon_masks(masks, *instances.image_size)
+    if isinstance(masks, BitMasks):
+        masks = masks.tensor
+    if masks is not None:
+        image = image.copy()
+        for mask, color in zip(masks.numpy() > 0.5, colors, strict=True):
+            image[mask] = (0.6 * image[mask] + 0.4 * np.asarray(color)).astype(np.uint8)
+    return draw_boxes(image, boxes, labels, colors, min_side=min_side)
+
+
+def draw_boxes(
+    image: RGBImage,
+    boxes: npt.NDArray[np.float64],
+    labels: Sequence[str],
+    colors: Sequence[Color],
+    *,
+    min_side: int = 384,
+) -> RGBImage:
+    """Draws boxes with their labels above them.
+
+    Args:
+        image: (H, W, 3) RGB.
+        boxes: (n, 4) XYXY, pixels of ``image``.
+        labels: n of them; "" for a box without one.
+        colors: n of them.
+        min_side: a smaller image is enlarged first, so that labels are legible; 0 never enlarges.
+    """
+    height, width = image.shape[:2]
+    scale = max(1.0, min_side / min(height, width))
+    width, height = round(width * scale), round(height * scale)
+    if scale > 1:
+        image = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC))
+    canvas = Image.fromarray(image)
+    pen = ImageDraw.Draw(canvas)
+    line = max(2, round(min(height, width) / 220))
+    font = get_font(max(13, round(min(height, width) / 26)))
+    limits = np.array([width - 1, height - 1] * 2)
+    corners = np.clip(np.round(boxes * scale), 0, limits)
+    corners[:, 2:] = np.maximum(corners[:, 2:], corners[:, :2])
+    # Large boxes first, so that small ones and their labels stay visible.
+    order = np.argsort(-(corners[:, 2:] - corners[:, :2]).prod(axis=1), kind="stable")
+    for i in order.tolist():
+        x0, y0, x1, y1 = corners[i].tolist()
+        # A dark rim keeps light colors visible on light backgrounds.
+        pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=BACKGROUND, width=line + 2)
+        pen.rectangle((x0, y0, x1, y1), outline=colors[i], width=line)
+    for i in order.tolist():
+        if labels[i]:
+            x0, y0 = corners[i, :2].tolist()
+            size = pen.textbbox((0, 0), labels[i], font=font)
+            x0 = max(0, min(x0, width - size[2] - 4))
+            y0 = max(0, y0 - size[3] - 4)
+            pen.rectangle((x0, y0, x0 + size[2] + 4, y0 + size[3] + 4), fill=colors[i])
+            pen.text((x0 + 2, y0 + 2), labels[i], font=font, fill=BACKGROUND)
+    return np.asarray(canvas)
+
+
+def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
+    """Returns one image of several, row by row, each centered in an equal cell.
+
+    Raises:
+        ValueError: there are no images, or no columns.
+    """
+    if not images or columns < 1:
+        raise ValueError("at least one image and one column are needed")
+    cell_height = max(image.shape[0] for image in images)
+    cell_width = max(image.shape[1] for image in images)
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    height, width = rows * (cell_height + gap) - gap, columns * (cell_width + gap) - gap
+    sheet = np.full((height, width, 3), BACKGROUND, dtype=np.uint8)
+    for index, image in enumerate(images):
+        row, column = divmod(index, columns)
+        top = row * (cell_height + gap) + (cell_height - image.shape[0]) // 2
+        left = column * (cell_width + gap) + (cell_width - image.shape[1]) // 2
+        sheet[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return sheet
+
+
+def add_heading(image: RGBImage, *lines: str) -> RGBImage:
+    """Puts lines of text above an image; a line that is too long is set smaller, then cut."""
+    width = image.shape[1]
+    size = max(12, min(20, round(min(image.shape[:2]) / 28)))
+    strip = Image.new("RGB", (width, round(1.6 * size * len(lines))), BACKGROUND)
+    pen = ImageDraw.Draw(strip)
+    for row, line in enumerate(lines):
+        own = size
+        while own > 9 and pen.textlength(line, font=get_font(own)) > width - 8:
+            own -= 1
+        middle = 1.6 * size * (row + 0.5)
+        pen.text((4, middle), line, font=get_font(own), fill=HEADING, anchor="lm")
+    return np.concatenate([np.asarray(strip), image])
+
+
+@lru_cache(maxsize=16)
+def get_font(size: int) -> ImageFont.FreeTypeFont:
+    """Returns the font of all labels, in a size in pixels."""
+    # matplotlib ships this font, so labels are the same on every machine.
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return ImageFont.truetype(str(path), size)

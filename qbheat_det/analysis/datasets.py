@@ -1,0 +1,264 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Everything that is wrong with the datasets of a config, found without stopping at the first."""
+
+import filecmp
+import itertools
+import json
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import load_coco_json
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
+from qbheat_det.data.datasets.coco import (
+    CocoFile,
+    check_same_classes,
+    read_coco_json,
+)
+from qbheat_det.data.errors import DataError
+from qbheat_det.data.image_checks import find_image_errors
+from qbheat_det.data.record_checks import find_object_errors, find_record_errors
+
+from .dataset_statistics import DatasetStatistics
+
+Role = Literal["train", "val"]
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """An annotation file with its images, or a registered dataset.
+
+    Attributes:
+        name: as registered with Detectron2, or any name with ``json_file``.
+        role: what the config does with it.
+        json_file: annotations in COCO's format; None for a registered dataset.
+        image_root: folder of the images, with ``json_file``.
+    """
+
+    name: str
+    role: Role
+    json_file: str | None = None
+    image_root: str | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found in one dataset.
+
+    Attributes:
+        source: of the dataset.
+        records: those of valid entries, as Detectron2 loads them.
+        statistics: of ``records``.
+        errors: everything that is wrong.
+        warnings: what is unusual but does no harm.
+        summary: of the annotation file, if there is one and it can be read.
+    """
+
+    source: DatasetSource
+    records: list[dict[str, Any]]
+    statistics: DatasetStatistics
+    errors: list[DataError]
+    warnings: list[str] = field(default_factory=list)
+    summary: CocoFile | None = None
+
+
+def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSource]:
+    """Returns the datasets of flags, or else those of the config; training sets come first.
+
+    Args:
+        cfg: ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
+        flags: train-json, train-images, val-json, val-images.
+
+    Raises:
+        UserError: a flag lacks its partner, or there is no dataset.
+    """
+    sources = []
+    roles: tuple[Role, Role] = ("train", "val")
+    for role, json_file, images in zip(roles, flags[::2], flags[1::2], strict=True):
+        if bool(json_file) != bool(images):
+            raise UserError(f"--{role}-json and --{role}-images go together")
+        if json_file:
+            sources.append(DatasetSource(role, role, json_file, images))
+    if not sources:
+        sources = [DatasetSource(name, "train") for name in cfg.DATASETS.TRAIN]
+        sources += [DatasetSource(name, "val") for name in cfg.DATASETS.TEST]
+    if not sources:
+        raise UserError("the config names no dataset: use --train-json and --train-images")
+    return sources
+
+
+def inspect_dataset(
+    source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8, progress: bool = False
+) -> Inspection:
+    """Checks the annotations, the records and every image file of a dataset.
+
+    Args:
+        source: of the dataset.
+        cfg: ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and
+            ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide what training needs.
+        num_threads: that read image files.
+        progress: show a bar on stderr while image files are read.
+
+    Raises:
+        UserError: there is no such dataset, annotation file or image folder.
+    """
+    json_file, image_root = _locate(source)
+    content: CocoFile | None = None
+    errors: list[DataError] = []
+    if json_file is not None and image_root is not None:
+        try:
+            content = read_coco_json(json_file, image_root)
+        except UserError as error:
+            reason = str(error).removeprefix(json_file).lstrip(": ")
+            unusable = DataError("annotation file that cannot be used", json_file, reason)
+            return Inspection(source, [], DatasetStatistics.from_records([], ()), [unusable])
+        errors += content.errors
+        records = _load_valid(json_file, image_root, content)
+        class_names: Sequence[str] = content.class_names
+    else:
+        records = DatasetCatalog.get(source.name)
+        class_names = MetadataCatalog.get(source.name).get("thing_classes") or ()
+        if not class_names:
+            raise UserError(f"the metadata of dataset '{source.name}' has no 'thing_classes'")
+    found = find_record_errors(
+        source.name,
+        records,
+        num_classes=len(class_names),
+        filter_empty=source.role == "train" and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+        mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+    )
+    if found:
+        records = [_drop_invalid_objects(record, len(class_names)) for record in records]
+    if errors:  # which explain why nothing is left
+        found = [error for error in found if error.kind not in ("empty dataset", "no boxes")]
+    errors += found
+    errors += find_image_errors(records, num_threads=num_threads, progress=progress)
+    return Inspection(
+        source,
+        records,
+        DatasetStatistics.from_records(records, class_names),
+        errors,
+        list(content.warnings) if content else [],
+        content if content else None,
+    )
+
+
+def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
+    """Returns errors and warnings of training and evaluation sets taken together.
+
+    Errors are classes that differ, and images of a training set that are in an evaluation set too,
+    byte for byte and under any name. One dataset for both is a warning.
+    """
+    errors: list[DataError] = []
+    warnings: list[str] = []
+    roles = [[one for one in inspections if one.source.role == role] for role in ("train", "val")]
+    for train, val in itertools.product(*roles):
+        names = f"'{train.source.name}' and '{val.source.name}'"
+        same = train.source.name == val.source.name
+        if train.summary and val.summary:
+            files = (os.path.realpath(one.summary.json_file) for one in (train, val) if one.summary)
+            same = len(set(files)) == 1
+            try:
+                check_same_classes(train.summary, val.summary)
+            except UserError as error:
+                errors.append(DataError("classes that differ", names, str(error)))
+        warnings += _compare_class_counts(train, val) + _compare_class_counts(val, train)
+        if same:
+            warnings.append(f"{names} are the same data, so AP does not measure generalization")
+        else:
+            errors += _find_leaks(train, val)
+    return errors, warnings
+
+
+def _locate(source: DatasetSource) -> tuple[str | None, str | None]:
+    """Returns annotation file and image folder, or None twice for a dataset without them."""
+    json_file, image_root = source.json_file, source.image_root
+    hint = ""
+    if json_file is None:
+        if source.name not in DatasetCatalog:
+            raise UserError(f"there is no dataset '{source.name}': name files, or register it")
+        metadata = MetadataCatalog.get(source.name)
+        if metadata.get("evaluator_type") != "coco" or not metadata.get("json_file"):
+            return None, None
+        if metadata.get("drawn_on_first_use"):
+            DatasetCatalog.get(source.name)
+        json_file, image_root = metadata.json_file, metadata.image_root
+        hint = ": set $DETECTRON2_DATASETS"
+    for path, exists in ((json_file, os.path.isfile), (image_root, os.path.isdir)):
+        if not exists(path or ""):
+            raise UserError(f"'{path}' of the {source.role} data does not exist{hint}")
+    return json_file, image_root
+
+
+def _load_valid(json_file: str, image_root: str, content: CocoFile) -> list[dict[str, Any]]:
+    """Loads the valid entries of an annotation file by Detectron2's loader."""
+    name = f"qbheat_det inspection of {json_file}"
+    parts = {key: getattr(content, key) for key in ("images", "annotations", "categories")}
+    if not (content.images and content.categories):
+        return []
+    try:
+        if not content.errors:
+            return list(load_coco_json(json_file, image_root, name))
+        with tempfile.TemporaryDirectory() as folder:
+            valid = Path(folder) / "valid.json"
+            valid.write_text(json.dumps(parts), encoding="utf-8")
+            return list(load_coco_json(str(valid), image_root, name))
+    finally:
+        if name in MetadataCatalog:
+            MetadataCatalog.remove(name)
+
+
+def _drop_invalid_objects(record: dict[str, Any], num_classes: int) -> dict[str, Any]:
+    valid = [
+        annotation
+        for annotation in record.get("annotations", ())
+        if annotation.get("iscrowd", 0)
+        or next(find_object_errors(annotation, record, num_classes, None), None) is None
+    ]
+    return {**record, "annotations": valid}
+
+
+def _compare_class_counts(one: Inspection, other: Inspection) -> list[str]:
+    """Warns of classes that one dataset has boxes of and the other has none of."""
+    counts, others = (
+        dict(zip(i.statistics.class_names, i.statistics.boxes_per_class.tolist(), strict=True))
+        for i in (one, other)
+    )
+    missing = [name for name, number in counts.items() if number and others.get(name) == 0]
+    if not missing:
+        return []
+    names = join_first(map(repr, missing))
+    total = sum(counts[name] for name in missing)
+    return [f"'{other.source.name}' has no box of {names}, '{one.source.name}' has {total:,}"]
+
+
+def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
+    """Compares the content of image files of equal size."""
+    files: dict[int, list[str]] = defaultdict(list)
+    for record in train.records:
+        files[_get_size(record["file_name"])].append(record["file_name"])
+    errors = []
+    for record in val.records:
+        path = record["file_name"]
+        for other in files[_get_size(path)] if _get_size(path) else ():
+            if filecmp.cmp(path, other, shallow=False):  # reads no further than they agree
+                where = f"image {path!r} (image id {record['image_id']}) of '{val.source.name}'"
+                reason = f"'{train.source.name}' trains on the same image, as {other!r}"
+                errors.append(DataError("image in training and evaluation", where, reason))
+                break
+    return errors
+
+
+def _get_size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,233 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Accuracy of probes of frozen backbones: by decoder (Fig. 8) and by images seen (Fig. 6)."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as MplFigure
+
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+
+from .figure import FigureOptions, run_each
+from .plotting import (
+    add_legend,
+    chart_image,
+    list_styles,
+    start_chart,
+    start_figure,
+    themed,
+    to_text,
+)
+from .probe_results import (
+    ProbeFile,
+    ProbeResult,
+    choose_statistics,
+    parse_results,
+    read_probes,
+)
+from .run import PROBE_FILES, Run
+
+_Key = TypeVar("_Key", bound=Hashable)
+_SPREAD = 0.5  # of a decoder's place, over which the points of all series are spread
+_EXPLANATION = (
+    "Top-1 of decoders trained on the frozen backbone, from nearest neighbors and a linear "
+    "classifier to transformer blocks of growing width: backbones that are equal under a weak "
+    "decoder may differ under a strong one (Fig. 8 of the paper). Bars are one standard error "
+    "over the classified images. Of several seeds the mean is drawn, with the mean of their bars.",
+    "Charts show backbones with BatchNorm statistics of whole images where they were recalibrated, "
+    "and random backbones also as initialized; the table has all. A line over images seen joins "
+    "the checkpoints of one run, so all but the last were taken before the end of its schedule.",
+)
+
+
+@register_figure("probes")
+def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    """Draws results of probes from files, in common charts where the images are the same.
+
+    Raises:
+        NotApplicable: there are no results of probes.
+        UserError: there are only files that cannot be read.
+    """
+    files = run_each(runs, _read_file_of, nothing="no results of probes", needs_weights=False)
+    tasks: dict[str, list[ProbeResult]] = {}
+    names: dict[str, list[str]] = {}
+    data, everything = {}, []
+    for label, file in files.found.items():
+        alone = len({result.series for result in file.results}) == 1
+        prefix = f"{label}: " if len(files.found) > 1 else ""
+        results = [
+            replace(result, series=label if alone or not result.series else prefix + result.series)
+            for result in file.results
+        ]
+        tasks.setdefault(file.task, []).extend(results)
+        names.setdefault(file.task, []).append(label)
+        everything += results
+        data[label] = {
+            "setting": file.setting,
+            "results": [asdict(r) | {"decoder": r.decoder.title} for r in results],
+        }
+    images: dict[str, Image] = {}
+    paragraphs = [*_EXPLANATION, *files.explain()]
+    for number, results in enumerate(tasks.values(), start=1):
+        suffix = f"_{number}" if len(tasks) > 1 else ""
+        images |= {f"{name}{suffix}": image for name, image in _draw_task(results).items()}
+    if len(tasks) > 1:
+        listed = "; ".join(f"{', '.join(own)} ({i})" for i, own in enumerate(names.values(), 1))
+        paragraphs.append(f"Results on different images are not comparable: {listed}.")
+    return Figure(
+        "probes",
+        "Probes of frozen backbones",
+        paragraphs,
+        images,
+        {"runs": data, "left_out": files.left_out},
+        _tabulate(everything),
+    )
+
+
+def plot_probes(content: Mapping[str, Any]) -> MplFigure:
+    """Draws the content of such a file as ``plot_by_images`` does."""
+    return plot_by_images(choose_statistics(parse_results(content)[1]))
+
+
+@themed
+def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
+    """Draws top-1 under each decoder, the weakest on the left, with standard errors.
+
+    Of each series the backbones that saw most images are drawn. A line joins widths of one decoder.
+    """
+    decoders = sorted({result.decoder for result in results})
+    series = _group(results, lambda result: result.series)
+    figure, axes = start_chart(height=3.2, width=5.2)
+    styles = list_styles(len(series))
+    for index, ((name, own), style) in enumerate(zip(series.items(), styles, strict=True)):
+        most = max(result.images_seen or 0 for result in own)
+        points = _average((r for r in own if (r.images_seen or 0) == most), lambda r: r.decoder)
+        shift = _SPREAD * ((index + 0.5) / len(series) - 0.5)
+        label = to_text(name)
+        for _, same in itertools.groupby(sorted(points), key=lambda decoder: decoder.name):
+            widths = list(same)
+            x = [decoders.index(decoder) + shift for decoder in widths]
+            _draw_points(axes, x, [points[decoder] for decoder in widths], label, style)
+            label = "_nolegend_"
+    ticks = [f"{one.name}\n{one.width}" if one.width else one.name for one in decoders]
+    axes.set_xticks(range(len(decoders)), ticks)
+    axes.set_xlim(-0.5, len(decoders) - 0.5)
+    axes.set_xlabel("decoder on the frozen backbone")
+    _finish(axes)
+    add_legend(figure, axes)
+    return figure
+
+
+@themed
+def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
+    """Draws top-1 over images seen in pre-training, one chart per decoder, with standard errors.
+
+    A line joins the checkpoints of a series; random backbones are level lines. Backbones that do
+    not record how many images they have seen are left out.
+    """
+    known = [result for result in results if result.images_seen is not None]
+    names = list(dict.fromkeys(result.series for result in known))
+    styles = dict(zip(names, list_styles(len(names)), strict=True))
+    groups = _group(known, lambda result: result.decoder)
+    columns = min(2, len(groups)) or 1
+    rows = max(1, math.ceil(len(groups) / columns))
+    figure = start_figure(height=3 * rows, width=1 + 3.7 * columns)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in panels[len(groups) :]:
+        axes.set_axis_off()
+    for axes, decoder in zip(panels, sorted(groups), strict=False):
+        for name, own in _group(groups[decoder], lambda result: result.series).items():
+            points = _average(own, lambda result: result.images_seen)
+            seen = sorted(number for number in points if number)
+            if seen:
+                _draw_points(axes, seen, [points[n] for n in seen], to_text(name), styles[name])
+            else:
+                color = styles[name]["color"]
+                axes.axhline(points[0][0], label=to_text(name), color=color, lw=1.4, ls="--")
+        axes.set_title(decoder.title)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("images seen in pre-training")
+        _finish(axes)
+    if len(groups):
+        most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
+        add_legend(figure, most)
+    return figure
+
+
+def _draw_task(results: Sequence[ProbeResult]) -> dict[str, Image]:
+    chosen = choose_statistics(results)
+    caption = "Top-1 under each decoder; of a run, its last checkpoint."
+    images = {"decoders": chart_image(plot_by_decoder(chosen), caption=caption)}
+    if len({result.images_seen for result in chosen if result.images_seen}) > 1:
+        caption = "Top-1 by images seen in pre-training; random backbones are level lines."
+        images["images_seen"] = chart_image(plot_by_images(chosen), caption=caption)
+    return images
+
+
+def _draw_points(
+    axes: Axes,
+    x: Sequence[float],
+    points: Sequence[tuple[float, float]],
+    label: str,
+    style: Mapping[str, Any],
+) -> None:
+    """Draws points of mean and standard error, joined by a line."""
+    y, errors = zip(*points, strict=True)
+    axes.errorbar(x, y, yerr=errors, label=label, elinewidth=1, **style)
+
+
+def _finish(axes: Axes) -> None:
+    axes.set_ylabel("top-1 (%)")
+    axes.set_ylim(0, max(1.0, 1.08 * axes.dataLim.y1))
+
+
+def _average(
+    results: Iterable[ProbeResult], key: Callable[[ProbeResult], _Key]
+) -> dict[_Key, tuple[float, float]]:
+    """Returns mean top-1 and mean standard error of each group."""
+    return {
+        name: (statistics.fmean(r.top1 for r in own), statistics.fmean(r.error for r in own))
+        for name, own in _group(results, key).items()
+    }
+
+
+def _group(
+    results: Iterable[ProbeResult], key: Callable[[ProbeResult], _Key]
+) -> dict[_Key, list[ProbeResult]]:
+    groups: dict[_Key, list[ProbeResult]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return groups
+
+
+def _read_file_of(run: Run) -> ProbeFile:
+    if run.probe_file is None:
+        raise NotApplicable(
+            f"'{run.label}' has no {PROBE_FILES[0]} (tools/probe_backbone.py --json)"
+        )
+    return read_probes(run.probe_file)
+
+
+def _tabulate(results: Sequence[ProbeResult]) -> Table:
+    decoders = sorted({result.decoder for result in results})
+    lines = []
+    groups = _group(results, lambda r: (r.series, r.backbone, r.recalibrated))
+    for (series, backbone, recalibrated), own in groups.items():
+        cells = {r.decoder: f"{r.top1:.2f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{r.error:.2f}"
+                 for r in own}  # fmt: skip
+        seen = own[0].images_seen
+        lines.append((
+            series,
+            Path(backbone).name,
+            "n/a" if seen is None else f"{seen:,}",
+            "whole images" if recalibrated else "as stored",
+            *(cells.get(decoder, "") for decoder in decoders),
+        ))  # fmt: skip
+    titles = [f"{decoder.title} (%)" for decoder in decoders]
+    return Table(("Run", "backbone", "images seen", "BatchNorm", *titles), lines)

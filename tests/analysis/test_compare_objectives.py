@@ -1,0 +1,344 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Comparisons of objectives: the commands, what is run once, refused, retried and summarized."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qbheat_det.analysis.compare_objectives import execute, results
+from qbheat_det.analysis.compare_objectives.execute import compare, count_threads, is_done
+from qbheat_det.analysis.compare_objectives.objectives import (
+    RANDOM,
+    list_objectives,
+    load_objectives,
+)
+from qbheat_det.analysis.compare_objectives.plan import WEIGHTS, Comparison, Job, Row, list_jobs
+from qbheat_det.analysis.compare_objectives.results import (
+    count_training_flops,
+    measure_row,
+    plot_comparison,
+    render_tables,
+    summarize,
+)
+from qbheat_det.analysis.probe_results import read_probes
+from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
+from tests.data.pictures import draw, save
+from tests.modeling.tiny_pretraining import make_tiny_config
+
+QB_HEAT = get_config_path("objectives/qb_heat.yaml")
+BOXES = ("t.json", "t", "v.json", "v")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Class folders with 4 training images, 2 others, and a folder of 6 unlabelled images."""
+    root = tmp_path_factory.mktemp("images")
+    for split, number in (("train", 2), ("val", 1)):
+        for name in "ab":
+            (root / split / name).mkdir(parents=True)
+            for i in range(number):
+                save(root / split / name / f"{i}.png", draw(64, 72, seed=i))
+    (root / "more").mkdir()
+    for i in range(6):
+        save(root / "more" / f"{i}.png", draw(64, 72, seed=i))
+    return {name: str(root / name) for name in ("train", "val", "more")}
+
+
+@pytest.fixture
+def ask(folders: dict[str, str], tmp_path: Path) -> Any:
+    """Builds comparisons of objectives by name."""
+
+    def build(*names: str, **keywords: Any) -> Comparison:
+        return Comparison(
+            objectives=load_objectives(names, keywords.get("opts", ())),
+            train_folder=folders["train"],
+            val_folder=folders["val"],
+            output_dir=tmp_path / "out",
+            tools=Path("tools"),
+            **{"seeds": [1], "epochs": 6.0, "probes": ["knn"]} | keywords,
+        )
+
+    return build
+
+
+def test_all_shipped_objectives_have_one_encoder_and_one_image_size() -> None:
+    folder = Path(QB_HEAT).parent
+    configs = {path.stem for path in folder.glob("*.yaml")} - {"Base-Objective"}
+    objectives = load_objectives([])
+    assert [one.name for one in objectives] == list_objectives()
+    assert list_objectives()[0] == RANDOM
+    assert set(list_objectives()) == {RANDOM, *configs}
+    assert [one.name for one in objectives if one.labelled] == ["supervised"]
+
+
+def test_commands_are_those_that_a_person_would_type(
+    ask: Any, folders: dict[str, str], tmp_path: Path
+) -> None:
+    opts = ["SOLVER.IMS_PER_BATCH", "8"]
+    comparison = ask("random", "qb_heat", seeds=[3, 1], opts=opts, detectors=["mf-dec-211"],
+                     annotations=BOXES)  # fmt: skip
+    rows = list_jobs(comparison)
+    common = ["probes", "export", "mf-dec-211"]
+    assert [(row.objective.name, row.seed, [job.stage for job in row.jobs]) for row in rows] == [
+        (name, seed, stages) for seed in (3, 1)
+        for name, stages in (("random", common), ("qb_heat", ["pretraining", *common]))
+    ]  # fmt: skip
+    pretraining, probes, export, detector = (job.command for job in rows[3].jobs)
+    folder = tmp_path / "out" / "qb_heat" / "seed1"
+    assert pretraining == [
+        *(sys.executable, "tools/train_net.py", "--config-file", QB_HEAT),
+        *("--image-folder", folders["train"], "--resume", "SEED", "1"),
+        *("OUTPUT_DIR", str(folder / "pretraining"), "SOLVER.EPOCHS", "6.0", *opts),
+    ]
+    assert probes[1:4] == ["tools/probe_backbone.py", "--weights",
+                           str(folder / "pretraining" / WEIGHTS)]  # fmt: skip
+    assert str(folder / "backbone.safetensors") in export
+    assert str(folder / "backbone.safetensors") in detector
+    assert "--resume" in detector
+    assert rows[3].jobs[0].settings["config"]["SOLVER.IMS_PER_BATCH"] == 8
+
+
+def test_supervised_training_sees_as_many_images_as_the_others(
+    ask: Any, folders: dict[str, str]
+) -> None:
+    comparison = ask("qb_heat", "supervised", image_folders=[folders["more"]])
+    unlabelled, labelled = (row.jobs[0].command for row in list_jobs(comparison))
+    assert unlabelled[4:6] == ["--image-folder", folders["more"]]
+    assert labelled[4:6] == ["--train-folder", folders["train"]]
+    epochs = [command[command.index("SOLVER.EPOCHS") + 1] for command in (unlabelled, labelled)]
+    assert epochs == ["6.0", "9.0"]  # 6 epochs of 6 images are 9 of 4
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ("INPUT: {PRETRAIN: {SIZE: 64}}", "INPUT.PRETRAIN.SIZE"),
+        ("MODEL: {MOBILE_FORMER: {VARIANT: 26M}}", "MODEL.MOBILE_FORMER.VARIANT"),
+        ("INPUT: {DATASET_MAPPER_NAME: detr}", "INPUT.DATASET_MAPPER_NAME"),
+    ],
+)
+def test_other_encoders_and_images_are_refused(content: str, key: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(f"_BASE_: {QB_HEAT}\n{content}\n")
+    with pytest.raises(UserError, match=key):
+        load_objectives(["qb_heat", str(path)])
+    (tmp_path / "random.yaml").write_text(f"_BASE_: {QB_HEAT}\n")
+    for words in (["qb_heat", "qb_heat"], ["simclr"], [str(tmp_path / "random.yaml")]):
+        with pytest.raises(UserError):
+            load_objectives(words)
+
+
+class Steps:
+    """Rows of jobs whose commands note their names in a file, in place of trainings."""
+
+    def __init__(self, comparison: Comparison, folder: Path) -> None:
+        self.comparison, self.folder = comparison, folder
+        self.rows: list[Row] = []
+
+    def add_row(self, name: str, **codes: str) -> Row:
+        objective = replace(self.comparison.objectives[0], name=name)
+        row = Row(objective, 1, self.folder / name)
+        for stage, code in codes.items():
+            note = f"open({str(self.folder / 'order')!r}, 'a').write('{name}/{stage} ')"
+            command = [sys.executable, "-c", f"{note}; {code or 'pass'}"]
+            row.jobs.append(Job(name, 1, stage, row.folder, command, {"config": {"LR": 0.5}}))
+        self.rows.append(row)
+        return row
+
+    @property
+    def order(self) -> list[str]:
+        return (self.folder / "order").read_text().split()
+
+
+@pytest.fixture
+def steps(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    found = Steps(ask("qb_heat"), tmp_path)
+    monkeypatch.setattr(execute, "list_jobs", lambda comparison: found.rows)
+    monkeypatch.setattr(execute, "write_report", lambda *args: "table")
+    return found
+
+
+def test_jobs_run_once_in_order_and_a_failure_costs_what_needs_it(steps: Steps) -> None:
+    made = steps.folder / "made"
+    row = steps.add_row("a", first=f"open({str(made)!r}, 'w').write('x')", second="", third="")
+    row.jobs[1] = replace(row.jobs[1], inputs=(made,))
+    bad = steps.add_row("b", first="print('the reason'); raise SystemExit(3)", second="", third="")
+    bad.jobs[1] = replace(bad.jobs[1], inputs=(steps.folder / "missing",))
+    table, failed = compare(steps.comparison, jobs=2)
+    assert table == "table"
+    assert sorted(failed) == ["b seed 1 first", "b seed 1 second"]
+    assert "code 3" in failed["b seed 1 first"]
+    assert "the reason" in failed["b seed 1 first"]
+    assert [name for name in steps.order if name[0] == "a"] == ["a/first", "a/second", "a/third"]
+    record = json.loads(row.jobs[0].record_file.read_text())
+    assert record["command"] == row.jobs[0].command
+    (steps.folder / "order").unlink()
+    compare(steps.comparison, jobs=2)
+    assert steps.order == ["b/first"]  # is tried again
+
+
+def test_other_settings_inputs_and_files_are_refused_with_the_key(steps: Steps) -> None:
+    made = steps.folder / "weights.bin"
+    made.write_text("x")
+    job = replace(steps.add_row("a", only="").jobs[0], inputs=(made,), wanted=("knn",))
+    steps.rows[0].jobs[:] = [job]
+    compare(steps.comparison)
+    assert is_done(job)
+    assert not is_done(replace(job, wanted=("knn", "linear")))
+    assert is_done(replace(job, settings={"config": {"LR": 0.5, "NEW": 1}}))
+    with pytest.raises(UserError, match=r"config\.LR 0\.5 -> 0\.1"):
+        is_done(replace(job, settings={"config": {"LR": 0.1}}))
+    made.write_text("y")
+    with pytest.raises(UserError, match=r"weights\.bin"):
+        is_done(job)
+    for text in ("", "[]", "{}"):
+        job.record_file.write_text(text)
+        with pytest.raises(UserError, match=r"only\.json"):
+            is_done(job)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_comparison(tmp_path: Path, sign: int) -> None:
+    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    script = (
+        "import sys, types\n"
+        "from pathlib import Path\n"
+        "from qbheat_det.analysis.compare_objectives import execute\n"
+        "from qbheat_det.analysis.compare_objectives.plan import Job, Row\n"
+        "execute.write_report = lambda *args: ''\n"
+        f"job = Job('a', 1, 's', Path(), [sys.executable, '-c', {child!r}], {{}})\n"
+        "row = Row(types.SimpleNamespace(name='a'), 1, job.folder, [job])\n"
+        "execute._Pool(None, [row], 1).run()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "pid").is_file() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.2)
+    pid = int((tmp_path / "pid").read_text())
+    process.send_signal(sign)
+    process.wait(timeout=30)
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_threads_are_shared_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [count_threads(jobs) for jobs in (1, 3, 20)] == [8, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert count_threads(1) == 1
+
+
+def test_measures_of_a_row_are_read_from_its_finished_jobs(
+    ask: Any, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = ask("qb_heat", detectors=["retinanet"], annotations=BOXES)
+    (row,) = list_jobs(comparison)
+    probe = {"backbone": "x", "digest": "d", "images_seen": 8, "top1_standard_error": 1.0}
+    rows = [{**probe, "probe": "knn", "recalibrated": bn, "top1": top1}
+            for bn, top1 in ((0, 10.0), (9, 20.0))]  # fmt: skip
+    rows.append({**probe, "probe": "tran-4", "recalibrated": 9, "top1": 99.0})  # not asked for
+    (row.folder / "probes").mkdir(parents=True)
+    content = {"setting": {"tran": {"width": 64}}, "rows": rows}
+    (row.folder / "probes" / "rows.json").write_text(json.dumps(content))
+    (row.folder / "retinanet").mkdir()
+    log = [{"iteration": 4, "bbox/AP": 3.0}, {"iteration": 9, "bbox/AP": 5.0, "bbox/AP50": 7.0}]
+    (row.folder / "retinanet" / "metrics.json").write_text("\n".join(map(json.dumps, log)))
+    monkeypatch.setattr(results, "info_of", lambda path: type("Info", (), {"iteration": 9}))
+    assert measure_row(comparison, row) == {}  # nothing has ended
+    for stage in ("probes", "retinanet"):
+        (row.folder / f"{stage}.json").write_text("{}")
+    assert measure_row(comparison, row) == {
+        "kNN": 20.0, "kNN, BN as trained": 10.0, "RetinaNet AP": 5.0, "RetinaNet AP50": 7.0
+    }  # fmt: skip
+    (row.folder / "retinanet" / "metrics.json").write_text(json.dumps(log[0]))
+    assert measure_row(comparison, row)["RetinaNet AP"] == 0.0  # no prediction, so not logged
+    table = results.write_report(comparison, [row], {"a title": "a reason"})
+    assert "20.00 (one seed)" in table
+    assert "a title" in table
+    written = json.loads((comparison.output_dir / "comparison.json").read_text())
+    assert written["summary"]["qb_heat"]["kNN"] == {
+        "mean": 20.0, "deviation": None, "values": {"1": 20.0}
+    }  # fmt: skip
+    found = read_probes(comparison.output_dir / "comparison.json").results
+    assert {one.series for one in found} == {"qb_heat"}
+    assert (comparison.output_dir / "comparison.svg").is_file()
+
+
+def test_spreads_tables_and_chart_are_those_computed_by_hand(ask: Any) -> None:
+    spread = summarize({1: 10.0, 2: 14.0})
+    assert (spread.mean, spread.deviation) == (12.0, pytest.approx(math.sqrt(8)))
+    assert math.isnan(summarize({1: 10.0}).deviation)
+    summary = {
+        "random": {"kNN": summarize({1: 2.0, 2: 2.0})},
+        "qb": {"kNN": spread, "linear": summarize({1: 50.0}), "seconds": summarize({1: 90.0}),
+               "flops": summarize({1: 4e6})},
+    }  # fmt: skip
+    text = render_tables(ask("qb_heat"), summary, {})
+    assert "| 12.00 ± 2.83 (2)" in text
+    assert "| 2 M" in text
+    assert "| 1.5 min" in text
+    # 2 % and 50 % of 2 images.
+    assert "9.90 to 35.36 points" in text
+    axes = plot_comparison(summary).axes
+    assert [one.get_title("left") for one in axes[:2]] == ["kNN, %", "linear, %"]
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["random", "qb"]
+
+
+def test_flops_are_those_of_all_views_of_an_image(folders: dict[str, str]) -> None:
+    cfg = make_tiny_config("QBHeat")
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    records = [{"file_name": str(path), "image_id": i}
+               for i, path in enumerate(sorted(Path(folders["more"]).iterdir()))]  # fmt: skip
+    flops = count_training_flops(cfg, records)
+    assert flops > 0
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    assert count_training_flops(cfg, records) == pytest.approx(flops)
+    with pytest.raises(UserError):
+        count_training_flops(cfg, [])
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_where_it_was_and_writes_its_table(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.tool_modules import load_tool
+
+    config, output = tmp_path / "tiny.yaml", tmp_path / "out"
+    decoder = "MODEL: {QB_HEAT: {FEATURE_DIM: 16, DECODER_DEPTH: 1, DECODER_DIM: 16}}"
+    config.write_text(f"_BASE_: {QB_HEAT}\n{decoder}\n")
+    words = ["--train-folder", folders["train"], "--val-folder", folders["val"], "--objectives",
+             "random", str(config), "--epochs", "1", "--seeds", "1", "--probes", "knn",
+             "--output-dir", str(output), "INPUT.PRETRAIN.SIZE", "64", "SOLVER.IMS_PER_BATCH", "4",
+             "SOLVER.WARMUP_EPOCHS", "0.0"]  # fmt: skip
+    main = load_tool("compare_pretraining").main
+    assert main([*words, "--jobs", "2"]) == 0
+    assert (output / "comparison.md").read_text().strip() in capsys.readouterr().out
+    summary = json.loads((output / "comparison.json").read_text())["summary"]
+    assert summary["tiny"]["images_seen"]["values"] == {"1": 4.0}
+    assert set(summary["random"]) == {"kNN", "kNN, BN as trained"}
+    records = {path: path.stat().st_mtime_ns for path in output.glob("*/seed1/*.json")}
+    assert main(words) == 0
+    assert {path: path.stat().st_mtime_ns for path in records} == records
+    with pytest.raises(SystemExit):
+        main([*words, "SOLVER.BASE_LR", "0.5"])
+    assert "SOLVER.BASE_LR 0.0015 -> 0.5" in capsys.readouterr().err

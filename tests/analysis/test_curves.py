@@ -1,0 +1,185 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Curves of runs: positions by hand, what shares a chart, what a line joins, odd logs."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+
+from qbheat_det.analysis import curves
+from qbheat_det.analysis.curves import (
+    draw_curves,
+    draw_training_curves,
+    find_positions,
+    select_curve,
+)
+from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.run import Run, open_runs
+from qbheat_det.analysis.training_log import find_quantities, read_series
+from qbheat_det.config import get_cfg
+from qbheat_det.core.figures import NotApplicable
+
+# Logged every 10 steps. Killed after iteration 29, and resumed from a checkpoint after 19.
+RESUMED = [
+    {"iteration": 9, "time": 2.0, "epoch": 0.5, "total_loss": 4.0},
+    {"iteration": 19, "time": 3.0, "epoch": 1.0, "total_loss": 3.0},
+    {"iteration": 29, "time": 9.0, "epoch": 1.5, "total_loss": 9.0},
+    {"iteration": 29, "time": 6.0, "epoch": 1.5, "total_loss": 2.0},
+    {"iteration": 34, "epoch": 1.75, "bbox/AP": 12.0},
+    {"iteration": 39, "time": 1.0, "epoch": 2.0, "total_loss": math.inf},
+]
+
+
+def write_run(
+    folder: Path, *opts: Any, records: list[dict[str, Any]] | None = None, epochs: int = 2
+) -> Run:
+    folder.mkdir()
+    cfg = get_cfg()
+    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.EPOCHS = 8, float(epochs)
+    cfg.OUTPUT_DIR = str(folder)
+    cfg.merge_from_list(list(opts))
+    (folder / "config.yaml").write_text(cfg.dump())
+    records = records or [
+        {"iteration": 9, "epoch": 1, "total_loss": 40.0, "lr": 0.1, "bbox/AP": 1.0},
+        {"iteration": 10 * epochs - 1, "epoch": epochs, "total_loss": 2.0, "bbox/AP": 5.276},
+    ]
+    (folder / "metrics.json").write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    return Run.open(folder, device="cpu")
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> Run:
+    return write_run(tmp_path / "resumed", records=RESUMED)
+
+
+def test_positions_are_those_computed_by_hand(resumed: Run) -> None:
+    steps = {9: 10, 19: 20, 29: 30, 34: 35, 39: 40}
+    assert find_positions(resumed, "steps") == steps
+    assert find_positions(resumed, "images") == {i: 8 * n for i, n in steps.items()}
+    assert find_positions(resumed, "epochs") == {9: 0.5, 19: 1.0, 29: 1.5, 34: 1.75, 39: 2.0}
+    # 10 x 2 s, 10 x 3 s, 10 x 6 s (of the resumed run), 5 more of 6 s, 5 x 1 s.
+    seconds = {9: 20, 19: 50, 29: 110, 34: 140, 39: 145}
+    expected = {i: value / 60 for i, value in seconds.items()}
+    assert find_positions(resumed, "minutes") == pytest.approx(expected)
+
+
+def test_repeated_iterations_count_once_and_infinity_is_a_gap(resumed: Run) -> None:
+    positions, values = select_curve(resumed, "total_loss", "epochs")
+    assert positions == [0.5, 1.0, 1.5, 2.0]
+    assert values[:3] == [4.0, 3.0, 2.0]
+    assert math.isnan(values[3])
+    assert select_curve(resumed, "bbox/AP", "images") == ([280.0], [12.0])
+    assert select_curve(resumed, "bbox/AP50", "images") == ([], [])
+    odd = [{"iteration": step, "a": 1.0} for step in ("none", math.nan, math.inf, None, 4)]
+    assert read_series([*odd, {"a": 3.0}], "a") == ([4.0], [1.0])
+    assert read_series([{"iteration": 1, "a": math.nan}], "a") == ([], [])
+
+
+def test_quantities_leave_out_single_classes_and_inner_blocks() -> None:
+    keys = ["lr", "bbox/AP-cat", "bbox/APs", "bbox/AP50", "loss_ce_0", "loss_ce", "knn/top1",
+            "total_loss", "data_time", "reconstruction/loss_corner"]  # fmt: skip
+    found = find_quantities([{"iteration": 0, "never": math.nan, **dict.fromkeys(keys, 1.0)}])
+    assert [one.key for one in found] == [
+        "total_loss", "loss_ce", "reconstruction/loss_corner", "bbox/AP50", "knn/top1", "lr"
+    ]  # fmt: skip
+    assert [one.is_score for one in found] == [False] * 3 + [True] * 2 + [False]
+
+
+def test_each_model_has_its_losses_and_all_share_scores(tmp_path: Path) -> None:
+    models = {"a": "QBHeat", "b": "MFDETR", "c": "QBHeat"}
+    for name, model in models.items():
+        write_run(tmp_path / name, "MODEL.META_ARCHITECTURE", model)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.yaml").touch()
+    runs = open_runs([str(tmp_path / name) for name in (*models, "none")], device="cpu")
+    figure = draw_curves(runs, FigureOptions())
+    assert list(figure.images) == ["total-loss-QBHeat", "total-loss-MFDETR", "bbox-AP"]
+    assert figure.images["total-loss-QBHeat"].caption == "a ends at 2; c ends at 2."
+    assert figure.data["runs"]["b"]["bbox/AP"] == {"epochs": [1.0, 2.0], "values": [1.0, 5.276]}
+    assert [text[:6] for text in figure.data["left_out"]] == ["'none'"]
+    assert figure.table is not None
+    row = dict(zip(figure.table.header, figure.table.rows[0], strict=True))
+    assert (row["minutes of training"], row["bbox/AP"], row["total_loss"]) == ("n/a", "5.276", "2")
+    with pytest.raises(NotApplicable):
+        draw_curves(runs[-1:], FigureOptions())
+    for axis in ("images", "steps"):
+        assert draw_curves(runs[:1], FigureOptions(), axis=axis).data["axis"] == axis
+
+
+@pytest.mark.parametrize(
+    ("opts", "joined"),
+    [
+        (("SEED", 7, "SOLVER.MAX_ITER", 50), True),
+        (("SOLVER.BASE_LR", 0.5), False),
+        (("DATASETS.TRAIN", ("others",)), False),
+        (("MODEL.WEIGHTS", "pretrained.safetensors"), False),
+    ],
+)
+def test_a_line_joins_only_runs_that_differ_in_schedule(
+    tmp_path: Path, opts: tuple[Any, ...], joined: bool
+) -> None:
+    runs = [write_run(tmp_path / "short"), write_run(tmp_path / "long", *opts, epochs=8)]
+    image = curves._draw_schedules(runs, "epochs")
+    assert image is not None
+    assert ("A line joins" in image.caption) == joined
+    assert curves._draw_schedules(runs[:1], "epochs") is None
+    # Other data, or a config that cannot be read.
+    (tmp_path / "long" / "run.json").write_text('[{"data": {"custom_train": 1}}]')
+    assert "No two" in getattr(curves._draw_schedules(runs, "epochs"), "caption", "")
+    (tmp_path / "long" / "config.yaml").write_text("- 1\n")
+    assert curves._read_recipe(runs[1]) == ""
+
+
+@pytest.fixture
+def panels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Axes]:
+    """The axes of charts by the label of their values."""
+    found: dict[str, Axes] = {}
+    original = Axes.set_ylabel
+
+    def keep(axes: Axes, label: str, **kwargs: Any) -> Any:
+        found[label] = axes
+        return original(axes, label, **kwargs)
+
+    monkeypatch.setattr(Axes, "set_ylabel", keep)
+    return found
+
+
+def test_the_image_of_one_run_has_a_panel_for_each_kind(
+    tmp_path: Path, panels: dict[str, Axes]
+) -> None:
+    records = [
+        {"iteration": 20 * i, "total_loss": 3 / (i + 1) ** 2, "loss_ce": 1.0, "loss_ce_0": 1.0,
+         "lr": 1e-4, "gradient_norm": 5.0, "correlation/mean": 0.5}
+        for i in range(30)
+    ]  # fmt: skip
+    records[-1] |= {"bbox/AP": 12.0, "bbox/AP50": 30.0, "bbox/AP-cat": 9.0}
+    run = write_run(tmp_path / "run", records=records)
+    assert draw_training_curves(run.path / "metrics.json", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    named = {label: [line.get_label() for line in axes.get_lines()]
+             for label, axes in panels.items()}  # fmt: skip
+    assert named == {
+        "loss": ["total_loss", "loss_ce"],
+        "AP (%)": ["bbox/AP", "bbox/AP50"],
+        "learning rate": ["lr"],
+        "norm": ["gradient_norm"],
+    }
+    assert panels["loss"].get_yscale() == "log"  # from 3 to 3/900
+    assert panels["AP (%)"].get_ylim()[0] == 0
+    marker = {axes.get_lines()[0].get_marker() for axes in panels.values()}
+    assert len(marker) == 2  # few points are marked
+    np.testing.assert_array_equal(panels["norm"].get_lines()[0].get_ydata(), 5.0)
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"iteration": 1, "tot', '{"iteration": 1}\n', '{"iteration": 1, "lr": "x"}\n']
+)
+def test_without_a_record_no_image_is_written(tmp_path: Path, content: str) -> None:
+    (tmp_path / "metrics.json").write_text(content)
+    assert not draw_training_curves(tmp_path / "metrics.json", tmp_path / "curves.png")
+    assert not draw_training_curves(tmp_path / "missing.json", tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()

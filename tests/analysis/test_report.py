@@ -1,0 +1,139 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Reports: one escaped page without the network, and figures that fail one at a time."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.page import Fact, Page, Section, write_page
+from qbheat_det.analysis.report import describe_runs
+from qbheat_det.analysis.run import Run
+from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
+from tests.tool_modules import load_tool
+
+from .run_folders import write_run
+from .tiny_runs import retinanet_config
+
+
+def make_figure(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    pixels = np.zeros((20, 30, 3), np.uint8)
+    table = Table(("Run", "n", "why"), [("a", "1", "x < y"), ("b", "-2", "")])
+    text = ["A word-that-cannot-be-broken-" + "x" * 80]
+    images = {"sheet": Image.from_rgb(pixels, alt='"a"', caption="<i>")}
+    return Figure("curves", "Wide <things>", text, images, {"seed": options.seed}, table)
+
+
+def raise_not_applicable(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    raise NotApplicable("no <linear> models")
+
+
+def raise_defect(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    raise ZeroDivisionError("by zero")
+
+
+def raise_interrupt(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """tools/report.py with figures that draw, do not apply, fail, and are interrupted."""
+    monkeypatch.setattr("qbheat_det.analysis.load_figures", dict)
+    functions = {"curves": make_figure, "spectrum": raise_not_applicable, "probes": raise_defect,
+                 "beyond": raise_interrupt}  # fmt: skip
+    for name, function in functions.items():
+        monkeypatch.setitem(FIGURES, name, function)
+    return load_tool("report")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_run(tmp_path_factory.mktemp("runs") / "a", retinanet_config()))
+
+
+def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:
+    figure = make_figure([], FigureOptions())
+    section = Section("S & T", figure.explanation, list(figure.images.values()), figure.table,
+                      ["a <b>"])  # fmt: skip
+    page = Page("<title>", "lead \udcff", [Fact("1", "<label>", "note")], [section] * 4, "end")
+    write_page(page, tmp_path / "new" / "page.html")
+    text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
+                    "&lt;label&gt;", "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip
+        assert escaped in text
+    assert not re.search(r'(src|href)="(?!data:|#)', text)
+    assert "<script" not in text
+    assert set(re.findall(r'href="#(\d)"', text)) == set(re.findall(r'section id="(\d)"', text))
+    assert '<th scope="col" class="text">why</th>' in text  # columns of words on the left
+    assert '<th scope="col">n</th>' in text
+
+
+def test_a_report_has_every_figure_or_the_reason_why_not(
+    tool: ModuleType, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "page.html"
+    words = [run, "--output", str(path), "--seed", "3", "--only"]
+    assert tool.main([*words, "spectrum", "curves"]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "Wide &lt;things&gt;" in text
+    assert "no &lt;linear&gt; models" in text
+    files = {file.name for file in (tmp_path / "page").iterdir()}
+    assert files == {"curves.json", "curves_sheet.jpg", "report.json"}
+    assert json.loads((tmp_path / "page" / "curves.json").read_text())["data"] == {"seed": 3}
+    # A figure that fails costs itself and the exit code; files of an earlier report go.
+    (tmp_path / "page" / "curves_mine.jpg").write_text("")
+    assert tool.main([*words, "probes", "spectrum"]) == 1
+    assert "probes: ZeroDivisionError: by zero" in capsys.readouterr().err
+    left = {file.name for file in (tmp_path / "page").iterdir()}
+    assert left == {"curves_mine.jpg", "report.json"}
+    (tmp_path / "page" / "report.json").write_text('{"figures": 3}')
+    assert tool.main([*words, "curves"]) == 0
+
+
+def test_an_interrupt_leaves_a_page_of_what_was_drawn(
+    tool: ModuleType, run: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        tool.main([run, "--output", str(path), "--only", "curves", "beyond"])
+    assert ended.value.code == 130
+    assert "Wide &lt;things&gt;" in path.read_text()
+    content = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert {one["name"]: one["drawn"] for one in content["figures"]} == {
+        "curves": True, "beyond": False
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["folder.html", "page.html", f"{'x' * 300}.html"])
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_drawn(
+    tool: ModuleType, run: str, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "page").write_text("")  # where the folder of page.html belongs
+    with pytest.raises(SystemExit) as ended:
+        tool.main([run, "--output", str(tmp_path / name), "--only", "beyond"])
+    assert ended.value.code == 2  # not 130: the figure was not begun
+
+
+@pytest.mark.parametrize("words", [["run", "--output", "x.pdf"], ["run", "--only", "aurora"], []])
+def test_wrong_flags_are_refused(tool: ModuleType, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool.main(words)
+    assert ended.value.code == 2
+
+
+def test_runs_are_described_as_far_as_their_files_tell(run: str, tmp_path: Path) -> None:
+    (tmp_path / "probes.json").write_text("{}")
+    bare = Run.open(tmp_path / "probes.json", label="bare")
+    table = describe_runs([Run.open(run), bare])
+    assert table.rows == [
+        ("a", "detector", "SyncRetinaNet", "MobileFormer + FPN", "model_final.safetensors", "10",
+         "unknown", "160"),
+        ("bare", *["unknown"] * 7),
+    ]  # fmt: skip

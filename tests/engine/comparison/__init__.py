@@ -1,2 +1,0 @@
-# Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Tests of comparisons of objectives."""
