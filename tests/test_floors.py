@@ -17,7 +17,7 @@ FLOORS = {
     "model_zoo": 9,
     "export": 8,
     "engine": 7,
-    "analysis": 6,
+    "analysis": 8,
     "probing": 6,
     "modeling.dense": 4,
     "deployment": 6,
@@ -37,9 +37,8 @@ FLOORS = {
 }
 # These collect what is below them, for registration, and belong to no floor.
 EXEMPT = ("__init__.py", "modeling/__init__.py")
-# While figures move from engine to analysis, these two import each other; the end state is analysis
-# above engine.
-MOVING = ("analysis", "engine", "probing", "export")
+# While modules move between these, they import each other.
+MOVING = ("engine", "probing", "export")
 MAX_LINES = 350
 TABLES = ("qbheat_det/config/defaults.py",)  # every key with its comment, in one place
 MAX_FUNCTION_LINES = 60

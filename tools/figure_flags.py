@@ -162,11 +162,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "how A follows from the learned M: log(I + M) / Δx (exact, default), or M / Δx "
             "(first), the paper's first order",
         },
-        "source": {
-            "choices": ("border", "offset"),
-            "help": "features to propagate: the outermost ones, over every distance (border, "
-            "default), or those a whole number of offsets away (offset)",
-        },
         "distances": {
             "type": real(highest=4, above=True),
             "nargs": "+",

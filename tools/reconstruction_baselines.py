@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from figure_flags import integer, real
+from figure_flags import integer
 
 if TYPE_CHECKING:  # imported below after the arguments are parsed
     from detectron2.config import CfgNode
@@ -61,13 +61,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
     add("--weights", action="append", default=[], metavar="FILE", help="of a model; repeatable")
     add("--max-images", type=integer(least=2), metavar="N", help="draw N images of each set")
-    add(
-        "--memory-gb",
-        type=real(highest=1e6, above=True),
-        default=2.0,
-        metavar="GB",
-        help="for the sums of ridge regression (default: 2); with less, images are read again",
-    )
     add("--json", type=Path, metavar="FILE", help="write all numbers there")
     add("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
     args = parser.parse_args(argv)
@@ -100,7 +93,7 @@ def compare(args: argparse.Namespace) -> None:
     held_out = load_records(args.val_image_folder, args.max_images)
     # First, since a file that does not fit ends it here.
     own_losses = {file: evaluate_weights(own, held_out) for file, own in models.items()}
-    report = compute_baselines(cfg, train, held_out, memory_gb=args.memory_gb, progress=True)
+    report = compute_baselines(cfg, train, held_out, progress=True)
     losses = dict(report.losses)
     for file, own in own_losses.items():
         losses |= {file: own, f"{file} - ridge": own.minus(losses["ridge"])}

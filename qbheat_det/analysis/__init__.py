@@ -25,7 +25,7 @@ _MODULES = (
     "curves",
     "detections",
     "probes",
-    "propagation_figure",
+    "propagation",
     "queries",
     "reconstruction",
     "spectrum_figure",

@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Attention between the global tokens and the pixels of a Mobile-Former, and measures of it.
 
-Paper: QB-Heat, arXiv:2211.13228, Appendix E, Fig. 13 and 14, after "Mobile-Former",
-arXiv:2108.05895. The paper shows "four blocks at different resolutions" and names two of them, 10
-and 12; the others here are the last ones at strides 4 and 8, blocks 3 and 6 of Table 8. The paper
-argues by eye; the measures are this package's.
+Paper: QB-Heat, arXiv:2211.13228, Appendix E, Fig. 13 and 14. The paper argues by eye; the measures
+are this package's. Of its four blocks it names 10 and 12; 3 and 6 end strides 4 and 8 in Table 8.
 """
 
 import math
@@ -70,12 +68,7 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
 
 @torch.no_grad()
 def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]:
-    """Runs the backbone once and returns the attention of all its bridges, on the CPU.
-
-    Args:
-        backbone: in eval mode.
-        images: (N, 3, H, W), normalised.
-    """
+    """Returns the attention of all bridges of a backbone for images (N, 3, H, W), on the CPU."""
     blocks = list_blocks(backbone)
     bridges = [
         f"{name}.{bridge}"
@@ -97,29 +90,16 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
 
 
 def measure_spread(weights: Tensor, dim: int) -> Tensor:
-    """Returns the entropy of attention over ``dim``, divided by the largest possible.
-
-    It is 1 for uniform attention and 0 where one entry has all.
-
-    Args:
-        weights: sum to 1 over ``dim``, which has two entries or more.
-        dim: axis of what is attended to; the result lacks it.
-    """
+    """Returns the entropy of attention over ``dim``, in [0, 1]: 1 if it is uniform."""
     entropy = torch.special.entr(weights.double()).sum(dim=dim)
     return entropy / math.log(weights.shape[dim])
 
 
 def measure_overlap(weights: Tensor) -> Tensor:
-    """Returns the attention that two tokens have in common, as the mean over all pairs.
+    """Returns the attention that two tokens have in common, (...), as the mean over all pairs.
 
-    Of a pair it is the sum over pixels of the smaller weight. "More diverse across tokens"
-    (Appendix E) is a smaller overlap.
-
-    Args:
-        weights: (..., M, H, W), sum to 1 over the pixels; two tokens or more.
-
-    Returns:
-        (...), in [0, 1].
+    Of a pair it is the sum over pixels of the smaller weight of (..., M, H, W). "More diverse
+    across tokens" (Appendix E) is a smaller overlap.
     """
     flat = weights.flatten(-2).double()
     # A token at a time: all pairs at once are M times the memory.
@@ -131,12 +111,7 @@ def measure_overlap(weights: Tensor) -> Tensor:
 
 
 def describe_block(block: BlockAttention) -> dict[str, Any]:
-    """Returns the measures of one block, each the mean over images and heads.
-
-    Of Mobile→Former: "spread" of each token over the pixels, and the "overlap" of all tokens. Of
-    Mobile←Former: "spread" over the tokens, the mean over all pixels, and "share" of each token in
-    the attention of all pixels.
-    """
+    """Returns the measures of one block, each the mean over images and heads."""
     to_former, to_mobile = block.to_former, block.to_mobile
     return {
         "number": block.number,
@@ -154,11 +129,7 @@ def describe_block(block: BlockAttention) -> dict[str, Any]:
 
 
 def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns the value of the last colour of maps: that of the map that needs most.
-
-    A twentieth of a map's attention lies on the positions with this value or more, so that a
-    single peak does not darken the rest.
-    """
+    """Returns the value of the last colour: at most a twentieth of a map's attention is above."""
     tops = []
     for values in maps:
         falling = np.sort(values, axis=None)[::-1]

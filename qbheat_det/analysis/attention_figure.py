@@ -60,44 +60,23 @@ _BRIDGES: dict[Bridge, tuple[str, str, str]] = {
     "to_mobile": ("Mobile←Former", "spread", "entropy over tokens (1: uniform)"),
 }
 _EXPLANATION = (
-    "Mobile-Former passes messages both ways between the feature map and a few global tokens. "
     "Mobile→Former is normalised over pixels and shows where each token attends (Fig. 13 of the "
     "paper); Mobile←Former is normalised over tokens and shows which tokens each pixel attends to "
-    "(Fig. 14). A column is a token, a row a block.",
-    "Colours go from 0 to the number beside the row. Of Mobile→Former, numbers are multiples of "
-    "uniform attention, and at most a twentieth of a token's attention lies above the last "
-    "colour. Of Mobile←Former with M tokens, colours end at 2 / M, so that uniform attention is "
-    "the middle.",
-    "The charts measure the paper's \u201cmore diverse across tokens\u201d: overlap "
-    "is 1 where all tokens attend to the same pixels, spread is 1 where pixels attend to all "
-    "tokens equally. Identical tokens give 1 in both, and so do those of an untrained network, "
-    "which attend everywhere; the images and the spread over pixels in the JSON tell which.",
+    "(Fig. 14). A column is a token, a row a block; colours go from 0 to the number beside the "
+    "row, in multiples of uniform attention for Mobile→Former.",
+    "The charts measure the paper's \u201cmore diverse across tokens\u201d: overlap is 1 where all "
+    "tokens attend to the same pixels, spread 1 where pixels attend to all tokens equally. Both "
+    "are 1 for identical tokens, and for an untrained network, whose tokens attend everywhere.",
 )
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """Attention of one run.
-
-    Attributes:
-        blocks: measures of all blocks, the mean over all images.
-        drawn: the drawn blocks for each drawn image.
-        images: the drawn images.
-    """
+    """Of one run: mean measures of all blocks; by drawn image, the drawn blocks and pixels."""
 
     blocks: list[dict[str, Any]]
     drawn: list[list[BlockAttention]]
     images: list[RGBImage]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row of a grid: a block, or one of its heads; maps (H, W), one a token."""
-
-    name: str
-    maps: list[npt.NDArray[np.float32]]
-    stride: int
-    top: float
 
 
 @register_figure("attention")
@@ -119,10 +98,6 @@ def draw_attention(
         attention_blocks: numbers of the drawn blocks; None as ``choose_blocks``.
         attention_images: images that measures are averaged over, at least those drawn.
         attention_size: of the images; None takes that of the first run, or the paper's.
-
-    Raises:
-        NotApplicable: no run has a Mobile-Former, or there are no images.
-        UserError: a block has no tokens, or no run can be read.
     """
     size = attention_size or next(iter(find_sizes(runs)), _PAPER_SIZE)
     shared = SharedImages(runs, max(options.num_images, attention_images), options.images)
@@ -157,12 +132,7 @@ def draw_attention(
 
 @themed
 def plot_blocks(blocks: Mapping[str, Sequence[Mapping[str, Any]]], bridge: Bridge) -> Chart:
-    """Draws overlap (of Mobile→Former) or spread (of Mobile←Former) against the block's number.
-
-    Args:
-        blocks: by run, what ``describe_block`` gives for each of its blocks.
-        bridge: which of the two.
-    """
+    """Draws overlap (of Mobile→Former) or spread (of Mobile←Former) against the block's number."""
     arrow, measure, label = _BRIDGES[bridge]
     figure, axes = start_chart(height=3.4)
     for rows, name, style in zip(
@@ -229,38 +199,39 @@ def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, hea
     for label, one in found.items():
         image = shrink(one.images[index], _CELL)
         factor = image.shape[1] / one.images[index].shape[1]
-        for row in _list_rows(one.drawn[index], bridge, heads):
-            overlays = [
-                overlay_map(image, values, stride=row.stride * factor, high=row.top)
-                for values in row.maps
-            ]
-            grid.append([image, *overlays])
-            prefix = f"{to_text(label)}\n" if len(found) > 1 else ""
-            names.append(f"{prefix}{row.name}\n0 to {row.top:.2g}")
+        for block in one.drawn[index]:
+            for name, maps, stride in _list_maps(block, bridge, heads):
+                # Uniform attention is the middle of the colours, not the last one.
+                top = min(1.0, 2 / len(maps))
+                if bridge == "to_former":
+                    top = max(2.0, find_top(maps))
+                overlays = [overlay_map(image, m, stride=stride * factor, high=top) for m in maps]
+                grid.append([image, *overlays])
+                prefix = f"{to_text(label)}\n" if len(found) > 1 else ""
+                names.append(f"{prefix}{name}\n0 to {top:.2g}")
     columns = ["image", *(f"token {i + 1}" for i in range(max(map(len, grid)) - 1))]
     arrow = _BRIDGES[bridge][0]
-    caption = f"{arrow}, image {index + 1}."
     chart = plot_grid(grid, column_names=columns, row_names=names, title=arrow)
-    return chart_image(chart, caption=caption, format="jpg")
+    return chart_image(chart, caption=f"{arrow}, image {index + 1}.", format="jpg")
 
 
-def _list_rows(blocks: Sequence[BlockAttention], bridge: Bridge, heads: Heads) -> list[_Row]:
-    rows = []
-    for block in blocks:
-        former = bridge == "to_former"
-        weights = (block.to_former if former else block.to_mobile)[0]
-        stride = block.to_former_stride if former else block.to_mobile_stride
-        if former:
-            weights = weights * weights[0, 0].numel()  # multiples of uniform attention
-        named = {f"block {block.number}, stride {stride}": weights.mean(dim=0)}
-        if heads == "apart":
-            named = {f"block {block.number}, head {i + 1}": w for i, w in enumerate(weights)}
-        for name, attention in named.items():
-            maps = [one.float().numpy() for one in attention]
-            # Uniform attention is the middle of the colours, not the last one.
-            top = max(2.0, find_top(maps)) if former else min(1.0, 2 / len(maps))
-            rows.append(_Row(name, maps, stride, top))
-    return rows
+def _list_maps(
+    block: BlockAttention, bridge: Bridge, heads: Heads
+) -> list[tuple[str, list[npt.NDArray[np.float32]], int]]:
+    """Returns name, maps (H, W) of the tokens and their stride, for the mean or for each head."""
+    former = bridge == "to_former"
+    weights = (block.to_former if former else block.to_mobile)[0].float()
+    stride = block.to_former_stride if former else block.to_mobile_stride
+    if former:
+        weights = weights * weights[0, 0].numel()  # multiples of uniform attention
+    if heads == "mean":
+        return [
+            (f"block {block.number}, stride {stride}", list(weights.mean(dim=0).numpy()), stride)
+        ]
+    return [
+        (f"block {block.number}, head {i + 1}", list(maps.numpy()), stride)
+        for i, maps in enumerate(weights)
+    ]
 
 
 def _tabulate(blocks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:

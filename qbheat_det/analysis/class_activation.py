@@ -1,16 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Figure "heat": class activation maps beside steady heat with the same border.
 
-Papers: QB-Heat, arXiv:2211.13228, Sec. 1 and Fig. 1; class activation maps (CAM) are "Learning Deep
-Features for Discriminative Localization", arXiv:1512.04150, Eq. 2. A map exists where a linear
-classifier reads the mean of a feature map over its positions. Two parts of this package's
-classifier are not in that paper: the BatchNorm without scale and offset before the linear layer in
-linear probing, which is folded into the weights, and the first token beside the pooled map, which
-belongs to no position and is not in the map.
+Papers: QB-Heat, arXiv:2211.13228, Sec. 1 and Fig. 1; class activation maps (CAM) are
+arXiv:1512.04150, Eq. 2. A map exists where a linear classifier reads the mean of a feature map; the
+first token, which has no position, is not in it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -48,17 +46,13 @@ _LABELS = {
     "shuffled": "shuffled map",
 }
 _EXPLANATION = (
-    "The paper starts from a similarity (Sec. 1, Fig. 1): the class activation map (CAM) of a "
-    "classifier resembles heat that spreads over a plate. Here the plate has the CAM's own border, "
-    "and heat inside it is steady: u_xx + u_yy = 0 (Laplace's equation), solved on the CAM's "
-    "positions. A CAM that followed this equation would be the same image.",
-    "Steady heat has no peak inside a border (the maximum principle), so where the CAM peaks on an "
-    "object in the middle, the two must differ; the last map also fixes the CAM's largest value "
-    "inside, as a source of heat. Each row has one scale of colours, in logits.",
-    "Controls: a bilinear map between the four corners, the border's mean, and the same comparison "
-    "for the CAM with its positions shuffled. Relative error is 0 for the same map and 1 for the "
-    "mean of the CAM inside. Agreement beyond the controls shows that a CAM is smooth, not that "
-    "features obey the heat equation.",
+    "The paper starts from the similarity of a classifier's class activation map (CAM) to heat "
+    "that spreads over a plate. Here the plate has the CAM's own border, and heat inside it is "
+    "steady, u_xx + u_yy = 0. It has no peak inside the border (the maximum principle), so that "
+    "the last map also fixes the CAM's largest value inside, as a source.",
+    "Controls are a bilinear map between the corners, the border's mean, and the CAM with its "
+    "positions shuffled. Relative error is 0 for the same map, 1 for the mean of the CAM. "
+    "Agreement shows that a CAM is smooth, not that features obey the heat equation.",
 )
 
 
@@ -67,16 +61,14 @@ class ClassActivation:
     """Class activation maps of N images, one class each.
 
     Attributes:
-        maps: (N, H, W), in logits: their mean over positions, and ``rest``, sum to ``logits``.
+        maps: (N, H, W), in logits: their mean over positions, and ``rest``, sum to the logit.
         rest: (N,), what no position adds: the bias, and the first token if it is read.
-        logits: (N,), of the class.
         scores: (N,), softmax over all classes, in [0, 1].
-        classes: (N,), its index.
+        classes: (N,), index.
     """
 
     maps: Tensor
     rest: Tensor
-    logits: Tensor
     scores: Tensor
     classes: Tensor
 
@@ -85,19 +77,11 @@ class ClassActivation:
 def compute_class_activation(
     model: ImageClassifier, images: Tensor, chosen: int | None = None
 ) -> ClassActivation:
-    """Returns the class activation map of each image.
+    """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one.
 
-    Args:
-        model: with a linear decoder, in eval mode.
-        images: (N, 3, S, S), normalised.
-        chosen: index of the class; None takes the predicted class of each image.
-
-    Raises:
-        ValueError: the decoder is not linear, so that there is no such map.
+    The model has a linear decoder and is in eval mode.
     """
-    decoder = model.decoder
-    if not isinstance(decoder, LinearDecoder):
-        raise ValueError(f"a {type(decoder).__name__} has no class activation map")
+    decoder = cast(LinearDecoder, model.decoder)
     features = model.backbone(images)
     logits = decoder(features).float()
     classes = logits.argmax(dim=1)
@@ -111,12 +95,10 @@ def compute_class_activation(
     if decoder.pool.token_dim:
         first = features["tokens"][:, 0].float()
         rest = rest + (first * weights[classes, channels:]).sum(dim=1)
-    index = classes[:, None]
     return ClassActivation(
         maps=maps,
         rest=rest,
-        logits=logits.gather(1, index)[:, 0],
-        scores=logits.softmax(dim=1).gather(1, index)[:, 0],
+        scores=logits.softmax(dim=1).gather(1, classes[:, None])[:, 0],
         classes=classes,
     )
 
@@ -170,10 +152,6 @@ def draw_heat(
         heat_class: name or index of the class; None takes the predicted class of each image.
         heat_images: images that are averaged over, at least those drawn.
         heat_size: side of the images in pixels; None takes the run's.
-
-    Raises:
-        NotApplicable: no run is a classifier with class activation maps, or there are no images.
-        UserError: no classifier has the class, or no run can be read.
     """
     shared = SharedImages(runs, max(options.num_images, heat_images), options.images)
 
@@ -224,10 +202,7 @@ def _compute(
     run.require_kind("classifier")
     model = run.model
     if not isinstance(model, ImageClassifier) or not isinstance(model.decoder, LinearDecoder):
-        raise NotApplicable(
-            f"'{run.label}' has no linear layer over the mean of a map, which class activation "
-            "is defined for"
-        )
+        raise NotApplicable(f"'{run.label}' has no linear layer over the mean of a map")
     names = [str(name) for name in run.cfg.MODEL.CLASS_NAMES]
     chosen = None if wanted is None else _find_class(run.label, names, model.num_classes, wanted)
     entries = crop_squares(run.cfg, shared.choose(run), size)
@@ -287,11 +262,7 @@ def _draw_maps(label: str, one: _Heat) -> Image:
 
 @themed
 def plot_agreements(agreements: Mapping[str, Mapping[str, Sequence[Agreement]]]) -> Chart:
-    """Draws median and quartiles over images of correlation and relative error, a mark a run.
-
-    Args:
-        agreements: by run and by the keys of ``_LABELS``, of each image.
-    """
+    """Draws median and quartiles over images of correlation and relative error, a mark a run."""
     figure = start_figure(height=2.4 + 0.5 * len(agreements), width=7.6)
     panels = figure.subplots(1, 2, sharey=True)
     measures = {"correlation": "correlation inside", "relative_error": "relative error inside"}

@@ -2,9 +2,7 @@
 """Figure "correlation": spatial correlation of an encoder's feature map, image by image.
 
 Paper: QB-Heat, arXiv:2211.13228, Appendix D and Fig. 12, after "Barlow Twins", arXiv:2103.03230.
-As there, the mean over the channels is subtracted: maps behind a rectifier, which have no negative
-features, would otherwise seem correlated where they are not. The paper's histograms count images;
-here they show shares of images, so that sets of different sizes compare.
+As there, the mean over the channels is subtracted. Histograms are of shares of images, not counts.
 """
 
 import copy
@@ -30,7 +28,6 @@ from qbheat_det.core.figures import (
     NotApplicable,
     Table,
     register_figure,
-    register_training_figure,
 )
 from qbheat_det.modeling.contracts import FixedSizeModel
 from qbheat_det.probing.backbones import find_feature
@@ -54,27 +51,18 @@ _PAPER_SIZE = 224
 _BINS = 24
 _ROUNDING = 1e-6  # relative
 _EXPLANATION = (
-    "The encoder's map of an image is one vector of channels for each position; its spatial "
-    "correlation is the mean |correlation| of two different positions, over all pairs (Appendix D "
-    "and Fig. 12 of the paper). It is 1 where all positions are the same up to sign and scale, and "
-    "0 where they are unrelated. The paper finds more of it in larger encoders trained by MoCo-v2, "
-    "and reads it as a loss of spatial detail.",
-    "An untrained encoder is the control, with dotted lines: correlation that it has as well was "
-    "not learned. Its BatchNorms, which have no statistics yet, get those of these images. "
-    "Different maps, or images of different size, are not comparable.",
+    "The spatial correlation of an image is the mean |correlation| over channels of two different "
+    "positions of the encoder's map, over all pairs: 1 where all positions are the same up to sign "
+    "and scale, 0 where they are unrelated. The paper reads it as a loss of spatial detail.",
+    "An untrained encoder is the control, with dotted lines; its BatchNorms, which have no "
+    "statistics yet, get those of these images. Different maps or image sizes are not comparable.",
 )
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
-    """Returns the mean |correlation| over channels between any two positions of a map.
+    """From maps (N, C, H, W) to the mean |correlation| between two positions, (N,), in [0, 1].
 
     A position whose features are all equal is correlated with none.
-
-    Args:
-        features: (N, C, H, W), two positions or more.
-
-    Returns:
-        (N,), in [0, 1].
 
     Raises:
         ValueError: a map has less than two positions.
@@ -96,16 +84,7 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
 def correlate_images(
     backbone: Callable[[Tensor], Mapping[str, Tensor]], name: str, batches: Iterable[Tensor]
 ) -> list[float]:
-    """Returns the spatial correlation of each image.
-
-    Args:
-        backbone: from a batch to maps (N, C, H, W) by name.
-        name: of the map.
-        batches: images (N, 3, S, S), normalised.
-
-    Raises:
-        ValueError: as ``measure_spatial_correlation``.
-    """
+    """Returns the spatial correlation of each image (N, 3, S, S) in a backbone's named map."""
     return [
         value
         for images in batches
@@ -139,10 +118,6 @@ def draw_correlation(
         correlated_images: how many images.
         size: of the images; None takes that of the first run, or the paper's.
         map: name of the feature map; None takes the one that each model reads.
-
-    Raises:
-        NotApplicable: no encoder has such a map, or there are no images.
-        UserError: no run can be read.
     """
     side = size or next(iter(find_sizes(runs)), _PAPER_SIZE)
     shared = SharedImages(runs, correlated_images, options.images)
@@ -190,7 +165,7 @@ def draw_correlation(
     )
 
 
-@register_training_figure("correlation")
+@register_figure("correlation", training=True)
 def measure_in_training(
     model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
 ) -> Figure:

@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What all figures of runs share: their options, the loop over runs, and the images for all runs.
-
-Runs are compared on the same images, cropped to squares as each run's encoder takes them.
-"""
+"""What all figures of runs share: options, the loop over runs, and the images for all runs."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -110,11 +107,7 @@ class SharedImages:
     """Image files that all runs are compared on, chosen when the first run needs them."""
 
     def __init__(self, runs: Sequence[Run], number: int, folder: Path | None) -> None:
-        """
-        Args:
-            runs: all that may be compared.
-            number: how many files.
-            folder: to take them from; None takes the data of the first run that has any.
+        """Takes so many images of ``folder``; without, of the data of the first run that has any.
 
         Raises:
             UserError: the folder does not exist or has no image.
@@ -136,7 +129,7 @@ class SharedImages:
 
         Raises:
             NotApplicable: no folder is given, and no run has data on this machine.
-            UserError: none of the images can be read.
+            UserError: none of the images of the folder can be read.
         """
         reasons: list[str] = []
         for candidate in () if self._entries else (run, *self._runs):
@@ -160,14 +153,9 @@ class SharedImages:
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries of the run's mapper in inference, "image" (3, S, S).
+    """Returns entries with "image" (3, S, S) as the run's mapper, or pre-training's, crops them.
 
-    Detectors have no mapper of squares; theirs is that of pre-training.
-
-    Args:
-        cfg: of the run.
-        files: readable images.
-        size: S; None takes ``INPUT.PRETRAIN.SIZE``.
+    S is ``INPUT.PRETRAIN.SIZE`` if ``size`` is None.
     """
     cfg = cfg.clone()
     cfg.defrost()
@@ -192,13 +180,7 @@ def find_sizes(runs: Sequence[Run]) -> list[int]:
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
-    """Yields normalised images (n, 3, S, S) on the model's device, with a bar if it takes long.
-
-    Args:
-        model: with ``pixel_mean`` and ``pixel_std``.
-        entries: with images of one size.
-        label: of the bar.
-    """
+    """Yields normalised images (n, 3, S, S) on the model's device, with a bar if it takes long."""
     statistics = get_pixel_statistics(model)
     mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
     starts = range(0, len(entries), _BATCH_SIZE)
@@ -208,11 +190,7 @@ def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Ten
 
 
 def find_encoder(model: nn.Module) -> Backbone:
-    """Returns the backbone of a model, without the feature pyramid around it, if any.
-
-    Raises:
-        NotApplicable: the model has no backbone.
-    """
+    """Returns the backbone of a model below its feature pyramid, or raises ``NotApplicable``."""
     backbone = get_backbone(model)
     if backbone is None:
         raise NotApplicable(f"{type(model).__name__} has no backbone")

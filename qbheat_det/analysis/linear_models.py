@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The linear models of QB-Heat, arXiv:2211.13228, in models and checkpoints, and their controls.
+"""The linear models of QB-Heat, arXiv:2211.13228, in checkpoints, and their two controls.
 
-Both controls show what is not learned. "Random" matrices have independent normal entries.
-"Rotated" matrices have the learned singular values in random directions: how the directions of
-several matrices, or of rows and columns of one, relate to each other is chance in them, whatever
-their rank. What opposite directions share by construction (A2 = -A1, Eq. 9) the controls share.
+"Random" matrices have independent normal entries; "rotated" ones have the learned singular values
+in random directions, so that only what depends on size and rank is learned. What opposite
+directions share by construction (A2 = -A1, Eq. 9) the controls share.
 """
 
 import re
@@ -44,10 +43,6 @@ def list_linear_models(scales: Mapping[str, LinearModels]) -> Models:
 def read_linear_models(path: Path, label: str) -> Models:
     """Reads the linear models of a checkpoint without building the model around them.
 
-    Args:
-        path: a checkpoint of a pre-training.
-        label: of the run, for messages.
-
     Raises:
         NotApplicable: the file has no linear models.
         UserError: the file cannot be read, or its linear models are incomplete.
@@ -74,12 +69,7 @@ def read_linear_models(path: Path, label: str) -> Models:
 
 
 def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
-    """Returns checkpoints of a run, spread evenly over training and with the last, by their steps.
-
-    Args:
-        folder: of the run.
-        number: at most that many.
-    """
+    """Returns so many checkpoints of a run's folder, spread over training, by their steps."""
     found = {}
     for path in sorted(folder.glob("model_*.pth")):
         if match := _CHECKPOINT.fullmatch(path.resolve().stem):  # model_best.pth may be a link
@@ -90,10 +80,9 @@ def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
 
 
 def draw_random_models(models: Models, seed: int = 0) -> Models:
-    """Returns matrices of independent normal entries, as a randomly initialised predictor has.
+    """Returns matrices of independent normal entries, all of a scale with the mean learned norm.
 
-    All matrices of a scale have one Frobenius norm, the mean of the learned norms (or 1 where that
-    is zero): norms of their own would give the control the E(A)/E(B) that was learned.
+    Norms of their own would give the control the E(A)/E(B) that was learned.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = {}

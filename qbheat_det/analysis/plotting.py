@@ -1,9 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Charts and grids of images in the package's one matplotlib theme.
-
-Every function that draws is decorated with ``@themed`` and returns a matplotlib figure;
-``chart_image`` encodes it. RGB images are (H, W, 3) uint8.
-"""
+"""Charts and grids of images in one matplotlib theme: decorate what draws with ``@themed``."""
 
 import io
 import warnings
@@ -22,6 +18,7 @@ from torch import Tensor
 from qbheat_det.core.figures import Image
 
 RGBImage = npt.NDArray[np.uint8]
+"""(H, W, 3)."""
 Format = Literal["svg", "png", "jpg"]
 
 INK, QUIET, LINE = "#1c1e21", "#63676e", "#e4e4e1"
@@ -71,28 +68,22 @@ themed = matplotlib.rc_context(
 
 
 @themed
+def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
+    """Returns an empty figure of that many inches.
+
+    Matplotlib arranges its axes if ``constrained``, which for several takes longer than drawing.
+    """
+    figure = Figure(figsize=(width, height))  # without pyplot, which keeps global state
+    if constrained:
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    return figure
+
+
+@themed
 def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
     """Returns a figure of that many inches with one pair of axes."""
     figure = start_figure(height=height, width=width)
     return figure, figure.add_subplot()
-
-
-@themed
-def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
-    """Returns an empty figure of that many inches.
-
-    It does not belong to pyplot, which keeps global state and looks for a window system.
-
-    Args:
-        height: in inches.
-        width: in inches.
-        constrained: let matplotlib arrange the axes; for several of them this takes longer than
-            all the drawing.
-    """
-    figure = Figure(figsize=(width, height))
-    if constrained:
-        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
-    return figure
 
 
 def list_styles(number: int) -> list[dict[str, Any]]:
@@ -108,10 +99,9 @@ def list_styles(number: int) -> list[dict[str, Any]]:
 
 
 def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
-    """Returns the name of a run, a class or a file as text that matplotlib draws as it is.
+    """Returns a name as text that matplotlib draws as it is; long names lose their middle.
 
-    matplotlib reads text between dollar signs as a formula and leaves names with a leading
-    underscore out of legends. Long names lose their middle, because runs often differ at the end.
+    It would read text between dollar signs as a formula and hide names with a leading underscore.
     """
     text = " ".join(name.encode(errors="backslashreplace").decode().split())
     if len(text) > longest:
@@ -151,15 +141,7 @@ def plot_grid(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """Draws images of one size in rows and columns, pixel by pixel at 100 dots per inch.
-
-    Args:
-        rows: images (H, W, 3); a row that is shorter than the others ends with empty cells.
-        column_names: above the columns.
-        row_names: on the left, if any; lines are separated by newlines.
-        title: above everything.
-        note: a line below.
-    """
+    """Draws images of one size in rows and columns, a pixel a dot; short rows end with blanks."""
     height, width = rows[0][0].shape[:2]
     step_y, step_x = height + _GAP, width + _GAP
     mosaic = np.full((len(rows) * step_y, len(column_names) * step_x, 3), 255, dtype=np.uint8)
@@ -194,23 +176,19 @@ def chart_image(
 ) -> Image:
     """Encodes a matplotlib figure; the same figure is the same bytes each time.
 
-    Args:
-        figure: of ``start_chart`` or ``plot_grid``.
-        alt: describes it to readers who cannot see it; the caption where it is empty.
-        caption: below it.
-        format: "svg" for charts on pages, "png" for charts in TensorBoard, "jpg" for photographs.
+    Without ``alt`` it is the caption. SVG is for pages, PNG for TensorBoard, JPEG for photographs.
     """
     buffer = io.BytesIO()
-    metadata = {"svg": {"Date": None}}.get(format)
-    options = {"pil_kwargs": {"quality": 90}} if format == "jpg" else {}
-    tight = {} if figure.get_layout_engine() else {"bbox_inches": "tight", "pad_inches": 0.08}
+    options: dict[str, Any] = {"dpi": _DPI[format]}
+    if format == "svg":
+        options["metadata"] = {"Date": None}
+    if figure.get_layout_engine() is None:
+        options |= {"bbox_inches": "tight", "pad_inches": 0.08}
     with warnings.catch_warnings():
         # A name in letters that the font lacks, and a legend longer than its chart.
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
-        figure.savefig(
-            buffer, format=format, dpi=_DPI[format], metadata=metadata, **options, **tight
-        )
+        figure.savefig(buffer, format=format, **options)
     return Image(buffer.getvalue(), _MEDIA_TYPES[format], alt or caption, caption)
 
 
@@ -244,15 +222,10 @@ def overlay_map(
     high: float,
     colors: str = "viridis",
 ) -> RGBImage:
-    """Returns an image in grey with a feature map in colours over it, smoothed between positions.
+    """Returns an image in grey with a feature map (h, w) in colours over it, interpolated.
 
-    Args:
-        image: (H, W, 3).
-        values: (h, w); positions beyond the image are not shown.
-        stride: pixels of the image between two positions, the first half a stride from the corner.
-        low: value of the first colour.
-        high: value of the last colour; larger values have it too.
-        colors: name of a matplotlib colour map.
+    Positions are ``stride`` pixels apart, the first half a stride from the corner. Values below
+    ``low`` and above ``high`` have the first and last colour.
     """
     x, y = (
         (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)
@@ -273,12 +246,9 @@ def overlay_map(
 
 
 def enlarge(image: RGBImage, side: int = 160, *, exact: bool = False) -> RGBImage:
-    """Returns an image with sharp pixels, larger by a whole number to at least ``side`` rows.
+    """Returns an image with sharp pixels, a whole number of times larger: ``side`` rows or more.
 
-    Args:
-        image: (H, W, 3).
-        side: rows.
-        exact: return a square of exactly that side.
+    With ``exact`` it is a square of that side.
     """
     factor = max(1, -(-side // len(image)))
     size = (side, side) if exact else (image.shape[1] * factor, len(image) * factor)

@@ -1,44 +1,67 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Features propagated over any distance by the linear equations of QB-Heat, and beyond the image.
+"""Figure "beyond": features propagated beyond the image by the exponential solution, and decoded.
 
 Paper: QB-Heat, arXiv:2211.13228, Eq. 1, 3 and 5. With ∂z/∂x = A z and ∂z/∂y = B z a feature is
-z(x, y) = e^{Ax} e^{By} z(0, 0). Distances x (to the right) and y (down) are in sides of the image,
-which has G positions.
-
-A step over the offset Δx is learned, z(x + Δx) = (I + M) z(x). Two A belong to it: the paper's,
-M = Δx A, of the first order of the exponential (Eq. 5), so that e^{AΔx} is I + M only as far as M
-is small; and log(I + M) / Δx, whose exponential over Δx is the learned step exactly. Matrices that
-do not commute, as learned ones never quite do, are applied in the order of Eq. 3, y before x.
-
-The paper stops at the image's border. Chosen here: A1 goes to the right, A2 to the left, B1 down
-and B2 up, each for distances that are not negative; and the decoder, which knows the positions of
-one image only, is moved over the larger grid in windows of its size.
+z(x, y) = e^{Ax} e^{By} z(0, 0), x to the right and y down, in sides of the image (G positions). The
+paper stops at the border. Chosen here: A1 goes to the right, A2 to the left, B1 down and B2 up.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Literal
+from typing import Any, Literal, NamedTuple, cast
 
+import cv2
 import numpy as np
 import scipy.linalg
 import torch
+from matplotlib.ticker import LogFormatter
 from torch import Tensor
 
+from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
+from qbheat_det.modeling.pretrain import ReconstructionModel, patchify, unpatchify
+
+from .figure import FigureOptions, SharedImages, crop_squares, run_each
+from .linear_models import NAMES, read_linear_models
+from .plotting import (
+    INK,
+    RGBImage,
+    add_legend,
+    chart_image,
+    list_styles,
+    plot_grid,
+    start_chart,
+    themed,
+    to_rgb,
+    to_text,
+)
+from .run import Run
+
 Order = Literal["exact", "first"]
+Generators = Mapping[str, Tensor]
+"""A1, A2, B1 and B2 (C, C) by name, per side of the image."""
 DIRECTIONS = {"right": "A1", "left": "A2", "down": "B1", "up": "B2"}
-"""The linear model that propagates features in each direction."""
-Decode = Callable[[Tensor], Tensor]
-"""From features (N, G, G, C) to patches (N, G * G, P)."""
+_FORMULAS = {"exact": "log(I + M) / Δx", "first": "M / Δx"}
+_GROWTH_AT = np.linspace(0, 2, 17).tolist()  # sides of the image
+_SIDE = 240  # pixels of a cell: the wider the margin, the smaller the image in it
+_EXPLANATION = (
+    "Around the image are its outermost features, propagated by e^{Ax} e^{By} (Eq. 3) and decoded "
+    "window by window. Where the loss normalises patches, their brightness and contrast are the "
+    "image's averages. The last column is the control: features continue unchanged, A = 0.",
+    "Growth is the norm of propagated features over that at distance 0. The error compares them "
+    "with the encoder's features inside the image: 1 is no better than the mean of the map. "
+    "Pre-training asks for agreement of decoded pixels, not of features.",
+)
 
 
 def find_generator(step: Tensor, offset: float, *, order: Order = "exact") -> Tensor:
-    """Returns the A that belongs to a learned step.
+    """Returns the A that belongs to a learned step, z(x + Δx) = (I + M) z(x).
 
     Args:
-        step: (C, C), M: a feature is I + M times that at Δx before.
+        step: (C, C), M.
         offset: Δx, in sides of the image.
-        order: "exact" for log(I + M) / Δx, the principal logarithm; "first" for M / Δx.
+        order: "exact" for log(I + M) / Δx, whose exponential over Δx is the learned step; "first"
+            for M / Δx, the paper's first order of it (Eq. 5).
 
     Returns:
         (C, C), float64. The exact one is complex128 where an eigenvalue of I + M is negative:
@@ -51,8 +74,7 @@ def find_generator(step: Tensor, offset: float, *, order: Order = "exact") -> Te
     if order == "first":
         return step / offset
     whole = torch.eye(len(step), dtype=step.dtype) + step
-    singular = torch.linalg.svdvals(whole)
-    if float(singular[-1]) <= float(singular[0]) * torch.finfo(step.dtype).eps:
+    if not float(torch.linalg.cond(whole)) < 1 / torch.finfo(step.dtype).eps:  # nan for zero
         raise ValueError("I + M is singular, so it has no logarithm")
     return torch.from_numpy(np.asarray(scipy.linalg.logm(whole.numpy()))) / offset
 
@@ -63,38 +85,37 @@ def propagate(z: Tensor, a: Tensor, x: float) -> Tensor:
     return z.to(wide) @ torch.matrix_exp(a * x).to(wide).mT
 
 
-def extend_map(z: Tensor, generators: Mapping[str, Tensor], margin: int, *, stride: int) -> Tensor:
-    """Propagates the features of an image beyond all its borders.
+def extend_map(z: Tensor, generators: Generators, margin: int) -> Tensor:
+    """Propagates the outermost features (N, G, G, C) by ``margin`` positions on all sides.
 
-    The feature at a position outside is that of a position inside, propagated over the distance
-    between them, which is the least multiple of ``stride`` that reaches inside. With the offset of
-    the generators' scale these are the learned steps; with 1 everything outside comes from the
-    outermost features. Beyond a corner, features go along y and then along x, as in Eq. 3.
-
-    Args:
-        z: (N, G, G, C).
-        generators: A1, A2, B1 and B2 by name, (C, C), per side of the image.
-        margin: positions on each side of the image, 0 or more.
-        stride: positions, 1 to G.
-
-    Returns:
-        (N, G + 2 margin, G + 2 margin, C), with z itself in the middle.
+    Beyond a corner, features go along y and then along x, as in Eq. 3.
     """
-    along = {way: generators[name] for way, name in DIRECTIONS.items()}
-    tall = _extend_axis(z.transpose(1, 2), along["down"], along["up"], margin, stride)
-    wide = _extend_axis(tall.transpose(1, 2), along["right"], along["left"], margin, stride)
+    a = {way: generators[name] for way, name in DIRECTIONS.items()}
+    tall = _extend_axis(z.transpose(1, 2), a["down"], a["up"], margin)
+    wide = _extend_axis(tall.transpose(1, 2), a["right"], a["left"], margin)
     return (wide.real if wide.is_complex() else wide).to(z.dtype)
 
 
-def decode_map(z: Tensor, decode: Decode, size: int) -> Tensor:
-    """Decodes a map larger than the image in windows of the image's size.
+def _extend_axis(z: Tensor, forth: Tensor, back: Tensor, margin: int) -> Tensor:
+    """Extends (N, K, L, C) along L, whose image has K positions, by ``forth`` at the end."""
+    size = min(z.shape[1:3])
+    steps = range(1, margin + 1)
+    after = [propagate(z[:, :, -1:], forth, step / size) for step in steps]
+    before = [propagate(z[:, :, :1], back, step / size) for step in reversed(steps)]
+    parts = [*before, z, *after]
+    wide = torch.promote_types(parts[0].dtype, parts[-1].dtype)
+    return torch.cat([part.to(wide) for part in parts], dim=2)
+
+
+def decode_map(z: Tensor, decode: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    """Decodes a map larger than the image in windows of the image's size, G.
 
     The window in the middle is the image. Others are moved by half a window, further out until
     they end with the map; a position is decoded by the one that is moved least, along each axis.
 
     Args:
         z: (N, L, L, C), L - G even.
-        decode: for windows, (n, G, G, C) to (n, G * G, P).
+        decode: for windows, (n, G, G, C) to patches (n, G * G, P).
         size: G, positions of a window.
 
     Returns:
@@ -102,21 +123,29 @@ def decode_map(z: Tensor, decode: Decode, size: int) -> Tensor:
     """
     length = z.shape[1]
     starts = [_find_window(position, length, size) for position in range(length)]
-    decoded: Tensor | None = None
-    for row, column in product(sorted(set(starts)), repeat=2):
-        patches = decode(z[:, row : row + size, column : column + size]).unflatten(1, (size, size))
-        if decoded is None:
-            decoded = patches.new_zeros(len(z), length, length, patches.shape[-1])
-        # The positions of one window are adjacent.
-        rows, columns = (
-            slice(starts.index(start), starts.index(start) + starts.count(start))
-            for start in (row, column)
-        )
-        decoded[:, rows, columns] = patches[
-            :, rows.start - row : rows.stop - row, columns.start - column : columns.stop - column
-        ]
-    assert decoded is not None  # a map has positions
-    return decoded
+    rows = []
+    for row in sorted(set(starts)):
+        cells = []
+        for column in sorted(set(starts)):
+            window = z[:, row : row + size, column : column + size]
+            y, x = (
+                slice(
+                    starts.index(start) - start, starts.index(start) - start + starts.count(start)
+                )
+                for start in (row, column)
+            )
+            cells.append(decode(window).unflatten(1, (size, size))[:, y, x])
+        rows.append(torch.cat(cells, dim=2))
+    return torch.cat(rows, dim=1)
+
+
+def _find_window(position: int, length: int, size: int) -> int:
+    """Returns the start of the window that decodes a position of an axis."""
+    middle = (length - size) // 2
+    beyond = max(middle - position, position - (middle + size - 1), 0)
+    half = max(size // 2, 1)
+    shift = min(math.ceil(beyond / half) * half, middle)
+    return middle + shift if position > middle else middle - shift
 
 
 def restore_pixels(
@@ -124,14 +153,12 @@ def restore_pixels(
 ) -> Tensor:
     """Puts the image into the middle of what was decoded, on the scale of its pixels.
 
-    Outside the image no patch has a known mean and deviation: every one gets those of the image's
-    patches on average, so that nothing of the layout is given to it.
+    Patches outside get the average mean and deviation of the image's.
 
     Args:
         patches: (N, G, G, P), of the image.
         predicted: (N, L, L, P), decoded.
-        restore: from predictions (N, K, P) and true patches (N, K, P), whose statistics it takes,
-            to pixels, as of ``ReconstructionLoss``.
+        restore: of ``ReconstructionLoss``: from predictions and true patches (N, K, P) to pixels.
 
     Returns:
         (N, L, L, P), float32.
@@ -148,18 +175,9 @@ def restore_pixels(
 
 
 def measure_growth(
-    z: Tensor, generators: Mapping[str, Tensor], distances: Sequence[float]
+    z: Tensor, generators: Generators, distances: Sequence[float]
 ) -> dict[str, list[float]]:
-    """Returns the root mean square norm of propagated features over that at distance 0.
-
-    Args:
-        z: (..., C).
-        generators: as of ``extend_map``.
-        distances: in sides of the image.
-
-    Returns:
-        By direction, a number for each distance.
-    """
+    """Returns by direction the norm of features (..., C) at distances over that at 0."""
     norm = float(z.double().norm())
     return {
         way: [float(propagate(z, generators[name], x).real.norm()) / norm for x in distances]
@@ -167,56 +185,166 @@ def measure_growth(
     }
 
 
-def measure_error(z: Tensor, generators: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Returns how far propagated features are from the encoder's own, inside the image.
+def measure_error(z: Tensor, generators: Generators) -> dict[str, list[float]]:
+    """Returns how far propagated features (N, G, G, C) are from the encoder's, inside the image.
 
-    Args:
-        z: (N, G, G, C).
-        generators: as of ``extend_map``.
-
-    Returns:
-        By direction, for distances of 1 to G - 1 positions, the norm of all errors over the norm
-        of all true deviations from the mean feature: 1 is no better than the mean of the map.
+    By direction, for 1 to G - 1 positions: the norm of all errors over that of all deviations from
+    the mean feature, so that 1 is no better than the mean of the map.
     """
     size = z.shape[1]
     z = z.double()
     mean = z.mean(dim=(0, 1, 2))
-    found: dict[str, list[float]] = {}
-    for way, name in DIRECTIONS.items():
+    found: dict[str, list[float]] = {way: [] for way in DIRECTIONS}
+    for (way, name), steps in product(DIRECTIONS.items(), range(1, size)):
         # Along the last axis but one, towards higher positions.
         maps = z if way in ("right", "left") else z.transpose(1, 2)
         maps = maps if way in ("right", "down") else maps.flip(2)
-        found[way] = []
-        for steps in range(1, size):
-            predicted = propagate(maps[:, :, :-steps], generators[name], steps / size).real
-            true = maps[:, :, steps:]
-            found[way].append(float((predicted - true).norm() / (true - mean).norm()))
+        predicted = propagate(maps[:, :, :-steps], generators[name], steps / size).real
+        true = maps[:, :, steps:]
+        found[way].append(float((predicted - true).norm() / (true - mean).norm()))
     return found
 
 
-def _extend_axis(z: Tensor, forth: Tensor, back: Tensor, margin: int, stride: int) -> Tensor:
-    """Extends (N, K, G, C) along G, by ``forth`` at the end and by ``back`` at the start."""
-    after = _extend_end(z, forth, margin, stride)
-    before = _extend_end(z.flip(2), back, margin, stride).flip(2)
-    wide = torch.promote_types(before.dtype, after.dtype)
-    return torch.cat([before.to(wide), z.to(wide), after.to(wide)], dim=2)
+class _Propagation(NamedTuple):
+    """Of one run: cells by the title of their column, a note, and numbers over the distance."""
+
+    columns: Mapping[str, Sequence[RGBImage]]
+    note: str
+    data: dict[str, Any]
 
 
-def _extend_end(z: Tensor, a: Tensor, margin: int, stride: int) -> Tensor:
-    """Returns the features of ``margin`` positions behind the last of (N, K, G, C)."""
-    size = z.shape[2]
-    blocks = [z[:, :, :0].to(torch.promote_types(a.dtype, z.dtype))]
-    for start in range(0, margin, stride):
-        # From the last ``stride`` positions to those behind ``start``.
-        source = z[:, :, size - stride : size - stride + min(stride, margin - start)]
-        blocks.append(propagate(source, a, (start + stride) / size))
-    return torch.cat(blocks, dim=2)
+@register_figure("beyond")
+def draw_beyond(
+    runs: Sequence[Run],
+    options: FigureOptions,
+    *,
+    scale: Literal["corner", "centre"] = "corner",
+    generator: Order = "exact",
+    distances: Sequence[float] = (0.25, 0.5, 1.0),
+) -> Figure:
+    """Propagates the features of whole images beyond their borders, and decodes them.
+
+    Args:
+        runs: to compare.
+        options: ``images`` and ``num_images``.
+        scale: whose linear models are used, where a run has both.
+        generator: see ``find_generator``.
+        distances: margins around the image, in sides of the image.
+    """
+    shared = SharedImages(runs, options.num_images, options.images)
+    results = run_each(
+        runs,
+        lambda run: _compute(run, shared, scale, generator, distances),
+        nothing="no propagation",
+    )
+    images = {}
+    for index, (label, one) in enumerate(results.found.items(), 1):
+        rows = list(zip(*one.columns.values(), strict=True))
+        chart = plot_grid(rows, column_names=list(one.columns), note=one.note)
+        images[f"{index}_images"] = chart_image(
+            chart, caption=f"{label}: images and their surroundings.", format="jpg"
+        )
+    data = {label: one.data for label, one in results.found.items()}
+    return Figure(
+        "beyond",
+        "Propagation beyond the image",
+        [*_EXPLANATION, *shared.explain(), *results.explain()],
+        images | _draw_charts(data),
+        {"images": shared.files, "runs": data, "left_out": results.left_out},
+    )
 
 
-def _find_window(position: int, length: int, size: int) -> int:
-    """Returns the start of the window that decodes a position of an axis."""
-    middle = (length - size) // 2
-    beyond = max(middle - position, position - (middle + size - 1), 0)
-    half = max(size // 2, 1)
-    shift = min(math.ceil(beyond / half) * half, middle)
-    return middle + shift if position > middle else middle - shift
+@torch.no_grad()
+def _compute(
+    run: Run, shared: SharedImages, scale: str, order: Order, distances: Sequence[float]
+) -> _Propagation:
+    models = read_linear_models(run.weights, run.label)
+    scale = scale if scale in models else next(iter(models))
+    offset, matrices = models[scale]
+    try:
+        generators = {name: find_generator(matrices[name], offset, order=order) for name in NAMES}
+    except ValueError as error:
+        raise NotApplicable(f"'{run.label}': {error}") from error
+    unchanged = {name: torch.zeros_like(a) for name, a in generators.items()}
+    model = cast(ReconstructionModel, run.model)
+    images = model.preprocess_image(crop_squares(run.cfg, shared.choose(run)))
+    z = model.encode(images).float()
+    size = z.shape[1]
+
+    def draw(by: Generators, margin: int) -> list[RGBImage]:
+        pixels = decode_beyond(model, images, z, by, margin)
+        border = margin * model.decoder.patch_size
+        return [_frame(to_rgb(image, run.cfg.INPUT.FORMAT), border) for image in pixels]
+
+    margins = sorted({max(1, round(size * distance)) for distance in distances})
+    columns = {"image": draw(unchanged, 0)}
+    columns |= {f"{margin / size:g} W beyond": draw(generators, margin) for margin in margins}
+    columns[f"A = 0, {margins[-1] / size:g} W"] = draw(unchanged, margins[-1])
+    z = z.cpu()
+    data = {
+        "scale": scale,
+        "offset": offset,
+        "growth": {"distances": _GROWTH_AT, **measure_growth(z, generators, _GROWTH_AT)},
+        "error": {
+            "distances": [steps / size for steps in range(1, size)],
+            **measure_error(z, generators),
+            "unchanged": measure_error(z, unchanged),
+        },
+    }
+    return _Propagation(columns, f"A = {_FORMULAS[order]} of the {scale}, Δx = {offset:g} W", data)
+
+
+def decode_beyond(
+    model: ReconstructionModel, images: Tensor, z: Tensor, generators: Generators, margin: int
+) -> Tensor:
+    """Returns images (N, 3, S, S) with decoded features around them, in the mapper's pixels.
+
+    Args:
+        model: decodes.
+        images: normalised.
+        z: (N, G, G, C), their features.
+        generators: of ``extend_map``.
+        margin: positions around the image.
+    """
+    size, patch = model.decoder.grid_size, model.decoder.patch_size
+    large = extend_map(z.cpu(), generators, margin).to(z.device)
+    true = patchify(images, patch).unflatten(1, (size, size))
+    patches = restore_pixels(true, decode_map(large, model.decoder, size), model.loss.restore)
+    return unpatchify(patches.flatten(1, 2), patch) * model.pixel_std + model.pixel_mean
+
+
+def _frame(pixels: Any, border: int) -> RGBImage:
+    """Returns (_SIDE, _SIDE, 3) with a line around the image inside ``border`` pixels."""
+    cell = cv2.resize(pixels, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA).clip(0, 255)
+    if border:
+        start, end = (round(_SIDE * at / len(pixels)) for at in (border, len(pixels) - border))
+        cell = cv2.rectangle(cell, (start - 1, start - 1), (end, end), (255, 255, 255), 1)
+    return np.rint(cell).astype(np.uint8)
+
+
+@themed
+def _draw_charts(data: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
+    """Draws growth and error over the distance: four directions of one run, means of several."""
+    charts = {}
+    for measure in ("growth", "error"):
+        lines: dict[str, tuple[Any, Any]] = {}
+        for run, one in data.items():
+            x, label = one[measure]["distances"], to_text(run)
+            ways = {way: one[measure][way] for way in DIRECTIONS}
+            ways = ways if len(data) == 1 else {label: np.mean(list(ways.values()), axis=0)}
+            if measure == "error":
+                ways["A = 0"] = np.mean(list(one[measure]["unchanged"].values()), axis=0)
+            prefix = f"{label}, " if len(data) > 1 and measure == "error" else ""
+            lines |= {way if way == label else f"{prefix}{way}": (x, y) for way, y in ways.items()}
+        figure, axes = start_chart(height=3.6)
+        for (name, line), style in zip(lines.items(), list_styles(len(lines)), strict=True):
+            axes.plot(*line, label=name, **style)
+        axes.axhline(1, color=INK, lw=1, ls="--")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter())
+        axes.set_title(f"{measure.capitalize()} of propagated features")
+        axes.set_xlabel("distance, sides of the image")
+        add_legend(figure, axes)
+        charts[measure] = chart_image(figure, caption=f"{measure.capitalize()} by distance.")
+    return charts

@@ -32,13 +32,10 @@ _COARSEST = 32  # stride of the first level; each next one has half of it
 _STRIDES = (32, 16, 8)
 _CELL = 200  # pixels
 _EXPLANATION = (
-    "MF-DETR predicts each box by one of its queries, which attend to the feature map at three "
-    "scales, coarse to fine. A row is a predicted box; the colours are the attention of its query "
-    "in the last block of each scale, the mean over heads, which sums to 1 over the pixels. Each "
-    "cell has its own colours, from 0 to a value above which at most a twentieth of the attention "
-    "lies.",
-    "The table has the share of attention inside the box beside the share of the image that the "
-    "box covers; uniform attention has the same share in both.",
+    "A row is a predicted box; the colours are the attention of its query in the last block of "
+    "each scale, the mean over heads. Each cell has its own colours. The table has the share of "
+    "attention inside the box beside the share of the image that the box covers, which are equal "
+    "for uniform attention.",
 )
 
 
@@ -59,13 +56,7 @@ class QueryAttention:
 
 @torch.no_grad()
 def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAttention:
-    """Detects in one image and returns the attention of its ``count`` most confident queries.
-
-    Args:
-        model: in eval mode.
-        entry: of the dataset mapper, "image" (3, H, W).
-        count: how many; all where there are fewer.
-    """
+    """Returns the attention of the ``count`` most confident queries in one mapped image."""
     names = {
         _COARSEST >> i: f"levels.{i}.{len(cast(nn.ModuleList, level)) - 1}.query_layer"
         ".cross_attention"
@@ -88,15 +79,9 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
 
 
 def measure_inside(maps: Tensor, boxes: Tensor, stride: int) -> Tensor:
-    """Returns the share of attention on positions whose centres lie inside a box.
+    """Returns the share of attention (n, heads, H, W) on positions with centres inside a box.
 
-    Args:
-        maps: (n, heads, H, W), sum to 1 over the pixels.
-        boxes: (n, 4) XYXY, in pixels of the image.
-        stride: pixels between two positions.
-
-    Returns:
-        (n,), the mean over heads. A box between the centres of positions has 0.
+    Boxes are (n, 4) XYXY in pixels, the result (n,) is the mean over heads.
     """
     height, width = maps.shape[-2:]
     y = (torch.arange(height) + 0.5) * stride
@@ -124,10 +109,6 @@ def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: in
         runs: to compare.
         options: ``images`` and ``num_images``.
         query_boxes: predictions of each image.
-
-    Raises:
-        NotApplicable: no run is an MF-DETR, or there are no images.
-        UserError: no run can be read.
     """
     shared = SharedImages(runs, options.num_images, options.images)
     results = run_each(

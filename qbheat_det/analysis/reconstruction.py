@@ -22,7 +22,6 @@ from qbheat_det.core.figures import (
     NotApplicable,
     Table,
     register_figure,
-    register_training_figure,
 )
 from qbheat_det.modeling.pretrain import ReconstructionModel
 
@@ -33,26 +32,16 @@ from .run import Run
 _GREY = 128
 _NORMALIZED = "Mean and contrast of each masked patch are those of the image."
 _EXPLANATION = (
-    "Grey is masked. From a corner, QB-Heat predicts the features of the three other quarters by "
-    "linear maps of those of the visible one (Fig. 2 and 4 of the paper, Eq. 5), and a decoder "
-    "turns them into pixels; from the centre, those of the twelve blocks around it. Visible pixels "
-    "are shown as they are.",
+    "Grey is masked. From a corner, QB-Heat predicts the features of the three other quarters, "
+    "from the centre those of the twelve blocks around it (Fig. 2 and 4 of the paper, Eq. 5).",
     "Losses are squared errors of the patches that the run's loss counts. For normalised patches "
-    "(the default), predicting zero costs about 1, and ridge regression from the visible pixels is "
-    "the baseline to beat: tools/reconstruction_baselines.py computes it on your data.",
+    "zero costs about 1; tools/reconstruction_baselines.py computes what ridge regression has.",
 )
 
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """N images and their reconstructions.
-
-    Attributes:
-        columns: N images (S, S, 3) by title: "input", and for each view "visible <view>" and
-            "from the <view>".
-        losses: by view, for each image "loss", and where the view has quadrants, "place".
-        note: what is to be known of the images; empty if nothing.
-    """
+    """N images (S, S, 3) by the title of their column, and losses of each by view."""
 
     columns: Mapping[str, Sequence[RGBImage]]
     losses: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -69,10 +58,7 @@ def reconstruct_images(
 ) -> Reconstructions:
     """Reconstructs images from every view; images take the quadrants of a view in turn.
 
-    Args:
-        model: in eval mode, without gradients.
-        entries: of a dataset mapper in inference, "image" (3, S, S).
-        pixel_format: "RGB" or "BGR", of the entries' channels.
+    The model is in eval mode; entries are those of a mapper in inference with that pixel format.
     """
     inputs = [to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
@@ -99,14 +85,6 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws a row for each image and run: input, visible part and reconstruction of each view.
 
     Runs with the same views and image size share a grid, with the rows of an image together.
-
-    Args:
-        runs: to compare.
-        options: ``images``, ``num_images``, and ``seed`` of random masks.
-
-    Raises:
-        NotApplicable: no run reconstructs pixels, or there are no images.
-        UserError: no run can be read.
     """
     shared = SharedImages(runs, options.num_images, options.images)
 
@@ -146,7 +124,7 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     )
 
 
-@register_training_figure("reconstructions")
+@register_figure("reconstructions", training=True)
 def draw_training_reconstructions(
     model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
 ) -> Figure:

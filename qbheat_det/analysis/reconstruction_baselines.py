@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reconstruction losses of predictors without a network, on held-out images.
 
-They are the scale for the loss of a pre-training by QB-Heat: one that is not below ridge
-regression's has learned little yet. Images are (N, 3, S, S), patches (N, L, P).
+A pre-training whose loss is not below ridge regression's has learned little yet. Images are
+(N, 3, S, S), patches (N, L, P).
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,14 +147,9 @@ class ReconstructionTask:
 
 @dataclass
 class BaselineReport:
-    """What ``compute_baselines`` finds.
+    """Losses by name of ``BASELINES``, penalties by place, and numbers of training images.
 
-    Attributes:
-        losses: by name of ``BASELINES``.
-        penalties: by place of the visible quarter, those chosen for its patches.
-        num_images: training images that could be read.
-        num_rows: these and their mirror images.
-        skipped: errors of unreadable images, by image.
+    ``num_rows`` counts mirror images too; ``skipped`` has the errors of unreadable images.
     """
 
     losses: dict[str, HeldOutLosses] = field(
@@ -172,23 +166,19 @@ def compute_baselines(
     train: Sequence[dict[str, Any]],
     held_out: Sequence[dict[str, Any]],
     *,
-    memory_gb: float = 2.0,
     progress: bool = False,
 ) -> BaselineReport:
     """Computes the losses of ``BASELINES`` on held-out images, viewed as a model is evaluated.
 
-    *Zero* predicts the mean of every normalised patch, or for raw pixels the training images'
-    mean colour; *mean image* the mean over training images of the target. *Ridge* predicts the
-    pixels of every counted patch from the visible quarter, averaged to 16 x 16 pixels: one
-    regression for each place of the quarter, with a penalty for each patch. A fifth of the
-    training images choose the penalties, then all are fitted. Training images are largest centre
-    squares, and these mirrored where ``INPUT.RANDOM_FLIP`` asks for it.
+    *Zero* predicts the mean of every normalised patch, or the mean colour of raw pixels; *mean
+    image* the mean target. *Ridge* predicts the pixels of every counted patch from the visible
+    quarter, averaged to 16 x 16 pixels: one regression for each place of the quarter, with a
+    penalty for each patch that a fifth of the training images choose.
 
     Args:
         cfg: of QB-Heat.
         train: records with "file_name" and "image_id".
         held_out: the same, of other images; the four corners take turns over them.
-        memory_gb: for the sums; where it is less than needed, images are read again.
         progress: show a bar on stderr.
 
     Raises:
@@ -205,27 +195,20 @@ def compute_baselines(
     views = with_views(held_out, get_views(cfg).values())
     evaluation = ImageBatches(views, mapper=mapper, num_workers=workers)
     report = BaselineReport()
-    shares = _count_shares(task, memory_gb)
-    total = shares * (len(train) + len(views))
-    with tqdm(total=total, unit=" images", disable=not progress) as bar:
-        for share in range(shares):
-            regressions = {
-                place: _Regression(task, place, share=share, shares=shares) for place in task.places
-            }
-            colour = _fit(task, training, regressions, report, bar)
-            _evaluate(task, evaluation, regressions, colour, report, bar)
+    regressions = {place: _Regression(task, place) for place in task.places}
+    with tqdm(total=len(train) + len(views), unit=" images", disable=not progress) as bar:
+        colour = _fit(task, training, regressions, report, bar)
+        _evaluate(task, evaluation, regressions, colour, report, bar)
     return report
 
 
 class _Regression:
-    """From the visible quarter at one place to a share of the patches."""
+    """From the visible quarter at one place to the patches that count."""
 
-    def __init__(self, task: ReconstructionTask, place: str, *, share: int, shares: int) -> None:
+    def __init__(self, task: ReconstructionTask, place: str) -> None:
         self._task = task
         self._place = place
-        counted = task.find_counted(place)
-        self.positions = counted.tensor_split(shares)[share]
-        self.weight = len(self.positions) / len(counted)  # of the share in an image's loss
+        self.positions = task.find_counted(place)
         self.sums, self._held = (
             RidgeSums(
                 num_inputs=3 * task.input_size**2,
@@ -291,7 +274,7 @@ def _fit(
     if number < 2:
         raise UserError(f"baselines need two readable training images, not {number}")
     for place, regression in regressions.items():
-        report.penalties.setdefault(place, []).extend(regression.solve())
+        report.penalties[place] = regression.solve()
         report.num_rows = regression.sums.num_rows
     return torch.zeros_like(colour) if task.loss.normalize_patches else colour / number
 
@@ -313,16 +296,9 @@ def _evaluate(
             patches = patchify(images, task.patch_size)[:, regression.positions]
             all_counted = torch.zeros(patches.shape[:2], dtype=torch.bool)
             for name, predicted in regression.predict(images, colour).items():
-                losses = task.loss(predicted, patches, all_counted) * regression.weight
+                losses = task.loss(predicted, patches, all_counted)
                 report.losses[name].add(entries, losses)
         bar.update(len(batch))
     report.skipped.update(evaluation.skipped)
     if not report.losses["zero"].num_images:
         raise UserError("none of the held-out images can be read")
-
-
-def _count_shares(task: ReconstructionTask, memory_gb: float) -> int:
-    """Returns into how many shares the patches must fall for their sums to fit into memory."""
-    counts = [len(task.find_counted(place)) for place in task.places]
-    values = 2 * sum(counts) * task.num_outputs * (3 * task.input_size**2 + 1)
-    return min(min(counts), math.ceil(values * 8 / (memory_gb * 1e9)))

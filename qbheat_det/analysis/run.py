@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
@@ -39,18 +39,18 @@ class Run:
         label: for legends and headings.
         path: as the user named it.
         folder: ``OUTPUT_DIR`` of a run; None for a file.
-        probe_file: results of probes; None where there are none. A ``Run`` without folder and
-            checkpoint has nothing but these.
+        checkpoint: None where there is none yet.
+        probe_file: results of probes; None where there are none.
     """
 
     label: str
     path: Path
-    folder: Path | None
-    probe_file: Path | None
-    _checkpoint: Path | None
-    _config_file: str | None
-    _device: str | None
-    _opts: tuple[str, ...]
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    probe_file: Path | None = None
+    _config_file: str | None = None
+    _device: str | None = None
+    _opts: Sequence[str] = ()
 
     @classmethod
     def open(
@@ -69,8 +69,7 @@ class Run:
                 a checkpoint (``.safetensors``, ``.pth``, or an address such as ``qbheat://NAME``);
                 results of probes (``.json``); or the folder of a comparison of objectives.
             label: None takes the names of folder and file.
-            config_file: YAML of the model; None takes ``config.yaml`` of the run, or the config in
-                or beside the checkpoint.
+            config_file: YAML of the model; None takes the one in or beside the checkpoint.
             device: "cpu" or "cuda"; None takes the GPU if there is one.
             opts: alternating keys and values that override the config.
 
@@ -81,48 +80,33 @@ class Run:
             address = str(path)
             path, label = local_weights(address), label or address.partition("://")[2]
         given = Path(path)
-        files = _search_folder(given) if given.is_dir() else _identify_file(given)
+        if not given.exists():
+            raise UserError(f"'{given}' does not exist: name an OUTPUT_DIR or a checkpoint")
         own_config = given / "config.yaml"
         if config_file is None and own_config.is_file():
             config_file = str(own_config)
-        return cls(
-            label=label or files.name,
-            path=given,
-            folder=files.folder,
-            probe_file=files.probe_file,
-            _checkpoint=files.checkpoint,
-            _config_file=config_file,
-            _device=device,
-            _opts=tuple(opts),
-        )
+        if given.is_dir():
+            name, files = given.resolve().name, _search_folder(given)
+        else:
+            name, files = f"{given.resolve().parent.name}/{given.stem}", _identify_file(given)
+        return cls(label or name, given, *files, config_file, device, opts)
 
     @property
     def weights(self) -> Path:
-        """The checkpoint.
-
-        Raises:
-            NotApplicable: there is none.
-        """
-        if self._checkpoint is None:
+        """The checkpoint; raises ``NotApplicable`` where there is none."""
+        if self.checkpoint is None:
             what = "no checkpoint yet" if self.folder else "results of probes and no model"
             raise NotApplicable(f"'{self.label}' has {what}")
-        return self._checkpoint
+        return self.checkpoint
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config; ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` are where the files are now.
-
-        Raises:
-            NotApplicable: there are only results of probes.
-            UserError: there is no config, or it is not valid.
-        """
-        if self.folder is None and self._checkpoint is None:
+        """The config, with the present paths; ``NotApplicable`` for results of probes alone."""
+        if self.folder is None and self.checkpoint is None:
             raise NotApplicable(f"'{self.label}' has results of probes and no model")
-        weights = str(self._checkpoint or "")
+        weights = str(self.checkpoint or "")
         if not weights and self._config_file is None:
-            raise UserError(
-                f"'{self.folder}' has neither config.yaml nor a checkpoint: use --config-file"
-            )
+            raise UserError(f"'{self.folder}' has no config.yaml: use --config-file")
         cfg = load_run_config(weights, self._config_file, device=self._device, opts=self._opts)
         if self.folder is not None:
             cfg.OUTPUT_DIR = str(self.folder)
@@ -136,12 +120,7 @@ class Run:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The complete model with these weights, frozen and in eval mode, on ``MODEL.DEVICE``.
-
-        Raises:
-            NotApplicable: there is no checkpoint.
-            UserError: it cannot be read, or does not fit the config's model.
-        """
+        """The complete model with these weights, frozen and in eval mode, on ``MODEL.DEVICE``."""
         _ = self.weights
         model: nn.Module = build_predictor(self.cfg).model
         return model.eval().requires_grad_(False)
@@ -155,11 +134,7 @@ class Run:
         return "pretraining" if mapper in MAPPERS_OF_IMAGES else "detector"
 
     def require_kind(self, kind: Kind) -> None:
-        """
-        Raises:
-            NotApplicable: the model is for something else.
-            UserError: as ``cfg``.
-        """
+        """Raises ``NotApplicable`` if the model is for something else."""
         if self.kind != kind:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
@@ -229,17 +204,10 @@ def open_runs(
     device: str | None = None,
     opts: Sequence[str] = (),
 ) -> list[Run]:
-    """Opens several runs under different labels.
-
-    Args:
-        paths: as of ``Run.open``; ``LABEL=PATH`` sets the label.
-        config_file: of all runs.
-        device: of all runs.
-        opts: of all runs.
+    """Opens several runs, see ``Run.open``; ``LABEL=PATH`` sets a label.
 
     Raises:
-        UserError: as ``Run.open``; two runs have one label; or no run can take ``config_file`` and
-            ``opts``.
+        UserError: also if two labels are equal, or no run can take ``config_file`` and ``opts``.
     """
     runs, unnamed = [], []
     for path in paths:
@@ -298,39 +266,21 @@ def _make_labels_unique(runs: Sequence[Run]) -> None:
                 run.label = "/".join(parts[-min(depth, len(parts) - 1) :])
 
 
-class _Files(NamedTuple):
-    """The files of a run, and the name for its label."""
-
-    name: str
-    folder: Path | None = None
-    checkpoint: Path | None = None
-    probe_file: Path | None = None
-
-
-def _search_folder(given: Path) -> _Files:
+def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
+    """Returns the folder of a run, a checkpoint and a file with results of probes, if any."""
     probe_file = next((given / name for name in PROBE_FILES if (given / name).is_file()), None)
     is_run = any((given / name).exists() for name in _RUN_FILES)
     if not is_run and probe_file is None:
-        raise UserError(
-            f"'{given}' is not the folder of a run, which has config.yaml, metrics.json and "
-            "checkpoints: name an OUTPUT_DIR or a checkpoint (.safetensors, .pth)"
-        )
-    folder = given if is_run else None
-    return _Files(given.resolve().name, folder, _find_checkpoint(given), probe_file)
+        raise UserError(f"'{given}' is not a run's folder: it has no config.yaml or checkpoint")
+    return given if is_run else None, _find_checkpoint(given), probe_file
 
 
-def _identify_file(given: Path) -> _Files:
-    if not given.is_file():
-        raise UserError(f"'{given}' does not exist: name the OUTPUT_DIR of a run or a checkpoint")
-    name = f"{given.resolve().parent.name}/{given.stem}"
+def _identify_file(given: Path) -> tuple[None, Path | None, Path | None]:
     if given.suffix in _SUFFIXES:
-        return _Files(name, checkpoint=given)
+        return None, given, None
     if given.suffix == ".json":
-        return _Files(name, probe_file=given)
-    raise UserError(
-        f"'{given}' is neither a run's folder, a checkpoint ({', '.join(_SUFFIXES)}) nor results "
-        "of probes (.json)"
-    )
+        return None, None, given
+    raise UserError(f"'{given}' is neither a checkpoint ({', '.join(_SUFFIXES)}) nor a .json file")
 
 
 def _find_checkpoint(folder: Path) -> Path | None:

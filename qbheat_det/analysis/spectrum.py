@@ -1,11 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Spectra of the linear models of QB-Heat: eigenvalues, energies, commutators, inverses.
 
-Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. Models are learned as
-M = Δx A; Δx is the offset of their scale, 1/2 for a visible corner and 1/4 for the centre.
-Eigenvalues and energies are those of A = M / Δx. Quantities that are undefined, as most are while
-M is zero, are nan. The energies of both directions of an axis count together,
-E(A) = E(A1) + E(A2).
+Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. M = Δx A is learned;
+eigenvalues and energies are those of A. E(A) = E(A1) + E(A2). Undefined quantities are nan.
 """
 
 import math
@@ -24,14 +21,7 @@ _EQUAL = 1e-6  # relative spread of magnitudes that is rounding
 
 @dataclass(frozen=True)
 class MatrixSpectrum:
-    """Spectrum of one linear model.
-
-    Attributes:
-        eigenvalues: (C,), complex, of A, by falling magnitude.
-        rank: singular values above C times the rounding error of the largest.
-        effective_rank: see there.
-        condition: of I + M, in the spectral norm; infinite where it is singular.
-    """
+    """Of one matrix: eigenvalues (C,) of A by falling magnitude, ranks of A, condition of I + M."""
 
     eigenvalues: Tensor
     rank: int
@@ -51,15 +41,7 @@ class MatrixSpectrum:
 
 @dataclass(frozen=True)
 class ScaleSpectrum:
-    """Spectra of the models of one scale.
-
-    Attributes:
-        offset: Δx as a part of the image's side.
-        matrices: by name, A1, A2, B1 and B2.
-        energy_ratio: (E(A1) + E(A2)) / (E(B1) + E(B2)).
-        commutators: of "A1 B1" and so on, see ``commutator``.
-        inverse_errors: of "A" and "B", see ``inverse_error``.
-    """
+    """Of the matrices of one scale, by name: spectra, E(A)/E(B), commutators, inverse errors."""
 
     offset: float
     matrices: Mapping[str, MatrixSpectrum]
@@ -70,13 +52,7 @@ class ScaleSpectrum:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Spectra of all scales, and how the matrices of two scales relate.
-
-    Attributes:
-        scales: by name, "corner" and "centre".
-        cosines: of the angle between the two scales' M, by the name of the matrix.
-        correlations: of the sorted, normalised magnitudes of the two scales (Fig. 7), likewise.
-    """
+    """Of all scales; by matrix, cosine of two scales' M and correlation of their spectra."""
 
     scales: Mapping[str, ScaleSpectrum]
     cosines: Mapping[str, float] = field(default_factory=dict)
@@ -155,10 +131,7 @@ def sort_eigenvalues(matrix: Tensor) -> Tensor:
 
 
 def effective_rank(matrix: Tensor) -> float:
-    """Returns the exponential of the entropy of the normalised singular values, in [1, C].
-
-    It is how many directions share what the matrix does (Roy and Vetterli, 2007); nan for zero.
-    """
+    """Returns the exponential of the entropy of the normalised singular values, in [1, C]."""
     singular = torch.linalg.svdvals(matrix)
     return float(torch.special.entr(singular / singular.sum()).sum().exp())
 

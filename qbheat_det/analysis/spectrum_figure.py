@@ -24,7 +24,6 @@ from qbheat_det.core.figures import (
     NotApplicable,
     Table,
     register_figure,
-    register_training_figure,
 )
 from qbheat_det.modeling.contracts import get_linear_models
 
@@ -54,32 +53,21 @@ from .spectrum import Spectrum, describe_models
 logger = logging.getLogger(__name__)
 
 _EXPLANATION = (
-    "Magnitudes of the eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) "
-    "z(x), at both scales; each scale's magnitudes, divided by their sum, against the other's, "
-    "where the paper (Fig. 7) finds the diagonal; and the eigenvalues in the complex plane.",
-    "Two controls are drawn. Random matrices of the same size also lie on the diagonal and have "
-    "E(A)/E(B) near 1 at both scales: only what differs from them was learned. Rotated matrices "
-    "have the learned singular values in random directions: what they share with the learned ones "
-    "is due to size and rank.",
-    "In the table, the energy E is the sum of the magnitudes (Eq. 7); E(A)/E(B) at each scale is "
-    "Table 3 of the paper. The commutator ‖AB - BA‖ / (‖A‖‖B‖) is 0 where the order of right and "
-    "down makes no difference, as Eq. 3 assumes; the inverse error is 0 where left undoes right "
-    "and up undoes down. Of several matrices these are the smallest rank, the largest condition "
-    "number, and the mean of everything else.",
+    "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x), at both "
+    "scales; each scale's magnitudes, divided by their sum, against the other's, where the paper "
+    "(Fig. 7) finds the diagonal.",
+    "Random matrices of the same size also lie on the diagonal and have E(A)/E(B) near 1 (Table "
+    "3): only what differs from them was learned. What rotated matrices, with the learned singular "
+    "values, share with the learned ones is due to size and rank.",
+    "The commutator ‖AB - BA‖ / (‖A‖‖B‖) is 0 where the order of right and down makes no "
+    "difference (Eq. 3), the inverse error 0 where left undoes right. Of several matrices the "
+    "table has the smallest rank, the largest condition number, and the mean of everything else.",
 )
 
 
 @dataclass(frozen=True)
 class RunSpectra:
-    """Spectra of one run.
-
-    Attributes:
-        learned: of the last checkpoint.
-        controls: "rotated" and "random", see ``linear_models``.
-        course: steps of training and the spectrum after them, rising.
-        epoch: steps of one; nan where unknown.
-        left_out: why checkpoints have no row, or steps no epochs.
-    """
+    """Of one run: learned, controls, spectra by steps (rising), steps an epoch (nan if unknown)."""
 
     learned: Spectrum
     controls: Mapping[str, Spectrum]
@@ -101,17 +89,7 @@ class RunSpectra:
 
 @register_figure("spectrum")
 def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: int = 5) -> Figure:
-    """Draws the spectra of each run and puts all into one table.
-
-    Args:
-        runs: to compare.
-        options: ``seed`` is that of the controls.
-        checkpoints: of a run's folder besides the last one, as rows of Table 3.
-
-    Raises:
-        NotApplicable: no run has linear models.
-        UserError: no run can be read.
-    """
+    """Draws the spectra of each run, with so many of its ``checkpoints`` as rows of Table 3."""
     results = run_each(
         runs, lambda run: _compute(run, options.seed, checkpoints), nothing="no spectrum"
     )
@@ -147,7 +125,7 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: i
     )
 
 
-@register_training_figure("spectrum")
+@register_figure("spectrum", training=True)
 def draw_training_spectrum(
     model: nn.Module, load_images: Callable[[int], list[dict[str, Any]]], cfg: CfgNode
 ) -> Figure:
@@ -172,12 +150,7 @@ def draw_training_spectrum(
 
 @themed
 def plot_magnitudes(learned: Spectrum, controls: Mapping[str, Spectrum]) -> Chart:
-    """Draws magnitudes of eigenvalues at each scale, and those of one scale against the other's.
-
-    Args:
-        learned: of the trained matrices.
-        controls: "random" is dotted, "rotated" grey.
-    """
+    """Draws magnitudes of eigenvalues at each scale, and those of one scale against the other's."""
     styles = {"random": (INK, ":"), "rotated": (COLORS[-1], "-")}
     panels = len(learned.scales) + (len(learned.scales) == 2)
     figure = start_figure(height=3.4, width=4 * panels, constrained=False)

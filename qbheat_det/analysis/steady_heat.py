@@ -1,13 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Steady heat on a grid: Laplace's equation with fixed positions, and how close a map is to it.
 
-Paper: QB-Heat, arXiv:2211.13228, Sec. 1 and the left of Fig. 1, which shows a categorical heatmap
-beside a physical one. The heat equation there is u_t = u_xx + u_yy; heat is steady where u_t = 0,
-that is u_xx + u_yy = 0 wherever the temperature is not fixed. The paper has pictures only; how the
-physical map is computed, and all measures here, are choices of this package.
-
-A steady map has no peak inside a fixed border (the maximum principle). A map that peaks inside can
-at best be steady around a source, which is why positions inside can be fixed as well.
+Paper: QB-Heat, arXiv:2211.13228, Sec. 1 and Fig. 1, which has pictures only. Heat is steady where
+u_xx + u_yy = 0, and has no peak inside a fixed border (the maximum principle).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,19 +35,14 @@ def mark_border(height: int, width: int) -> BoolMap:
 
 
 def solve_steady_heat(values: npt.ArrayLike, fixed: BoolMap | None = None) -> FloatMap:
-    """Solves Laplace's equation by the five-point stencil, for all maps at once.
+    """Solves Laplace's equation on maps (..., H, W) by the five-point stencil.
 
-    Where the temperature is not fixed it is the mean of its neighbours', of which there are four
-    inside the map and fewer at an edge that is not fixed, across which no heat flows. The stencil
-    is exact for polynomials of the third degree.
+    Where the temperature is not fixed it is the mean of its neighbours'; across an edge that is not
+    fixed no heat flows.
 
     Args:
         values: (..., H, W); read where they are fixed.
-        fixed: (H, W), True where the temperature is given (Dirichlet's condition); None for the
-            border.
-
-    Returns:
-        (..., H, W), the values where they are fixed.
+        fixed: (H, W), True where the temperature is given; None for the border.
 
     Raises:
         ValueError: nothing is fixed, a fixed value is not finite, or there is no inside.
@@ -80,13 +70,7 @@ def interpolate_corners(values: npt.ArrayLike) -> FloatMap:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close one map comes to another, over the compared positions.
-
-    Attributes:
-        correlation: Pearson's, in [-1, 1]; nan where either map is constant.
-        relative_error: ‖predicted - true‖ / ‖true - mean of true‖: 0 for the same map, 1 for its
-            mean; nan where the true map is constant.
-    """
+    """Pearson's correlation, and ‖predicted - true‖ / ‖true - its mean‖; nan where undefined."""
 
     correlation: float
     relative_error: float
@@ -95,16 +79,15 @@ class Agreement:
 def compare_maps(predicted: npt.ArrayLike, true: npt.ArrayLike, where: BoolMap) -> Agreement:
     """Compares maps (H, W) at the positions of ``where`` (H, W)."""
     first, second = (np.asarray(values, dtype=np.float64)[where] for values in (predicted, true))
-    deviations = [values - values.mean() if values.size else values for values in (first, second)]
-    norms = [
-        float(np.linalg.norm(deviation))
-        if np.linalg.norm(deviation) > _ROUNDING * np.linalg.norm(values)
-        else np.nan
-        for deviation, values in zip(deviations, (first, second), strict=True)
+    spreads = [
+        values.std() * np.sqrt(values.size) if values.size else 0 for values in (first, second)
+    ]
+    vary = [
+        s > _ROUNDING * np.linalg.norm(v) for s, v in zip(spreads, (first, second), strict=True)
     ]
     return Agreement(
-        correlation=float(np.clip(deviations[0] @ deviations[1] / (norms[0] * norms[1]), -1, 1)),
-        relative_error=float(np.linalg.norm(first - second)) / norms[1],
+        correlation=float(np.corrcoef(first, second)[0, 1]) if all(vary) else np.nan,
+        relative_error=float(np.linalg.norm(first - second) / spreads[1]) if vary[1] else np.nan,
     )
 
 
@@ -116,10 +99,8 @@ class HeatComparison:
         steady: (H, W), the border fixed.
         with_source: (H, W), the border and ``source`` fixed.
         source: row and column of the map's largest value inside the border.
-        agreements: of the map with each, over the inside: "steady"; "with_source" (without the
-            source itself); "corners" (bilinear between the corners); "border_mean" (constant, hence
-            without correlation); and "shuffled" (a map of the same values in random positions,
-            with the steady heat of its own border; the mean of several).
+        agreements: over the inside, with "steady", "with_source", "corners" (bilinear between
+            them), "border_mean", and of "shuffled" maps with their own steady heat.
     """
 
     steady: FloatMap
@@ -130,10 +111,6 @@ class HeatComparison:
 
 def compare_with_heat(values: npt.ArrayLike, *, seed: int = 0) -> HeatComparison:
     """Compares a map (H, W) with the steady heat inside its border, and with controls.
-
-    Args:
-        values: the map.
-        seed: of the shuffles.
 
     Raises:
         ValueError: the map has nothing inside its border, or a value is not finite.
@@ -172,10 +149,7 @@ def average(agreements: Sequence[Agreement]) -> Agreement:
 
 
 def _build_laplacian(height: int, width: int) -> sparse.csr_array:
-    """Returns the Laplacian (HW, HW) of the grid as a graph: number of neighbours, -1 for each.
-
-    That is -h² times the five-point stencil, at the edge with no flow across it.
-    """
+    """Returns the Laplacian (HW, HW) of the grid as a graph: number of neighbours, -1 for each."""
     numbers = np.arange(height * width).reshape(height, width)
     left, above = numbers[:, :-1].ravel(), numbers[:-1].ravel()
     one = np.concatenate([left, above])

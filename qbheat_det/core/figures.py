@@ -1,26 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures: images, the numbers behind them and how to read them; and the functions that draw them.
+"""Figures (images, numbers and an explanation) and the registries of the functions that draw them.
 
-``FIGURES`` holds those of finished runs, for ``tools/visualize.py`` and ``tools/report.py``;
-``TRAINING_FIGURES`` those that the visualization hook draws during training.
-``qbheat_det.analysis.load_figures()`` registers both, so that neither this module nor the trainer
-imports a figure.
+``qbheat_det.analysis.load_figures()`` fills both registries, so that the trainer imports no figure.
 """
 
 import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import cv2
 import numpy as np
 import numpy.typing as npt
-from detectron2.config import CfgNode
-from torch import Tensor, nn
+from torch import Tensor
 
 from .files import write_atomically
 
@@ -33,14 +29,7 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Image:
-    """An encoded image.
-
-    Attributes:
-        content: of the file.
-        media_type: "image/svg+xml", "image/jpeg" or "image/png".
-        alt: describes the image to readers who cannot see it.
-        caption: below it.
-    """
+    """An encoded image: content of the file, media type, and text for readers who cannot see it."""
 
     content: bytes
     media_type: str
@@ -72,7 +61,7 @@ class Figure:
     Attributes:
         name: of its files; letters, digits, hyphens and underscores, like the images' names.
         title: one line.
-        explanation: paragraphs of plain text: what is shown, and how to read it.
+        explanation: paragraphs of plain text.
         images: by name, in the order in which they are shown.
         data: the numbers behind the images, as ``to_json`` takes them.
         table: the few numbers to compare by eye, if any.
@@ -88,46 +77,20 @@ class Figure:
     scalars: Mapping[str, float] = field(default_factory=dict)
 
 
-class TrainingFigure(Protocol):
-    """Draws a figure of a model in training."""
-
-    def __call__(
-        self, model: nn.Module, load_images: Callable[[int], list[dict[str, Any]]], cfg: CfgNode
-    ) -> Figure:
-        """
-        Args:
-            model: in eval mode, without gradients.
-            load_images: returns that many entries of the dataset mapper, always the same ones.
-            cfg: of the run.
-
-        Raises:
-            NotApplicable: the model has no part that the figure is about.
-        """
-
-
 FIGURES: dict[str, Callable[..., Figure]] = {}
 """By name; called with runs, ``FigureOptions`` and the figure's own keyword arguments."""
-TRAINING_FIGURES: dict[str, TrainingFigure] = {}
-"""By name."""
+TRAINING_FIGURES: dict[str, Callable[..., Figure]] = {}
+"""By name; called with the model in eval mode and without gradients, a function from a number to
+as many mapped images (always the same), and the config. They may raise ``NotApplicable``."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Figure])
 
 
-def register_figure(name: str) -> Callable[[_Function], _Function]:
-    """Decorates a function that draws a figure of runs, see ``FIGURES``."""
+def register_figure(name: str, *, training: bool = False) -> Callable[[_Function], _Function]:
+    """Decorates a function of ``FIGURES``, or of ``TRAINING_FIGURES``."""
 
     def register(function: _Function) -> _Function:
-        FIGURES[name] = function
-        return function
-
-    return register
-
-
-def register_training_figure(name: str) -> Callable[[_Function], _Function]:
-    """Decorates a ``TrainingFigure``."""
-
-    def register(function: _Function) -> _Function:
-        TRAINING_FIGURES[name] = function
+        (TRAINING_FIGURES if training else FIGURES)[name] = function
         return function
 
     return register
@@ -136,13 +99,7 @@ def register_training_figure(name: str) -> Callable[[_Function], _Function]:
 def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path]:
     """Writes ``<name><suffix>.json`` and ``<name>_<image><suffix>.<svg, jpg or png>``.
 
-    Each file is written atomically. Images of an earlier figure of the same name and suffix that
-    are not written again are removed.
-
-    Args:
-        figure: to write.
-        folder: made where it is missing.
-        suffix: such as the number of training steps.
+    Images of an earlier figure of the same name that are not written again are removed.
 
     Returns:
         The paths, JSON first.
@@ -154,25 +111,21 @@ def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path
         f"{figure.name}_{name}{suffix}{_SUFFIXES[image.media_type]}": image.content
         for name, image in figure.images.items()
     }
-    content = {
+    content: dict[str, Any] = {
         "name": figure.name,
         "title": figure.title,
-        "explanation": list(figure.explanation),
-        "data": to_json(figure.data),
+        "explanation": figure.explanation,
+        "data": figure.data,
         "files": list(files),
     }
     if figure.table is not None:
-        content["table"] = {
-            "header": list(figure.table.header),
-            "rows": [list(row) for row in figure.table.rows],
-        }
-    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
+        content["table"] = {"header": figure.table.header, "rows": figure.table.rows}
+    text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
     about = folder / f"{figure.name}{suffix}.json"
     stale = set(_list_images(about)) - set(files)
-    write_atomically(about, lambda stream: stream.write(f"{text}\n".encode()))
-    _remove(folder / name for name in stale)
-    for name, data in files.items():
+    for name, data in {about.name: f"{text}\n".encode(), **files}.items():
         write_atomically(folder / name, lambda stream, data=data: stream.write(data))  # type: ignore[misc]
+    _remove(folder / name for name in stale)
     return [about, *(folder / name for name in files)]
 
 
@@ -186,27 +139,22 @@ def remove_figure(name: str, folder: Path) -> None:
 def to_json(value: Any) -> Any:
     """Copies nested values as strict JSON.
 
-    Tensors and arrays become lists, complex numbers pairs of real and imaginary part, and numbers
-    that are not finite null.
+    Tensors and arrays become lists, complex numbers pairs, and numbers that are not finite null.
 
     Raises:
         TypeError: a value is neither a number, a string, an array nor a container of those.
     """
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, complex):
-        return [to_json(value.real), to_json(value.imag)]
-    if isinstance(value, Tensor):
-        return to_json(value.detach().cpu().tolist())
-    if isinstance(value, np.ndarray | np.generic):
-        return to_json(value.tolist())
+        value = [value.real, value.imag]
+    if value is None or isinstance(value, int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): to_json(element) for key, element in value.items()}
-    if isinstance(value, Sequence | set | frozenset):
+    if isinstance(value, Sequence):
         return [to_json(element) for element in value]
     if isinstance(value, Path):
         return str(value)
@@ -221,11 +169,10 @@ def _list_images(about: Path) -> list[str]:
         own = re.compile(rf"{re.escape(content['name'])}_[\w-]+\.(svg|jpg|png)")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
-    # A file of that name may have been edited: nothing else is ever removed.
-    return [name for name in names if own.fullmatch(name)]
+    return [name for name in names if own.fullmatch(name)]  # the file may have been edited
 
 
-def _remove(paths: Any) -> None:
+def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):  # already gone, or not ours to remove
+        with contextlib.suppress(OSError):
             path.unlink()

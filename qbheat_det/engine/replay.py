@@ -1,10 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs a failed step again and says where the first value that is not finite came from."""
+"""Runs a failed step again and names the module whose output is the first with inf or nan."""
 
 import contextlib
 import dataclasses
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,15 +21,115 @@ from torch.utils.hooks import RemovableHandle
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.cacheable import replace_encoder
-from qbheat_det.engine.step import seed_step
+from qbheat_det.core.text import join_first
 from qbheat_det.layers import NormedConv2d
 from qbheat_det.modeling.contracts import SupportsLossNormalizers
 
-from .device_batches import BatchedInputs
+from .cacheable import replace_encoder
 from .failure import FailedStep, read_failure
-from .replay_report import ImageReport, ReplayReport, describe_image
-from .step import choose_precision, compute_losses, loss_weight
+from .step import choose_precision, compute_losses, loss_weight, seed_step
+
+
+@dataclass(frozen=True)
+class ImageReport:
+    """One image of the failed batch.
+
+    Attributes:
+        name: file and id.
+        size: (height, width) in pixels, as the model receives it.
+        num_boxes: of its ground truth.
+        defects: of the image or its ground truth.
+        losses: of the image alone, in training mode; empty if it was not run.
+        error: raised by the image alone, or "".
+    """
+
+    name: str
+    size: tuple[int, int]
+    num_boxes: int
+    defects: tuple[str, ...] = ()
+    losses: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass
+class ReplayReport:
+    """Result of a replay; ``str`` gives it as text.
+
+    Attributes:
+        path: of the file.
+        failed: its content.
+        device: of the replay.
+        losses: of the last micro-batch, weighted as in training.
+        error: raised by the forward or backward pass, or "".
+        first_module: name and class of the first module whose output is not finite, if any.
+        first_module_values: number of its output's values that are not finite, and of all.
+        first_module_has_finite_inputs: whether its arguments are finite.
+        first_module_has_finite_weights: whether its parameters are.
+        not_finite: names of tensors with inf or nan, by where they were found: "weights" before
+            the step, "buffers" after it, "last gradients" in the file, "gradients" of the replay.
+        images: in the batch's order.
+    """
+
+    path: str
+    failed: FailedStep
+    device: str
+    losses: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    first_module: str | None = None
+    first_module_values: tuple[int, int] = (0, 0)
+    first_module_has_finite_inputs: bool = True
+    first_module_has_finite_weights: bool = True
+    not_finite: dict[str, list[str]] = field(default_factory=dict)
+    images: list[ImageReport] = field(default_factory=list)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the losses are those of training, to float32 rounding."""
+        before = self.failed.losses
+        return before.keys() == self.losses.keys() and all(
+            math.isclose(value, before[name], rel_tol=1e-5)
+            or (math.isnan(value) and math.isnan(before[name]))
+            for name, value in self.losses.items()
+        )
+
+    def __str__(self) -> str:
+        failed = self.failed
+        lines = [
+            f"{self.path}: step {failed.iteration}, process {failed.rank} of "
+            f"{failed.num_processes}, seed {failed.seed}; failed on {failed.device}, replayed on "
+            f"{self.device}",
+            "",
+            f"{'loss':<20}  {'training':>11}  {'replay':>11}",
+        ]
+        for name in {**failed.losses, **self.losses}:
+            values = (found.get(name, math.nan) for found in (failed.losses, self.losses))
+            lines.append(f"{name:<20}  " + "  ".join(f"{value:>11.5g}" for value in values))
+        if not self.is_same:
+            lines.append("The losses differ from those of training: the device, a library or the "
+                         "other processes of the run are not the same.")  # fmt: skip
+        lines += ["", *self._describe_values(), "", "Images of this process, each run alone:"]
+        return "\n".join([*lines, *map(_format_image, self.images)])
+
+    def _describe_values(self) -> Iterator[str]:
+        if self.error:
+            yield f"The step raised {self.error}"
+        if self.first_module is None:
+            yield "Every module's output is finite."
+        else:
+            bad, total = self.first_module_values
+            inputs, weights = (
+                "finite" if finite else "not finite"
+                for finite in (
+                    self.first_module_has_finite_inputs,
+                    self.first_module_has_finite_weights,
+                )
+            )
+            yield (
+                f"First output that is not finite: {self.first_module}, {bad:,} of {total:,} "
+                f"values; its inputs are {inputs}, its weights {weights}."
+            )
+        for kind, names in self.not_finite.items():
+            yield f"{kind:<15} {'not finite: ' + join_first(names) if names else 'all finite'}"
 
 
 def replay_failure(
@@ -36,34 +138,38 @@ def replay_failure(
     """Builds the model of a failed step, restores weights and randomness, and runs it again.
 
     Args:
-        path: file that ``dump_failure`` wrote. Nothing in it is run.
-        device: "cpu" or "cuda"; None takes the one the step failed on, where there is one.
+        path: file that ``dump_failure`` wrote. No code in it is run.
+        device: "cpu" or "cuda"; None takes that of the failed step, if it is available.
         each_image: also compute the losses of each image alone, without gradients.
 
     Raises:
-        UserError: the file cannot be read, or its config builds no model that takes its weights.
+        UserError: the file cannot be read, or its config builds no model that fits its weights.
     """
     failed = read_failure(path)
     cfg = load_embedded_config(failed.config, f"the config inside '{path}'")
     wanted = device or failed.device
     cfg.MODEL.DEVICE = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
     model = _build_model(cfg, failed, path)
-    bad = _not_finite({**failed.weights, **failed.buffers})
-    report = ReplayReport(
-        path=str(path),
-        failed=failed,
-        device=cfg.MODEL.DEVICE,
-        bad_weights=[name for name in bad if name in failed.gradients],
-        bad_buffers=[name for name in bad if name not in failed.gradients],
-        bad_last_gradients=_not_finite(failed.gradients),
-    )
-    with EventStorage(failed.iteration):  # which Detectron2's detectors write to in training
+    report = ReplayReport(path=str(path), failed=failed, device=cfg.MODEL.DEVICE)
+    report.not_finite = {
+        "weights": _not_finite({name: failed.weights[name] for name in failed.gradients}),
+        "buffers": _not_finite(
+            {
+                name: value
+                for name, value in {**failed.weights, **failed.buffers}.items()
+                if name not in failed.gradients
+            }
+        ),
+        "last gradients": _not_finite(failed.gradients),
+    }
+    with EventStorage(failed.iteration):  # Detectron2's detectors write to it in training
         _check_normalizers(model, failed, path)
         _run_step(cfg, model, failed, report)
-        report.bad_gradients = _not_finite({name: p.grad for name, p in model.named_parameters()})
-        _restore(model, failed)  # the forward pass moved the statistics of BatchNorm
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        report.not_finite["gradients"] = _not_finite(gradients)
+        _restore(model, failed)  # the forward pass changed BatchNorm's statistics
         report.images = [
-            _report_image(cfg, model, failed, entry, run=each_image)
+            _replay_image(cfg, model, failed, entry, run=each_image)
             for batch in failed.batches
             for entry in batch
         ]
@@ -73,7 +179,7 @@ def replay_failure(
 def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str]) -> nn.Module:
     try:
         model: nn.Module = build_model(cfg)
-        model = model.to(memory_format=find_memory_format(cfg))  # another adds in another order
+        model = model.to(memory_format=find_memory_format(cfg))  # another one rounds differently
         cached = replace_encoder(cfg, model) if cfg.MODEL.CACHE_FEATURES.ENABLED else None
         _restore(model, failed)
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
@@ -82,23 +188,19 @@ def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str])
             "a model of your own is not imported"
         ) from error
     if cached is not None:
-        cached.trust()  # the images of the step bring their features along
+        cached.trust()  # the entries of the batch contain their features
     return model.train()
 
 
 def _check_normalizers(model: nn.Module, failed: FailedStep, path: str | os.PathLike[str]) -> None:
-    """
-    Raises:
-        UserError: the model divides its losses by other counts than when the step failed.
-    """
     if failed.normalizers is None or not isinstance(model, SupportsLossNormalizers):
         return
     wanted = model.loss_counts(failed.batches[0]).shape
     if failed.normalizers.shape != wanted:
         raise UserError(
-            f"'{path}' was written by an older qbheat_det, whose losses were divided by counts of "
-            f"shape {list(failed.normalizers.shape)} where this one has {list(wanted)}: replay it "
-            "with the version that wrote it, which run.json in the run's folder names"
+            f"'{path}' was written by another version of qbheat_det, with loss normalizers of "
+            f"shape {list(failed.normalizers.shape)} in place of {list(wanted)}: replay it with "
+            "that version, which run.json in the run's folder names"
         )
 
 
@@ -112,56 +214,46 @@ def _restore(model: nn.Module, failed: FailedStep) -> None:
 
 
 def _run_step(cfg: CfgNode, model: nn.Module, failed: FailedStep, report: ReplayReport) -> None:
-    """Fills in what the forward and backward passes of all micro-batches show."""
+    """Runs all micro-batches forward and backward, and fills in the report."""
     seed_step(failed.seed, failed.iteration, failed.rank)
     model.zero_grad()
+    normalizers = () if failed.normalizers is None else (failed.normalizers.to(cfg.MODEL.DEVICE),)
     try:
-        with _watched(model, report):
+        with _watch_modules(model, report):
             for batch in failed.batches:
-                losses = _losses(cfg, model, batch, failed)
+                losses = compute_losses(model, batch, normalizers, precision=choose_precision(cfg))
+                weight = loss_weight(
+                    model,
+                    batch,
+                    micro_batches=cfg.SOLVER.ACCUMULATE,
+                    processes=failed.num_processes,
+                    batch_size=cfg.SOLVER.IMS_PER_BATCH,
+                )
+                losses = {name: loss * weight for name, loss in losses.items()}
                 report.losses = {name: float(value.detach()) for name, value in losses.items()}
-                (sum(losses.values()) * failed.scale).backward()  # type: ignore[union-attr]
-    except Exception as error:  # what fails here is what the user wants to see, whatever it is
+                (torch.stack(list(losses.values())).sum() * failed.scale).backward()
+    except Exception as error:  # any error is part of the report
         report.error = f"{type(error).__name__}: {error}"
 
 
-def _losses(
-    cfg: CfgNode, model: nn.Module, batch: BatchedInputs, failed: FailedStep
-) -> dict[str, Tensor]:
-    """Returns the losses of a micro-batch, weighted as in training."""
-    normalizers = () if failed.normalizers is None else (failed.normalizers.to(cfg.MODEL.DEVICE),)
-    losses = compute_losses(model, batch, normalizers, precision=choose_precision(cfg))
-    weight = loss_weight(
-        model,
-        batch,
-        micro_batches=cfg.SOLVER.ACCUMULATE,
-        processes=failed.num_processes,
-        batch_size=cfg.SOLVER.IMS_PER_BATCH,
-    )
-    return {name: loss * weight for name, loss in losses.items()}
-
-
 @contextlib.contextmanager
-def _watched(model: nn.Module, report: ReplayReport) -> Iterator[None]:
-    """Notes the first module to return a value that is not finite; children return first."""
+def _watch_modules(model: nn.Module, report: ReplayReport) -> Iterator[None]:
+    """Records the first module to return a value that is not finite; children return first."""
     handles: list[RemovableHandle] = []
 
     def watch(name: str, module: nn.Module) -> None:
-        def look(_: nn.Module, inputs: Any, output: Any) -> None:
-            if report.first_module is not None:
+        def check(_: nn.Module, inputs: Any, output: Any) -> None:
+            if report.first_module is not None or not (counts := _count(output))[0]:
                 return
-            bad, total = _count(output)
-            if not bad:
-                return
-            own = {key: p for key, p in module.named_parameters() if not torch.isfinite(p).all()}
+            weights = [_count(parameter)[0] for parameter in module.parameters()]
             report.first_module = f"{name or 'the model itself'} ({type(module).__name__})"
-            report.first_module_values = (bad, total)
+            report.first_module_values = counts
             report.first_module_has_finite_inputs = not _count(inputs)[0]
-            report.first_module_has_finite_weights = not own
+            report.first_module_has_finite_weights = not any(weights)
 
-        handles.append(module.register_forward_hook(look))
+        handles.append(module.register_forward_hook(check))
 
-    # A hook would have a frozen norm take a pass of its own, with other sums than in training.
+    # With a hook, a frozen norm would not be folded into its convolution as it is in training.
     folded = {
         module.norm
         for module in model.modules()
@@ -177,7 +269,7 @@ def _watched(model: nn.Module, report: ReplayReport) -> Iterator[None]:
             handle.remove()
 
 
-def _report_image(
+def _replay_image(
     cfg: CfgNode, model: nn.Module, failed: FailedStep, entry: dict[str, Any], *, run: bool
 ) -> ImageReport:
     report = describe_image(entry)
@@ -195,31 +287,62 @@ def _report_image(
     return dataclasses.replace(report, losses=values)
 
 
+def describe_image(entry: Mapping[str, Any]) -> ImageReport:
+    """Describes one entry of a batch, with its defects."""
+    image = entry.get("image")
+    image = image if isinstance(image, Tensor) else torch.empty(3, 0, 0)
+    height, width = (int(length) for length in image.shape[-2:])
+    defects = [] if image.numel() else ["no pixels"]
+    if not torch.isfinite(image.float()).all():
+        defects.append("pixels that are not finite")
+    instances = entry.get("instances")
+    if instances is not None and instances.has("gt_boxes"):
+        boxes = instances.gt_boxes.tensor  # (n, 4), XYXY
+        limits = boxes.new_tensor([width, height]) + 1
+        if not torch.isfinite(boxes).all():
+            defects.append("a box that is not finite")
+        if (boxes[:, 2:] <= boxes[:, :2]).any():
+            defects.append("a box without area")
+        if (boxes[:, :2] < -1).any() or (boxes[:, 2:] > limits).any():
+            defects.append("a box beyond the image")
+    identity = f" (id {entry['image_id']})" if "image_id" in entry else ""
+    return ImageReport(
+        name=f"{entry.get('file_name', 'an image without a file name')}{identity}",
+        size=(height, width),
+        num_boxes=0 if instances is None else len(instances),
+        defects=tuple(defects),
+    )
+
+
+def _format_image(image: ImageReport) -> str:
+    row = f"  {image.name}  {image.size[1]} x {image.size[0]}, {image.num_boxes} boxes"
+    row += f", loss {sum(image.losses.values()):.5g}" if image.losses else ""
+    row += f", raised {image.error}" if image.error else ""
+    return "; ".join([row, *image.defects])
+
+
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:
-    """Names of the tensors with a value that is infinite or not a number."""
     return [name for name, tensor in tensors.items() if _count(tensor)[0]]
 
 
 def _count(value: Any) -> tuple[int, int]:
     """Returns how many floating-point values of nested data are not finite, and of how many."""
-    tensors = list(_floating(value))
+    tensors = list(_floating_tensors(value))
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors)
     return bad, sum(tensor.numel() for tensor in tensors)
 
 
-def _floating(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value.detach()
-    elif isinstance(value, Mapping):
-        for element in value.values():
-            yield from _floating(element)
-    elif isinstance(value, list | tuple):
-        for element in value:
-            yield from _floating(element)
+def _floating_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        yield value.detach()
     elif isinstance(value, Instances):
-        yield from _floating(value.get_fields())
+        yield from _floating_tensors(value.get_fields())
     elif isinstance(value, ImageList):
-        yield from _floating(value.tensor)
+        yield from _floating_tensors(value.tensor)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _floating([getattr(value, f.name) for f in dataclasses.fields(value)])
+        yield from _floating_tensors(vars(value))
+    elif isinstance(value, Mapping):
+        yield from _floating_tensors(list(value.values()))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for element in value:
+            yield from _floating_tensors(element)

@@ -95,33 +95,28 @@ def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
 
 
 def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
-    """Reads a few images, in the config's pixel format.
-
-    Args:
-        cfg: of the model.
-        paths: files and folders; by default the config's test set, or the toy set.
+    """Reads a few images (H, W, 3), in the config's pixel format; see ``export_model``.
 
     Returns:
-        Images (H, W, 3), and where they come from.
+        The images, and where they come from.
 
     Raises:
         UserError: no image can be read.
     """
+    source = ", ".join(paths) or _find_test_set(cfg)
     if paths:
-        source = ", ".join(paths)
         files = [file.path for file in find_media(paths) if not file.is_video]
     else:
-        source = _find_test_set(cfg)
         files = [Path(record["file_name"]) for record in DatasetCatalog.get(source)]
-    read: list[Images] = []
-    for file in files[:: max(1, len(files) // _NUM_IMAGES)]:
+    images: list[Images] = []
+    for file in files[:: max(1, len(files) // _NUM_IMAGES)][:_NUM_IMAGES]:
         with contextlib.suppress(UnreadableMedia):
-            read.append(read_bgr(file))
-    if not read:
+            images.append(read_bgr(file))
+    if not images:
         raise UserError(f"no image of {source} can be read: name others with --images")
     if cfg.INPUT.FORMAT == "RGB":
-        read = [np.ascontiguousarray(image[:, :, ::-1]) for image in read]
-    return read[:_NUM_IMAGES], f"{len(read[:_NUM_IMAGES])} images of {source}"
+        images = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
+    return images, f"{len(images)} images of {source}"
 
 
 def on_cpu(cfg: CfgNode) -> CfgNode:

@@ -51,7 +51,6 @@ def test_the_mean_of_a_map_and_the_rest_are_the_logit(normalize: bool, tokens: b
         (compute_class_activation(model, images, 2), logits[:, 2]),
     ):
         assert found.maps.shape == (3, 5, 5)
-        assert_close(found.logits, expected)
         sums = found.maps.mean(dim=(1, 2)) + found.rest
         assert_close(sums, expected, atol=1e-4, rtol=1e-4)
 
@@ -64,8 +63,6 @@ def test_a_position_has_what_its_features_alone_add() -> None:
         features = model.backbone(images)["s16_expanded"]
         alone = model.decoder({"s16_expanded": features[:, :, 3:4, 2:3]})[:, 1]
     assert_close(found.maps[:, 3, 2] + found.rest, alone)
-    with pytest.raises(ValueError, match="TransformerDecoder"):
-        compute_class_activation(make_model("transformer"), images)
 
 
 def test_the_figure_compares_the_map_of_each_image_with_steady_heat(

@@ -12,7 +12,9 @@ from torch import Tensor
 from qbheat_det.analysis.figure import FigureOptions, crop_squares
 from qbheat_det.analysis.linear_models import read_linear_models
 from qbheat_det.analysis.propagation import (
+    decode_beyond,
     decode_map,
+    draw_beyond,
     extend_map,
     find_generator,
     measure_error,
@@ -20,7 +22,6 @@ from qbheat_det.analysis.propagation import (
     propagate,
     restore_pixels,
 )
-from qbheat_det.analysis.propagation_figure import decode_beyond, draw_beyond
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.modeling.pretrain import ReconstructionLoss, extend
 
@@ -99,51 +100,35 @@ def test_a_step_that_reverses_a_direction_has_a_complex_generator() -> None:
         find_generator(-torch.eye(3), 0.5)
 
 
-@pytest.mark.parametrize("stride", [1, 2, 4])
-def test_every_position_is_that_of_a_double_loop(stride: int) -> None:
+def test_every_position_is_that_of_a_double_loop() -> None:
     z, generators, margin = draw(9, 2, SIZE, SIZE, DIM), draw_generators(), 5
-    found = extend_map(z, generators, margin, stride=stride)
+    found = extend_map(z, generators, margin)
 
-    def source(place: int) -> tuple[int, str, int]:
-        """Where along an axis a place comes from, which way, and how many positions."""
-        steps, way = 0, "forth"
-        while place >= SIZE:
-            place, steps = place - stride, steps + stride
-        while place < 0:
-            place, steps, way = place + stride, steps + stride, "back"
-        return place, way, steps
+    def source(place: int, forth: str, back: str) -> tuple[int, Tensor]:
+        """Where along an axis a place comes from, and by which exponential."""
+        inside = min(max(place, 0), SIZE - 1)
+        name = forth if place > inside else back
+        return inside, torch.matrix_exp(generators[name] * abs(place - inside) / SIZE)
 
     for row in range(-margin, SIZE + margin):
         for column in range(-margin, SIZE + margin):
-            y, up_or_down, rows = source(row)
-            x, left_or_right, columns = source(column)
-            b = generators["B1" if up_or_down == "forth" else "B2"]
-            a = generators["A1" if left_or_right == "forth" else "A2"]
-            matrix = torch.matrix_exp(a * columns / SIZE) @ torch.matrix_exp(b * rows / SIZE)
+            y, down = source(row, "B1", "B2")
+            x, along = source(column, "A1", "A2")
             torch.testing.assert_close(
-                found[:, row + margin, column + margin], z[:, y, x] @ matrix.T
+                found[:, row + margin, column + margin], z[:, y, x] @ (along @ down).T
             )
 
 
-def test_multiples_of_the_offset_are_the_predictor_s_steps() -> None:
+def test_a_step_of_the_offset_is_the_predictor_s() -> None:
     steps = {name: 0.3 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
     generators = {name: find_generator(step, 0.5) for name, step in steps.items()}
     z = draw(9, 1, SIZE, SIZE, DIM)
     half = SIZE // 2
-    found = extend_map(z, generators, half, stride=half)
+    found = extend_map(z, generators, half)
     # The lower right quarter, as a visible block in the upper left corner of twice its side.
-    models = {**steps, **{name: torch.zeros(DIM, DIM).double() for name in
-                          ("C11", "C12", "C21", "C22")}}  # fmt: skip
-    whole = extend(z[:, half:, half:], 0, models)
-    torch.testing.assert_close(found[:, SIZE : SIZE + half, -half:], whole[:, :half, half:])
-    torch.testing.assert_close(found[:, -half:, SIZE : SIZE + half], whole[:, half:, :half])
-
-
-def test_with_generators_of_zero_the_outermost_features_continue() -> None:
-    z = draw(9, 1, SIZE, SIZE, DIM).float()
-    found = extend_map(z, {name: torch.zeros(DIM, DIM) for name in NAMES}, 2, stride=1)
-    padded = torch.nn.functional.pad(z.permute(0, 3, 1, 2), (2, 2, 2, 2), mode="replicate")
-    torch.testing.assert_close(found, padded.permute(0, 2, 3, 1))
+    others = {name: torch.zeros(DIM, DIM).double() for name in ("C11", "C12", "C21", "C22")}
+    whole = extend(z[:, half:, half:], 0, steps | others)
+    torch.testing.assert_close(found[:, -1, -half - 1], whole[:, -1, half - 1])
 
 
 @pytest.mark.parametrize("margin", [0, 1, 2, 3, 4, 7])
@@ -232,7 +217,7 @@ def test_the_image_keeps_its_pixels_inside_the_decoded_surroundings(
         images = run.model.preprocess_image(crop_squares(run.cfg, [str(photos / "0.png")]))
         z = run.model.encode(images).float()
         still = {name: torch.zeros(z.shape[-1], z.shape[-1]) for name in NAMES}
-        pixels = decode_beyond(run.model, images, z, still, margin=2, stride=1)
+        pixels = decode_beyond(run.model, images, z, still, 2)
     assert pixels.shape == (1, 3, 128, 128)
     original = images * run.model.pixel_std + run.model.pixel_mean
     torch.testing.assert_close(pixels[..., 32:-32, 32:-32], original)
@@ -254,9 +239,7 @@ def test_propagation_is_drawn_at_every_distance_beside_the_control(
         assert len(found["error"][way]) == len(found["error"]["distances"]) == 3  # of 4 positions
     assert [name in text for name, text in zip(("retinanet", "cut"), figure.data["left_out"],
                                                strict=True)]  # fmt: skip
-    figure = draw_beyond(
-        [run], options, distances=[0.25], scale="centre", generator="first", source="offset"
-    )
+    figure = draw_beyond([run], options, distances=[0.25], scale="centre", generator="first")
     found = figure.data["runs"]["qb_heat"]
     assert (found["scale"], found["offset"]) == ("centre", 0.25)
     offset, matrices = read_linear_models(run.weights, "run")["centre"]

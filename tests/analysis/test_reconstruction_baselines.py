@@ -219,18 +219,6 @@ def test_a_model_that_predicts_one_patch_has_the_loss_of_a_mean_of_such_patches(
             assert figures == pytest.approx(expected[view], rel=1e-5)
 
 
-def test_little_memory_changes_nothing_but_the_time(tmp_path: Path) -> None:
-    train = write(tmp_path / "train", draw(12, seed=0))
-    val = write(tmp_path / "val", draw(5, seed=1))
-    cfg = make_config("INPUT.RANDOM_FLIP", "horizontal")
-    once = compute_baselines(cfg, train, val)
-    often = compute_baselines(cfg, train, val, memory_gb=1e-6)
-    assert once.num_rows == often.num_rows == 12 * 2
-    assert once.penalties == often.penalties
-    for name in once.losses:
-        assert losses_of(often, name) == pytest.approx(losses_of(once, name), rel=1e-6)
-
-
 def test_images_that_cannot_be_read_are_left_out_and_kept_in_mind(tmp_path: Path) -> None:
     images = draw(4, seed=0), draw(3, seed=1)
     train, val = write(tmp_path / "train", images[0]), write(tmp_path / "val", images[1])

@@ -123,7 +123,6 @@ def test_wrong_input_is_exit_code_2_and_names_what_is_wrong(
         ([*named, *folders, "--weights", raw, *SMALL], "NORM_PIXEL_LOSS"),
         ([*named, *folders, "--weights", "nowhere.pth", *SMALL], "nowhere.pth"),
         ([*named, *folders, "--max-images", "1"], "--max-images"),
-        ([*named, *folders, "--memory-gb", "0"], "--memory-gb"),
         ([*named, *folders, "--json", str(tmp_path)], str(tmp_path)),
         (["--config-file", str(ROOT / "configs/demo/toy_retinanet.yaml"), *folders], "RetinaNet"),
     ):
