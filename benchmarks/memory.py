@@ -13,14 +13,12 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     """Measures all detectors in turns, each time in a fresh process.
 
     Args:
-        quick: a small image and one round, to see that everything runs.
+        quick: a small image and one round.
         threads: CPU threads.
     """
     height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
-    commands = {
-        name: ["benchmarks/detectors.py", name, str(height), str(width), str(threads)]
-        for name in (*OURS, *PEERS)
-    }
+    sizes = [str(number) for number in (height, width, threads)]
+    commands = {name: ["benchmarks/detectors.py", name, *sizes] for name in (*OURS, *PEERS)}
     print(f"MiB at the peak of a forward at {height}x{width}, batch 1: median (least to greatest)")
     samples = peak_memory_in_turns(commands, rounds=1 if quick else 3)
     for name, sample in samples.items():

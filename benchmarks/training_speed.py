@@ -8,15 +8,13 @@ a time; the others wait meanwhile, and in every round the order turns round:
   before_channels_last  with MODEL.CHANNELS_LAST, which on a CPU is the default now
   before_bf16,          with SOLVER.AMP in bfloat16 as well; measured where the processor multiplies
   after_bf16            bfloat16
-  after_compiled        with SOLVER.COMPILE, whose minutes of compiling only --contenders asks for
+  after_compiled        with SOLVER.COMPILE, if $QBHEAT_BENCH_COMPILED is set: it takes minutes
 Forward, backward, optimizer and all that the trainer does count; waiting for images does not. The
 images are drawn and the weights random; all begin with the same seed.
-
-python benchmarks/training_speed.py [--jobs NAME ...] [--contenders NAME ...] [--rounds N]
 """
 
-import argparse
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -31,17 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.timing import (
-    ROOT,
-    PairedResult,
-    Result,
-    Sample,
-    environment,
-    format_results,
-    set_threads,
-    write_results,
-)
-from benchmarks.training_worker import CLOCKS, find_jobs
+from benchmarks.timing import ROOT, PairedResult, Result, Sample
+from benchmarks.training_worker import find_jobs
 from benchmarks.workers import LeftOut, said, started
 from qbheat_det.deployment.precision import supports_bfloat16
 
@@ -82,46 +71,30 @@ class Turns:
     peak: float
 
 
-def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Measures all jobs; without git or its history it says so and returns nothing.
-
-    Args:
-        quick: two jobs as the recipes have them, two images of 64 pixels, one round.
-        threads: CPU threads of each process; only one computes at a time.
-    """
-    if quick:
-        jobs, contenders = ["qb_heat_285m", "mf_detr_285m_211"], ["before", "after"]
-        return measure(jobs, contenders, rounds=1, threads=threads, quick=True)
-    return measure(list(find_jobs()), default_contenders(), rounds=_ROUNDS, threads=threads)
-
-
-def default_contenders() -> list[str]:
-    """Returns those that are measured unasked on this machine."""
-    left_out = ["after_compiled"]
-    if not supports_bfloat16(torch.device("cpu")):
-        left_out += ["before_bf16", "after_bf16"]
-    return [name for name in CONTENDERS if name not in left_out]
-
-
-def measure(
-    jobs: Sequence[str],
-    contenders: Sequence[str],
+def run(
     *,
-    rounds: int,
-    threads: int,
-    quick: bool = False,
+    quick: bool,
+    threads: int = 2,
+    cases: Sequence[str] = (),
+    rounds: int = _ROUNDS,
     clock: str = "wall",
 ) -> list[Result]:
     """Measures, prints as it goes, and returns a row for each of ``PAIRS`` that was measured.
 
     Args:
-        jobs: names of ``find_jobs``.
-        contenders: names of ``CONTENDERS``.
+        quick: two jobs as the recipes have them, two images of 64 pixels, one round.
+        threads: CPU threads of each process; only one computes at a time.
+        cases: names of ``find_jobs``; all by default.
         rounds: timed turns of each.
-        threads: CPU threads of each process.
-        quick: two images of 64 pixels.
         clock: "wall", or "cpu" for a machine that is shared.
+
+    Returns:
+        Nothing without git or its history.
     """
+    jobs, contenders = cases or list(find_jobs()), default_contenders()
+    if quick:
+        jobs = cases or ["qb_heat_285m", "mf_detr_285m_211"]
+        contenders, rounds = ["before", "after"], 1
     rows: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -150,6 +123,14 @@ def measure(
             print(format_turns(turns), flush=True)
             rows += rows_of(job, turns)
     return rows
+
+
+def default_contenders() -> list[str]:
+    """Returns those that this machine and $QBHEAT_BENCH_COMPILED ask for."""
+    left_out = [] if os.environ.get("QBHEAT_BENCH_COMPILED") else ["after_compiled"]
+    if not supports_bfloat16(torch.device("cpu")):
+        left_out += ["before_bf16", "after_bf16"]
+    return [name for name in CONTENDERS if name not in left_out]
 
 
 def contender_command(
@@ -251,42 +232,3 @@ def format_turns(turns: Mapping[str, Turns]) -> str:
         f"peak {turn.peak:,.0f} MiB"
         for name, turn in turns.items()
     )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures with the flags' settings, prints a table and writes it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    jobs = list(find_jobs())
-    parser.add_argument("--jobs", nargs="+", default=jobs, choices=jobs, metavar="NAME")
-    parser.add_argument(
-        "--contenders", nargs="+", default=default_contenders(), choices=CONTENDERS, metavar="NAME"
-    )
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"(default: {_ROUNDS})")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="two images of 64 pixels")
-    parser.add_argument(
-        "--clock",
-        default="wall",
-        choices=CLOCKS,
-        help="time on the clock, or on the CPU, for a machine that is shared (default: wall)",
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
-    args = parser.parse_args(argv)
-    set_threads(args.threads)
-    print(environment())
-    rows = measure(
-        args.jobs,
-        args.contenders,
-        rounds=args.rounds,
-        threads=args.threads,
-        quick=args.quick,
-        clock=args.clock,
-    )
-    write_results(rows, args.output / ("quick" if args.quick else "") / "training_speed.json")
-    print(format_results(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -122,11 +122,6 @@ class DynamicReLU(nn.Module):
     """D(u) = max(a1 u, a2 u) per channel, with a1 in [0, 2] and a2 in [-1, 1] from a token."""
 
     def __init__(self, *, token_dim: int, channels: int) -> None:
-        """
-        Args:
-            token_dim: width D of the driving token.
-            channels: C of the maps.
-        """
         super().__init__()
         self.squeeze = nn.Linear(token_dim, token_dim // 4)
         self.slopes = nn.Linear(token_dim // 4, 2 * channels)
@@ -139,14 +134,7 @@ class DynamicReLU(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
-        """
-        Args:
-            x: (N, C, H, W).
-            token: (N, D).
-
-        Returns:
-            (N, C, H, W).
-        """
+        """(N, C, H, W) and a token (N, D) to (N, C, H, W)."""
         # max(a1 u, a2 u) = lo u + (hi - lo) relu(u), which keeps one map for the backward, not two.
         low, high = self.bounds(token)
         if is_recorded() or x.dtype != low.dtype:

@@ -120,12 +120,7 @@ class Former(nn.Module):
     """Transformer layer on the tokens: self-attention with projected queries, then an MLP."""
 
     def __init__(self, *, token_dim: int, num_heads: int = 4, drop_path: float = 0.0) -> None:
-        """
-        Args:
-            token_dim: width D of the tokens, divisible by ``num_heads``.
-            num_heads: number of heads.
-            drop_path: probability to drop a residual branch for an image while training.
-        """
+        """Takes D of the tokens, divisible by ``num_heads``, and the rate of dropped branches."""
         super().__init__()
         self.num_heads = num_heads
         self.query = nn.Linear(token_dim, token_dim)
@@ -138,13 +133,7 @@ class Former(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """
-        Args:
-            tokens: (N, M, D).
-
-        Returns:
-            (N, M, D).
-        """
+        """(N, M, D) to (N, M, D)."""
         query, memory = (
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for t in (self.query(tokens), tokens)
@@ -209,15 +198,7 @@ class Mobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """
-        Args:
-            in_channels: C of the input.
-            hidden: expanded width.
-            out_channels: C of the output.
-            token_dim: D of the token that drives the dynamic ReLUs.
-            norm: name for ``detectron2.layers.get_norm``.
-            drop_path: probability to drop the residual branch while training.
-        """
+        """Takes widths, D of the token that drives the activations, a name for ``get_norm``."""
         super().__init__()
         self.expand = pointwise(in_channels, hidden, norm)
         self.expand_act = DynamicReLU(token_dim=token_dim, channels=hidden)
@@ -291,13 +272,7 @@ class MobileFormerBlock(nn.Module):
         to_former: MobileToFormer,
         to_mobile: FormerToMobile,
     ) -> None:
-        """
-        Args:
-            mobile: convolutions on the map.
-            former: transformer layer on the tokens.
-            to_former: bridge from the block's input map.
-            to_mobile: bridge to the block's output map.
-        """
+        """Takes the four parts."""
         super().__init__()
         self.mobile_to_former = to_former
         self.former = former

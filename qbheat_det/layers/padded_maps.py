@@ -18,15 +18,7 @@ from torch.nn import functional as F
 
 
 def padding_mask(image_sizes: Tensor, size: Sequence[int]) -> Tensor:
-    """Marks the positions of a padded batch outside its images.
-
-    Args:
-        image_sizes: (N, 2) heights and widths in pixels, before padding.
-        size: (H, W) of the padded batch, in pixels.
-
-    Returns:
-        (N, 1, H, W) Boolean, True where there is no image.
-    """
+    """From sizes (N, 2) in pixels and (H, W) of the padded batch to (N, 1, H, W), True outside."""
     height, width = size
     rows = torch.arange(height, device=image_sizes.device) >= image_sizes[:, :1]  # (N, H)
     columns = torch.arange(width, device=image_sizes.device) >= image_sizes[:, 1:]  # (N, W)

@@ -24,12 +24,7 @@ class PooledFeatures(nn.Module):
     """
 
     def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:
-        """
-        Args:
-            input_shape: the backbone's ``output_shape()``, with ``in_feature`` and optionally
-                "tokens".
-            in_feature: name of the map.
-        """
+        """Takes the backbone's ``output_shape()``, optionally with "tokens", and the map's name."""
         super().__init__()
         tokens = input_shape.get("tokens")
         self.in_feature = in_feature
@@ -39,14 +34,7 @@ class PooledFeatures(nn.Module):
         self.width = self.channels + self.token_dim
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """
-        Args:
-            features: the map (N, C, H, W) under ``in_feature``, and "tokens" (N, M, D) if there
-                are any.
-
-        Returns:
-            (N, C + D).
-        """
+        """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to (N, C + D)."""
         pooled = F.adaptive_avg_pool2d(features[self.in_feature], 1).flatten(1)
         return self.join_token(pooled, features)
 

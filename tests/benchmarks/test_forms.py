@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import forms
 from benchmarks.detectors import DETECTORS, Detector, random_images
 from benchmarks.forms import COMPILED, DEPLOYED, EAGER, Forwards, build, report_of
 
@@ -66,11 +65,3 @@ def test_processes_run_detectors_and_one_that_cannot_is_left_out(
         assert list(calls) == contenders[:1]
         assert 0 < calls[contenders[0]]() < 60
     assert "no detector, eager is left out: KeyError: 'no detector'" in capsys.readouterr().out
-
-
-def test_the_first_call_of_what_compiles_is_told(
-    peer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for form in (EAGER, DEPLOYED):
-        forms.first_call(peer, form, lambda images: images, random_images(2, 2))
-    assert "a peer, deploy: first call" in capsys.readouterr().out

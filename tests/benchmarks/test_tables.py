@@ -2,6 +2,7 @@
 """The tables of docs/performance.md come from the files of make bench and from nowhere else."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,25 +62,9 @@ def test_a_row_with_a_spread_shows_it(tmp_path: Path) -> None:
     assert "| `a` | 2.5 | 1 | step/s | 2.50 (2.00 to 3.00) |" in fill(TEXT, tmp_path)
 
 
-def test_rows_that_a_benchmark_does_not_have_end_with_a_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = folder / "page.md"
-    page.write_text(TEXT.replace("285m", "DETR"))
-    with pytest.raises(SystemExit):
-        main(["--bench", str(folder), "--page", str(page)])
-    assert "has no row that begins with 'latency/DETR'" in capsys.readouterr().err
-
-
-def test_a_broken_file_ends_with_a_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = folder / "page.md"
-    page.write_text(TEXT)
-    (folder / "latency.json").write_text(json.dumps([{"name": "latency/285m"}]))
-    with pytest.raises(SystemExit):
-        main(["--bench", str(folder), "--page", str(page)])
-    assert "is no file of make bench" in capsys.readouterr().err
+def test_rows_that_a_benchmark_does_not_have_are_named(folder: Path) -> None:
+    with pytest.raises(UserError, match="latency/DETR"):
+        fill(TEXT.replace("285m", "DETR"), folder)
 
 
 def test_check_refuses_a_page_of_other_figures_and_writes_nothing(
@@ -90,7 +75,6 @@ def test_check_refuses_a_page_of_other_figures_and_writes_nothing(
     with pytest.raises(SystemExit):
         main(["--bench", str(folder), "--page", str(page), "--check"])
     assert page.read_text() == TEXT
-    assert "python benchmarks/tables.py" in capsys.readouterr().err
     main(["--bench", str(folder), "--page", str(page)])
     main(["--bench", str(folder), "--page", str(page), "--check"])
 
@@ -121,21 +105,7 @@ def test_the_page_names_benchmarks_that_there_are() -> None:
         (ENVIRONMENTS, "[3]"),
     ],
 )
-def test_odd_files_end_with_a_sentence_that_names_them(
-    folder: Path, name: str, content: str
-) -> None:
+def test_broken_files_are_named(folder: Path, name: str, content: str) -> None:
     (folder / name).write_text(content)
-    with pytest.raises(UserError, match=f"{name} is no file of make bench: remove it"):
+    with pytest.raises(UserError, match=re.escape(name)):
         fill(TEXT, folder)
-
-
-def test_a_page_or_a_folder_that_is_not_there_is_a_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for flags, words in (
-        (["--bench", str(folder), "--page", str(folder / "none.md")], "cannot be read"),
-        (["--bench", str(folder / "none"), "--check"], "make bench makes it"),
-    ):
-        with pytest.raises(SystemExit):
-            main(flags)
-        assert words in capsys.readouterr().err

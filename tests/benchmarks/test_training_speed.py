@@ -16,7 +16,6 @@ from benchmarks.training_speed import (
     CONTENDERS,
     Turns,
     export_tree,
-    measure,
     rows_of,
     take_turns,
 )
@@ -42,18 +41,6 @@ def test_contenders_take_turns_and_each_goes_first_as_often() -> None:
         "before": Turns([0.5, 0.5], 1.0, 100.0),
         "after": Turns([1.0, 1.0], 3.0, 100.0),
     }
-
-
-def test_a_contender_that_fails_at_its_first_step_is_left_out_with_its_reason(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(steps: int) -> dict[str, Any]:
-        raise LeftOut("no compiler")
-
-    good = {"seconds": 1.0, "loss": 2.0, "peak": 3.0}
-    turns = take_turns({"after_compiled": fail, "before": lambda steps: good}, rounds=1, warm_up=1)
-    assert list(turns) == ["before"]
-    assert "after_compiled is left out: no compiler" in capsys.readouterr().out
 
 
 def test_rows_are_of_the_pairs_that_were_measured() -> None:
@@ -90,7 +77,7 @@ def test_without_git_or_the_commit_a_sentence_and_no_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(training_speed, "BEFORE", "0" * 40)
-    assert measure(["qb_heat_285m"], ["before"], rounds=1, threads=1) == []
+    assert training_speed.run(quick=True, cases=["qb_heat_285m"], threads=1) == []
     assert "nothing to compare with: " in capsys.readouterr().out
 
     def no_git(*_: object, **__: object) -> None:
@@ -132,5 +119,5 @@ def test_jobs_are_recipes_that_exist() -> None:
 
 @pytest.mark.slow
 def test_a_quick_run_measures_both_trees() -> None:
-    rows = measure(["mf_detr_285m_211"], ["before", "after"], rounds=1, threads=1, quick=True)
+    rows = training_speed.run(quick=True, cases=["mf_detr_285m_211"], threads=1)
     assert [row.name for row in rows] == ["training_speed/mf_detr_285m_211_after_vs_before"]

@@ -28,17 +28,13 @@ class LinearDecoder(nn.Module):
         normalize: bool = False,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """
-        Args:
-            input_shape: the backbone's ``output_shape()``, with ``in_feature`` and optionally
-                "tokens".
-            num_classes: K.
-            normalize: BatchNorm without scale and offset before the linear layer, as in linear
-                probing; fine-tuning does without.
-            in_feature: name of the map to pool.
-
-        Raises:
-            ValueError: the backbone has no such map.
+        """Args:
+        input_shape: the backbone's ``output_shape()``, with ``in_feature`` and optionally
+        "tokens".
+        num_classes: K.
+        normalize: BatchNorm without scale and offset before the linear layer, as in linear
+        probing.
+        in_feature: name of the map to pool.
         """
         super().__init__()
         check_map(input_shape, in_feature)
@@ -50,14 +46,7 @@ class LinearDecoder(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """
-        Args:
-            features: the map (N, C, H, W) under ``in_feature``, and "tokens" (N, M, D) if there
-                are any.
-
-        Returns:
-            Logits, (N, K).
-        """
+        """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to logits (N, K)."""
         logits: Tensor = self.classifier(self.norm(self.pool(features)))
         return logits
 
@@ -75,18 +64,9 @@ class TransformerDecoder(nn.Module):
         dropout: float = 0.0,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """
-        Args:
-            input_shape: as in ``LinearDecoder``.
-            num_classes: K.
-            dim: width of the blocks, a multiple of 64; the paper has 192, 384 and 768 for
-                MF-285M, MF-1.0G and MF-3.7G.
-            depth: number of blocks.
-            dropout: rate inside the blocks.
-            in_feature: name of the map whose positions the blocks attend to.
+        """As ``LinearDecoder``, with width (a multiple of 64), number and dropout of the blocks.
 
-        Raises:
-            ValueError: a number is out of range, or the backbone has no such map.
+        The paper has widths of 192, 384 and 768 for MF-285M, MF-1.0G and MF-3.7G.
         """
         super().__init__()
         if dim <= 0 or dim % 64:

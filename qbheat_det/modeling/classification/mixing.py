@@ -28,15 +28,11 @@ class BatchMixing:
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
-        """
-        Args:
-            num_classes: K.
-            label_smoothing: share of a target that is distributed evenly over all classes.
-            mixup: alpha of Mixup's Beta(alpha, alpha); 0 turns it off.
-            cutmix: alpha of CutMix's; with both, each batch takes one at random.
-
-        Raises:
-            ValueError: a value is out of range.
+        """Args:
+        num_classes: K.
+        label_smoothing: share of a target that is distributed evenly over all classes.
+        mixup: alpha of Mixup's Beta(alpha, alpha); 0 turns it off.
+        cutmix: alpha of CutMix's; with both, each batch takes one at random.
         """
         if num_classes < 1:
             raise ValueError(f"MODEL.CLASSIFIER.NUM_CLASSES is at least 1, not {num_classes}")
@@ -62,13 +58,7 @@ class BatchMixing:
         )
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            images: (N, 3, H, W), mixed in place.
-            labels: (N,), classes from 0 on.
-
-        Returns:
-            The images, and targets (N, K), each row of which sums to one.
+        """From images (N, 3, H, W), mixed in place, and labels (N,) to images and targets (N, K).
 
         Raises:
             UserError: the batch is mixed, and its number of images is odd.

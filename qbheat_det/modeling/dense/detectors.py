@@ -104,15 +104,7 @@ def build_fcos_head(
     norm: str,
     prior_prob: float,
 ) -> FCOSHead:
-    """Returns Detectron2's head; its arguments are this function's.
-
-    Args:
-        input_shape: of each level, finest first.
-        num_classes: K.
-        conv_dims: channels of each convolution of a tower.
-        norm: of the towers, a name for ``detectron2.layers.get_norm``.
-        prior_prob: initial probability of each class.
-    """
+    """Returns Detectron2's head for levels from fine to coarse; arguments as there."""
     return FCOSHead(
         input_shape=list(input_shape),
         num_classes=num_classes,

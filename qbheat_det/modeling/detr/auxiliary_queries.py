@@ -27,15 +27,11 @@ class QueryGroups(nn.Module):
     """G further sets of Q object queries, and their losses."""
 
     def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
-        """
-        Args:
-            num_groups: G, without the decoder's own group.
-            num_queries: Q, of each group.
-            dim: C, width of the decoder's queries.
-            weight: factor on the losses of each group; 1 is the weight of the decoder's own.
-
-        Raises:
-            ValueError: there is no group, or more than a hundred, or the weight is negative.
+        """Args:
+        num_groups: G, without the decoder's own group; 1 to 99.
+        num_queries: Q, of each group.
+        dim: C, width of the decoder's queries.
+        weight: factor on the losses of each group; 1 is the weight of the decoder's own.
         """
         super().__init__()
         if not 1 <= num_groups < _MOST_GROUPS:

@@ -131,15 +131,14 @@ class SetCriterion(nn.Module):
         giou_weight: float = 2.0,
         deep_supervision: bool = True,
     ) -> None:
-        """
-        Args:
-            matcher: assigns ground truth to predictions.
-            num_classes: K, without the no-object class.
-            classification: DETR's by default; the matcher should have the same.
-            class_weight: weight of the classification loss.
-            l1_weight: weight of the L1 distance of cxcywh boxes.
-            giou_weight: weight of 1 - GIoU.
-            deep_supervision: whether every block has losses, or the last one only.
+        """Args:
+        matcher: assigns ground truth to predictions.
+        num_classes: K, without the no-object class.
+        classification: DETR's by default; the matcher should have the same.
+        class_weight: weight of the classification loss.
+        l1_weight: weight of the L1 distance of cxcywh boxes.
+        giou_weight: weight of 1 - GIoU.
+        deep_supervision: whether every block has losses, or the last one only.
         """
         super().__init__()
         self.matcher = matcher
@@ -196,12 +195,7 @@ class SetCriterion(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns weighted "loss_ce", "loss_bbox" and "loss_giou", (L,) each.
 
-        Args:
-            logits: (L, N, Q, K + 1).
-            boxes: (L, N, Q, 4), cxcywh in [0, 1] of the unpadded image.
-            targets: ground truth of the N images.
-            matches: pairs of queries and boxes.
-            normalizers: (2,), divisors of the sums of classes and of boxes.
+        Arguments are those of ``forward``, with ``matches`` of queries and boxes.
         """
         classes, num_boxes = normalizers
         class_sums = self.class_losses(logits, boxes, targets, matches).sum(dim=(1, 2))

@@ -217,12 +217,7 @@ class DecoderBlock(nn.Module):
         mobile: TransformerMobile | LiteMobile | None = None,
         query_to_map: QueryToMap | None = None,
     ) -> None:
-        """
-        Args:
-            query_layer: the query side.
-            mobile: the map's own layer, or None in a decoder's last block.
-            query_to_map: the bridge back; present exactly when ``mobile`` is.
-        """
+        """Takes the query side and, except in the last block, both parts of the map side."""
         super().__init__()
         self.query_layer = query_layer
         self.mobile = mobile

@@ -63,16 +63,7 @@ class ProjectionHead(nn.Module):
     def __init__(
         self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str, hidden_dim: int, dim: int
     ) -> None:
-        """
-        Args:
-            input_shape: the backbone's ``output_shape()``, with ``in_feature``.
-            in_feature: name of the map to pool; the first token joins it if there are tokens.
-            hidden_dim: width between the two layers.
-            dim: D of the result.
-
-        Raises:
-            ValueError: a width is not positive.
-        """
+        """Takes the backbone's ``output_shape()``, a map's name, and the widths of both layers."""
         super().__init__()
         if min(hidden_dim, dim) < 1:
             raise ValueError(f"HIDDEN_DIM and DIM are at least 1, not {hidden_dim} and {dim}")

@@ -41,14 +41,9 @@ class LinearModels(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """
-        Args:
-            dim: C.
-            num_models: 8, 4 or 2 explicit ones.
-            offset: Δx and Δy as a part of the image's side; A is ``matrices()["A1"] / offset``.
+        """Takes C, the number of explicit models (8, 4 or 2) and the offset.
 
-        Raises:
-            ValueError: another number of explicit models.
+        The offset is Δx and Δy as a part of the image's side; A is ``matrices()["A1"] / offset``.
         """
         super().__init__()
         if num_models not in _EXPLICIT:
@@ -80,11 +75,7 @@ class HeatPredictor(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """
-        Args:
-            dim: C of the features.
-            num_models: explicit linear models of a scale: 8, 4 or 2.
-            visible: "corner", "centre" or "both": the kinds of visible quarters.
+        """Takes C, the number of explicit models of a scale, and the kinds of visible quarters.
 
         Raises:
             ValueError: another number of models, another kind of quarter, or no features.

@@ -33,14 +33,7 @@ class MomentumCopy(nn.Module):
     """
 
     def __init__(self, module: nn.Module, *, momentum: float) -> None:
-        """
-        Args:
-            module: its weights and buffers are copied.
-            momentum: m, the share of its own weights that the copy keeps in each step, in [0, 1].
-
-        Raises:
-            ValueError: ``momentum`` is not in [0, 1].
-        """
+        """Takes the module, and m in [0, 1], the share of its weights kept in each step."""
         super().__init__()
         if not 0 <= momentum <= 1:
             raise ValueError(f"MODEL.MOCO.MOMENTUM must be in [0, 1], not {momentum}")
@@ -65,19 +58,12 @@ class FeatureQueue(nn.Module):
     """K keys of D numbers, first in, first out (Sec. 3.2).
 
     Keys of a step are held until it ends, so that micro-batches make no difference. Keys and
-    position are buffers in checkpoints. Keys that were not filled yet are random directions, the
-    same in every process.
+    position
+    are buffers in checkpoints; a new queue has random directions, the same in every process.
     """
 
     def __init__(self, *, size: int, dim: int) -> None:
-        """
-        Args:
-            size: K.
-            dim: D.
-
-        Raises:
-            ValueError: one of them is not positive.
-        """
+        """Takes K and D, both at least 1."""
         super().__init__()
         if min(size, dim) < 1:
             raise ValueError(f"a queue of {size} keys of {dim} numbers cannot be built")
@@ -141,10 +127,9 @@ def info_nce(logits: Tensor) -> Tensor:
 class MoCo(PretrainingModel):
     """An encoder of queries, a momentum encoder of keys, and a queue of earlier keys.
 
-    Any Detectron2 backbone serves as encoder. The loss is a mean over images. With BatchNorm's
-    statistics fixed, gradients of several processes are those of one with the joined batch; with
-    statistics of the batch, those of P processes with g ``norm_groups`` each are those of one with
-    P g.
+    Any Detectron2 backbone serves as encoder. The loss is a mean over images. Gradients of P
+    processes
+    with g ``norm_groups`` each are those of one with P g.
     """
 
     pretrain_only_modules = ("head", "momentum_backbone", "momentum_head", "queue")
@@ -172,9 +157,6 @@ class MoCo(PretrainingModel):
             temperature: divides similarities, above 0.
             momentum: see ``MomentumCopy``.
             norm_groups: parts of each process's batch with batch statistics of their own.
-
-        Raises:
-            ValueError: the backbone has no such map, or a number is out of range.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         if temperature <= 0 or norm_groups < 1:
@@ -277,18 +259,12 @@ def share_with_own_key(queue_size: int, num_images: int) -> float:
 def check_batch(
     queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
 ) -> None:
-    """Checks that queue and groups fit a batch.
+    """Checks that the queue holds whole batches, and that groups have two images or more.
 
-    Args:
-        queue_size: keys of the queue.
-        groups: parts of a micro-batch with batch statistics of their own.
-        batch_size: images of a step, over all processes and micro-batches.
-        processes: their number.
-        accumulate: micro-batches of a process.
+    A query and its key in a group of one would have the same batch statistics.
 
     Raises:
-        UserError: the queue does not hold whole batches, or a group would be a single image, whose
-            query and key would have the same batch statistics.
+        UserError: one of these does not hold.
     """
     if queue_size < 1 or queue_size % batch_size:
         nearest = max(1, round(queue_size / batch_size)) * batch_size

@@ -139,15 +139,9 @@ class ReconstructionDecoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
-    """Cuts images (N, 3, S, S) into patches, in row order.
+    """Cuts images (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2).
 
-    Args:
-        images: (N, 3, S, S).
-        patch_size: rows and columns of a patch; S = G * patch_size.
-        positions: (N, K), indices of the patches to return; None for all.
-
-    Returns:
-        (N, G * G, 3 * patch_size ** 2) or (N, K, …).
+    With indices (N, K) of ``positions``, returns only these.
     """
     squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # One copy, after which the values of a patch are contiguous.

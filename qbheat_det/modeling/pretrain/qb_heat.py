@@ -44,11 +44,9 @@ class VisibleQuarters:
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
         """Draws from torch's global generators.
 
-        Args:
-            num_images: N.
-            visible: "corner", "centre", or "both" for half of the images each. The remainder of
-                a batch that cannot be shared equally gets random positions.
-            device: of ``order``.
+        ``visible`` is "corner", "centre", or "both" for half of the images each. The remainder of a
+        batch
+        that cannot be shared equally gets random positions.
         """
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]

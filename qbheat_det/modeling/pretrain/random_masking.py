@@ -93,11 +93,10 @@ class InterpolatedFeatures(_FeaturePredictor):
     """Masked features are linear maps of mixtures of the nearest visible ones along x and y.
 
     With l and r the nearest visible columns on both sides of a masked column j of the same row,
-    they give (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, where there is
-    only one, that one. The same holds along y, with M_y; the result is the mean over the axes with
-    a visible neighbour. A position with none takes the mean of the image's visible features.
-
-    At M = 0 this is exact, between neighbours, for features that are linear along the axis.
+    they give (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, only one counts.
+    The
+    same holds along y, with M_y; the result is the mean over the axes with a visible neighbour. A
+    position with none takes the mean of the image's visible features. M starts at 0.
     """
 
     def __init__(self, *, dim: int) -> None:
@@ -140,13 +139,9 @@ class MaskToken(_FeaturePredictor):
 def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Mixes the nearest visible features on both sides within a row, linearly by distance.
 
-    Args:
-        z: (N, H, W, C).
-        visible: (N, H, W).
-
-    Returns:
-        (N, H, W, C) in float32, with visible features unchanged and 0 in rows without any; and
-        (N, H, W), True in rows with a visible position.
+    Takes (N, H, W, C) and (N, H, W); returns (N, H, W, C) in float32, with 0 in rows without
+    visible
+    features, and (N, H, W), True in the other rows.
     """
     # One matrix for a row, not gathered neighbours, whose gradients a GPU adds in random order.
     with torch.autocast(z.device.type, enabled=False):
@@ -156,14 +151,12 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interpolation_weights(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the weight of each visible position of a row for each position of it.
-
-    Args:
-        visible: (..., W).
+    """From what is visible (..., W) to the weight of each such position for each of the row.
 
     Returns:
-        (..., W, W), float32, from the second position to the first: rows sum to 1, or are 0 where
-        nothing is visible; and (..., W), True where something is.
+        (..., W, W), float32, from the second position to the first, 0 in rows where nothing is
+        visible;
+        and (..., W), True in the others.
     """
     width = visible.shape[-1]
     index = torch.arange(width, device=visible.device)

@@ -30,13 +30,9 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the pixels of patches, P = 3 * patch_size ** 2 in each."""
 
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """
-        Args:
-            positions: "masked" counts only patches that the encoder did not get, "all" every one.
-            normalize_patches: bring each true patch to mean 0 and variance 1.
+        """Takes the patches to count, "masked" or "all", and whether targets are normalised.
 
-        Raises:
-            ValueError: other ``positions``.
+        Normalised patches have mean 0 and variance 1.
         """
         super().__init__()
         if positions not in LOSS_POSITIONS:
@@ -220,13 +216,10 @@ class ReconstructionModel(PretrainingModel):
     def training_losses(
         self, z: Tensor, images: Tensor, visible: Tensor, num_masked: int
     ) -> dict[str, Tensor]:
-        """Returns the mean of the losses of ``reconstruct``, decoding only positions that count.
+        """Returns the mean loss, decoding only positions that count.
 
-        Args:
-            z: as in ``reconstruct``.
-            images: as in ``reconstruct``.
-            visible: as in ``reconstruct``.
-            num_masked: positions of each image that are not visible.
+        Arguments are those of ``reconstruct`` and the number of positions of an image that are not
+        visible.
         """
         masked = None
         if self.loss.positions == "masked":

@@ -46,11 +46,7 @@ class AreaPairs:
 
     @classmethod
     def draw(cls, num_images: int, *, device: torch.device) -> "AreaPairs":
-        """Draws from the device's global generator.
-
-        Each corner is first in as many images as any other, or in one more; the second is uniform
-        over the others.
-        """
+        """Draws from the device's global generator, with each corner first equally often."""
         turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
         first = turns % 4
         offset = torch.randint(1, 4, (num_images,), device=device)
@@ -69,14 +65,7 @@ class LipschitzCritic(nn.Module):
     """f(x, y), a network with two hidden layers and a bilinear term; computes in float32."""
 
     def __init__(self, *, dim: int, hidden_dim: int = 256) -> None:
-        """
-        Args:
-            dim: D of x and of y.
-            hidden_dim: width of the hidden layers.
-
-        Raises:
-            ValueError: one of them is not positive.
-        """
+        """Takes D of x and of y, and the width of the hidden layers, both at least 1."""
         super().__init__()
         if min(dim, hidden_dim) < 1:
             raise ValueError(
@@ -92,21 +81,14 @@ class LipschitzCritic(nn.Module):
         self.interaction = nn.Parameter(torch.zeros(dim, dim))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """
-        Args:
-            x: (..., D).
-            y: (..., D), which broadcasts with x: (N, 1, D) and (1, M, D) are all N x M pairs.
-
-        Returns:
-            (...), in float32 under autocast too, since differences of values count.
-        """
+        """From (..., D) and (..., D), which broadcast, to (...), in float32 under autocast too."""
         with torch.autocast(x.device.type, enabled=False):
             x, y = x.float(), y.float()
             values: Tensor = self.head(self.rest(self.from_x(x) + self.from_y(y))).squeeze(-1)
             return values + ((x @ self.interaction) * y).sum(dim=-1)
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
-        """Measures the critic's slope between pairs of two kinds.
+        """Measures the critic's slope between pairs of the same image and of different images.
 
         The pairs are detached: the critic gets gradients of the slopes, the encoder none.
 
@@ -135,21 +117,16 @@ class LipschitzCritic(nn.Module):
 class DependencyLoss(nn.Module):
     """From the critic's values of all pairs to the loss.
 
-    The dual form of the measure is E f(x, y) over the joint distribution minus E f(x, y') over the
-    product of the marginals. The contrastive form, which the paper trains, has log-sum-exp over all
-    y in place of the second mean, as in CPC: wrong pairs with high values weigh most.
+    The dual form is E f(x, y) over the joint distribution minus E f(x, y') over the product of the
+    marginals. The contrastive form, which the paper trains, has log-sum-exp over all y in place of
+    the
+    second mean, as in CPC.
     """
 
     def __init__(self, *, form: str = "contrastive", penalty_weight: float = 10.0) -> None:
-        """
-        Args:
-            form: "dual" or "contrastive".
-            penalty_weight: of the squared excess of slopes over 1. At the optimum of the dual form,
-                the slope is 1 + W / (2 weight) for a distance W, and the estimate that factor
-                times W. The critic of the contrastive form does not maximise the estimate.
+        """Takes "dual" or "contrastive", and the weight of the squared excess of slopes over 1.
 
-        Raises:
-            ValueError: another form, or a weight that is not positive.
+        At the optimum of the dual form for a distance W, the slope is 1 + W / (2 weight).
         """
         super().__init__()
         if form not in FORMS:
@@ -163,8 +140,7 @@ class DependencyLoss(nn.Module):
         self.penalty_weight = penalty_weight
 
     def forward(self, values: Tensor, partners: Tensor, slopes: Tensor) -> dict[str, Tensor]:
-        """
-        Args:
+        """Args:
             values: (N, M), of the critic for N x and M y.
             partners: (N,), index of the y of the same image.
             slopes: of the critic, any number of them.
@@ -179,12 +155,7 @@ class DependencyLoss(nn.Module):
 
 
 def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
-    """Returns the mean of f over pairs of the same image minus that over all others, ().
-
-    Args:
-        values: (N, M), of the critic for N x and M y, M at least 2.
-        partners: (N,), index of the y of the same image.
-    """
+    """Returns the mean of values (N, M) over pairs of the same image minus that of others, ()."""
     own = values.gather(1, partners[:, None]).squeeze(1)
     others = (values.sum(dim=1) - own) / (values.shape[1] - 1)
     return (own - others).mean()
@@ -204,12 +175,10 @@ class WassersteinDependency(PretrainingModel):
 
     Every area is compared with every other of the batch, over all processes. With BatchNorm's
     statistics fixed or synchronised, the loss is that of one process with the joined batch, but for
-    areas and mixing, which each process draws. With batch statistics of each process, which the two
-    areas of an image share, the right pairs could be recognised by them: several processes need a
-    ``NORM`` that synchronises. With micro-batches, a batch is one micro-batch of all processes.
-
-    The encoder's convolutions take half the cost of whole images. The critic's part grows with the
-    square of the batch: N images are N x N x ``CRITIC_DIM`` values in each of its layers.
+    areas and mixing, which each process draws. Several processes need a ``NORM`` that synchronises:
+    by
+    statistics of each process, the right pairs could be recognised. The critic's layers have
+    N x N x ``CRITIC_DIM`` values for N images.
     """
 
     pretrain_only_modules = ("head", "critic")
@@ -233,11 +202,7 @@ class WassersteinDependency(PretrainingModel):
             head: from the backbone's outputs to embeddings (N, D) of length 1.
             critic: of pairs of embeddings.
             loss: of the critic's values.
-            radius: length that embeddings are scaled to.
-
-        Raises:
-            ValueError: the backbone has no such map, or half an image is no whole number of its
-                positions, or the radius is not positive.
+            radius: length that embeddings are scaled to, above 0.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
@@ -307,11 +272,7 @@ class WassersteinDependency(PretrainingModel):
 
 
 def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gathers the pairs of all processes, with gradients.
-
-    Args:
-        x: (N, D).
-        y: (N, D), N equal on all processes.
+    """Gathers the pairs (N, D) of all processes, with gradients; N is equal on all.
 
     Returns:
         All x and all y, (M, D), and the indices of this process's among them, (N,).

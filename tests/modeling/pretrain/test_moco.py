@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.modeling.pretrain import FeatureQueue, MoCo, ProjectionHead
+from tests.modeling.tiny_pretraining import make_tiny_config
 
 SIZE = 8
 
