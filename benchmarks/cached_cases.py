@@ -4,7 +4,7 @@
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Case:
         batch: images of a step.
         steps: of a turn, so that a turn is long enough to time.
         file_size: height and width of the image files.
-        bar: times as fast as online that was asked for; None for nothing.
         opts: keys of the config that differ.
     """
 
@@ -53,7 +52,6 @@ class Case:
     batch: int
     steps: int = 1
     file_size: tuple[int, int] = (384, 640)
-    bar: float | None = None
     opts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,62 +60,34 @@ class Case:
         return not any(word in self.config for word in ("linear", "tran1", "qb_heat"))
 
 
+_DETECTION: dict[str, Any] = {"size": (192, 320), "batch": 8, "steps": 2}
+_SMALL: dict[str, Any] = {"size": (128, 128), "batch": 64, "steps": 4, "file_size": (240, 320)}
+_LARGE: dict[str, Any] = {
+    "size": (224, 224), "batch": 16, "file_size": (375, 500), "opts": _IMAGENET,
+}  # fmt: skip
+_PAPER: dict[str, Any] = {"size": (800, 1333), "batch": 2, "opts": _COCO_SIZE}
 CASES = {
-    "3.7g_211": Case(
-        "MF-3.7G + MF-Dec-211",
-        "coco/mf_detr_211_3.7G_probe.yaml",
-        (800, 1333),
-        batch=2,
-        bar=2.4,
-        opts=_COCO_SIZE,
-    ),
-    "285m_211": Case(
-        "MF-285M + MF-Dec-211", "custom/mf_detr_211_285M_probe.yaml", (192, 320), batch=8, steps=2
-    ),
+    "3.7g_211": Case("MF-3.7G + MF-Dec-211", "coco/mf_detr_211_3.7G_probe.yaml", **_PAPER),
+    "285m_211": Case("MF-285M + MF-Dec-211", "custom/mf_detr_211_285M_probe.yaml", **_DETECTION),
     "285m_retinanet": Case(
-        "MF-285M + RetinaNet, 64 channels",
-        "custom/retinanet_285M_probe.yaml",
-        (192, 320),
-        batch=8,
-        steps=2,
+        "MF-285M + RetinaNet, 64 channels", "custom/retinanet_285M_probe.yaml", **_DETECTION
     ),
-    "285m_linear": Case(
-        "MF-285M + linear",
-        "custom/linear_285M_probe.yaml",
-        (128, 128),
-        batch=64,
-        steps=4,
-        file_size=(240, 320),
-        bar=20.0,
-    ),
-    "285m_tran1": Case(
-        "MF-285M + tran-1",
-        "custom/tran1_285M_probe.yaml",
-        (128, 128),
-        batch=64,
-        steps=4,
-        file_size=(240, 320),
-        bar=20.0,
-    ),
-    "3.7g_linear": Case(
-        "MF-3.7G + linear",
-        "ImageNet-probing/linear_3.7G.yaml",
-        (224, 224),
-        batch=16,
-        file_size=(375, 500),
-        bar=20.0,
-        opts=_IMAGENET,
-    ),
-    "3.7g_tran1": Case(
-        "MF-3.7G + tran-1",
-        "ImageNet-probing/tran1_3.7G.yaml",
-        (224, 224),
-        batch=16,
-        file_size=(375, 500),
-        bar=20.0,
-        opts=_IMAGENET,
-    ),
+    "285m_linear": Case("MF-285M + linear", "custom/linear_285M_probe.yaml", **_SMALL),
+    "285m_tran1": Case("MF-285M + tran-1", "custom/tran1_285M_probe.yaml", **_SMALL),
+    "3.7g_linear": Case("MF-3.7G + linear", "ImageNet-probing/linear_3.7G.yaml", **_LARGE),
+    "3.7g_tran1": Case("MF-3.7G + tran-1", "ImageNet-probing/tran1_3.7G.yaml", **_LARGE),
 }
+
+
+def shrunk(case: Case) -> Case:
+    """Returns the case with two images of 64 pixels a step."""
+    opts = (
+        {"INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MAX_SIZE_TRAIN": 107}
+        if case.has_boxes
+        else {"INPUT.PRETRAIN.SIZE": 64}
+    )
+    size = (64, 107) if case.has_boxes else (64, 64)
+    return replace(case, size=size, batch=2, steps=1, opts={**case.opts, **opts})
 
 
 @dataclass(frozen=True)
@@ -160,7 +130,7 @@ def make_config(case: Case, folder: Path, *, num_images: int) -> CfgNode:
     Args:
         case: what to train.
         folder: for images and for what a run writes.
-        num_images: to draw.
+        num_images: number of images.
     """
     cfg = load_config(get_config_path(case.config))
     cfg.merge_from_list([word for pair in case.opts.items() for word in pair])

@@ -17,45 +17,23 @@ Building a cache of K views is left out. It costs, for each view, about what an 
 than a cached one, so that a run of more than K epochs is the faster for it.
 """
 
-import argparse
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from detectron2.config import CfgNode
-from detectron2.utils.events import EventStorage
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.cached_cases import CASES, Bound, Case, make_config, shrunk
+from benchmarks.timing import Clock, PairedResult, Result, Sample, set_threads
+from benchmarks.trainer_steps import Steps
+from benchmarks.training_worker import CLOCKS
 
-from benchmarks.cached_cases import CASES, Bound, Case, make_config
-from benchmarks.timing import (
-    ROOT,
-    PairedResult,
-    Result,
-    Sample,
-    environment,
-    format_results,
-    set_threads,
-    write_results,
-)
-from benchmarks.trainer_overhead import give_batches, whole_step
-from qbheat_det.core.errors import exit_on_user_error
-
-Clock = Callable[[], float]
 ONLINE, CACHED = "online", "cached"
 _ROUNDS = 3
 QUICK = ("285m_211", "285m_linear")
-_EXAMPLES = """\
-examples:
-  make bench ARGS="--only cached_training"
-  python benchmarks/cached_training.py --cases 3.7g_211 --rounds 7
-"""
 
 
 @dataclass(frozen=True)
@@ -83,56 +61,33 @@ class Figures:
     cached: Turns
 
 
-def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Measures all cases.
-
-    Args:
-        quick: two cases, two small images, one round, to see that everything runs.
-        threads: CPU threads.
-    """
-    return measure(QUICK if quick else list(CASES), threads=threads, quick=quick)
-
-
-def measure(
-    cases: Sequence[str],
+def run(
     *,
-    rounds: int = _ROUNDS,
+    quick: bool,
     threads: int = 2,
-    quick: bool = False,
-    clock: Clock = time.perf_counter,
+    cases: Sequence[str] = (),
+    rounds: int = _ROUNDS,
+    clock: str = "wall",
 ) -> list[Result]:
     """Measures, prints a table as it goes, and returns two rows a case.
 
     Args:
-        cases: names of ``CASES``.
-        rounds: timed turns of each trainer.
+        quick: two cases, two small images, one round, to see that everything runs.
         threads: CPU threads.
-        quick: small images, one round.
-        clock: seconds.
+        cases: names of ``CASES``; all by default.
+        rounds: timed turns of each trainer.
+        clock: "wall", or "cpu" for a machine that is shared: of several threads it adds up.
     """
     set_threads(threads)
-    print(f"  {'':<34}{'images per second':<54}{'times as fast as online':<52}{'by MAdds':>8}")
-    print(f"  {'':<34}{'online':<27}{'cached':<27}{'whole step':<26}{'without loading':<26}")
     rows: list[Result] = []
-    for name in cases:
+    for name in cases or (QUICK if quick else CASES):
         case = CASES[name]
         if quick:
             case, rounds = shrunk(case), 1
-        figures = measure_case(case, rounds=rounds, clock=clock)
+        figures = measure_case(case, rounds=rounds, clock=CLOCKS[clock])
         rows += rows_of(name, figures)
         print(format_figures(figures), flush=True)
     return rows
-
-
-def shrunk(case: Case) -> Case:
-    """Returns the case with two images of 64 pixels a step."""
-    opts = (
-        {"INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MAX_SIZE_TRAIN": 107}
-        if case.has_boxes
-        else {"INPUT.PRETRAIN.SIZE": 64}
-    )
-    size = (64, 107) if case.has_boxes else (64, 64)
-    return replace(case, size=size, batch=2, steps=1, opts={**case.opts, **opts})
 
 
 def measure_case(
@@ -162,49 +117,6 @@ def cached(cfg: CfgNode, dtype: str) -> CfgNode:
     cfg.MODEL.CACHE_FEATURES.DTYPE = dtype
     cfg.MODEL.CACHE_FEATURES.FOLDER = f"{cfg.OUTPUT_DIR}_features"
     return cfg
-
-
-class Steps:
-    """Steps of a trainer, one a call, its cache built if it has one."""
-
-    def __init__(self, cfg: CfgNode, clock: Clock) -> None:
-        from qbheat_det.engine import Trainer
-
-        Path(cfg.OUTPUT_DIR).mkdir(parents=True)  # logs are written, as in any run
-        torch.manual_seed(0)  # all trainers of a case begin with the same weights
-        self.trainer: Any = Trainer(cfg)
-        if self.trainer.cached_features:
-            self.trainer.cached_features.prepare(self.trainer.data_loader)
-        self._images = _TimedIterator(iter(self.trainer.data_loader), clock)
-        give_batches(self.trainer, self._images)
-        self.trainer.storage = EventStorage()
-        with self.trainer.storage:
-            for hook in self.trainer._hooks:
-                hook.before_train()
-
-    def __call__(self) -> tuple[float, float]:
-        """Makes a step; returns the seconds that it waited for its images, and its total loss."""
-        with self.trainer.storage as storage:
-            whole_step(self.trainer)
-            return self._images.seconds, storage.history("total_loss").latest()
-
-
-class _TimedIterator:
-    """Hands batches on, and knows how long the last one took."""
-
-    def __init__(self, batches: Iterator[Any], clock: Clock) -> None:
-        self._batches = batches
-        self._clock = clock
-        self.seconds = 0.0
-
-    def __iter__(self) -> "_TimedIterator":
-        return self
-
-    def __next__(self) -> Any:
-        start = self._clock()
-        batch = next(self._batches)
-        self.seconds = self._clock() - start
-        return batch
 
 
 def time_turns(
@@ -251,69 +163,18 @@ def rows_of(name: str, figures: Figures) -> list[PairedResult]:
 
 
 def format_figures(figures: Figures) -> str:
-    """Returns a case's lines of the table; medians (least to greatest)."""
+    """Returns a case's lines: rates and ratios, medians (least to greatest)."""
     case, bound = figures.case, figures.bound
-    whole, computing = rows_of("", figures)
-    rates = [
-        _shown(Sample.of([case.batch / seconds for seconds in turns.step]))
-        for turns in (figures.online, figures.cached)
-    ]
-    ratios = [str(Sample(r.ratio, r.ratio_least, r.ratio_greatest)) for r in (whole, computing)]
-    verdict = ""
-    if case.bar:
-        reached = "reached" if whole.ratio >= case.bar else "not reached"
-        verdict = f"; wanted {case.bar:g}: {reached}"
     height, width = case.size
-    return (
-        f"  {case.title:<34}{rates[0]:<27}{rates[1]:<27}{ratios[0]:<26}{ratios[1]:<26}"
-        f"{bound.speedup:>8.3g}\n"
-        f"    {case.batch} images of {height} x {width} a step; MAdds an image: encoder "
-        f"{bound.encoder / 1e9:.3g} G, head {bound.head / 1e9:.3g} G; first losses "
-        f"{figures.online.losses[0]:.6g} and {figures.cached.losses[0]:.6g}{verdict}"
-    )
-
-
-def _shown(rates: Sample) -> str:
-    """As ``str(rates)``, without exponents, which that has from a thousand on."""
-    if rates.greatest < 100:
-        return str(rates)
-    return f"{rates.median:,.0f} ({rates.least:,.0f} to {rates.greatest:,.0f})"
-
-
-@exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the flags and measures what they name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=list(CASES),
-        choices=CASES,
-        metavar="NAME",
-        help=f"of {', '.join(CASES)} (default: all)",
-    )
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"(default: {_ROUNDS})")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument(
-        "--cpu-seconds",
-        action="store_true",
-        help="count the seconds of this process alone, on a machine that is busy with others; "
-        "of several threads they add up",
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
-    args = parser.parse_args(argv)
-    set_threads(args.threads)
-    print(environment())
-    clock = time.process_time if args.cpu_seconds else time.perf_counter
-    rows = measure(args.cases, rounds=args.rounds, threads=args.threads, clock=clock)
-    path = args.output / "cached_training.json"
-    write_results(rows, path)
-    print(f"{format_results(rows)}\nwritten to {path}")
-
-
-if __name__ == "__main__":
-    main()
+    lines = [
+        f"  {case.title}, {case.batch} images of {height} x {width} a step; MAdds: encoder "
+        f"{bound.encoder / 1e9:.3g} G, head {bound.head / 1e9:.3g} G, which would make it "
+        f"{bound.speedup:.3g} times as fast",
+    ]
+    for name, turns in ((ONLINE, figures.online), (CACHED, figures.cached)):
+        rates = Sample.of([case.batch / seconds for seconds in turns.step])
+        lines.append(f"    {name}: {rates} images per second; first loss {turns.losses[0]:.6g}")
+    for row in rows_of("", figures):
+        spread = Sample(row.ratio, row.ratio_least, row.ratio_greatest)
+        lines.append(f"    {row.name.partition('/')[2].strip('_')}: {spread} times as fast")
+    return "\n".join(lines)

@@ -9,21 +9,28 @@ deploy    ours: what ``qbheat_det.deploy`` makes of it, for the one size as the 
 
 All are float32's; where the processor multiplies bfloat16, ``compiled_bf16`` and ``deploy_bf16``
 are the same in it: a peer's weights and images, ours by autocast.
+
+Run as a program, with NAME FORM HEIGHT WIDTH THREADS QUICK, it makes forward passes when it is told
+to, see ``workers.py``. Its first answer has the seconds until the ``first`` result and the
+``report`` of a deployed model; every later one the ``seconds`` of a forward pass.
 """
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.detectors import DETECTORS, Forward
-from benchmarks.timing import ROOT
-from benchmarks.workers import Worker, said, started
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.detectors import DETECTORS, Forward, random_images
+from benchmarks.timing import set_threads
+from benchmarks.workers import Worker, open_answers, said, started
 
 EAGER, COMPILED, FROZEN, DEPLOYED = "eager", "compiled", "frozen", "deploy"
 COMPILED_BF16, DEPLOYED_BF16 = f"{COMPILED}_bf16", f"{DEPLOYED}_bf16"
@@ -63,7 +70,6 @@ def build(
             precision=str(dtype).removeprefix("torch."),
             compile="off" if quick else "auto",
             image_sizes=() if quick else image_sizes,
-            compile_after=0,  # not in between rounds
         )
         return partial(detector.call, fast)
     model = model.to(dtype)
@@ -85,7 +91,7 @@ def compile_peer(model: nn.Module, *, frozen: bool = False, quick: bool = False)
     model = model.to(memory_format=torch.channels_last)
     on_gpu = next(model.parameters()).is_cuda
     backend = "eager" if quick else "inductor"
-    options: dict[str, str | int | bool | Callable[..., Any]] | None = None
+    options: dict[str, bool] | None = None
     if not quick:
         options = {"freezing": frozen, "triton.cudagraphs": on_gpu}
     compiled: nn.Module = torch.compile(model, dynamic=False, backend=backend, options=options)
@@ -129,11 +135,10 @@ class Forwards:
     ) -> None:
         self.calls: dict[tuple[str, str], Callable[[], float]] = {}
         self._stack = ExitStack()
-        program = str(ROOT / "benchmarks" / "forward_worker.py")
         numbers = [str(number) for number in (height, width, threads, int(quick))]
         for name, form in contenders:
             with said(f"{name}, {form}"):
-                command = [program, name, form, *numbers]
+                command = [__file__, name, form, *numbers]
                 worker, ready = self._stack.enter_context(started(command))
                 self.calls[name, form] = partial(_seconds, worker)
                 if form != EAGER:
@@ -150,3 +155,29 @@ class Forwards:
 
 def _seconds(worker: Worker) -> float:
     return float(worker()["seconds"])
+
+
+def main() -> None:
+    """Builds the detector and serves until standard input ends."""
+    name, form, *numbers = sys.argv[1:]
+    height, width, threads, quick = (int(number) for number in numbers)
+    answer = open_answers()
+    try:
+        set_threads(threads)
+        images = random_images(height, width)
+        with torch.inference_mode():
+            start = time.perf_counter()
+            forward = build(name, form, quick=bool(quick), image_sizes=((height, width),))
+            forward(images)
+            answer({"first": time.perf_counter() - start, "report": report_of(forward)})
+            for _ in sys.stdin:
+                start = time.perf_counter()
+                forward(images)
+                answer({"seconds": time.perf_counter() - start})
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

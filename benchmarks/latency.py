@@ -22,7 +22,7 @@ from benchmarks.forms import (
     FROZEN,
     Forwards,
 )
-from benchmarks.timing import Result, Sample, told_in_rounds
+from benchmarks.timing import Result, Sample, samples_in_rounds
 from qbheat_det.deployment.precision import supports_bfloat16
 
 Contender = tuple[str, str]  # a detector, its form
@@ -85,7 +85,7 @@ def compare(
     print(f"seconds a forward at {height}x{width}, batch 1: median (least to greatest)")
     with Forwards(contenders, height, width, threads=threads, quick=quick) as calls:
         named = {"/".join(each): call for each, call in calls.items()}
-        samples = told_in_rounds(named, rounds=2 if quick else _ROUNDS)
+        samples = samples_in_rounds(named, rounds=2 if quick else _ROUNDS, clock=None)
     for name, form in calls:
         title = f"{DETECTORS[name].title}, {form}"
         print(f"  {title:<42} {samples[f'{name}/{form}']}")

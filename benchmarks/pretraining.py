@@ -1,14 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A pre-training step of QB-Heat beside two other ways to hide three quarters of an image.
+"""A pre-training step of QB-Heat beside two other ways to mask three quarters of an image.
 
-The peers have QB-Heat's decoder, loss, images, optimizer and share of hidden patches:
-  MAE-style     timm's ViT-S/16; hidden patches leave before the encoder
-  SparK-style   the same Mobile-Former on the whole image, hidden positions zeroed before every
+The peers have QB-Heat's decoder, loss, images, optimizer and share of masked patches:
+  MAE-style     timm's ViT-S/16; masked patches leave before the encoder
+  SparK-style   the same Mobile-Former on the whole image, masked positions zeroed before every
                 3 x 3 convolution and left out of the attention: sparse convolutions, emulated
 "Nothing masked" is the same encoder on the whole image, so that what masks cost is seen.
 "Compiled" are the blocks of encoder and decoder, as SOLVER.COMPILE has them; they are so by default
-on a GPU, and on the CPU, where that takes minutes, when they are named. Steps of earlier states of
-the package are in benchmarks/training_speed.py.
+on a GPU, and on the CPU, where that takes minutes, when ``--cases`` names them.
 
 All are timed in turns in one process, and a ratio is taken in every round. The encoder's part is
 its forward and backward alone; a step is forward, backward and AdamW. MAdds are those of one
@@ -17,30 +16,15 @@ products a step reaches is measured beside one large product in the same rounds,
 bfloat16 on a GPU.
 """
 
-import argparse
-import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.pretraining_contenders import CHANNELS_LAST, COMPILED, CONTENDERS, SETTINGS
 from benchmarks.pretraining_figures import MATMUL, Figures, measure_setting
-from benchmarks.timing import (
-    ROOT,
-    PairedResult,
-    Result,
-    Sample,
-    environment,
-    format_results,
-    set_threads,
-    write_results,
-)
-from qbheat_det.core.errors import UserError, exit_on_user_error
+from benchmarks.timing import PairedResult, Result, Sample, set_threads
+from qbheat_det.core.errors import UserError
 
-BAR = 3.5  # times as fast as SparK-style masking: the encoder's part
 _MASKED, _WHOLE, _MAE = "_masked_convolution", "_whole_image", "mae_vit_s"
 _OURS = ("285m", "3.7g")
 _ON_CPU = {  # what four minutes of two cores allow
@@ -51,78 +35,62 @@ _ON_CPU = {  # what four minutes of two cores allow
     ],
     "128": [_MAE, "285m", f"285m{_MASKED}", f"285m{_WHOLE}"],
 }
-_EXAMPLES = """\
-examples:
-  make bench ARGS="--only pretraining"
-  python benchmarks/pretraining.py --settings 256 --models 285m 285m_masked_convolution --profile
-  python benchmarks/pretraining.py --settings 128 --models 285m_channels_last 285m_compiled
-  python benchmarks/pretraining.py --batch 64          a GPU with less memory
-"""
 
 
-def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Measures all settings, on a GPU where there is one.
+def run(
+    *,
+    quick: bool,
+    threads: int = 2,
+    cases: Sequence[str] = (),
+    rounds: int | None = None,
+    batch: int | None = None,
+) -> list[Result]:
+    """Measures all settings, on a GPU where there is one; prints and returns the rows.
 
     Args:
         quick: a few models, two images of 64 pixels, one round, to see that everything runs.
         threads: CPU threads.
-    """
-    return measure(list(SETTINGS), threads=threads, quick=quick)
-
-
-def measure(
-    settings: Sequence[str],
-    *,
-    models: Sequence[str] = (),
-    batch: int | None = None,
-    rounds: int | None = None,
-    threads: int = 2,
-    device: str | None = None,
-    quick: bool = False,
-    with_profile: bool = False,
-) -> list[Result]:
-    """Measures, prints, and returns the rows; what is left out the device decides.
+        cases: names of ``CONTENDERS``; by default all on a GPU, a choice on the CPU.
+        rounds: timed calls of each; by default 4 of the encoders and 3 of the steps.
+        batch: images a step and of the encoder's part; by default by setting and device.
 
     Raises:
         UserError: the batch does not fit the GPU.
     """
     set_threads(threads)
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    cuda = on.type == "cuda"
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     torch.backends.cudnn.benchmark = True  # as in the recipes: all crops have one size
-    where = f"{torch.cuda.get_device_name(on)}, bfloat16" if cuda else "CPU, float32"
     results: list[Result] = []
-    for name in settings:
-        setting = SETTINGS[name].at(size=64) if quick else SETTINGS[name]
-        chosen = models or (list(CONTENDERS) if cuda else _ON_CPU[name])
+    for name, setting in SETTINGS.items():
+        models = cases or (list(CONTENDERS) if cuda else _ON_CPU[name])
         images = batch or (setting.cuda_batch if cuda else setting.cpu_batch)
         encoded = batch or (setting.cuda_batch if cuda else setting.cpu_encoder_batch)
         if quick:
-            chosen, images, encoded, rounds = _ON_CPU["128"], 2, 2, 1
+            setting = setting.at(size=64)
+            models, images, encoded, rounds = _ON_CPU["128"], 2, 2, 1
         print(
             f"{setting.size} px, {setting.title}; {images} images a step, {encoded} in the "
-            f"encoder's part; {where}",
+            f"encoder's part; {'bfloat16' if cuda else 'float32'}",
             flush=True,
         )
         try:
             figures = measure_setting(
                 setting,
-                chosen,
+                models,
                 batch=images,
                 encoder_batch=encoded,
                 rounds=rounds,
                 threads=threads,
-                device=on,
-                with_profile=with_profile,
+                device=device,
             )
         except torch.cuda.OutOfMemoryError as error:
             raise UserError(
                 f"{images} images of {setting.size} pixels do not fit this GPU: give fewer, as in "
-                f"'python benchmarks/pretraining.py --batch {max(1, images // 4)}'"
+                f"--batch {max(1, images // 4)}"
             ) from error
-        rows = rows_of(name, figures)
-        print(f"{format_figures(figures)}\n{format_ratios(rows)}\n", flush=True)
-        results += rows
+        print(format_figures(figures), flush=True)
+        results += rows_of(name, figures)
     return results
 
 
@@ -179,94 +147,17 @@ def pairs(measured: Collection[str]) -> list[tuple[str, str, str]]:
 
 
 def format_figures(figures: Figures) -> str:
-    """Returns a table with a line for each model; medians (least to greatest)."""
-    width = max(len(CONTENDERS[name].title) for name in figures.encoder)
-    lines = [
-        f"  {'':<{width}}  {'MAdds, M':>15}  {'images per second':^53}",
-        f"  {'':<{width}}  {'encoder':>7} {'whole':>7}  {'encoder':<26} {'step':<26} peak MiB",
-    ]
-    for name, seconds in figures.encoder.items():
-        encoder, whole = (
-            f"{madds / 1e6:,.0f}" for madds in figures.madds.get(name, (float("nan"),) * 2)
-        )
-        rates = [
-            str(Sample.of([batch / s for s in taken])) if taken else ""
-            for batch, taken in (
-                (figures.encoder_batch, seconds),
-                (figures.batch, figures.step.get(name, [])),
-            )
-        ]
-        memory = f"{figures.memory[name]:8,.0f}" if name in figures.memory else ""
-        lines.append(
-            f"  {CONTENDERS[name].title:<{width}}  {encoder:>7} {whole:>7}  "
-            f"{rates[0]:<26} {rates[1]:<26} {memory}"
-        )
-    return "\n".join(lines).replace(" nan", "    ")
-
-
-def format_ratios(rows: Sequence[Result]) -> str:
-    """Returns a line for each ratio of rates, and what is asked of the encoder's."""
+    """Returns a line for each model: rates, medians (least to greatest), MAdds and memory."""
     lines = []
-    for row in rows:
-        if not isinstance(row, PairedResult):
-            continue
-        name = row.name.split("/")[-1]
-        if row.unit == "TFLOP/s":
-            lines.append(f"  {name}: {row.ratio:.1%} of {row.peer:.3g} TFLOP/s")
-            continue
-        verdict = ""
-        if name.endswith("encoder_vs_masked_convolution"):
-            verdict = f"; wanted {BAR}: {'reached' if row.ratio >= BAR else 'not reached'}"
-        spread = f"{row.ratio:.2f} times ({row.ratio_least:.2f} to {row.ratio_greatest:.2f})"
-        lines.append(f"  {name}: {spread}{verdict}")
+    for name, seconds in figures.encoder.items():
+        parts = [f"encoder {Sample.of([figures.encoder_batch / s for s in seconds])} img/s"]
+        if name in figures.step:
+            rates = [figures.batch / s for s in figures.step[name]]
+            parts.append(f"step {Sample.of(rates)} img/s")
+        if name in figures.madds:
+            encoder, whole = figures.madds[name]
+            parts.append(f"{encoder / 1e6:,.0f} of {whole / 1e6:,.0f} MMAdds in the encoder")
+        if name in figures.memory:
+            parts.append(f"peak {figures.memory[name]:,.0f} MiB")
+        lines.append(f"  {CONTENDERS[name].title}: {', '.join(parts)}")
     return "\n".join(lines)
-
-
-@exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the flags and measures what they name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="pixels a side"
-    )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=[],
-        choices=CONTENDERS,
-        metavar="NAME",
-        help=f"of {', '.join(CONTENDERS)}; by default all on a GPU, a choice on the CPU",
-    )
-    parser.add_argument(
-        "--batch", type=int, help="images a step everywhere (default: by setting and device)"
-    )
-    parser.add_argument("--rounds", type=int, help="(default: 4 of the encoders, 3 of the steps)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: cuda where it is)")
-    parser.add_argument(
-        "--profile", action="store_true", help="also print what operators take the time"
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
-    args = parser.parse_args(argv)
-    set_threads(args.threads)
-    print(environment())
-    rows = measure(
-        args.settings,
-        models=args.models,
-        batch=args.batch,
-        rounds=args.rounds,
-        threads=args.threads,
-        device=args.device,
-        with_profile=args.profile,
-    )
-    path = args.output / "pretraining.json"
-    write_results(rows, path)
-    print(f"{format_results(rows)}\nwritten to {path}")
-
-
-if __name__ == "__main__":
-    main()

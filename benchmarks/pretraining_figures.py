@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.pretraining_contenders import CONTENDERS, Calls, Setting, build, prepare
 from benchmarks.timing import peak_memory_in_turns, seconds_in_rounds
@@ -48,7 +47,6 @@ def measure_setting(
     rounds: int | None,
     threads: int,
     device: torch.device,
-    with_profile: bool = False,
 ) -> Figures:
     """Measures models in turns.
 
@@ -60,7 +58,6 @@ def measure_setting(
         rounds: timed calls of each; None for 4 of the encoders and 3 of the steps.
         threads: CPU threads of the processes whose memory is measured.
         device: where the models run.
-        with_profile: also print what operators take most time in each encoder and each step.
     """
     with_step = [model for model in models if CONTENDERS[model].method != "whole"]
     madds = {model: count(model, setting) for model in with_step}
@@ -91,13 +88,6 @@ def measure_setting(
     product, flops = matrix_product(device)
     steps: dict[str, Callable[[], object]] = {model: calls[model].step for model in with_step}
     step = seconds_in_rounds({**steps, MATMUL: product}, rounds=rounds or _STEP_ROUNDS, clock=clock)
-    if with_profile:
-        for model in models:
-            print(f"\n{CONTENDERS[model].title}: the encoder's part")
-            print(profiled(calls[model].encoder, device))
-        for model in with_step:
-            print(f"\n{CONTENDERS[model].title}: a step")
-            print(profiled(calls[model].step, device))
     return Figures(batch, encoder_batch, encoder, step, memory, madds, flops)
 
 
@@ -152,16 +142,3 @@ def synchronised_clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def profiled(call: Callable[[], object], device: torch.device) -> str:
-    """Returns a table of the operators that take most time in three calls."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        for _ in range(3):
-            call()
-        synchronised_clock(device)
-    key = f"self_{device.type}_time_total"
-    return str(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=40))

@@ -2,19 +2,22 @@
 """Runs the benchmarks, prints a table and writes ``output/bench/NAME.json`` for each.
 
 python benchmarks/run.py [--only NAME …] [--quick] [--list]
+python benchmarks/run.py --only cached_training --cases 3.7g_211 --rounds 7 --clock cpu
 """
 
 import argparse
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import (
     ENVIRONMENTS,
-    ROOT,
+    OUTPUT,
     environment,
     format_results,
     set_threads,
@@ -25,19 +28,13 @@ from qbheat_det.core.errors import UserError, exit_on_user_error
 
 BENCHMARKS = {
     "latency": "seconds a forward of ours, plain and deployed, beside DETR, RT-DETR and RetinaNet",
-    "machine": "multiply-adds a second of each model beside the best that the machine reaches",
-    "memory": "peak memory of the same forward passes",
-    "exported": "image in, boxes out: an exported ONNX file in onnxruntime beside PyTorch",
-    "trainer_overhead": "a training step of 285M + 211 beyond forward, backward and optimizer",
-    "data_path": "images a second of each kind of loader alone, beside what its steps would take",
     "cached_training": "a head's training step from cached features beside one with its encoder",
-    "training_help": "a training step of MF-Dec-211 with each training-only help beside none",
     "training_speed": "training steps a second, now and at the start of the work on speed",
     "step_profile": "where a training step's time goes, now and at that start",
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
     # Last: what it deploys sets for the whole process how memory is kept.
-    "growth": "how the cost grows with pixels, batch, queries and processes",
+    "growth": "how the cost grows with pixels, batch and queries",
 }
 
 
@@ -57,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="small images and few rounds, written to output/bench/quick: figures of no worth",
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="jobs or models to measure")
+    parser.add_argument("--rounds", type=int, help="timed turns of each")
+    parser.add_argument("--batch", type=int, help="images a step, of pre-training")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), help="cpu: for a machine that is shared"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args(argv)
     if args.list:
         print("\n".join(f"{name:<18}{line}" for name, line in BENCHMARKS.items()))
@@ -73,11 +76,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{name}: {BENCHMARKS[name]}")
         benchmark = importlib.import_module(f"benchmarks.{name}")
         try:
-            rows = benchmark.run(quick=args.quick, threads=args.threads)
+            rows = benchmark.run(
+                quick=args.quick, threads=args.threads, **options_of(benchmark, args)
+            )
         except ModuleNotFoundError as error:
-            extra = "export" if str(error.name).startswith("onnx") else "bench"
             raise UserError(
-                f"the benchmark '{name}' needs {error.name}; install the extra '{extra}'"
+                f"the benchmark '{name}' needs {error.name}: install the extra 'bench'"
             ) from error
         write_results(rows, folder / f"{name}.json")
         write_environment(name, folder / ENVIRONMENTS)
@@ -85,6 +89,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             (folder / f"{name}.svg").write_bytes(benchmark.draw(rows))
         results += rows
     print(f"\n{format_results(results)}\nwritten to {folder}")
+
+
+def options_of(benchmark: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the flags that are given, for a benchmark's ``run``.
+
+    Raises:
+        UserError: the benchmark has no such option.
+    """
+    known = inspect.signature(benchmark.run).parameters
+    given = {name: vars(args)[name] for name in ("cases", "rounds", "batch", "clock")}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in known:
+            raise UserError(f"--{name} is no option of {benchmark.__name__}: name others by --only")
+    return given
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ python benchmarks/tables.py [--bench DIR] [--check]
 
 Between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->`` stand the rows of ``NAME.json`` whose
 names begin with ``NAME/PREFIX`` (PREFIX may be left out), with the line of the machine that they
-were measured on. A benchmark that has not been run keeps the table that is there. ``growth.json``
-is also drawn, as docs/growth.svg.
+were measured on. A benchmark that has not been run keeps the table that is there. ``growth.svg`` of
+the same folder is copied to docs.
 """
 
 import argparse
 import json
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,29 +20,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import ENVIRONMENTS, ROOT, Result
+from benchmarks.timing import ENVIRONMENTS, OUTPUT, ROOT
 from qbheat_det.core.errors import UserError, exit_on_user_error
 
 PAGE = ROOT / "docs" / "performance.md"
 _BLOCK = re.compile(r"(<!-- bench (\S+)(?: (\S+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _HEADS = "| measured | ours | peer | unit | ratio |\n| --- | ---: | ---: | --- | ---: |\n"
-
-
-def read_results(folder: Path, name: str) -> list[dict[str, Any]] | None:
-    """Returns the rows of a benchmark; None where it has not been run.
-
-    Raises:
-        UserError: the file is not what ``make bench`` writes.
-    """
-    path = folder / f"{name}.json"
-    if not path.is_file():
-        return None
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        format_table(rows, "")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is no file of make bench: remove it, or run it again") from error
-    return list(rows)
 
 
 def format_table(rows: Sequence[Mapping[str, Any]], environment: str) -> str:
@@ -60,36 +44,49 @@ def format_table(rows: Sequence[Mapping[str, Any]], environment: str) -> str:
         lines.append(
             f"| `{name}` | {row['ours']:.4g} | {row['peer']:.4g} | {row['unit']} | {ratio} |\n"
         )
-    said = f"\nMeasured on: {environment}.\n" if environment else ""
-    return f"\n{_HEADS}{''.join(lines)}{said}\n"
+    machine = f"\nMeasured on: {environment}.\n" if environment else ""
+    return f"\n{_HEADS}{''.join(lines)}{machine}\n"
 
 
 def fill(page: str, folder: Path) -> str:
     """Returns a page with the tables of all benchmarks that have been run.
 
     Raises:
-        UserError: a table of the page names rows that its benchmark has not.
+        UserError: a file is not what ``make bench`` writes, or lacks the rows of a table.
     """
-    environments = {}
-    if (folder / ENVIRONMENTS).is_file():
-        try:
-            environments = dict(json.loads((folder / ENVIRONMENTS).read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise UserError(
-                f"{folder / ENVIRONMENTS} is no file of make bench: remove it, or run it again"
-            ) from error
 
     def table(match: re.Match[str]) -> str:
         start, name, prefix, old, end = match.groups()
-        rows = read_results(folder, name)
+        path = folder / f"{name}.json"
+        rows = _read(path)
         if not rows:
             return f"{start}{old}{end}"
-        chosen = [row for row in rows if row["name"].startswith(f"{name}/{prefix or ''}")]
+        environments = _read(folder / ENVIRONMENTS) or {}
+        if not isinstance(environments, dict):
+            raise _broken(folder / ENVIRONMENTS)
+        try:
+            chosen = [row for row in rows if row["name"].startswith(f"{name}/{prefix or ''}")]
+            filled = format_table(chosen, environments.get(name, ""))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _broken(path) from error
         if not chosen:
-            raise UserError(f"{folder / name}.json has no row that begins with '{name}/{prefix}'")
-        return f"{start}{format_table(chosen, environments.get(name, ''))}{end}"
+            raise UserError(f"{path} has no row that begins with '{name}/{prefix}'")
+        return f"{start}{filled}{end}"
 
     return _BLOCK.sub(table, page)
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _broken(path) from error
+
+
+def _broken(path: Path) -> UserError:
+    return UserError(f"{path} is no file of make bench: remove it, or run the benchmark again")
 
 
 @exit_on_user_error
@@ -102,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bench", type=Path, default=ROOT / "output" / "bench")
+    parser.add_argument("--bench", type=Path, default=OUTPUT)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
@@ -118,17 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{args.page} is not of {args.bench}: python benchmarks/tables.py")
         return
     args.page.write_text(after, encoding="utf-8")
-    rows = read_results(args.bench, "growth")
-    if rows:
-        from benchmarks.growth import draw
-
-        picture = draw([_result_of(row) for row in rows])
-        args.page.with_name("growth.svg").write_bytes(picture)
+    if (args.bench / "growth.svg").is_file():
+        shutil.copy(args.bench / "growth.svg", args.page.with_name("growth.svg"))
     print(f"written to {args.page}")
-
-
-def _result_of(row: Mapping[str, Any]) -> Result:
-    return Result(*(row[key] for key in ("name", "ours", "peer", "unit", "ratio")))
 
 
 if __name__ == "__main__":

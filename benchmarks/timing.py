@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Fair measurements: interleaved wall times, peak memory of a fresh process, one result format."""
+"""Fair measurements: interleaved times, peak memory of a fresh process, one format of results."""
 
 import json
 import os
@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = ROOT / "output" / "bench"
 ENVIRONMENTS = "environments.json"
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -62,28 +65,16 @@ class PairedResult(Result):
     ) -> "PairedResult":
         """Takes what both reached in each round."""
         ratios = Sample.of([a / b for a, b in zip(ours, peer, strict=True)])
-        middles = statistics.median(ours), statistics.median(peer)
-        return cls(name, *middles, unit, ratios.median, ratios.least, ratios.greatest)
-
-
-def time_interleaved(
-    calls: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    warm_up: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Sample]:
-    """As ``seconds_in_rounds``, summed up."""
-    seconds = seconds_in_rounds(calls, rounds=rounds, warm_up=warm_up, clock=clock)
-    return {name: Sample.of(values) for name, values in seconds.items()}
+        medians = statistics.median(ours), statistics.median(peer)
+        return cls(name, *medians, unit, ratios.median, ratios.least, ratios.greatest)
 
 
 def seconds_in_rounds(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[str, Callable[[], Any]],
     *,
     rounds: int,
     warm_up: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock | None = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Times calls in turns, A B A B, so that a slow spell of the machine meets all of them.
 
@@ -91,7 +82,7 @@ def seconds_in_rounds(
         calls: what to time, by name.
         rounds: timed calls of each.
         warm_up: untimed rounds before the first timed one.
-        clock: seconds.
+        clock: seconds; None if the calls return their own seconds, as those of other processes do.
 
     Returns:
         Seconds of the call in each round, by name.
@@ -99,30 +90,16 @@ def seconds_in_rounds(
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(warm_up + rounds):
         for name, call in calls.items():
-            start = clock()
-            call()
+            start = clock() if clock else 0.0
+            returned = call()
             if number >= warm_up:
-                seconds[name].append(clock() - start)
+                seconds[name].append(clock() - start if clock else returned)
     return seconds
 
 
-def told_in_rounds(
-    calls: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1
-) -> dict[str, Sample]:
-    """As ``time_interleaved``, of calls that return their seconds.
-
-    Args:
-        calls: what to time, by name, as of processes that time themselves.
-        rounds: timed calls of each.
-        warm_up: rounds before the first that counts.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(warm_up + rounds):
-        for name, call in calls.items():
-            told = call()
-            if number >= warm_up:
-                seconds[name].append(told)
-    return {name: Sample.of(values) for name, values in seconds.items()}
+def samples_in_rounds(calls: Mapping[str, Callable[[], Any]], **settings: Any) -> dict[str, Sample]:
+    """As ``seconds_in_rounds``, summed up."""
+    return {name: Sample.of(taken) for name, taken in seconds_in_rounds(calls, **settings).items()}
 
 
 def peak_memory_in_turns(
@@ -134,9 +111,6 @@ def peak_memory_in_turns(
         commands: arguments after the Python interpreter, by name.
         rounds: processes of each.
         timeout: seconds that one process may take.
-
-    Returns:
-        MiB, by name.
 
     Raises:
         subprocess.CalledProcessError: a command failed.
@@ -159,54 +133,52 @@ def peak_memory_in_turns(
 def resident_mib(*, peak: bool) -> float:
     """Returns this process's resident memory in MiB, now or at its highest (Linux).
 
-    The kernel's VmHWM belongs to this program alone, whereas ``ru_maxrss`` starts from the
-    size of the process that started it.
+    The kernel's VmHWM belongs to this program alone, whereas ``ru_maxrss`` starts from the size of
+    the process that started it.
     """
     field = "VmHWM:" if peak else "VmRSS:"
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def set_threads(threads: int) -> None:
-    """Fixes the number of CPU threads of every operator of this process."""
+    """Sets the number of CPU threads of every operator of this process."""
     torch.set_num_threads(threads)
 
 
 def environment() -> str:
     """Returns one line: CPU, torch, threads and how busy the machine is."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [" ".join(line.split(":", 1)[1].split()) for line in lines if "model name" in line]
     load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
     return (
-        f"{_cpu_model()}, {os.cpu_count()} cores; Python {platform.python_version()}, "
+        f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores; "
+        f"Python {platform.python_version()}, "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; "
         f"load average before the run {load}"
     )
 
 
 def write_results(results: Sequence[Result], path: Path) -> None:
-    """Writes the rows as a JSON list; a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    rows = [asdict(result) for result in results]
-    partial.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Writes the rows as a JSON list."""
+    _write(path, [asdict(result) for result in results])
 
 
 def write_environment(name: str, path: Path) -> None:
-    """Notes on what machine a benchmark was measured, beside the lines of others.
-
-    Args:
-        name: of the benchmark.
-        path: of the file, which is read and replaced.
-    """
+    """Adds to a file on what machine the benchmark ``name`` was measured."""
     try:
         lines = dict(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
         lines = {}
-    lines[name] = environment()
+    _write(path, {**lines, name: environment()})
+
+
+def _write(path: Path, content: Any) -> None:
+    # The package's own atomic write is not imported: workers run with the package of old commits.
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps(lines, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
@@ -219,12 +191,3 @@ def format_results(results: Sequence[Result]) -> str:
         for r in results
     ]
     return "\n".join(lines)
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.split(":", 1)[1].split())
-    return platform.processor() or platform.machine()

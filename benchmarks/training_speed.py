@@ -8,15 +8,13 @@ a time; the others wait meanwhile, and in every round the order turns round:
   before_channels_last  with MODEL.CHANNELS_LAST, which on a CPU is the default now
   before_bf16,          with SOLVER.AMP in bfloat16 as well; measured where the processor multiplies
   after_bf16            bfloat16
-  after_compiled        with SOLVER.COMPILE, whose minutes of compiling only --contenders asks for
+  after_compiled        with SOLVER.COMPILE, if $QBHEAT_BENCH_COMPILED is set: it takes minutes
 Forward, backward, optimizer and all that the trainer does count; waiting for images does not. The
 images are drawn and the weights random; all begin with the same seed.
-
-python benchmarks/training_speed.py [--jobs NAME ...] [--contenders NAME ...] [--rounds N]
 """
 
-import argparse
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -31,17 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.timing import (
-    ROOT,
-    PairedResult,
-    Result,
-    Sample,
-    environment,
-    format_results,
-    set_threads,
-    write_results,
-)
-from benchmarks.training_worker import CLOCKS, find_jobs
+from benchmarks.timing import ROOT, PairedResult, Result, Sample
+from benchmarks.training_worker import find_jobs
 from benchmarks.workers import LeftOut, said, started
 from qbheat_det.deployment.precision import supports_bfloat16
 
@@ -82,46 +71,30 @@ class Turns:
     peak: float
 
 
-def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Measures all jobs; without git or its history it says so and returns nothing.
-
-    Args:
-        quick: two jobs as the recipes have them, two images of 64 pixels, one round.
-        threads: CPU threads of each process; only one computes at a time.
-    """
-    if quick:
-        jobs, contenders = ["qb_heat_285m", "mf_detr_285m_211"], ["before", "after"]
-        return measure(jobs, contenders, rounds=1, threads=threads, quick=True)
-    return measure(list(find_jobs()), default_contenders(), rounds=_ROUNDS, threads=threads)
-
-
-def default_contenders() -> list[str]:
-    """Returns those that are measured unasked on this machine."""
-    left_out = ["after_compiled"]
-    if not supports_bfloat16(torch.device("cpu")):
-        left_out += ["before_bf16", "after_bf16"]
-    return [name for name in CONTENDERS if name not in left_out]
-
-
-def measure(
-    jobs: Sequence[str],
-    contenders: Sequence[str],
+def run(
     *,
-    rounds: int,
-    threads: int,
-    quick: bool = False,
+    quick: bool,
+    threads: int = 2,
+    cases: Sequence[str] = (),
+    rounds: int = _ROUNDS,
     clock: str = "wall",
 ) -> list[Result]:
     """Measures, prints as it goes, and returns a row for each of ``PAIRS`` that was measured.
 
     Args:
-        jobs: names of ``find_jobs``.
-        contenders: names of ``CONTENDERS``.
+        quick: two jobs as the recipes have them, two images of 64 pixels, one round.
+        threads: CPU threads of each process; only one computes at a time.
+        cases: names of ``find_jobs``; all by default.
         rounds: timed turns of each.
-        threads: CPU threads of each process.
-        quick: two images of 64 pixels.
         clock: "wall", or "cpu" for a machine that is shared.
+
+    Returns:
+        Nothing without git or its history.
     """
+    jobs, contenders = cases or list(find_jobs()), default_contenders()
+    if quick:
+        jobs = cases or ["qb_heat_285m", "mf_detr_285m_211"]
+        contenders, rounds = ["before", "after"], 1
     rows: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -147,9 +120,19 @@ def measure(
                     with said(name):
                         workers[name], _ = stack.enter_context(started(command))
                 turns = take_turns(workers, rounds=rounds, warm_up=1 if quick else _WARM_UP)
-            print(format_turns(turns), flush=True)
+            for name, turn in turns.items():
+                rates, peak = Sample.of(turn.rates), f"{turn.peak:,.0f} MiB"
+                print(f"    {name}: {rates}, first loss {turn.first_loss:.5g}, peak {peak}")
             rows += rows_of(job, turns)
     return rows
+
+
+def default_contenders() -> list[str]:
+    """Returns those that this machine and $QBHEAT_BENCH_COMPILED ask for."""
+    left_out = [] if os.environ.get("QBHEAT_BENCH_COMPILED") else ["after_compiled"]
+    if not supports_bfloat16(torch.device("cpu")):
+        left_out += ["before_bf16", "after_bf16"]
+    return [name for name in CONTENDERS if name not in left_out]
 
 
 def contender_command(
@@ -205,27 +188,25 @@ def take_turns(
     *,
     rounds: int,
     warm_up: int = _WARM_UP,
-    steps: int = 1,
 ) -> dict[str, Turns]:
     """Lets workers make steps in turns; in every other round the order is the other way round.
 
     Args:
-        workers: make so many steps and say ``seconds``, ``loss`` and ``peak``.
+        workers: make a step and return its ``seconds``, ``loss`` and ``peak``.
         rounds: timed turns of each.
         warm_up: untimed turns of each: the first compiles.
-        steps: of a turn.
     """
     turns: dict[str, Turns] = {}
     for name, worker in workers.items():
         with said(name):
             first = worker(1)
             for _ in range(warm_up):
-                worker(steps)
+                worker(1)
             turns[name] = Turns([], first["loss"], 0.0)
     for number in range(rounds):
         for name in list(turns)[:: 1 if number % 2 else -1]:
-            told = workers[name](steps)
-            turns[name].rates.append(steps / told["seconds"])
+            told = workers[name](1)
+            turns[name].rates.append(1 / told["seconds"])
             turns[name] = Turns(turns[name].rates, turns[name].first_loss, told["peak"])
     return turns
 
@@ -242,51 +223,3 @@ def rows_of(job: str, turns: Mapping[str, Turns]) -> list[Result]:
         for ours, peer in PAIRS
         if ours in turns and peer in turns
     ]
-
-
-def format_turns(turns: Mapping[str, Turns]) -> str:
-    """Returns a line for each contender."""
-    return "\n".join(
-        f"    {name:<21} {Sample.of(turn.rates)!s:<26} first loss {turn.first_loss:.5g}, "
-        f"peak {turn.peak:,.0f} MiB"
-        for name, turn in turns.items()
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures with the flags' settings, prints a table and writes it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    jobs = list(find_jobs())
-    parser.add_argument("--jobs", nargs="+", default=jobs, choices=jobs, metavar="NAME")
-    parser.add_argument(
-        "--contenders", nargs="+", default=default_contenders(), choices=CONTENDERS, metavar="NAME"
-    )
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"(default: {_ROUNDS})")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="two images of 64 pixels")
-    parser.add_argument(
-        "--clock",
-        default="wall",
-        choices=CLOCKS,
-        help="time on the clock, or on the CPU, for a machine that is shared (default: wall)",
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "output" / "bench")
-    args = parser.parse_args(argv)
-    set_threads(args.threads)
-    print(environment())
-    rows = measure(
-        args.jobs,
-        args.contenders,
-        rounds=args.rounds,
-        threads=args.threads,
-        quick=args.quick,
-        clock=args.clock,
-    )
-    write_results(rows, args.output / ("quick" if args.quick else "") / "training_speed.json")
-    print(format_results(rows))
-
-
-if __name__ == "__main__":
-    main()

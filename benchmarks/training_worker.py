@@ -18,14 +18,19 @@ from typing import Any
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 OPERATORS = "operators"
-_LEFT_OUT: dict[str, Any] = {  # ImageNet fits no memory; the precision is the contender's
-    "INPUT.PRETRAIN.MEMORY_GB": 0.0,
-    "SOLVER.AMP.ENABLED": False,
+_PRETRAINING: dict[str, Any] = {  # ImageNet fits no memory; the precision is the contender's
+    "file_size": (256, 320),
+    "opts": {"INPUT.PRETRAIN.MEMORY_GB": 0.0, "SOLVER.AMP.ENABLED": False},
 }
 _BOXES: dict[str, Any] = {
-    "INPUT.MIN_SIZE_TRAIN": (480,),
-    "INPUT.MAX_SIZE_TRAIN": 640,
-    "INPUT.DETR_CROP_RESIZE": [],
+    "size": (480, 640),
+    "batch": 2,
+    "file_size": (480, 640),
+    "opts": {
+        "INPUT.MIN_SIZE_TRAIN": (480,),
+        "INPUT.MAX_SIZE_TRAIN": 640,
+        "INPUT.DETR_CROP_RESIZE": [],
+    },
 }
 
 
@@ -33,44 +38,22 @@ def find_jobs() -> dict[str, Any]:
     """Returns what is trained, by name; imports the package that lies first on the path."""
     from benchmarks.cached_cases import Case
 
-    size = (480, 640)
-    boxes: dict[str, Any] = {"file_size": size, "opts": _BOXES}
-    pretraining: dict[str, Any] = {"file_size": (256, 320), "opts": _LEFT_OUT}
-    imagenet = "ImageNet-QBHeat/qb_heat"
+    large: dict[str, Any] = {"size": (256, 256), "batch": 4, **_PRETRAINING}
+    small: dict[str, Any] = {"size": (128, 128), "batch": 16, **_PRETRAINING}
+    qb_heat, coco = "ImageNet-QBHeat/qb_heat", "coco/mf_detr_211_285M"
+    decoder = "256 px, the paper's decoder"
     return {
-        "qb_heat_285m": Case(
-            "QB-Heat 285M, 256 px, the paper's decoder",
-            f"{imagenet}_285M_100ep.yaml",
-            (256, 256),
-            batch=4,
-            **pretraining,
-        ),
+        "qb_heat_285m": Case(f"QB-Heat 285M, {decoder}", f"{qb_heat}_285M_100ep.yaml", **large),
         "qb_heat_285m_128px": Case(
-            "QB-Heat 285M, 128 px, the CPU recipe",
-            "custom/qb_heat_285M_cpu.yaml",
-            (128, 128),
-            batch=16,
-            **pretraining,
+            "QB-Heat 285M, 128 px, the CPU recipe", "custom/qb_heat_285M_cpu.yaml", **small
         ),
-        "qb_heat_3.7g": Case(
-            "QB-Heat 3.7G, 256 px, the paper's decoder",
-            f"{imagenet}_3.7G_100ep.yaml",
-            (256, 256),
-            batch=4,
-            **pretraining,
-        ),
-        "mf_detr_285m_211": Case(
-            "MF-285M + MF-Dec-211", "coco/mf_detr_211_285M_finetune.yaml", size, batch=2, **boxes
-        ),
+        "qb_heat_3.7g": Case(f"QB-Heat 3.7G, {decoder}", f"{qb_heat}_3.7G_100ep.yaml", **large),
+        "mf_detr_285m_211": Case("MF-285M + MF-Dec-211", f"{coco}_finetune.yaml", **_BOXES),
         "mf_detr_285m_211_frozen": Case(
-            "MF-Dec-211 on a frozen MF-285M",
-            "coco/mf_detr_211_285M_probe.yaml",
-            size,
-            batch=2,
-            **boxes,
+            "MF-Dec-211 on a frozen MF-285M", f"{coco}_probe.yaml", **_BOXES
         ),
         "retinanet_285m": Case(
-            "MF-285M + RetinaNet", "coco/retinanet_285M_finetune.yaml", size, batch=2, **boxes
+            "MF-285M + RetinaNet", "coco/retinanet_285M_finetune.yaml", **_BOXES
         ),
     }
 
@@ -87,8 +70,8 @@ def build_steps(
         quick: two images of 64 pixels.
         clock: seconds.
     """
-    from benchmarks.cached_cases import make_config
-    from benchmarks.cached_training import Steps, shrunk
+    from benchmarks.cached_cases import make_config, shrunk
+    from benchmarks.trainer_steps import Steps
 
     case = find_jobs()[job]
     if quick:
@@ -135,7 +118,7 @@ def main() -> None:
         step = build_steps(job, Path(folder), opts, quick=quick == "1", clock=clock)
         answer({"ready": True})
         if clock_name == OPERATORS:
-            from benchmarks.operators import seconds_by_kind
+            from benchmarks.step_profile import seconds_by_kind
 
             for turn in sys.stdin:
                 answer({"kinds": seconds_by_kind(step, int(turn))})

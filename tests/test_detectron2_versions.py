@@ -54,7 +54,7 @@ def tiny_training(output: Path, monkeypatch: pytest.MonkeyPatch) -> CfgNode:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     stream = TrainStream([{}], mapper=lambda entry: entry, batch_size=1)
     monkeypatch.setattr(Trainer, "build_model", classmethod(lambda *_: copy.deepcopy(model)))
-    monkeypatch.setattr(Trainer, "build_train_loader", classmethod(lambda *_: stream))
+    monkeypatch.setattr("qbheat_det.engine.trainer.build_train_stream", lambda _: stream)
     cfg = small("coco/mf_detr_211_285M_finetune.yaml")
     cfg.DATASETS.TEST = ()
     cfg.OUTPUT_DIR = str(output)

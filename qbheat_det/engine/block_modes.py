@@ -32,11 +32,10 @@ _GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image o
 
 
 def apply_step_keys(cfg: CfgNode, model: nn.Module) -> None:
-    """Prepares the process and a model for training steps as the config asks, and logs it.
+    """Applies ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
 
     Args:
-        cfg: ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING`` are
-            read.
+        cfg: of the run.
         model: on its device, before it is wrapped for distributed training.
     """
     on_cpu = next(model.parameters()).device.type == "cpu"
@@ -57,13 +56,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
-    """Makes each block store only its inputs for the backward pass, and recompute the rest.
+    """Makes each block store only its inputs for the backward pass; returns the number of blocks.
 
     Gradients are equal to the bit, dropout included, if the block itself is deterministic.
     BatchNorm's statistics are updated once a step.
-
-    Returns:
-        The number of blocks.
     """
     blocks = find_blocks(model)
     for block in blocks.values():
@@ -72,16 +68,10 @@ def checkpoint_blocks(model: nn.Module) -> int:
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Makes the blocks run compiled in training, where there is a compiler.
+    """Makes the blocks run compiled in training, and returns their number; 0 without a compiler.
 
     Models of images of one size are compiled for that size, others for all sizes. A block that
     PyTorch cannot compile runs as it is.
-
-    Args:
-        model: on its device.
-
-    Returns:
-        The number of blocks that will be compiled at their first calls; 0 without a compiler.
     """
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
@@ -126,10 +116,6 @@ class BlockCall:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        """
-        Args:
-            block: to be called.
-        """
         self.compiled: Callable[..., Any] | None = None
         self.checkpointed = False
         self._block = block

@@ -43,29 +43,13 @@ class NonFiniteLoss(UserError):
     def __init__(
         self, iteration: int, losses: Mapping[str, float], path: str | os.PathLike[str]
     ) -> None:
-        """
-        Args:
-            iteration: of the step.
-            losses: by name.
-            path: file that ``dump_failure`` wrote, or why there is none.
-        """
+        """``path`` is the file that ``dump_failure`` wrote, or the reason why there is none."""
         bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
-        found = (
-            f"a loss is not finite at iteration {iteration} "
-            f"({join_first(bad) or 'before any loss was computed'})"
-        )
-        if os.path.isfile(path):
-            found += (
-                f"; '{path}' has the batch, the config and the gradients: 'python "
-                f"tools/train_net.py --replay {path}' runs the step again and names the first "
-                "module that fails"
-            )
-        else:
-            found += f"; {path}"
+        replay = f"'python tools/train_net.py --replay {path}' names the first module that fails"
         super().__init__(
-            f"{found}. Usual remedies: a lower SOLVER.BASE_LR or a longer warm-up, "
-            "SOLVER.CLIP_GRADIENTS.ENABLED True, and SOLVER.AMP.PRECISION bfloat16 instead of "
-            "float16"
+            f"a loss is not finite at iteration {iteration} ({join_first(bad)}): "
+            f"{replay if os.path.isfile(path) else path}. Usual remedies: a lower SOLVER.BASE_LR, "
+            "SOLVER.CLIP_GRADIENTS.ENABLED True, SOLVER.AMP.PRECISION bfloat16 instead of float16"
         )
         self.iteration = iteration
         self.losses = dict(losses)
@@ -111,13 +95,7 @@ class FailedStep:
 def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> NonFiniteLoss:
     """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns the error to raise.
 
-    If the file cannot be written, the error says so.
-
-    Args:
-        output_dir: folder of the run.
-        iteration: of the step.
-        rank: of this process.
-        state: the other arguments of ``dump_failure``.
+    If the file cannot be written, the error says so. ``state`` are arguments of ``dump_failure``.
     """
     path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
     try:
@@ -140,13 +118,7 @@ def dump_failure(
     normalizers: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Writes a failed step atomically.
-
-    Args:
-        path: file to write.
-        cfg: resolved config.
-        model: without a wrapper; weights from before the step, ``.grad`` as far as it came.
-        batched_inputs: see ``FailedStep.batches``; the other arguments have their names there.
+    """Writes a failed step atomically; the arguments are described at ``FailedStep``.
 
     Raises:
         UserError: the file cannot be written.

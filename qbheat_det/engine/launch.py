@@ -34,10 +34,6 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
     Under torchrun this process joins the others, by NCCL if the config uses GPUs, else by gloo.
     Otherwise Detectron2 starts ``args.num_gpus`` processes on this machine.
 
-    Args:
-        main: a function of a module, since started processes import it.
-        args: with the flags of Detectron2's ``default_argument_parser``.
-
     Returns:
         What ``main`` returned in this process; None if others were started for it.
 
@@ -70,23 +66,16 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
 
 
 def _check_launch(args: argparse.Namespace) -> None:
-    gpus, machines, available = args.num_gpus, args.num_machines, torch.cuda.device_count()
-    if min(gpus, machines) < 1:
+    gpus, available = args.num_gpus, torch.cuda.device_count()
+    if min(gpus, args.num_machines) < 1:
         raise UserError("--num-gpus and --num-machines must be at least 1")
-    if gpus * machines <= 1:
+    if gpus * args.num_machines <= 1:
         return
     if gpus > available or not _uses_gpus(args):
         found = f"PyTorch finds {available}" if gpus > available else "MODEL.DEVICE is not 'cuda'"
         raise UserError(
             f"--num-gpus {gpus}, but {found}; processes on the CPU are started by {_TORCHRUN}"
         )
-    if not 0 <= args.machine_rank < machines:
-        raise UserError(
-            f"--machine-rank must be in 0 to {machines - 1} for --num-machines {machines}, but is "
-            f"{args.machine_rank}"
-        )
-    if machines > 1 and args.dist_url == "auto":
-        raise UserError("--dist-url auto is for one machine: name tcp://HOST:PORT of machine 0")
 
 
 def _uses_gpus(args: argparse.Namespace) -> bool:
@@ -125,8 +114,6 @@ def _choose_backend(args: argparse.Namespace) -> str:
     if args.num_gpus > 1 or args.num_machines > 1:
         raise UserError("torchrun starts the processes: leave out --num-gpus and --num-machines")
     local_rank, local_size = (int(os.environ[name]) for name in _RANK_VARIABLES[2:])
-    if int(os.environ["WORLD_SIZE"]) % local_size:
-        raise UserError("--nproc-per-node must be the same on every machine")
     if not _uses_gpus(args):
         return "gloo"
     available = torch.cuda.device_count()
@@ -180,5 +167,8 @@ def may_have_unused_parameters(model: nn.Module) -> bool:
 
     Finding unused parameters costs a walk through the graph in every step.
     """
-    backbone, names = get_backbone(model), get_in_features(model)
-    return backbone is None or names is None or set(backbone.output_shape()) != set(names)
+    backbone = get_backbone(model)
+    if backbone is None:
+        return True
+    names = get_in_features(model)
+    return names is None or set(backbone.output_shape()) != set(names)

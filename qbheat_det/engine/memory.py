@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
-_GROUPS = Path("/proc/self/cgroup")
+_GROUP = Path("/proc/self/cgroup")
 _GROUPS_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -55,19 +55,15 @@ def total_memory() -> int:
 
 
 def _group_limits() -> Iterator[int]:
-    """Yields the limits in bytes of Linux's control groups, versions 1 and 2."""
-    with contextlib.suppress(OSError):
-        for line in _GROUPS.read_text(encoding="utf-8").splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            root = _GROUPS_ROOT / "memory" if controllers else _GROUPS_ROOT
-            file = "memory.limit_in_bytes" if controllers else "memory.max"
-            # A container may see its own group at the root, under the name that it has outside.
-            group = Path(name.lstrip("/"))
-            for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                    yield int((root / folder / file).read_text(encoding="ascii"))
+    """Yields the limits in bytes of Linux's control groups, of version 2."""
+    with contextlib.suppress(OSError, ValueError):
+        # A container may see its own group at the root, under the name that it has outside.
+        group = Path(
+            _GROUP.read_text(encoding="utf-8").splitlines()[-1].split(":", 2)[2].lstrip("/")
+        )
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                yield int((_GROUPS_ROOT / folder / "memory.max").read_text(encoding="ascii"))
 
 
 def resident_peak() -> int:

@@ -49,7 +49,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
 
     Args:
         saved: YAML of the config in the checkpoint; may be empty.
-        cfg: of the command that resumes the run, resolved.
+        cfg: resolved.
 
     Raises:
         UserError: a key differs that may not change.
@@ -77,11 +77,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
 
 
 def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
-    """Checks that a resumed run has the training images that it began with.
-
-    Args:
-        state: of the trainer, from the checkpoint.
-        stream: of the command that resumes the run.
+    """Checks that a resumed run has the training images that the trainer's saved state names.
 
     Raises:
         UserError: the images differ, or the checkpoint is not of this package's trainer.
@@ -103,10 +99,6 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
 
 def check_start(cfg: CfgNode, args: argparse.Namespace) -> None:
     """Checks that a command either resumes a run or starts one, before anything is written.
-
-    Args:
-        cfg: of the command.
-        args: ``opts``, ``eval_only`` and ``resume`` are read.
 
     Raises:
         UserError: ``--resume`` with other weights than the run began with, or a new run in a
@@ -133,39 +125,8 @@ def check_start(cfg: CfgNode, args: argparse.Namespace) -> None:
         )
 
 
-def describe_resumption(*, iteration: int, processes: tuple[int, int]) -> str:
-    """Returns the log line that says where a run continues and what differs.
-
-    Args:
-        iteration: last completed one.
-        processes: number of processes before and now.
-    """
-    before, now = processes
-    line = f"Continuing after iteration {iteration}"
-    if before == now:
-        return f"{line} with the same images, augmentations and dropout as without interruption"
-    return (
-        f"{line} with {now} processes instead of {before}: the batches have the same images with "
-        "the same augmentations; dropout and BatchNorm's batch statistics differ"
-    )
-
-
-def with_seed(cfg: CfgNode, seed: int) -> CfgNode:
-    """Returns a frozen copy of the config with the seed of the resumed run."""
-    copied: CfgNode = cfg.clone()
-    copied.defrost()
-    copied.SEED = seed
-    copied.freeze()
-    return copied
-
-
 def warn_of_random_encoder(model: nn.Module, weights: str) -> None:
-    """Warns if a head is about to be trained on a frozen encoder with random weights.
-
-    Args:
-        model: any.
-        weights: ``MODEL.WEIGHTS``.
-    """
+    """Warns if a head is about to be trained on a frozen encoder without ``MODEL.WEIGHTS``."""
     backbone = get_backbone(model)
     if weights or backbone is None:
         return

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The record of a run's starts, ``OUTPUT_DIR/run.json``: command, data, code, versions, device."""
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -43,9 +44,9 @@ def write_run_record(
     seed: int | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Appends this start to the list in ``OUTPUT_DIR/run.json``.
+    """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
 
-    To be called on the main process. Versions are all that is written of the environment.
+    Versions are all that is written of the environment.
 
     Args:
         output_dir: folder of the run.
@@ -77,15 +78,7 @@ def write_run_record(
 
 
 def add_to_run_record(output_dir: str | os.PathLike[str], **values: Any) -> None:
-    """Adds values to the last start, on the main process; nothing if there is no ``run.json``.
-
-    Args:
-        output_dir: folder of the run.
-        values: by name.
-
-    Raises:
-        UserError: as ``write_run_record``.
-    """
+    """Adds values by name to the last start; does nothing if there is no ``run.json``."""
     path = Path(output_dir) / RUN_FILE
     starts = read_run_record(path)
     if starts:
@@ -123,15 +116,7 @@ def find_commit() -> str:
 
 @functools.cache
 def find_code_version(checkout: Path = _CHECKOUT) -> CodeVersion | None:
-    """Asks git which commit a folder's package is at.
-
-    Args:
-        checkout: folder that holds the package.
-
-    Returns:
-        None for an installed wheel, also where its environment lies in someone's repository, and
-        where there is no git.
-    """
+    """Returns the version of a checkout; None for an installed wheel, and without git."""
     try:
         _git(checkout, "ls-files", "--error-unmatch", "qbheat_det/__init__.py")
         commit = _git(checkout, "rev-parse", "HEAD").strip()
@@ -169,11 +154,7 @@ def _describe_device(device: str) -> str:
 
 def _version(package: str) -> str:
     for name in (package, package.replace("_", "-")):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    try:  # on the path without being installed
-        return str(getattr(importlib.import_module(package), "__version__", "unknown"))
-    except ImportError:
-        return "missing"
+    # On the path without being installed.
+    return str(getattr(importlib.import_module(package), "__version__", "unknown"))

@@ -28,15 +28,10 @@ class SpreadEntries(list[dict[str, Any]]):
 def read_spread(
     records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
 ) -> SpreadEntries:
-    """Returns mapped images spread evenly over the records; all if there are fewer.
+    """Returns that many mapped images, spread evenly over the records; all if there are fewer.
 
-    An image that cannot be read is replaced by the next that can.
-
-    Args:
-        records: dicts with ``file_name``.
-        mapper: from ``build_mapper``; for an image that cannot be read it raises a ``UserError``
-            or returns something else than a dict.
-        number: of images.
+    An image that cannot be read, for which the mapper raises a ``UserError`` or returns something
+    else than a dict, is replaced by the next that can.
     """
     number = min(number, len(records))
     entries = SpreadEntries()
@@ -59,10 +54,6 @@ class FixedImages:
     """Images of the first test set, or of the first training set if there is no test set."""
 
     def __init__(self, cfg: CfgNode) -> None:
-        """
-        Args:
-            cfg: names the data and the mapper.
-        """
         self._cfg = cfg
         self._loaded: dict[int, list[dict[str, Any]]] = {}
 

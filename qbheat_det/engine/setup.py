@@ -2,11 +2,8 @@
 """A checked config from command-line arguments, and a prepared ``OUTPUT_DIR``."""
 
 import argparse
-import contextlib
 import logging
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -103,10 +100,13 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
         ) from error
     if not os.access(cfg.OUTPUT_DIR, os.W_OK):
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
-    if shutil.disk_usage(cfg.OUTPUT_DIR).free < 2**20:
-        raise UserError(f"the disk of OUTPUT_DIR '{cfg.OUTPUT_DIR}' is full")
-    with _unchanged(Path(cfg.OUTPUT_DIR) / "config.yaml"):
-        default_setup(cfg, args)
+    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
+    before = config_file.read_bytes() if config_file.is_file() else None
+    default_setup(cfg, args)
+    if comm.is_main_process():
+        config_file.unlink()
+        if before is not None:
+            write_atomically(config_file, lambda stream: stream.write(before))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="qbheat_det")
     filter_detectron2_logs()
 
@@ -143,18 +143,6 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
         node.NUM_CLASSES = len(names)
 
 
-@contextlib.contextmanager
-def _unchanged(path: Path) -> Iterator[None]:
-    before = path.read_bytes() if path.is_file() else None
-    try:
-        yield
-    finally:
-        if comm.is_main_process() and before is None:
-            path.unlink(missing_ok=True)
-        elif comm.is_main_process() and before is not None:
-            write_atomically(path, lambda stream: stream.write(before))
-
-
 def _check_values(cfg: CfgNode) -> None:
     for key, minimum in _MINIMUM.items():
         section, name = key.split(".")
@@ -167,8 +155,8 @@ def _check_values(cfg: CfgNode) -> None:
         raise UserError(f"INPUT.FORMAT is '{cfg.INPUT.FORMAT}', but must be one of {_FORMATS}")
     if cfg.TEST.PRECISE_BN.ENABLED:
         raise UserError(
-            "TEST.PRECISE_BN is not supported, since a resumed run would not repeat it: "
-            "recalibrate BatchNorm of the final weights instead (tools/export_backbone.py)"
+            "TEST.PRECISE_BN is not supported: recalibrate BatchNorm of the final weights instead "
+            "(tools/export_backbone.py)"
         )
 
 
@@ -216,9 +204,8 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
     name = cfg.MODEL.META_ARCHITECTURE
     if test and name in META_ARCH_REGISTRY and not has_held_out_loss(META_ARCH_REGISTRY.get(name)):
         raise UserError(
-            f"{name} has no loss for single images, so it cannot be evaluated on held-out images: "
-            "leave out --val-image-folder and DATASETS.TEST; --knn-train-folder and "
-            "--knn-val-folder score what it learns"
+            f"{name} has no loss for single images, as --val-image-folder and DATASETS.TEST need: "
+            "use --knn-train-folder and --knn-val-folder"
         )
     if scores_neighbours(cfg) and comm.is_main_process():
         check_neighbours(cfg)
@@ -233,8 +220,7 @@ def _check_dataset(name: str, *, mapper: str) -> None:
     if metadata.get("unlabelled") and mapper not in MAPPERS_OF_IMAGES:
         raise UserError(
             f"data set '{name}' has no annotations, which INPUT.DATASET_MAPPER_NAME '{mapper}' "
-            "needs: choose a config for pre-training or classification (mapper "
-            f"{' or '.join(sorted(MAPPERS_OF_IMAGES))}), or a data set with annotations"
+            "needs: choose another data set, or a config for pre-training or classification"
         )
     for folder in metadata.get("image_folders", ()):
         try:

@@ -96,9 +96,19 @@ class StepTrainer(SimpleTrainer):
         seed_step(self.seed, self.iter, comm.get_rank())
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
+        # The loss is the sum over micro-batches and the mean over processes.
         for index, batch in enumerate(batches):
             with self._gradients_synchronized(last=index == len(batches) - 1):
-                losses = self._weighted_losses(batch, normalizers)
+                losses = compute_losses(self.model, batch, normalizers, precision=self.precision)
+                weight = loss_weight(
+                    self._bare,
+                    batch,
+                    micro_batches=self.accumulate,
+                    processes=comm.get_world_size(),
+                    batch_size=self.batch_size,
+                )
+                if weight != 1:
+                    losses = {name: loss * weight for name, loss in losses.items()}
                 reading, seen = LossReading(losses), batches[: index + 1]
                 if not reading.is_late:
                     self._check(reading, seen, normalizers, logged)
@@ -149,20 +159,6 @@ class StepTrainer(SimpleTrainer):
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(counts)
         return (self._bare.loss_normalizers(counts, len(batches) * comm.get_world_size()),)
-
-    def _weighted_losses(
-        self, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
-    ) -> dict[str, Tensor]:
-        """Returns losses whose sum over micro-batches and mean over processes is the loss."""
-        losses = compute_losses(self.model, batch, normalizers, precision=self.precision)
-        weight = loss_weight(
-            self._bare,
-            batch,
-            micro_batches=self.accumulate,
-            processes=comm.get_world_size(),
-            batch_size=self.batch_size,
-        )
-        return losses if weight == 1 else {name: loss * weight for name, loss in losses.items()}
 
     def _check(
         self,
@@ -220,13 +216,8 @@ class StepTrainer(SimpleTrainer):
 def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
 
-    Equal arguments give equal dropout, so that no checkpoint has to hold a random state. Takes tens
-    of microseconds and waits for no device.
-
-    Args:
-        seed: of the run, 0 or more.
-        iteration: of the step, from 0.
-        rank: of this process.
+    Equal arguments give equal dropout, so that no checkpoint has to hold a random state. It takes
+    tens of microseconds and waits for no device.
     """
     seed_place(seed, STEP, iteration, rank)
     if torch.cuda.is_available():
@@ -260,7 +251,7 @@ def compute_losses(
     Args:
         model: a meta-architecture in training mode.
         batch: dicts of a dataset mapper.
-        normalizers: further arguments of the model's ``forward``, one tensor or none.
+        normalizers: the model's second argument, or empty.
         precision: of autocast; None computes in the type of the weights.
     """
     device = next(model.parameters()).device.type
@@ -285,8 +276,8 @@ def loss_weight(
     Args:
         model: without a wrapper.
         batch: the micro-batch.
-        micro_batches: of a step on each process.
-        processes: over which gradients are averaged.
+        micro_batches: number of them, in a step on each process.
+        processes: number of them.
         batch_size: images of the step, over all processes.
     """
     if isinstance(model, SupportsLossNormalizers):  # counts of all parts are divided by already

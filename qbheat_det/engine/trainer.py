@@ -17,8 +17,6 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, EventWriter
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
@@ -30,7 +28,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import MAPPERS_OF_CLASSES, TrainStream, build_train_stream
+from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
 from qbheat_det.engine.feature_cache import use_cached_features
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
@@ -63,9 +61,7 @@ from .launch import distribute
 from .resume import (
     check_same_config,
     check_same_images,
-    describe_resumption,
     warn_of_random_encoder,
-    with_seed,
 )
 from .run_record import find_commit
 from .step import StepTrainer, choose_precision
@@ -95,7 +91,7 @@ class Trainer(DefaultTrainer):
             UserError: the config describes no model, no optimizer, no schedule or no data.
         """
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
-        stream = self.build_train_loader(cfg)
+        stream = build_train_stream(cfg)
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
@@ -103,7 +99,7 @@ class Trainer(DefaultTrainer):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         apply_step_keys(self.cfg, self.bare_model)
-        optimizer = self.build_optimizer(self.cfg, self.bare_model)
+        optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
             stream,
@@ -115,7 +111,7 @@ class Trainer(DefaultTrainer):
             log_period=self.cfg.SOLVER.LOG_PERIOD,
             on_failure=self._stop_at_failure,
         )
-        self.scheduler = self.build_lr_scheduler(self.cfg, optimizer)
+        self.scheduler = build_lr_scheduler(self.cfg, optimizer)
         self._average = build_average(self.cfg, self.bare_model)
         self.checkpointer = SafeCheckpointer(
             self.bare_model,
@@ -165,7 +161,10 @@ class Trainer(DefaultTrainer):
         check_same_config(info.config if info else "", self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        self.cfg = with_seed(self.cfg, self.seed)
+        self.cfg = self.cfg.clone()
+        self.cfg.defrost()
+        self.cfg.SEED = self.seed
+        self.cfg.freeze()
         self.data_loader.start = self.start_iter
         self.data_loader.seed = self.seed
 
@@ -221,7 +220,7 @@ class Trainer(DefaultTrainer):
             MovingAverage(self._average, self.bare_model) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
-            PeriodicWriter(self.open_writers, period) if main else None,
+            PeriodicWriter(self._open_writers, period) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
@@ -231,11 +230,6 @@ class Trainer(DefaultTrainer):
     def find_hook(self, kind: type[Hook]) -> Hook | None:
         """Returns the first registered hook of a class, if any."""
         return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
-
-    def open_writers(self, start_iter: int) -> list[EventWriter]:
-        """See ``qbheat_det.engine.writers``."""
-        per_epoch = self.data_loader.num_images / self.cfg.SOLVER.IMS_PER_BATCH
-        return open_writers(self.cfg, start_iter, self.max_iter, iterations_per_epoch=per_epoch)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluates ``evaluated_model`` on the test sets; empty results but on the main process."""
@@ -275,8 +269,17 @@ class Trainer(DefaultTrainer):
         TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_state_dict(state_dict["_trainer"])
         self._trainer.seed = state_dict["seed"]
-        processes = state_dict["processes"], comm.get_world_size()
-        logger.info(describe_resumption(iteration=self.iter, processes=processes))
+        before, now = state_dict["processes"], comm.get_world_size()
+        logger.info(f"Continuing after iteration {self.iter}, with the same images")
+        if before != now:
+            logger.warning(
+                f"{now} processes instead of {before}: dropout and BatchNorm's batch statistics "
+                "differ from those of an uninterrupted run"
+            )
+
+    def _open_writers(self, start_iter: int) -> list[EventWriter]:
+        per_epoch = self.data_loader.num_images / self.cfg.SOLVER.IMS_PER_BATCH
+        return open_writers(self.cfg, start_iter, self.max_iter, iterations_per_epoch=per_epoch)
 
     def _describe_weights(self) -> WeightsInfo:
         if self._info is None:  # the config's YAML is slow to write
@@ -318,20 +321,6 @@ class Trainer(DefaultTrainer):
                 f"no model can be built from this config: {error} (QBHEAT_TRACEBACK=1 shows where)"
             ) from error
         return model.to(memory_format=find_memory_format(cfg))
-
-    # DefaultTrainer's other factories, which subclasses may replace.
-
-    @classmethod
-    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
-        return build_optimizer(cfg, model)
-
-    @classmethod
-    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-        return build_lr_scheduler(cfg, optimizer)
-
-    @classmethod
-    def build_train_loader(cls, cfg: CfgNode) -> TrainStream:
-        return build_train_stream(cfg)
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:

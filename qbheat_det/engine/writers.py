@@ -43,7 +43,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
     def __init__(self, open_writers: Callable[[int], list[EventWriter]], period: int) -> None:
         """
         Args:
-            open_writers: from the first iteration of this process to its writers.
+            open_writers: takes the first iteration of this process.
             period: iterations.
         """
         super().__init__([], period)
@@ -67,27 +67,16 @@ def open_writers(
 ) -> list[EventWriter]:
     """Returns the writers of a run; to be called on the main process when training starts.
 
-    ``metrics.json`` of another run in ``OUTPUT_DIR`` is renamed; of a resumed run, the lines that
-    will be written again are removed.
-
-    Args:
-        cfg: ``OUTPUT_DIR``, ``SOLVER.LOG_PERIOD`` and ``SOLVER.WANDB_PROJECT`` are read.
-        start_iter: first iteration of this process.
-        max_iter: iterations of the whole run.
-        iterations_per_epoch: for the log.
+    The lines of ``metrics.json`` that will be written again are removed.
 
     Raises:
         UserError: Weights & Biases is asked for and cannot start.
     """
     folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
-    metrics_file = folder / METRICS_FILE
-    if start_iter:
-        drop_metrics_from(metrics_file, start_iter)
-    else:
-        _keep_aside(metrics_file)
+    drop_metrics_from(folder / METRICS_FILE, start_iter)
     writers: list[EventWriter] = [
         ProgressPrinter(max_iter, iterations_per_epoch=iterations_per_epoch, window_size=window),
-        JSONWriter(str(metrics_file), window),
+        JSONWriter(str(folder / METRICS_FILE), window),
     ]
     if importlib.util.find_spec("tensorboard") is None:
         logger.warning("tensorboard is not installed: no TensorBoard files are written")
@@ -123,18 +112,10 @@ def drop_metrics_from(path: str | os.PathLike[str], iteration: int) -> None:
 class ProgressPrinter(CommonMetricPrinter):
     """Detectron2's line with losses and remaining time, with the epoch before it."""
 
-    def __init__(
-        self, max_iter: int, *, iterations_per_epoch: float, window_size: int = 20
-    ) -> None:
-        """
-        Args:
-            max_iter: iterations of the whole run.
-            iterations_per_epoch: training images divided by images of a step.
-            window_size: number of iterations whose median losses are printed.
-        """
+    def __init__(self, max_iter: int, *, iterations_per_epoch: float, window_size: int) -> None:
         super().__init__(max_iter, window_size)
-        epochs = max_iter / iterations_per_epoch
         self._iterations_per_epoch = iterations_per_epoch
+        epochs = max_iter / iterations_per_epoch
         self.logger: Any = _EpochPrefix(self.logger, {"epochs": epochs})
 
     def write(self) -> None:
@@ -177,7 +158,7 @@ class WandbWriter(EventWriter):
             window_size: number of iterations whose median scalars are sent.
 
         Raises:
-            UserError: the library is missing or does not start, for example without a login.
+            UserError: the library is missing or does not start.
         """
         wandb = check_wandb()
         id_file = Path(output_dir) / _WANDB_ID_FILE
@@ -241,17 +222,6 @@ class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
     ) -> tuple[str, MutableMapping[str, Any]]:
         extra: Any = self.extra
         return f"epoch: {extra['epoch']:.2f}/{extra['epochs']:.4g} {msg}", kwargs
-
-
-def _keep_aside(path: Path) -> None:
-    """Renames a ``metrics.json`` of another run to ``metrics.<number>.json``."""
-    if not path.is_file() or not path.stat().st_size:
-        return
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    os.replace(path, aside)
-    logger.warning(f"{path} belongs to an earlier run and is now {aside.name}")
 
 
 def _is_before(line: str, iteration: int) -> bool:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from benchmarks.masked_peers import (
     MaskedConvolutionEncoder,
-    MaskedReconstruction,
     TokenDroppingEncoder,
     draw_visible,
     hidden_patches,
@@ -43,14 +42,6 @@ def pixels_of(patches: Tensor) -> Tensor:
     return maps.repeat_interleave(side, dim=2).repeat_interleave(side, dim=3)
 
 
-def test_no_encoder_sees_a_hidden_pixel(encoder: torch.nn.Module) -> None:
-    images = torch.randn(3, 3, SIZE, SIZE)
-    visible = draw_visible(3, GRID**2, images.device)
-    hidden = pixels_of(hidden_patches(visible, GRID**2))
-    others = torch.where(hidden, 5 * torch.randn_like(images), images)
-    torch.testing.assert_close(encoder(others, visible), encoder(images, visible), rtol=0, atol=0)
-
-
 def test_every_visible_pixel_counts_and_no_hidden_one_does(encoder: torch.nn.Module) -> None:
     images = torch.randn(2, 3, SIZE, SIZE, requires_grad=True)
     visible = draw_visible(2, GRID**2, images.device)
@@ -58,16 +49,6 @@ def test_every_visible_pixel_counts_and_no_hidden_one_does(encoder: torch.nn.Mod
     assert images.grad is not None
     reached = (images.grad != 0).any(dim=1, keepdim=True)
     torch.testing.assert_close(reached, ~pixels_of(hidden_patches(visible, GRID**2)))
-
-
-def test_the_transformer_gets_a_quarter_of_the_tokens() -> None:
-    encoder = TokenDroppingEncoder(image_size=SIZE)
-    seen: list[int] = []
-    for block in encoder.vit.blocks:
-        block.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    images = torch.randn(2, 3, SIZE, SIZE)
-    encoder(images, draw_visible(2, GRID**2, images.device))
-    assert seen == [GRID**2 // 4] * 12
 
 
 def test_dropped_tokens_are_those_of_the_same_model_with_a_mask_in_its_attention() -> None:
@@ -93,39 +74,8 @@ def test_masked_convolutions_give_a_visible_block_what_the_block_gives_alone() -
         torch.testing.assert_close(among_hidden, alone)
 
 
-def test_masked_convolutions_with_nothing_hidden_are_the_backbone() -> None:
-    net = mobile_former().train()
-    images = torch.randn(2, 3, SIZE, SIZE)
-    visible = torch.arange(GRID**2).expand(2, -1)
-    whole = net(images)["s16_expanded"].flatten(2).transpose(1, 2)
-    torch.testing.assert_close(MaskedConvolutionEncoder(backbone=net)(images, visible), whole)
-
-
-def test_a_quarter_of_the_patches_is_drawn_each_as_often() -> None:
-    visible = draw_visible(2000, 16, torch.device("cpu"))
-    assert visible.shape == (2000, 4)
-    assert all(len(set(row)) == 4 for row in visible.tolist())
-    shares = torch.bincount(visible.flatten(), minlength=16) / 2000
-    torch.testing.assert_close(shares, torch.full((16,), 0.25), atol=0.06, rtol=0)
-
-
-def test_features_go_to_their_places_and_the_mask_embedding_elsewhere() -> None:
-    model = build(CONTENDERS["mae_vit_s"], SETTINGS["128"])
-    assert isinstance(model, MaskedReconstruction)
-    visible = torch.tensor([[3, 9], [0, 63]])
-    z = torch.randn(2, 2, model.projection.out_features)
-    filled = model.fill(z, visible)
-    for i in range(2):
-        for place in range(GRID**2):
-            expected = model.mask_embedding.detach()
-            if place in visible[i]:
-                expected = z[i, visible[i].tolist().index(place)]
-            torch.testing.assert_close(filled[i, place // GRID, place % GRID].detach(), expected)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_all_have_the_same_decoder_and_each_parameter_a_gradient(setting: str) -> None:
-    small = SETTINGS[setting].at(size=64)
+def test_all_have_the_same_decoder_and_each_parameter_a_gradient() -> None:
+    small = SETTINGS["128"].at(size=64)
     sizes = set()
     for name in ("285m", "285m_masked_convolution", "mae_vit_s"):
         model = build(CONTENDERS[name], small).train()

@@ -8,8 +8,14 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from benchmarks.operators import KINDS, REST, kind_of, seconds_by_kind
-from benchmarks.step_profile import profile_in_turns, rows_of
+from benchmarks.step_profile import (
+    KINDS,
+    REST,
+    kind_of,
+    profile_in_turns,
+    rows_of,
+    seconds_by_kind,
+)
 
 
 @pytest.mark.parametrize(

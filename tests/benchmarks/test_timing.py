@@ -7,16 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.timing import (
     ROOT,
     Result,
     Sample,
-    format_results,
     peak_memory_in_turns,
-    set_threads,
-    time_interleaved,
+    samples_in_rounds,
     write_results,
 )
 
@@ -39,7 +36,7 @@ def test_calls_take_turns_and_warm_up_is_not_timed() -> None:
         clock.now += seconds.pop(0)
 
     ours, peer = [100.0, 1.0, 3.0, 2.0], [200.0, 5.0, 4.0, 9.0]
-    samples = time_interleaved(
+    samples = samples_in_rounds(
         {"ours": lambda: call("ours", ours), "peer": lambda: call("peer", peer)},
         rounds=3,
         warm_up=1,
@@ -47,11 +44,6 @@ def test_calls_take_turns_and_warm_up_is_not_timed() -> None:
     )
     assert order == ["ours", "peer"] * 4
     assert samples == {"ours": Sample(2.0, 1.0, 3.0), "peer": Sample(5.0, 4.0, 9.0)}
-
-
-def test_a_ratio_above_one_says_that_ours_is_lower() -> None:
-    assert Result.lower_is_better("latency/a_vs_b", 0.5, 2.0, "s").ratio == 4.0
-    assert Result.lower_is_better("memory/a_vs_b", 300.0, 150.0, "MiB").ratio == 0.5
 
 
 def test_results_are_written_as_a_list_and_replace_the_old_file_whole(tmp_path: Path) -> None:
@@ -64,18 +56,7 @@ def test_results_are_written_as_a_list_and_replace_the_old_file_whole(tmp_path: 
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_figure_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:
-    path = tmp_path / "latency.json"
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_results([Result("latency/a_vs_b", float("nan"), 1.0, "s", 1.0)], path)
-    assert not path.exists()
-
-
-def test_the_table_has_a_line_for_each_result() -> None:
-    table = format_results([Result.lower_is_better("latency/a_vs_b", 0.5, 2.0, "s")])
-    assert table.splitlines()[1].split() == ["latency/a_vs_b", "0.5", "2", "s", "4.00"]
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_the_peak_of_a_process_includes_memory_that_it_has_given_back() -> None:
     # In a process of its own: one that keeps freed memory would take the block out of that.
@@ -96,12 +77,3 @@ def test_peak_memory_is_what_each_fresh_process_prints_last() -> None:
     commands = {"ours": ["-c", "print('loading'); print(12.5)"], "peer": ["-c", "print(50)"]}
     samples = peak_memory_in_turns(commands, rounds=2)
     assert samples == {"ours": Sample(12.5, 12.5, 12.5), "peer": Sample(50.0, 50.0, 50.0)}
-
-
-def test_threads_are_what_was_asked_for() -> None:
-    threads = torch.get_num_threads()
-    try:
-        set_threads(2)
-        assert torch.get_num_threads() == 2
-    finally:
-        set_threads(threads)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Two steps of small models on few images, as one of several processes or as the only one."""
+"""Steps of small models on few images, as one of several processes or as the only one."""
 
 import argparse
 from dataclasses import dataclass
@@ -18,6 +18,9 @@ from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import cut
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
+from qbheat_det.modeling.pretrain import QUADRANTS
+from qbheat_det.modeling.pretrain.wasserstein import AreaPairs, DependencyDraw
+from tests.modeling.tiny_pretraining import make_tiny_config
 
 SIZE = 64
 NUM_BOXES = (3, 1, 2, 4, 2, 0, 0, 0)  # of image 0, 1, …
@@ -91,31 +94,45 @@ def make_image(index: int) -> dict[str, Any]:
 
 
 def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
-    """Returns the gradients of the last step, and its mean loss under "total_loss"."""
+    """Returns the gradients of the last step of a case, see ``take_steps``."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     model = build_model(make_case_config(case, device))
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):  # else early gradients vanish in so small a network
-            nn.init.uniform_(module.weight, 0.5, 1.5)
     for name, parameter in model.named_parameters():
         if name.endswith("bbox_embed.last.weight"):  # zero at first: all boxes alike
             nn.init.normal_(parameter, std=0.3)
+    batches = [[make_image(index) for index in batch] for batch in case.batches]
+    return take_steps(
+        model, batches, accumulate=case.accumulate, batch_statistics=case.batch_statistics
+    )
+
+
+def take_steps(
+    model: nn.Module,
+    batches: list[list[dict[str, Any]]],
+    *,
+    accumulate: int = 1,
+    batch_statistics: bool = False,
+) -> dict[str, Tensor]:
+    """Takes a step of each batch, of which this process has its share, without learning.
+
+    Returns:
+        The gradients of the last step, and its mean loss under "total_loss".
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:  # else early gradients vanish in so small a network
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
     world_size, rank = comm.get_world_size(), comm.get_rank()
-    shares = [
-        [make_image(index) for index in cut(batch, world_size)[rank]] for batch in case.batches
-    ]
+    shares = [cut(batch, world_size)[rank] for batch in batches]
     trainer = StepTrainer(
         distribute(model) if world_size > 1 else model,
         shares,
         torch.optim.SGD(model.parameters(), lr=0.0),
-        batch_size=len(case.batches[0]),
-        accumulate=case.accumulate,
+        batch_size=len(batches[0]),
+        accumulate=accumulate,
     )
-    if not case.batch_statistics:
-        for module in model.modules():
-            if isinstance(module, _BatchNorm):
-                module.eval()
+    for norm in norms:
+        norm.train(batch_statistics)
     with EventStorage() as storage:
         trainer._data_loader_iter_obj = iter(shares)
         for trainer.iter in range(len(shares)):
@@ -127,6 +144,66 @@ def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     return {**gradients, "total_loss": torch.tensor(total)}
 
 
-def run_cases(args: argparse.Namespace) -> dict[str, dict[str, Tensor]]:
-    """The job of one process: ``args.cases`` by name, on ``args.device``."""
-    return {name: run_case(case, args.device) for name, case in args.cases.items()}
+class WithGivenMasks(nn.Module):
+    """A model whose images name their visible parts, which each process would draw otherwise."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+        if hasattr(self.model, "choose_quarters"):
+            return self.model(batched_inputs, [entry["place"] for entry in batched_inputs])
+        return self.model(batched_inputs, torch.stack([e["visible"] for e in batched_inputs]))
+
+
+def run_reconstruction(meta_arch: str, num_images: int, accumulate: int) -> dict[str, Tensor]:
+    """Returns the gradients of a step of an objective that reconstructs masked images."""
+    torch.manual_seed(0)
+    model = build_model(make_tiny_config(meta_arch))
+    for name, parameter in model.named_parameters():
+        if name.startswith("predictor."):  # zero at first
+            nn.init.normal_(parameter, std=0.1)
+    images = []
+    for index in range(num_images):
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randint(256, (3, 64, 64), generator=generator, dtype=torch.uint8)
+        visible = (torch.rand(16, generator=generator).argsort() < 4).view(4, 4)
+        place = QUADRANTS[index % len(QUADRANTS)]
+        images.append({"image": image, "visible": visible, "place": place})
+    return take_steps(WithGivenMasks(model), [images], accumulate=accumulate)
+
+
+def run_wasserstein(form: str, norm: str) -> dict[str, Tensor]:
+    """Returns the gradients of a step of Wasserstein dependency; what is drawn is given.
+
+    ``norm`` is "fixed" for running statistics of BatchNorm, or one of Detectron2's names.
+    """
+    num_images = 8
+    cfg = make_tiny_config("WassersteinDependency")
+    cfg.MODEL.MOBILE_FORMER.NORM = "BN" if norm == "fixed" else norm
+    keys = cfg.MODEL.WASSERSTEIN
+    keys.FORM, keys.RADIUS, keys.HIDDEN_DIM, keys.DIM, keys.CRITIC_DIM = form, 3.0, 32, 8, 16
+    cfg.SOLVER.IMS_PER_BATCH = num_images
+    torch.manual_seed(0)
+    model: Any = build_model(cfg)
+    for parameter in model.critic.parameters():
+        nn.init.normal_(parameter, std=0.3)  # steep enough for a penalty
+    first = torch.arange(num_images) % 4
+    second = (first + 1 + torch.arange(num_images) % 3) % 4
+    mixing = torch.rand(num_images)
+    mine = cut(list(range(num_images)), comm.get_world_size())[comm.get_rank()]
+    areas = AreaPairs(first[mine], second[mine])
+    model.draw = lambda num_images: DependencyDraw(areas, mixing[mine])
+    images = torch.randint(256, (num_images, 3, 64, 64), dtype=torch.uint8)
+    batch = [{"image": image} for image in images]
+    return take_steps(model, [batch], batch_statistics=norm != "fixed")
+
+
+def run_all(args: argparse.Namespace) -> dict[str, dict[Any, dict[str, Tensor]]]:
+    """The job of one process: cases by kind, with their arguments."""
+    return {
+        "detection": {name: run_case(case, args.device) for name, case in args.cases.items()},
+        "reconstruction": {case: run_reconstruction(*case) for case in args.reconstruction},
+        "wasserstein": {case: run_wasserstein(*case) for case in args.wasserstein},
+    }

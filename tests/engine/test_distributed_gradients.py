@@ -16,8 +16,10 @@ from .gradient_cases import (
     MOCO,
     RETINANET,
     Case,
+    run_all,
     run_case,
-    run_cases,
+    run_reconstruction,
+    run_wasserstein,
 )
 from .processes import make_args, run_in_processes
 
@@ -72,7 +74,15 @@ CASES = {
     SHUFFLED: Case(MOCO, ((0, 1, 2, 3, 4, 5), (6, 7, 0, 2, 4, 1)), batch_statistics=True),
     DETECTRON2: Case(RETINANET, opts=("MODEL.META_ARCHITECTURE", "RetinaNet")),
 }
-Results = list[dict[str, dict[str, Tensor]]]
+RECONSTRUCTION = [
+    (arch, images, accumulate)
+    for arch in ("QBHeat", "InterpolatedMasking", "MaskTokenMasking")
+    for images, accumulate in ((4, 1), (7, 2))
+]
+WASSERSTEIN = [
+    (form, norm) for form in ("dual", "contrastive") for norm in ("fixed", "BN", "naiveSyncBN_N")
+]
+Results = list[dict[str, dict[Any, dict[str, Tensor]]]]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -88,8 +98,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def two_processes(device: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """All cases in one start of two processes, which costs more than they do."""
-    args = make_args(opts=["MODEL.DEVICE", device], device=device, cases=CASES)
-    return run_in_processes(run_cases, args, tmp_path_factory.mktemp("gradients"))
+    args = make_args(
+        opts=["MODEL.DEVICE", device],
+        device=device,
+        cases=CASES,
+        reconstruction=RECONSTRUCTION if device == "cpu" else (),
+        wasserstein=WASSERSTEIN if device == "cpu" else (),
+    )
+    return run_in_processes(run_all, args, tmp_path_factory.mktemp("gradients"))
 
 
 def _flat(gradients: dict[str, Tensor]) -> Tensor:
@@ -121,14 +137,14 @@ def test_gradients_are_those_of_the_joined_batch(
     joined = run_case(replace(CASES[name], accumulate=1), device)
     assert _flat(joined).norm() > 1e-6
     for found in two_processes:
-        _assert_same(found[name], joined)
+        _assert_same(found["detection"][name], joined)
 
 
 def test_synchronised_batchnorm_sees_the_joined_batch(two_processes: Results, device: str) -> None:
     joined = run_case(CASES[SYNCED], device)
     # Its variance is a difference of means, which rounds more than BatchNorm's own.
-    assert _relative_error(two_processes[0][SYNCED], joined) < 0.01
-    assert _relative_error(two_processes[0][LOCAL], joined) > 0.1
+    assert _relative_error(two_processes[0]["detection"][SYNCED], joined) < 0.01
+    assert _relative_error(two_processes[0]["detection"][LOCAL], joined) > 0.1
 
 
 def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(
@@ -136,17 +152,57 @@ def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(
 ) -> None:
     """The order is drawn under the seed of the first process, which both runs have."""
     groups = replace(CASES[SHUFFLED], opts=("MODEL.MOCO.NORM_GROUPS", 2))
-    _assert_same(two_processes[0][SHUFFLED], run_case(groups, device))
+    _assert_same(two_processes[0]["detection"][SHUFFLED], run_case(groups, device))
     together = run_case(CASES[SHUFFLED], device)
-    assert _relative_error(two_processes[0][SHUFFLED], together) > 0.1
+    assert _relative_error(two_processes[0]["detection"][SHUFFLED], together) > 0.1
 
 
 def test_the_running_mean_of_detectron2s_retinanet_would_not_do(
     two_processes: Results, device: str
 ) -> None:
     joined = run_case(CASES[DETECTRON2], device)
-    assert _relative_error(two_processes[0][DETECTRON2], joined) > 0.1
+    assert _relative_error(two_processes[0]["detection"][DETECTRON2], joined) > 0.1
 
 
 def test_in_one_process_the_retinanet_is_detectron2s(device: str) -> None:
     _assert_same(run_case(CASES["RetinaNet, plain"], device), run_case(CASES[DETECTRON2], device))
+
+
+@pytest.mark.parametrize("case", RECONSTRUCTION)
+def test_objectives_that_reconstruct_have_the_gradients_of_the_joined_batch(
+    two_processes: Results, device: str, case: tuple[str, int, int]
+) -> None:
+    if device != "cpu":
+        pytest.skip("is tested on the CPU")
+    arch, num_images, _ = case
+    joined = run_reconstruction(arch, num_images, 1)
+    assert joined["total_loss"] > 0.1
+    for found in two_processes:
+        assert found["reconstruction"][case].keys() == joined.keys()
+        for key, value in joined.items():
+            # Keys' biases cancel in an attention: nothing but rounding is left, 1e-12 at most.
+            atol = 1e-5 * value.abs().max().item() + 1e-10
+            torch.testing.assert_close(
+                found["reconstruction"][case][key], value, rtol=1e-4, atol=atol
+            )
+
+
+@pytest.mark.parametrize("form", ["dual", "contrastive"])
+def test_wasserstein_dependency_compares_the_areas_of_all_processes(
+    two_processes: Results, device: str, form: str
+) -> None:
+    if device != "cpu":
+        pytest.skip("is tested on the CPU")
+    joined = run_wasserstein(form, "fixed")
+    largest = max(float(gradient.abs().max()) for gradient in joined.values())
+    assert all(gradient.any() for name, gradient in joined.items() if name != "critic.head.bias")
+    for found in two_processes:
+        gradients = found["wasserstein"][form, "fixed"]
+        for name, expected in joined.items():
+            torch.testing.assert_close(
+                gradients[name], expected, rtol=1e-4, atol=2e-6 * largest, msg=name
+            )
+    # Of batch statistics only synchronised ones give the joined gradients.
+    main, joined = two_processes[0]["wasserstein"], run_wasserstein(form, "BN")
+    assert _relative_error(main[form, "naiveSyncBN_N"], joined) < 0.01
+    assert _relative_error(main[form, "BN"], joined) > 0.1

@@ -72,7 +72,13 @@ def _detector_config(backbone: str, name: str) -> CfgNode:
     return cfg
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        name if name == "MobileFormer" else pytest.param(name, marks=pytest.mark.slow)
+        for name in BACKBONES
+    ],
+)
 def test_every_detector_starts_from_what_a_pre_training_run_writes(
     tmp_path: Path, backbone: str
 ) -> None:

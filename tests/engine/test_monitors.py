@@ -97,8 +97,7 @@ def test_memory_is_logged_after_the_first_step_and_recorded_with_the_run(
     [
         ("0::/\n", {"memory.max": "3000\n"}, 3000),  # in a container with a name space
         ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, 2000),
-        ("4:cpu,memory:/a\n2:cpu:/\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000\n"}, 1000),
-        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "1000\n"}, 1000),  # in a container
+        ("0::/a\n", {"memory.max": "1000\n"}, 1000),
         ("0::/\n", {"memory.max": f"{2**60}\n"}, 2**50),
         (None, {}, 2**50),
     ],
@@ -116,7 +115,7 @@ def test_total_memory_is_that_of_the_container(
         path.write_text(text)
     if groups is not None:
         (tmp_path / "groups").write_text(groups)
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "_GROUP", tmp_path / "groups")
     monkeypatch.setattr(memory, "_GROUPS_ROOT", tmp_path / "folders")
     pages = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**38}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)

@@ -3,9 +3,11 @@
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from detectron2.structures import Boxes, Instances
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.step import StepTrainer
+from qbheat_det.engine.step import StepTrainer, seed_step
 from tests.engine.gradient_cases import FAST_WITHOUT_NOISE
 
 Batch = list[dict[str, Any]]
@@ -281,3 +283,25 @@ def test_the_norm_of_the_gradients_is_logged_in_its_period() -> None:
     trainer.optimizer.gradient_norm = torch.tensor(4.0)
     assert "gradient_norm" not in step(trainer, 0)
     assert step(trainer, 1)["gradient_norm"] == 4.0
+
+
+def test_the_seed_of_a_step_depends_on_run_iteration_and_process_alone() -> None:
+    def draw(*place: int) -> list[float]:
+        seed_step(*place)
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    first = draw(7, 100, 1)
+    assert draw(7, 100, 1) == first
+    places = [(8, 100, 1), (7, 101, 1), (7, 100, 0), (7, 1, 100), (0, 0, 0)]
+    columns = zip(first, *(draw(*place) for place in places), strict=True)
+    assert all(len(set(column)) == 1 + len(places) for column in columns)
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_seeded_too_and_draws_other_numbers_than_the_cpu() -> None:
+    drawn = []
+    for _ in range(2):
+        seed_step(7, 100, 1)
+        drawn.append(torch.stack([torch.rand(8, device="cuda").cpu(), torch.rand(8)]))
+    torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=0)
+    assert not torch.equal(drawn[0][0], drawn[0][1])

@@ -3,7 +3,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,48 +38,37 @@ def predict() -> ModuleType:
     return load_tool("predict")
 
 
-def _truncate(folder: Path) -> Path:
-    path = write(folder / "x.onnx", DETECTOR, **describe())
-    path.write_bytes(path.read_bytes()[:100])
-    return path
-
-
-def _without_heads(folder: Path) -> Path:
-    for head in write_shared(folder).glob("head_*.onnx"):
-        head.unlink()
+def _write_invalid(name: str, folder: Path) -> Path:
+    """Writes a file or a folder that is not a valid export."""
+    path = folder / "x.onnx"
+    if name == "missing":
+        return path
+    if name == "truncated":
+        content = write(path, DETECTOR, **describe()).read_bytes()
+        path.write_bytes(content[:100])
+        return path
+    if name in _INVALID_FILES:
+        text, metadata = _INVALID_FILES[name]
+        return write(path, text, **metadata)
+    write_shared(folder, other="b" if name == "of another encoder" else "a")
+    for part in folder.glob({"without heads": "head_*", "without encoder": "enc*"}.get(name, "-")):
+        part.unlink()
     return folder
 
 
-def _without_encoder(folder: Path) -> Path:
-    (write_shared(folder) / "encoder.onnx").unlink()
-    return folder
-
-
-def _empty(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
-_INVALID: dict[str, Callable[[Path], Path]] = {
-    "missing": lambda folder: folder / "x.onnx",
-    "truncated": _truncate,
-    "without a description": lambda folder: write(folder / "x.onnx", DETECTOR),
-    "with other outputs": lambda folder: write(folder / "x.onnx", ENCODER, **describe()),
-    "without class names": lambda folder: write(
-        folder / "x.onnx", DETECTOR, **describe(class_names=None)
-    ),
-    "empty folder": _empty,
-    "without heads": _without_heads,
-    "without encoder": _without_encoder,
-    "of another encoder": lambda folder: write_shared(folder, other="b"),
+_INVALID_FILES = {
+    "without a description": (DETECTOR, {}),
+    "with other outputs": (ENCODER, describe()),
+    "without class names": (DETECTOR, describe(class_names=None)),
 }
+_INVALID = ["missing", "truncated", "without heads", "without encoder", "of another encoder"]
 
 
-@pytest.mark.parametrize("name", _INVALID)
+@pytest.mark.parametrize("name", [*_INVALID, *_INVALID_FILES])
 def test_invalid_files_are_refused_by_name(
     run_onnx: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = _INVALID[name](tmp_path / "model")
+    path = _write_invalid(name, tmp_path / "model")
     assert run_onnx.main([str(path), "photo.jpg"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(path) in line

@@ -23,11 +23,6 @@ class MovingAverage(HookBase):
     """Updates timm's exponential moving average of all weights and buffers after each step."""
 
     def __init__(self, average: ModelEmaV3, model: nn.Module) -> None:
-        """
-        Args:
-            average: updated in place.
-            model: what is averaged, without a wrapper for distributed training.
-        """
         self._average = average
         self._model = model
 

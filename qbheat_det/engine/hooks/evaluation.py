@@ -34,8 +34,7 @@ class EvalHook(HookBase):
         """
         Args:
             period: iterations; 0 evaluates after the last step only.
-            best_metric: "task/metric" that decides which weights are the best. Higher is better,
-                except for metrics whose name begins with "loss".
+            best_metric: "task/metric". Higher is better, unless its name begins with "loss".
         """
         self._period = period
         self._best_metric = best_metric

@@ -53,18 +53,13 @@ class NeighbourScorer:
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         """
-        Args:
-            cfg: ``TEST.KNN``, and mapper and memory for images.
-            model: of the kind that will be scored.
-
         Raises:
-            UserError: the model does not take images of one size.
+            UserError: models of this kind do not take images of one size.
         """
         if not isinstance(model, FixedSizeModel):
             raise UserError(
-                "TEST.KNN scores pre-training objectives and classifiers during training, but "
-                f"MODEL.META_ARCHITECTURE is '{cfg.MODEL.META_ARCHITECTURE}': "
-                "tools/probe_backbone.py scores any backbone"
+                "TEST.KNN scores pre-training objectives and classifiers, and "
+                f"'{cfg.MODEL.META_ARCHITECTURE}' is neither: use tools/probe_backbone.py"
             )
         self._cfg = cfg
         self._batches: tuple[ImageBatches, ImageBatches] | None = None

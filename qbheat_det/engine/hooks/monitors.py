@@ -32,10 +32,6 @@ class MemoryMonitor(HookBase):
     trainer: TrainingRun
 
     def __init__(self, *, period: int) -> None:
-        """
-        Args:
-            period: iterations.
-        """
         self._period = period
         self._memory: PeakMemory | None = None
 
@@ -71,11 +67,6 @@ class DataTimeMonitor(HookBase):
     trainer: TrainingRun
 
     def __init__(self, *, period: int, num_workers: int) -> None:
-        """
-        Args:
-            period: iterations.
-            num_workers: of the data loader.
-        """
         self._period = period
         self._num_workers = num_workers
         self._start = 0.0
@@ -108,33 +99,18 @@ class DataTimeMonitor(HookBase):
 
 
 def describe_memory(before: int, peak: int, total: int) -> str:
-    """Returns the log line after the first step, with advice if memory is nearly full.
-
-    Args:
-        before: bytes in use before the step.
-        peak: most bytes in use during the step.
-        total: bytes available to the process or on the GPU.
-    """
+    """Returns the log line after the first step, from bytes before, at the peak, and in total."""
     line = (
         f"Memory: {format_bytes(peak)} at the peak of the first step, {format_bytes(before)} "
         f"before it, {format_bytes(total)} in total"
     )
     if peak < _NEARLY_FULL * total:
         return line
-    return (
-        f"{line}. Larger images may not fit: MODEL.ACTIVATION_CHECKPOINTING True or a higher "
-        "SOLVER.ACCUMULATE needs less"
-    )
+    return f"{line}: MODEL.ACTIVATION_CHECKPOINTING True or a higher SOLVER.ACCUMULATE needs less"
 
 
 def describe_waiting(share: float, step_seconds: float, num_workers: int) -> str:
-    """Returns a warning with advice for steps that wait for data.
-
-    Args:
-        share: of the steps' time, in [0, 1].
-        step_seconds: of one step.
-        num_workers: of the data loader.
-    """
+    """Returns a warning for steps of which that share, in [0, 1], is spent waiting for data."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     waiting = (
         f"Steps wait for data {100 * share:.0f} % of their time ({step_seconds * share:.2g} of "
@@ -142,8 +118,7 @@ def describe_waiting(share: float, step_seconds: float, num_workers: int) -> str
     )
     if num_workers < (cores or 1):
         return (
-            f"{waiting}: raise DATALOADER.NUM_WORKERS from {num_workers} (this process may use "
-            f"{cores} cores, which a model on the CPU needs too)"
+            f"{waiting}: raise DATALOADER.NUM_WORKERS from {num_workers} (there are {cores} cores)"
         )
     return (
         f"{waiting} with a worker on each of {cores} cores: store smaller images, keep decoded "

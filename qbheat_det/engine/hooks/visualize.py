@@ -43,20 +43,12 @@ DrawFigure = Callable[[nn.Module], Figure]
 
 @dataclass
 class FigureCost:
-    """What a figure has cost so far.
+    """What a figure has cost so far."""
 
-    Attributes:
-        seconds: of all drawings.
-        last: seconds of the last one.
-        drawn: number of drawings, failed ones included.
-        skipped: number of drawings left out to save time.
-        failed: number of drawings that raised an error.
-    """
-
-    seconds: float = 0.0
-    last: float = 0.0
-    drawn: int = 0
-    skipped: int = 0
+    seconds: float = 0.0  # of all drawings
+    last: float = 0.0  # seconds of the last one
+    drawn: int = 0  # failed ones included
+    skipped: int = 0  # to save time
     failed: int = 0
 
 
@@ -78,7 +70,7 @@ class VisualizationHook(HookBase):
     def __init__(self, figures: Mapping[str, DrawFigure], *, period: int, share: float) -> None:
         """
         Args:
-            figures: by name; each takes the model in eval mode, without gradients.
+            figures: functions by name, which take the model in eval mode, without gradients.
             period: iterations; 0 for a twentieth of the run.
             share: of the run's time that each figure may take, in [0, 1].
         """
@@ -173,11 +165,9 @@ class VisualizationHook(HookBase):
 
 
 def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHook | None:
-    """Returns a hook for the figures of pre-training and the nearest-neighbour score, if asked for.
+    """Returns a hook for the figures of pre-training objectives and the nearest-neighbour score.
 
-    Args:
-        cfg: ``VIS``, ``TEST.KNN`` and what names the data are read.
-        model: of the run; the figures are for pre-training objectives.
+    None if the config asks for neither.
 
     Raises:
         UserError: a key of ``VIS`` is out of range, or the model has no backbone to score.

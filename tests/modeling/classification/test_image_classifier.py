@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from qbheat_det.analysis.complexity import CountingRule, count_madds, count_parameters
-from qbheat_det.analysis.components import classifier_counts
+from qbheat_det.analysis.paper_tables import classifier_counts
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.classification import (

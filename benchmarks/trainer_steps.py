@@ -1,0 +1,64 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Steps of the package's trainer, made one at a time; also of the package at an old commit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.utils.events import EventStorage
+
+from benchmarks.timing import Clock
+
+
+class Steps:
+    """Steps of a trainer, one a call, its cache built if it has one."""
+
+    def __init__(self, cfg: CfgNode, clock: Clock) -> None:
+        from qbheat_det.engine import Trainer
+
+        Path(cfg.OUTPUT_DIR).mkdir(parents=True)  # logs are written, as in any run
+        torch.manual_seed(0)  # all trainers of a case begin with the same weights
+        self.trainer: Any = Trainer(cfg)
+        if self.trainer.cached_features:
+            self.trainer.cached_features.prepare(self.trainer.data_loader)
+        self._images = _TimedIterator(iter(self.trainer.data_loader), clock)
+        inner = self.trainer._trainer
+        inner.model.train()
+        for name in ("_data_loader_iter_obj", "_data_loader_iter"):  # main's, then v0.6's
+            try:
+                setattr(inner, name, self._images)
+            except AttributeError:  # a property on main
+                continue
+        self.trainer.storage = EventStorage()
+        with self.trainer.storage:
+            for hook in self.trainer._hooks:
+                hook.before_train()
+
+    def __call__(self) -> tuple[float, float]:
+        """Makes a step; returns the seconds that it waited for its images, and its total loss."""
+        with self.trainer.storage as storage:
+            self.trainer.before_step()
+            self.trainer.run_step()
+            self.trainer.after_step()
+            self.trainer.iter += 1
+            return self._images.seconds, storage.history("total_loss").latest()
+
+
+class _TimedIterator:
+    """Hands batches on, and knows how long the last one took."""
+
+    def __init__(self, batches: Iterator[Any], clock: Clock) -> None:
+        self._batches = batches
+        self._clock = clock
+        self.seconds = 0.0
+
+    def __iter__(self) -> "_TimedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        start = self._clock()
+        batch = next(self._batches)
+        self.seconds = self._clock() - start
+        return batch
