@@ -27,8 +27,8 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
       --json output/classes.json
 
-  # a file of tools/export.py: ONNX (run by onnxruntime), or torch.export, which is a program: open
-  # only files you trust
+  # a file of tools/export.py: ONNX (run by onnxruntime) or torch.export, which is a
+  # program: open only files that you trust
   python tools/predict.py --weights output/model.onnx --input photos/ --output output/pictures
 
 exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could be done.
@@ -38,40 +38,11 @@ import argparse
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-# What Detectron2's own imports and torch.meshgrid say is of no use to people who predict.
-warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-warnings.filterwarnings("ignore", message="torch.meshgrid")
-
-import numpy as np  # noqa: E402
-from detectron2.config import CfgNode  # noqa: E402
-from detectron2.engine import DefaultPredictor  # noqa: E402
-from detectron2.structures import Instances  # noqa: E402
-
-from qbheat_det.analysis.box_drawing import draw_instances  # noqa: E402
-from qbheat_det.checkpoint import load_run_config  # noqa: E402
-from qbheat_det.core.errors import UserError, exit_on_user_error  # noqa: E402
-from qbheat_det.data import MAPPERS_OF_IMAGES  # noqa: E402
-from qbheat_det.deployment import deploy_by_config  # noqa: E402
-from qbheat_det.engine.classify import classify_files, is_classifier  # noqa: E402
-from qbheat_det.engine.media import (  # noqa: E402
-    Image,
-    MediaFile,
-    find_media,
-)
-from qbheat_det.engine.predict import (  # noqa: E402
-    MediaPredictor,
-    PredictionReport,
-    build_predictor,
-    read_image_ids,
-    write_json,
-)
-from qbheat_det.export import (  # noqa: E402
-    ExportedModel,
-    ExportedPredictor,
-    classify_exported,
-    is_exported,
-)
+if TYPE_CHECKING:  # imported by main, after the arguments were parsed
+    from qbheat_det.engine.classify import ClassifiedFiles
+    from qbheat_det.engine.predict import PredictionReport
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,108 +77,55 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-@exit_on_user_error
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    exported = open_file(args) if is_exported(args.weights) else None
-    cfg = exported.load_config() if exported else load_config_of_weights(args)
-    media = find_media(args.input, exclude=args.output)
-    image_ids = read_image_ids(args.image_ids_from, media) if args.image_ids_from else None
-    if args.json and args.json.is_dir():
-        raise UserError(f"--json '{args.json}' is a folder: name a file")
-    if is_classifier(cfg):
-        return classify(exported, cfg, args, media)
-    if not exported and cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
-        raise UserError(
-            f"'{args.weights}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), which "
-            "predict neither boxes nor classes: train a detector or a classifier on them "
-            "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
-        )
-    predictor = ExportedPredictor(exported) if exported else build_fast_or_plain(cfg)
-    if args.json and not cfg.MODEL.CATEGORY_IDS:
-        print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
+    # Detectron2's own imports and torch.meshgrid warn of what users cannot change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    warnings.filterwarnings("ignore", message="torch.meshgrid")
+    from qbheat_det.core.errors import exit_on_user_error
 
-    names = cfg.MODEL.CLASS_NAMES
+    return exit_on_user_error(run)(args)
 
-    def draw(image: Image, instances: Instances) -> Image:
-        picture = draw_instances(np.ascontiguousarray(image[:, :, ::-1]), instances, names)
-        return np.ascontiguousarray(picture[:, :, ::-1])
 
-    run = MediaPredictor(
-        predictor,
-        cfg=cfg,
+def run(args: argparse.Namespace) -> int:
+    """Predicts as the arguments ask, and returns the exit code."""
+    from qbheat_det.api import predict_files
+
+    report = predict_files(
+        args.weights,
+        args.input,
+        output=args.output,
+        json_file=args.json,
+        image_ids_from=args.image_ids_from,
         score_threshold=args.score_threshold,
-        output_dir=args.output,
-        draw=draw,
+        config_file=args.config_file,
+        device=args.device,
+        fast=args.fast,
+        opts=args.opts,
     )
-    run.run(media, image_ids)
-    if args.json:
-        write_json(args.json, run.results)
-    print_report(run.report, args)
-    return 1 if run.report.skipped else 0
+    print_report(report, args)
+    return 1 if report.skipped else 0
 
 
-def load_config_of_weights(args: argparse.Namespace) -> CfgNode:
-    opts = [*args.opts, *(["MODEL.DEPLOY.ENABLED", "True"] if args.fast else [])]
-    return load_run_config(args.weights, args.config_file, device=args.device, opts=opts)
+def print_report(report: "PredictionReport | ClassifiedFiles", args: argparse.Namespace) -> None:
+    """Prints counts, where the results are, and which files were skipped."""
+    from qbheat_det.engine.classify import ClassifiedFiles
 
-
-def build_fast_or_plain(cfg: CfgNode) -> DefaultPredictor:
-    if not cfg.MODEL.DEPLOY.ENABLED:
-        return build_predictor(cfg)
-    predictor = build_predictor(cfg, lambda model: deploy_by_config(model, cfg.MODEL.DEPLOY))
-    print(predictor.model.report, file=sys.stderr)
-    return predictor
-
-
-def open_file(args: argparse.Namespace) -> ExportedModel:
-    if args.fast:
-        raise UserError(
-            f"'{args.weights}' is a program already: leave out --fast, which is for weights"
-        )
-    if args.config_file or args.opts:
-        raise UserError(
-            f"'{args.weights}' was exported with its config inside, which is fixed: leave out "
-            "--config-file and config overrides, or export the weights again with them"
-        )
-    return ExportedModel.open(args.weights, device=args.device)
-
-
-def classify(
-    exported: ExportedModel | None, cfg: CfgNode, args: argparse.Namespace, media: list[MediaFile]
-) -> int:
-    if args.output or args.image_ids_from:
-        raise UserError(
-            f"'{args.weights}' is a classifier, which finds no boxes: leave out --output and "
-            "--image-ids-from, and name --json FILE for the classes"
-        )
-    if exported:
-        found = classify_exported(exported, media)
+    if isinstance(report, ClassifiedFiles):
+        print(f"classes of {len(report.results)} images: {args.json}")
     else:
-        found = classify_files(build_fast_or_plain(cfg).model, cfg, media)
-    write_json(args.json, found.results)
-    print(f"classes of {len(found.results)} images: {args.json}")
-    print_skipped(found.skipped)
-    return 1 if found.skipped else 0
-
-
-def print_report(report: PredictionReport, args: argparse.Namespace) -> None:
-    frames = f" and {report.num_frames} video frames" if report.num_frames else ""
-    threshold = f"with a score of {args.score_threshold} or more"
-    print(f"{report.num_boxes} boxes {threshold} on {report.num_images} images{frames}")
-    if args.output:
-        print(f"pictures: {args.output}")
-    if args.json:
-        hint = " (for AP, take all boxes: --score-threshold 0)" if args.score_threshold else ""
-        print(f"results:  {args.json}{hint}")
-    print_skipped(report.skipped)
-
-
-def print_skipped(skipped: list[tuple[str, str]]) -> None:
-    for path, reason in skipped:
+        frames = f" and {report.num_frames} video frames" if report.num_frames else ""
+        threshold = f"with a score of {args.score_threshold} or more"
+        print(f"{report.num_boxes} boxes {threshold} on {report.num_images} images{frames}")
+        if args.output:
+            print(f"images:  {args.output}")
+        if args.json:
+            hint = " (for AP, take all boxes: --score-threshold 0)" if args.score_threshold else ""
+            print(f"results: {args.json}{hint}")
+    for path, reason in report.skipped:
         print(f"skipped {path}: {reason}", file=sys.stderr)
-    if skipped:
-        print(f"{len(skipped)} files could not be read", file=sys.stderr)
+    if report.skipped:
+        print(f"{len(report.skipped)} files could not be read", file=sys.stderr)
 
 
 if __name__ == "__main__":

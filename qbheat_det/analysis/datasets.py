@@ -19,8 +19,7 @@ from detectron2.data.datasets import load_coco_json
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.data.datasets.coco import (
-    CocoContent,
-    CocoSummary,
+    CocoFile,
     check_same_classes,
     read_coco_json,
 )
@@ -68,7 +67,7 @@ class Inspection:
     statistics: DatasetStatistics
     errors: list[DataError]
     warnings: list[str] = field(default_factory=list)
-    summary: CocoSummary | None = None
+    summary: CocoFile | None = None
 
 
 def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSource]:
@@ -112,7 +111,7 @@ def inspect_dataset(
         UserError: there is no such dataset, annotation file or image folder.
     """
     json_file, image_root = _locate(source)
-    content: CocoContent | None = None
+    content: CocoFile | None = None
     errors: list[DataError] = []
     if json_file is not None and image_root is not None:
         try:
@@ -123,7 +122,7 @@ def inspect_dataset(
             return Inspection(source, [], DatasetStatistics.from_records([], ()), [unusable])
         errors += content.errors
         records = _load_valid(json_file, image_root, content)
-        class_names: Sequence[str] = content.summary.class_names
+        class_names: Sequence[str] = content.class_names
     else:
         records = DatasetCatalog.get(source.name)
         class_names = MetadataCatalog.get(source.name).get("thing_classes") or ()
@@ -147,8 +146,8 @@ def inspect_dataset(
         records,
         DatasetStatistics.from_records(records, class_names),
         errors,
-        list(content.summary.warnings) if content else [],
-        content.summary if content else None,
+        list(content.warnings) if content else [],
+        content if content else None,
     )
 
 
@@ -199,7 +198,7 @@ def _locate(source: DatasetSource) -> tuple[str | None, str | None]:
     return json_file, image_root
 
 
-def _load_valid(json_file: str, image_root: str, content: CocoContent) -> list[dict[str, Any]]:
+def _load_valid(json_file: str, image_root: str, content: CocoFile) -> list[dict[str, Any]]:
     """Loads the valid entries of an annotation file by Detectron2's loader."""
     name = f"qbheat_det inspection of {json_file}"
     parts = {key: getattr(content, key) for key in ("images", "annotations", "categories")}

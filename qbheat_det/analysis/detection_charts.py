@@ -118,13 +118,13 @@ def _plot_curves(
                 end = max(end, float(recall[np.flatnonzero(np.nan_to_num(precision))[-1]]))
                 top = max(top, float(np.nanmax(precision)))
         one.set_title(title, fontsize=8)
+        one.set_xlabel("recall")
+        one.set_ylabel("precision")
         one.label_outer()
     axes[0].set_xlim(0, min(1.0, 1.08 * end))
     axes[0].set_ylim(0, min(1.03, 1.08 * top))
     for one in axes[len(panels) :]:
         one.set_axis_off()
-    figure.supxlabel("recall", fontsize=9)
-    figure.supylabel("precision", fontsize=9)
     add_legend(figure, axes[0])
     return figure
 

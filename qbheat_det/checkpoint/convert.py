@@ -50,16 +50,10 @@ _STEM = re.compile(r"stem\.conv1\.(norm\.)?(\w+)")
 
 @dataclass(frozen=True)
 class Target:
-    """An encoder, and how files from elsewhere name its tensors.
+    """An encoder up to its coarsest map, and how files from elsewhere name its tensors.
 
-    Attributes:
-        name: as requested.
-        encoder: the network up to its coarsest map, with random weights.
-        foreign_name: from a name in the encoder to the one in the file.
-        unused: modules in the file that the encoder lacks.
-        keys: config keys that build the encoder.
-        pixel_mean: default mean of each channel, RGB in [0, 255].
-        pixel_std: default standard deviation of each channel.
+    ``foreign_name`` maps a name in the encoder to one in the file, ``unused`` are modules that the
+    encoder lacks, and ``keys`` of a config build it. Pixel statistics are RGB in [0, 255].
     """
 
     name: str

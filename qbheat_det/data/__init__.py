@@ -8,7 +8,7 @@ from .cached_views import CachedViews
 from .datasets import register_builtin_sets
 from .datasets.classes import list_classes, load_classes, load_labelled_sets, unite_labels
 from .datasets.coco import (
-    CocoSummary,
+    CocoFile,
     check_coco_json,
     check_same_classes,
     load_coco_images,
@@ -59,7 +59,7 @@ __all__ = [
     "VIEW_ROW",
     "CachedViews",
     "ClassificationMapper",
-    "CocoSummary",
+    "CocoFile",
     "DataError",
     "DetrDatasetMapper",
     "FeatureStore",

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 3
 VIEWS_PER_CHUNK = 32
 _METADATA_KEY = "qbheat_det"
-_CHECKSUM_DIGITS = 8
 _OPEN_CHUNKS = 1024  # headers of files that a process keeps
 _OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
 
@@ -196,17 +195,9 @@ class FeatureStore:
 
 
 class _Chunk:
-    """A file of views, whose header is in memory.
-
-    Views are read, not mapped: a file that is cut short under a map ends the process. It is not
-    kept open, as a process may have about a thousand open files.
-    """
+    """A file of views, whose header is in memory."""
 
     def __init__(self, path: Path, *, cache: str, views: range, dtype: torch.dtype) -> None:
-        """
-        Raises:
-            ValueError: there is no such file, or it is damaged or another cache's.
-        """
         self._path = path
         self._dtype = dtype
         try:
@@ -217,8 +208,8 @@ class _Chunk:
         except OSError as error:
             raise ValueError(f"'{path}' cannot be read: {error}") from error
         text = header.pop("__metadata__", {}).get(_METADATA_KEY, "")
-        checksum, text = text[:_CHECKSUM_DIGITS], text[_CHECKSUM_DIGITS:]
-        if checksum != _hex(zlib.crc32(text.encode())):
+        checksum, text = text[:8], text[8:]
+        if checksum != f"{zlib.crc32(text.encode()):08x}":
             raise ValueError(f"'{path}' does not belong there, or is damaged")
         about = json.loads(text)
         if (about["format"], about["cache"]) != (FORMAT_VERSION, cache):
@@ -230,56 +221,62 @@ class _Chunk:
         end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         if self._begin + end != size:
             raise ValueError(f"'{path}' was cut short")
-        self._verified: set[int] = set()
+        self._layouts: dict[int, _Layout] = {}  # of views that were verified
 
     def read(self, index: int) -> Stored:
-        """Returns a view, in memory of its own.
-
-        Raises:
-            ValueError: the file is gone, or was changed after it was written.
-        """
+        """Returns a view, in memory of its own."""
         about = self._views[str(index)]
         if about is None:
             return None
         if "error" in about:
             return DataError(**about["error"])
-        tensors = {name: self._tensors[f"{index}/{name}"] for name in about["outputs"]}
-        # The tensors of a view lie side by side. One block for all: what a worker sends takes an
-        # open file a block.
-        first = min((tensor["data_offsets"][0] for tensor in tensors.values()), default=0)
-        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-        block = bytearray(end - first)
+        layout = self._layouts.get(index) or self._find_layout(index, about["outputs"])
+        block = bytearray(layout.size)
         try:
             with open(self._path, "rb", buffering=0) as file:
-                file.seek(self._begin + first)
+                file.seek(layout.start)
                 if file.readinto(block) != len(block):
                     raise ValueError(f"'{self._path}' was cut short")
         except OSError as error:
             raise ValueError(f"'{self._path}' cannot be read: {error}") from error
-        if index not in self._verified:  # once is enough, while the header is kept
+        if index not in self._layouts:  # once is enough, while the header is kept
             if zlib.crc32(block) != about["checksum"]:
                 raise ValueError(f"'{self._path}' is damaged")
-            self._verified.add(index)
+            self._layouts[index] = layout
         values = torch.frombuffer(block or bytearray(8), dtype=self._dtype)
-        features = {}
-        for name, tensor in tensors.items():
-            start, stop = ((offset - first) // values.itemsize for offset in tensor["data_offsets"])
-            features[name] = values[start:stop].view(tensor["shape"])
+        features = {
+            name: values[start:stop].view(shape) for name, start, stop, shape in layout.tensors
+        }
         height, width = about["image_size"]
         full = about["full_size"]
         return View(
             features, (height, width), _read_truth(about["ground_truth"]), full and tuple(full)
         )
 
+    def _find_layout(self, index: int, outputs: Sequence[str]) -> "_Layout":
+        """Returns where a view is: its tensors lie side by side, and are read as one block."""
+        tensors = {name: self._tensors[f"{index}/{name}"] for name in outputs}
+        first = min((tensor["data_offsets"][0] for tensor in tensors.values()), default=0)
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        places = []
+        for name, tensor in tensors.items():
+            start, stop = (
+                (offset - first) // self._dtype.itemsize for offset in tensor["data_offsets"]
+            )
+            places.append((name, start, stop, tensor["shape"]))
+        return _Layout(self._begin + first, end - first, places)
+
+
+class _Layout(NamedTuple):
+    """Where a view is in its file, and its tensors in that block, by the element."""
+
+    start: int
+    size: int
+    tensors: list[tuple[str, int, int, list[int]]]
+
 
 def _pack(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -> bytes:
-    """Returns the content of a file: features as its tensors, "<index>/<output>", all else JSON.
-
-    The JSON is in the file's metadata, where one name holds it with its checksum.
-
-    Raises:
-        UserError: a feature is not finite in ``dtype``.
-    """
+    """Returns the content of a file: features as its tensors, "<index>/<output>", all else JSON."""
     tensors: dict[str, Tensor] = {}
     about: dict[str, dict[str, Any] | None] = {}
     for index, view in views.items():
@@ -300,7 +297,9 @@ def _pack(views: Mapping[int, Stored], *, cache: str, dtype: torch.dtype) -> byt
             "ground_truth": {name: tensor.tolist() for name, tensor in view.ground_truth.items()},
         }
     text = json.dumps({"format": FORMAT_VERSION, "cache": cache, "views": about})
-    return safetensors.torch.save(tensors, {_METADATA_KEY: _hex(zlib.crc32(text.encode())) + text})
+    return safetensors.torch.save(
+        tensors, {_METADATA_KEY: f"{zlib.crc32(text.encode()):08x}{text}"}
+    )
 
 
 def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
@@ -328,7 +327,3 @@ def _read_truth(truth: Mapping[str, Any]) -> dict[str, Tensor]:
         found["gt_boxes"] = torch.tensor(truth["gt_boxes"], dtype=torch.float32).reshape(-1, 4)
         found["gt_classes"] = torch.tensor(truth["gt_classes"], dtype=torch.int64)
     return found
-
-
-def _hex(checksum: int) -> str:
-    return f"{checksum:0{_CHECKSUM_DIGITS}x}"

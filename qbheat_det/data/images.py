@@ -162,11 +162,7 @@ def _scale_side(low: int, high: int, factor: float) -> tuple[int, int]:
 
 
 def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
-    """Converts as Detectron2 does, but scales 16 bits of grey to 8 where it would clip them.
-
-    Raises:
-        ValueError: the range of the values is not known.
-    """
+    """Converts as Detectron2 does, but scales 16 bits of grey to 8 where it would clip them."""
     if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):

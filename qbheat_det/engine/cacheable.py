@@ -22,6 +22,7 @@ from qbheat_det.modeling.contracts import (
 )
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_MAX_VIEWS = 1000
 _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 
 
@@ -31,11 +32,10 @@ def check_cacheable(cfg: CfgNode) -> None:
     Raises:
         UserError: there is no fixed number of views, or the recipe needs what a cache cannot give.
     """
-    if cfg.INPUT.FIXED_VIEWS.COUNT < 1:
+    if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
         raise UserError(
             "MODEL.CACHE_FEATURES encodes a fixed number of views of each image: set "
-            "INPUT.FIXED_VIEWS.COUNT, to 4 for example; more views augment better and take as much "
-            "more time and disk once"
+            f"INPUT.FIXED_VIEWS.COUNT, to 4 for example and {_MAX_VIEWS} at most"
         )
     dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
     if dtype not in DTYPES:
@@ -123,11 +123,10 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
             f"set MODEL.BACKBONE.FREEZE_AT {get_freeze_all(encoder)}, or {_OFF}"
         )
     for path, module in modules:
-        if rate := _get_drop_rate(module):
+        if _get_drop_rate(module):
             raise UserError(
-                f"MODEL.CACHE_FEATURES keeps what an encoder gives once, but '{path}' in this "
-                f"{name} drops a share of {rate:g} in training, anew in every step: build the "
-                f"encoder without {type(module).__name__}, or {_OFF}"
+                f"MODEL.CACHE_FEATURES needs a {name} without random numbers, but '{path}' drops "
+                f"values in training: build it without {type(module).__name__}, or {_OFF}"
             )
 
 

@@ -11,7 +11,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
-    CocoSummary,
+    CocoFile,
     check_coco_json,
     check_image_folder,
     check_same_classes,
@@ -170,7 +170,7 @@ def _use_coco_images(name: str, json_file: str, images: str) -> str:
     return name
 
 
-def register_coco_file(name: str, json_file: str, images: str) -> CocoSummary:
+def register_coco_file(name: str, json_file: str, images: str) -> CocoFile:
     """Registers a COCO-format file with its classes, after a look at all of it.
 
     Raises:

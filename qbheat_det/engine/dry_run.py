@@ -28,7 +28,6 @@ from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 
 from .dry_run_report import Cost, DryRunReport, measure_loader
-from .feature_build import CacheEstimate
 from .hooks.checkpoints import PeriodicCheckpointer
 from .hooks.evaluation import EvalHook
 from .hooks.monitors import MOST_WAITING, describe_waiting
@@ -66,8 +65,6 @@ def dry_run(
     with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as test_sets:
         trainer = build_trainer(_shrink(cfg, folder, test_sets.names))
         planned, iterations = trainer.cfg, trainer.max_iter
-        if trainer.cached_features:
-            trainer.cached_features.rehearse(folder, cfg.DATASETS.TEST)
         trainer.resume_or_load(resume=False)
         timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)
@@ -79,10 +76,8 @@ def dry_run(
         loader = _measure_loader(trainer, timer.compute_seconds)
     num_checkpoints, num_kept = _count_checkpoints(planned, iterations)
     evaluation = timer.forecast_evaluation(test_sets.num_images, test_sets.num_tried)
-    cache = trainer.cached_features.estimate if trainer.cached_features else None
     costs = [
         Cost("Set-up", timer.first_step_end - start, 1),
-        *([_describe_cache(cache)] if cache and cache.num_missing else []),
         Cost(f"Step of {planned.SOLVER.IMS_PER_BATCH} images", timer.step_seconds, iterations),
         Cost("Checkpoint", checkpoint_seconds, num_checkpoints),
     ]
@@ -95,7 +90,6 @@ def dry_run(
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_checkpoints_kept=num_kept,
-        cache_bytes=int(cache.missing_bytes) if cache else 0,
         memory_bytes=timer.memory_bytes,
         memory_total_bytes=total_memory(),
         **disk,
@@ -111,12 +105,8 @@ def _shrink(cfg: CfgNode, folder: Path, test_sets: tuple[str, ...]) -> CfgNode:
     small.DATASETS.TEST = test_sets
     small.TEST.KNN.TRAIN = small.TEST.KNN.VAL = ()  # the score would take its whole time
     small.SOLVER.WANDB_PROJECT = ""
+    small.MODEL.CACHE_FEATURES.ENABLED = False  # the forecast is of training without a cache
     return small
-
-
-def _describe_cache(estimate: CacheEstimate) -> Cost:
-    each = estimate.seconds / estimate.num_missing / comm.get_world_size()
-    return Cost("View to encode", each, estimate.num_missing)
 
 
 class _Timer(HookBase):

@@ -37,7 +37,6 @@ class DryRunReport:
         num_checkpoints_kept: most that lie on the disk at a time.
         checkpoint_bytes: size of one checkpoint.
         weights_bytes: size of the best and the final weights together.
-        cache_bytes: of the cached features that are still to be written.
         free_bytes: on the disk of ``OUTPUT_DIR``.
         memory_bytes: peak resident memory of this process and its workers.
         memory_total_bytes: of this machine.
@@ -55,7 +54,6 @@ class DryRunReport:
     num_checkpoints_kept: int
     checkpoint_bytes: int
     weights_bytes: int
-    cache_bytes: int
     free_bytes: int
     memory_bytes: int
     memory_total_bytes: int
@@ -109,9 +107,6 @@ class DryRunReport:
             f"({self.num_checkpoints_kept} checkpoints of {format_bytes(self.checkpoint_bytes)}, "
             f"weights of {format_bytes(self.weights_bytes)})"
         )
-        if self.cache_bytes:
-            cache = format_bytes(self.cache_bytes)
-            yield f"{'Features:':<12}{cache} to be cached (MODEL.CACHE_FEATURES.FOLDER)"
         yield (
             f"{'Images:':<12}{self.loader_images_per_second:.3g} per second from the loader alone; "
             f"steps would take {self.wanted_images_per_second:.3g}"

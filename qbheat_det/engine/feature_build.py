@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers
-from qbheat_det.data import DataError, FeatureStore, FixedViews, Stored, View, cut
+from qbheat_det.data import DataError, FeatureStore, FixedViews, Stored, View, check_space, cut
 from qbheat_det.modeling.backbone import CachedBackbone
 
 Mapped = dict[str, Any] | DataError | None
@@ -35,8 +35,6 @@ _SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
 _NOT_KEPT = {"sem_seg", "proposals"}
 _FULL_SIZE = {"height", "width"}
-_SAMPLED = 32  # views of a set that are encoded for an estimate, from all over it
-_MAX_SECONDS = 5.0  # for each set, after which no further batch of them is encoded
 
 
 @dataclass(frozen=True)
@@ -204,6 +202,7 @@ def fill(cached: CachedSet, *, num_workers: int) -> None:
     """
     store = cached.store
     remove_leftovers(store.folder)
+    is_space_checked = False
     with tqdm(
         total=store.num_views,
         desc=cached.title,
@@ -224,6 +223,10 @@ def fill(cached: CachedSet, *, num_workers: int) -> None:
                     number, entries = chunk
                     store.write(number, cached.encoder(entries))
                     claims.release(number)
+                    if not is_space_checked:  # the first file shows what all of them take
+                        is_space_checked = True
+                        size = store.path_of(number).stat().st_size
+                        check_space(store.folder, size * (len(missing) - 1))
                     bar.update(len(entries))
         bar.update(store.num_views - bar.n)
 
@@ -265,78 +268,3 @@ class _Claims(Iterator[int]):
         """Gives back all claims."""
         for stack in self._held.values():
             stack.close()
-
-
-@dataclass(frozen=True)
-class CacheEstimate:
-    """What the caches of several sets take.
-
-    Attributes:
-        num_views: of all images.
-        num_missing: that are still to be encoded.
-        num_bytes: of all features on the disk.
-        missing_bytes: of those that are still to be written.
-        seconds: that the missing ones take one process.
-    """
-
-    num_views: int = 0
-    num_missing: int = 0
-    num_bytes: float = 0.0
-    missing_bytes: float = 0.0
-    seconds: float = 0.0
-
-
-def estimate_sets(sets: Sequence[CachedSet]) -> CacheEstimate:
-    """Encodes a few of the views that each set lacks, on the main process, and keeps nothing.
-
-    Returns:
-        What all sets take together, on all processes.
-
-    Raises:
-        UserError: a view cannot be encoded.
-    """
-    found: CacheEstimate | UserError | None = None
-    if comm.is_main_process():
-        try:
-            rows = [_estimate_set(cached) for cached in sets]
-            found = CacheEstimate(*map(sum, zip(*rows, strict=True)))
-        except UserError as error:  # which the others are to end with, too
-            found = error
-    found = comm.all_gather(found)[0]
-    if not isinstance(found, CacheEstimate):
-        raise found or RuntimeError("the main process sent no estimate")
-    return found
-
-
-def sample_views(views: Sequence[int]) -> Sequence[int]:
-    """Returns a few of them, evenly spread."""
-    return views[:: max(1, -(-len(views) // _SAMPLED))]
-
-
-def _estimate_set(cached: CachedSet) -> tuple[float, ...]:
-    """Returns the attributes of ``CacheEstimate`` for one set."""
-    store = cached.store
-    files = list(store.folder.glob("*.safetensors"))
-    there = sum(file.stat().st_size for file in files)
-    # Without files there is nothing to search for: K may be a number too large to list.
-    missing: Sequence[int] = range(store.num_views)
-    if files:
-        missing = [view for chunk in store.missing() for view in store.views_of(chunk)]
-    if not missing:
-        return store.num_views, 0, there, 0.0, 0.0
-    sampled = sample_views(missing)
-    values = done = 0
-    num_parts = -(-len(sampled) // cached.encoder.at_once)
-    start = time.perf_counter()
-    for part in range(num_parts):
-        indices = sampled[part::num_parts]  # from all over the set
-        views = cached.encoder([cached.views[index] for index in indices])
-        stored = [view for view in views if isinstance(view, View)]
-        values += sum(value.numel() for view in stored for value in view.features.values())
-        done += len(indices)
-        if time.perf_counter() - start > _MAX_SECONDS:
-            break
-    scale = len(missing) / done
-    needed = values * store.dtype.itemsize * scale
-    seconds = (time.perf_counter() - start) * scale
-    return store.num_views, len(missing), there + needed, needed, seconds

@@ -5,32 +5,38 @@ The encoder is replaced in the model before the optimizer is built; the cache is
 weights are loaded, and shared by every run that has the same encoder, images and views.
 """
 
+import functools
+import hashlib
+import importlib
 import json
 import logging
-from collections.abc import Sequence
+import operator
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader, get_detection_dataset_dicts
 from detectron2.data.samplers import InferenceSampler
 from detectron2.utils import comm
-from torch import nn
+from torch import Tensor, nn
 
-from qbheat_det.core.files import write_atomically
-from qbheat_det.core.text import format_bytes, format_duration
+from qbheat_det.config import find_memory_format
+from qbheat_det.core.files import hash_tensors, write_atomically
 from qbheat_det.data import (
+    FORMAT_VERSION,
     MAPPERS_OF_CLASSES,
+    VIEW_ROW,
     VIEWS_PER_CHUNK,
     CachedViews,
     FeatureStore,
     FixedViews,
     ImageBatches,
-    Stored,
     TrainStream,
     build_mapper,
-    check_space,
     get_cache_dir,
     load_classes,
     number_records,
@@ -39,26 +45,34 @@ from qbheat_det.modeling.backbone import CachedBackbone
 from qbheat_det.modeling.contracts import get_backbone
 
 from .cacheable import DTYPES, check_cacheable, replace_encoder
-from .feature_build import (
-    AllViews,
-    CachedSet,
-    CacheEstimate,
-    ViewEncoder,
-    estimate_sets,
-    fill,
-    sample_views,
-)
-from .feature_key import describe_cache, name_cache
+from .feature_build import AllViews, CachedSet, ViewEncoder, fill
 
 logger = logging.getLogger(__name__)
 
+# Outlines and keypoints move no box of a model without masks, and can be most of a record.
+_IGNORED_IN_RECORDS = (VIEW_ROW, "file_name")
+_IGNORED_IN_ANNOTATIONS = ("segmentation", "keypoints")
+# Number and seed of the views have entries of their own; fixed views are never read from memory.
+_IGNORED_IN_INPUT = ("FIXED_VIEWS", "PRETRAIN.MEMORY_GB")
+_OF_TEST_SETS = ("MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.TEST_CROP")
+_OF_TRAINING_SETS = (
+    "MIN_SIZE_TRAIN",
+    "MIN_SIZE_TRAIN_SAMPLING",
+    "MAX_SIZE_TRAIN",
+    "RANDOM_FLIP",
+    "CROP",
+    "DETR_CROP_RESIZE",
+    "DETR_CROP_RANGE",
+    "PRETRAIN.SCALE",
+    "PRETRAIN.RATIO",
+    "CLASSIFY.RAND_AUGMENT",
+    "CLASSIFY.RANDOM_ERASING",
+    "TWO_VIEWS",
+)
+
 
 class CachedFeatures:
-    """The cache of a run: made by ``prepare``, read by the stream and by test loaders.
-
-    Attributes:
-        estimate: of disk and time, once prepared.
-    """
+    """The cache of a run: made by ``prepare``, read by the stream and by test loaders."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
         """
@@ -73,9 +87,6 @@ class CachedFeatures:
         self._dtype = DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
         self._views: FixedViews | None = None
         self._tests: dict[str, CachedSet] = {}
-        self.estimate = CacheEstimate()
-        self._rehearsal: Path | None = None
-        self._planned: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:
@@ -86,15 +97,6 @@ class CachedFeatures:
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
-
-    def rehearse(self, folder: Path, test_sets: Sequence[str]) -> None:
-        """Makes ``prepare`` encode a sample of the training set and repeat it as all views.
-
-        Args:
-            folder: of what is encoded; that of all caches is only read.
-            test_sets: those of the whole run, which the estimate is about.
-        """
-        self._rehearsal, self._planned = folder, test_sets
 
     def prepare(self, stream: TrainStream) -> None:
         """Encodes what the caches lack, and makes the stream read from them.
@@ -135,22 +137,11 @@ class CachedFeatures:
         )
 
     def _make(self, training: Sequence[CachedSet]) -> None:
-        """Estimates and encodes what is missing, of test sets too."""
+        """Encodes what is missing, of test sets too."""
         self._tests = {name: self._open_test_set(name) for name in self._cfg.DATASETS.TEST}
-        tests = list(self._tests.values())
-        planned = [self._open_test_set(name) for name in self._planned]
-        sets = [*training, *(planned or tests)]
-        self.estimate = estimate_sets(sets)
-        log_estimate(self.estimate, self.folder, used=[s.store.folder.name for s in sets])
-        if self._rehearsal:
-            for cached in training:
-                cached.store = self._sample_store(self._rehearsal, cached)
-            for cached in tests:
-                folder = self._rehearsal / cached.store.folder.name
-                cached.store = FeatureStore(folder, cached.store.num_views, dtype=self._dtype)
-        for cached in tests if self._rehearsal else sets:
-            if cached.store.missing():
-                fill(cached, num_workers=self._cfg.DATALOADER.NUM_WORKERS)
+        for cached in (*training, *self._tests.values()):
+            logger.info(f"{cached.title}: cached in '{cached.store.folder}'")
+            fill(cached, num_workers=self._cfg.DATALOADER.NUM_WORKERS)
         self._backbone.trust()
 
     def _share_weights(self) -> None:
@@ -185,7 +176,7 @@ class CachedFeatures:
         )
         folder = self.folder / name_cache(description)
         about = folder / "meta.json"
-        if not self._rehearsal and not about.is_file():
+        if not about.is_file():
             text = json.dumps(description, indent=2, sort_keys=True)
             write_atomically(about, lambda stream: stream.write(text.encode()))
         encoder = ViewEncoder(
@@ -207,23 +198,6 @@ class CachedFeatures:
         # Detectors are evaluated image by image.
         return VIEWS_PER_CHUNK if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
 
-    def _sample_store(self, folder: Path, training: CachedSet) -> FeatureStore:
-        """Returns a store of a few views, which it repeats in the place of all."""
-        sampled = sample_views(range(training.store.num_views))
-        store = _Repeating(folder / "sample", len(sampled), dtype=self._dtype)
-        # All processes write the same, complete or not at all.
-        for chunk in range(store.num_chunks):
-            views = [training.views[sampled[index]] for index in store.views_of(chunk)]
-            store.write(chunk, training.encoder(views))
-        return store
-
-
-class _Repeating(FeatureStore):
-    """Gives the views that it has in turn, whatever their index."""
-
-    def read(self, view_index: int) -> Stored:
-        return super().read(view_index % self.num_views)
-
 
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
     """Replaces a model's encoder by a ``CachedBackbone``, if the config asks for it.
@@ -241,26 +215,95 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
     return CachedFeatures(cfg, model, replace_encoder(cfg, model))
 
 
-def log_estimate(estimate: CacheEstimate, folder: Path, *, used: Sequence[str]) -> None:
-    """Logs where the caches are and what they take.
+def describe_cache(
+    cfg: CfgNode,
+    backbone: CachedBackbone,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    views: FixedViews,
+    is_train: bool,
+    device: torch.device,
+    size_divisibility: int,
+) -> dict[str, Any]:
+    """Returns all that the features of a data set depend on, long things by their SHA-256.
+
+    Two descriptions that differ show by their keys why a cache is not used again. Threads and
+    versions of other libraries do not enter: caches are moved and shared, and what they change is
+    far below half precision.
 
     Args:
-        estimate: of all caches of the run.
-        folder: of all caches.
-        used: names of those of the run.
-
-    Raises:
-        UserError: the disk has no room for what is missing.
+        cfg: of the run; of ``INPUT``, what the views of such a set depend on enters.
+        backbone: with the encoder.
+        records: of the data set. Of a file enter its name below the folder of all files, its size
+            and when it was changed, not its content. Outlines and keypoints do not enter.
+        views: of each image.
+        is_train: whether views are drawn as in training, or are those of inference.
+        device: that encodes.
+        size_divisibility: that images are padded to before they are encoded.
     """
-    free = check_space(folder, estimate.missing_bytes)
-    if not comm.is_main_process():
-        return
-    logger.info(
-        f"Cached features of {estimate.num_views:,} views in '{folder}' ({', '.join(used)}): "
-        f"{format_bytes(estimate.num_bytes)}, free are {format_bytes(free)}"
-    )
-    if estimate.num_missing:
-        seconds = estimate.seconds / comm.get_world_size()
-        logger.info(
-            f"{estimate.num_missing:,} views are to be encoded: about {format_duration(seconds)}"
-        )
+    return {
+        "format": FORMAT_VERSION,
+        "weights": hash_tensors(backbone.encoder.state_dict()),
+        "encoder": _hash(repr(backbone.encoder)),  # what no weight shows
+        "outputs": backbone.outputs,
+        "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
+        "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
+        "size_divisibility": size_divisibility,
+        "dtype": cfg.MODEL.CACHE_FEATURES.DTYPE,
+        "views_per_image": views.count,
+        "views_seed": views.seed,
+        "is_train": is_train,
+        "input": _dump_input(cfg.INPUT, is_train),
+        "qbheat_det": importlib.import_module("qbheat_det").__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "device": device.type,
+        "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # Detectron2 0.6 has no such
+        "channels_last": find_memory_format(cfg) == torch.channels_last,
+        "num_images": len(records),
+        "records": hash_records(records),
+    }
+
+
+def name_cache(description: Mapping[str, Any]) -> str:
+    """Returns a name that equal descriptions share, and others do not."""
+    return _hash(json.dumps(description, sort_keys=True))[:32]
+
+
+def hash_records(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the SHA-256 of images, annotations and their order; see ``describe_cache``."""
+    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
+    folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
+    digest = hashlib.sha256()
+    for record, name in zip(records, names, strict=True):
+        kept = {key: value for key, value in record.items() if key not in _IGNORED_IN_RECORDS}
+        kept["annotations"] = [
+            {key: value for key, value in annotation.items() if key not in _IGNORED_IN_ANNOTATIONS}
+            for annotation in record.get("annotations", ())
+        ]
+        try:
+            found = os.stat(name)
+            state = found.st_size, found.st_mtime_ns
+        except OSError:  # not there, which the mapper reports, or not on a disk of this machine
+            state = -1, -1
+        line = [os.path.relpath(name, folder), *state, kept]
+        digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _make_plain(value: Any) -> Any:
+    is_array = isinstance(value, np.ndarray | np.generic | Tensor)
+    return value.tolist() if is_array else repr(value)
+
+
+def _dump_input(config: CfgNode, is_train: bool) -> list[str]:
+    """Returns the lines of ``INPUT`` that the views of a training set, or a test set, depend on."""
+    kept = config.clone()
+    for path in (*_IGNORED_IN_INPUT, *(_OF_TEST_SETS if is_train else _OF_TRAINING_SETS)):
+        *parents, key = path.split(".")
+        functools.reduce(operator.getitem, parents, kept).pop(key, None)
+    lines: list[str] = kept.dump().splitlines()
+    return lines
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

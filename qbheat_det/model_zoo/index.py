@@ -186,10 +186,10 @@ _NESTED: dict[str, type] = {"metrics": Metric, "fingerprint": Fingerprint, "outp
 
 
 def parse_entry(value: Any, where: str) -> ZooEntry:
-    """Builds an entry from JSON data; nothing is converted, guessed or ignored.
+    """Builds an entry from JSON data.
 
     Raises:
-        UserError: names ``where`` and the field that is unknown, missing or invalid.
+        UserError: names the field that is unknown, missing or invalid.
     """
     entry: ZooEntry = _parse(ZooEntry, value, where)
     if entry.file != file_of(entry.name):

@@ -137,7 +137,7 @@ def test_nothing_is_drawn_in_inference(photo: str) -> None:
     assert_close(map_image(mapper, photo, 1), map_image(mapper, photo, 2), rtol=0, atol=0)
 
 
-def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_text("no image")
     mapper = classify(rand_augment=(9, 0.5))
     assert isinstance(mapper({"file_name": str(tmp_path / "a.jpg"), "label": 0}), DataError)

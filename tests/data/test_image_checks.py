@@ -40,15 +40,15 @@ def record(folder: Path, content: bytes, name: str = "a.jpg", **fields: Any) -> 
     return {"file_name": str(path), "image_id": 7, **size, **fields}
 
 
-def fault_of(one: dict[str, Any]) -> str | None:
-    faults = find_image_errors([one], num_threads=1)
-    assert len(faults) <= 1
-    if not faults:
+def error_kind(one: dict[str, Any]) -> str | None:
+    errors = find_image_errors([one], num_threads=1)
+    assert len(errors) <= 1
+    if not errors:
         return None
-    assert repr(one["file_name"]) in faults[0].where
-    assert "image id 7" in faults[0].where
-    assert "\n" not in faults[0].message
-    return faults[0].kind
+    assert repr(one["file_name"]) in errors[0].where
+    assert "image id 7" in errors[0].where
+    assert "\n" not in errors[0].message
+    return errors[0].kind
 
 
 JPEG = encode("JPEG")
@@ -72,7 +72,7 @@ GOOD: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", GOOD)
 def test_a_whole_file_passes_whatever_its_format(case: str, tmp_path: Path) -> None:
-    assert fault_of(record(tmp_path, GOOD[case])) is None
+    assert error_kind(record(tmp_path, GOOD[case])) is None
 
 
 BAD: dict[str, tuple[bytes, str]] = {
@@ -95,14 +95,14 @@ BAD: dict[str, tuple[bytes, str]] = {
 def test_a_bad_file_is_named(case: str, tmp_path: Path) -> None:
     content, kind = BAD[case]
     one = record(tmp_path, content)
-    assert fault_of(one) == kind
+    assert error_kind(one) == kind
     with pytest.raises(UserError, match=r"a\.jpg' \(image id 7\): "):
         check_image_files([one])
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 12, 100, 500])
 @pytest.mark.parametrize("whole", [JPEG, PNG], ids=["jpeg", "png"])
-def test_a_file_cut_short_is_a_fault_just_where_training_cannot_read_it(
+def test_a_file_cut_short_is_an_error_just_where_training_cannot_read_it(
     whole: bytes, cut: int, tmp_path: Path
 ) -> None:
     one = record(tmp_path, whole[:-cut])
@@ -111,7 +111,7 @@ def test_a_file_cut_short_is_a_fault_just_where_training_cannot_read_it(
         readable = True
     except Exception:
         readable = False
-    assert (fault_of(one) is None) == readable
+    assert (error_kind(one) is None) == readable
     assert cut < 100 or not readable
 
 
@@ -129,7 +129,7 @@ def test_the_size_counts_after_exif_rotation_as_in_detectron2(
     except ValueError:
         fits = False
     assert fits == (swapped == (orientation in (5, 6, 7, 8)))
-    assert (fault_of(one) is None) == fits
+    assert (error_kind(one) is None) == fits
 
 
 def test_rotation_behind_the_pixels_of_a_png_counts_too(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_rotation_behind_the_pixels_of_a_png_counts_too(tmp_path: Path) -> None:
     late = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     one = record(tmp_path, PNG[:-12] + late + PNG[-12:], width=HEIGHT, height=WIDTH)
     check_image_size(dict(one), read_image(one["file_name"], "BGR"))
-    assert fault_of(one) is None
+    assert error_kind(one) is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_another_size_says_both(size: tuple[int, int], expected: str, tmp_path: 
 def test_a_path_that_cannot_be_opened_is_named(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     one = {"file_name": str(tmp_path / name), "image_id": 7, "width": 1, "height": 1}
-    assert fault_of(one) == kind
+    assert error_kind(one) == kind
 
 
 def test_all_faults_are_found_in_order_and_the_first_counts_the_others(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_all_faults_are_found_in_order_and_the_first_counts_the_others(tmp_path:
     records = [dict(good, image_id=i) for i in range(500)]
     for position, bad in ((3, empty), (70, wrong), (200, empty), (499, empty)):
         records[position] = dict(bad, image_id=position)
-    faults = find_image_errors(records, num_threads=3)
-    found = [int(fault.where.split("image id ")[1].rstrip(")")) for fault in faults]
+    errors = find_image_errors(records, num_threads=3)
+    found = [int(error.where.split("image id ")[1].rstrip(")")) for error in errors]
     assert found == [3, 70, 200, 499]
     with pytest.raises(UserError, match=r"image id 3\).*2 more.* 1 other"):
         check_image_files(records)
@@ -192,4 +192,4 @@ def test_a_sound_file_is_never_decoded(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(image_checks, "read_image", forbidden)
     monkeypatch.setattr(Image.Image, "load", forbidden)
     for name in ("jpeg", "png", "palette", "alpha", "cmyk"):
-        assert fault_of(record(tmp_path, GOOD[name], name)) is None
+        assert error_kind(record(tmp_path, GOOD[name], name)) is None

@@ -37,7 +37,7 @@ def whole(images: DecodedImages, name: str) -> Tensor:
 
 def test_small_images_are_kept_as_they_are(tmp_path: Path) -> None:
     sizes = draw_set(tmp_path)
-    images = DecodedImages(sizes, shorter_side=1000, num_threads=3)
+    images = DecodedImages(sizes, shorter_side=1000)
     assert len(images) == 4
     assert images.num_bytes == 3 * sum(width * height for width, height in sizes.values())
     for name in sizes:

@@ -198,14 +198,14 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> 
 
 @pytest.mark.parametrize("is_train", [True, False])
 @pytest.mark.parametrize("memory_gb", [0, 1])
-def test_a_broken_image_is_a_fault(broken: str, memory_gb: float, is_train: bool) -> None:
+def test_a_broken_image_is_an_error(broken: str, memory_gb: float, is_train: bool) -> None:
     mapper = PretrainingMapper(size=16, memory_gb=memory_gb, is_train=is_train)
     mapper.prepare([record(broken)])
-    fault = mapper(record(broken))
-    assert isinstance(fault, DataError)
-    assert fault.kind == "unreadable image"
-    assert repr(broken) in fault.where
-    assert "\n" not in fault.message
+    error = mapper(record(broken))
+    assert isinstance(error, DataError)
+    assert error.kind == "unreadable image"
+    assert repr(broken) in error.where
+    assert "\n" not in error.message
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_broken_images_are_replaced_the_same_everywhere_and_known_to_the_stream(
         assert index in broken or name == str(index)
     met = {Path(where.split("'")[1]).stem for where in stream.skipped}
     assert met == {"2", "3", "7"}
-    assert all("faults" not in image for batch in batches for image in batch)
+    assert all("errors" not in image for batch in batches for image in batch)
     if (memory_gb, workers) != (0.0, 0):
         DatasetCatalog.remove(NAME)
         MetadataCatalog.remove(NAME)

@@ -159,7 +159,7 @@ def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
             torch.testing.assert_close(mapped(bgr, path, seed)[key], expected, rtol=0, atol=0)
 
 
-def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     broken = tmp_path / "a.jpg"
     broken.write_bytes(b"no picture")
     found = two_views()({"file_name": str(broken)})

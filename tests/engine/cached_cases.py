@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qbheat_det.engine import Trainer, build_config, feature_build
+from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.feature_build import ViewEncoder
 from qbheat_det.modeling.backbone import CachedBackbone
 
@@ -30,7 +30,6 @@ def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
         return call(self, entries)
 
     ViewEncoder.__call__ = counted  # type: ignore[method-assign]
-    feature_build._MAX_SECONDS = float("inf")  # so that the number of views is known
     folder = Path(args.folder)
     opts = {
         **FROZEN,

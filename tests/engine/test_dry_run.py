@@ -113,7 +113,6 @@ def test_the_table_has_costs_and_resources() -> None:
         num_checkpoints_kept=5,
         checkpoint_bytes=100 * 2**20,
         weights_bytes=80 * 2**20,
-        cache_bytes=0,
         free_bytes=2**30,
         memory_bytes=3 * 2**30,
         memory_total_bytes=8 * 2**30,

@@ -48,11 +48,11 @@ def test_a_file_of_views_is_cut_evenly_or_filled_up(
         is_train=True,
         is_exact=is_exact,
     )
-    fault = DataError("unreadable image", "image 'a.jpg'", "it is a text")
+    error = DataError("unreadable image", "image 'a.jpg'", "it is a text")
     entries = [{"image": torch.full((3, 8, 8), i, dtype=torch.uint8)} for i in range(count)]
-    views = encoder([fault, *entries, None])
+    views = encoder([error, *entries, None])
     assert backbone.sizes == sizes
-    assert (views[0], views[-1]) == (fault, None)
+    assert (views[0], views[-1]) == (error, None)
     for number, view in enumerate(views[1:-1]):
         assert isinstance(view, View)
         torch.testing.assert_close(view.features["s16"], torch.full((1, 1, 1), float(number)))

@@ -25,7 +25,7 @@ from .conftest import forget_runs
 NAME = "broken_images_of_a_test"
 
 
-def fault(name: str) -> DataError:
+def error(name: str) -> DataError:
     return DataError("unreadable image", f"image '{name}'", "no image at all")
 
 
@@ -53,7 +53,7 @@ def test_new_images_are_named_in_the_period_and_all_at_the_end(
     named = []
     for trainer.iter, name in enumerate("abca"):
         caplog.clear()
-        trainer.data_loader.skipped[f"image '{name}'"] = fault(name)
+        trainer.data_loader.skipped[f"image '{name}'"] = error(name)
         hook.after_step()
         named.append([name for name in "abc" if f"image '{name}'" in caplog.text])
     assert named == [[], ["a", "b"], [], ["c"]]
@@ -69,7 +69,7 @@ def test_the_log_stays_short_and_the_file_is_whole(
 ) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.skipped = {str(i): fault(f"{i:04d}") for i in range(300)}
+    trainer.data_loader.skipped = {str(i): error(f"{i:04d}") for i in range(300)}
     hook.after_step()
     assert " and 290 more" in caplog.text
     assert "0010" not in caplog.text
@@ -99,8 +99,8 @@ def test_what_other_processes_met_is_known_to_all(
 ) -> None:
     trainer = make_trainer(tmp_path, max_iter=1)
     hook = make_hook(trainer)
-    trainer.data_loader.skipped = {"a": fault("a")}
-    monkeypatch.setattr(comm, "all_gather", lambda met: [met, [fault("b")], [fault("a")]])
+    trainer.data_loader.skipped = {"a": error("a")}
+    monkeypatch.setattr(comm, "all_gather", lambda met: [met, [error("b")], [error("a")]])
     hook.after_step()
     assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
     again = make_hook(trainer)
@@ -167,4 +167,4 @@ def test_a_run_on_images_with_broken_ones_ends_well_and_a_resumed_one_still_know
     resumed = make_run(output, images, 5)
     resumed.resume_or_load(resume=True)
     (hook,) = (hook for hook in resumed._hooks if isinstance(hook, SkippedImages))
-    assert [fault.where.rpartition("/")[2] for fault in hook._sorted()] == ["1.jpg'", "4.jpg'"]
+    assert [error.where.rpartition("/")[2] for error in hook._sorted()] == ["1.jpg'", "4.jpg'"]

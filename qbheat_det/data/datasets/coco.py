@@ -8,7 +8,6 @@ copes with, and COCO's own files contain, is a warning with a count.
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -18,55 +17,12 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.data.errors import DataError, raise_first
 
-from .coco_checks import CocoFile, Entry, count_box_classes
+from .coco_checks import CocoFile
+from .coco_shapes import has_area, has_polygon
 
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class CocoSummary:
-    """What an annotation file holds.
-
-    Attributes:
-        json_file: the annotation file.
-        num_images: images, with boxes or without.
-        num_images_without_boxes: images that no annotation names, or only crowds.
-        num_boxes: boxes with an area that are no crowds: what is trained on.
-        num_crowds: annotations with ``iscrowd`` 1, which are not trained on.
-        class_names: in contiguous order, which is the order of the ids.
-        category_ids: ids in the file, in the same order; may have holes.
-        warnings: messages about what is odd but can be worked with.
-    """
-
-    json_file: str
-    num_images: int
-    num_images_without_boxes: int
-    num_boxes: int
-    num_crowds: int
-    class_names: tuple[str, ...]
-    category_ids: tuple[int, ...]
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CocoContent:
-    """An annotation file, separated into what is sound and what is not.
-
-    Attributes:
-        images: entries without an error, as they are in the file.
-        annotations: those of sound images and categories that have no error themselves.
-        categories: entries without an error.
-        summary: counts of what is sound, and warnings.
-        errors: one for each thing that is wrong.
-    """
-
-    images: list[Entry]
-    annotations: list[Entry]
-    categories: list[Entry]
-    summary: CocoSummary
-    errors: tuple[DataError, ...]
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
@@ -129,20 +85,18 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
         UserError: the file is not COCO's, an image has no id of its own, or its file is not in
             the folder.
     """
-    file = CocoFile(str(json_file), needed=("images",))
-    images = file.check_files(file.check_ids(file.lists["images"], "image"), str(image_root))
+    file = CocoFile(str(json_file), str(image_root), needed=("images",))
     raise_first(file.errors)
     return [
         {"file_name": os.path.join(image_root, image["file_name"]), "image_id": image["id"]}
-        for image in sorted(images, key=lambda image: image["id"])
+        for image in sorted(file.images, key=lambda image: image["id"])
     ]
 
 
-def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoSummary:
+def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
     """Checks an annotation file and that its images exist, and returns what it holds.
 
-    Image files are looked up in the listings of their folders and not opened. Warnings are
-    logged and returned.
+    Image files are looked up in the listings of their folders and not opened. Warnings are logged.
 
     Raises:
         UserError: file or images are missing; the file is not JSON or not COCO; ids occur
@@ -151,45 +105,33 @@ def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoSummary:
     """
     content = read_coco_json(json_file, image_root)
     raise_first(content.errors)
-    for warning in content.summary.warnings:
+    for warning in content.warnings:
         logger.warning(warning)
-    return content.summary
+    return content
 
 
-def read_coco_json(json_file: PathLike, image_root: PathLike) -> CocoContent:
+def read_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
     """Reads an annotation file and finds everything that is wrong with it.
 
     Raises:
-        UserError: nothing can be said about single entries: the file or the image folder does not
-            exist, the file is not JSON, or not COCO, or has no images or no categories.
+        UserError: nothing can be said about single entries, see ``CocoFile``.
     """
-    file = CocoFile(str(json_file))
-    categories = file.check_categories()
-    images = file.check_images(str(image_root))
-    annotations = file.check_annotations(images, categories)
-    boxes = count_box_classes(annotations)
-    if not boxes and not file.errors:
+    content = CocoFile(str(json_file), str(image_root))
+    with_boxes = {
+        entry["category_id"]
+        for entry in content.annotations
+        if not entry.get("iscrowd", 0) and has_area(entry) and has_polygon(entry)
+    }
+    if not with_boxes and not content.errors:
         reason = "there is no box to train on or to evaluate with"
-        file.errors.append(DataError("no boxes", file.path, reason))
-    without = [c["name"] for c in categories if c["id"] not in boxes]
-    if without and boxes:
-        some = quote(without)
-        file.warn(f"{len(without)} of {len(categories)} categories have no box: {some}")
-    with_boxes = {image for images_of in boxes.values() for image in images_of}
-    summary = CocoSummary(
-        json_file=file.path,
-        num_images=len(images),
-        num_images_without_boxes=len(images) - len(with_boxes),
-        num_boxes=sum(len(images_of) for images_of in boxes.values()),
-        num_crowds=sum(bool(a.get("iscrowd", 0)) for a in annotations),
-        class_names=tuple(entry["name"] for entry in categories),
-        category_ids=tuple(entry["id"] for entry in categories),
-        warnings=tuple(file.warnings),
-    )
-    return CocoContent(images, annotations, categories, summary, tuple(file.errors))
+        content.errors.append(DataError("no boxes", content.json_file, reason))
+    without = [entry["name"] for entry in content.categories if entry["id"] not in with_boxes]
+    if without and with_boxes:
+        content.warnings.append(f"{json_file}: categories without a box: {quote(without)}")
+    return content
 
 
-def check_same_classes(train: CocoSummary, val: CocoSummary) -> None:
+def check_same_classes(train: CocoFile, val: CocoFile) -> None:
     """Checks that two annotation files mean the same by class 0, 1, 2, …
 
     Raises:
@@ -216,11 +158,7 @@ def quote(names: Sequence[str]) -> str:
 
 
 def _is_registered(name: str, json_file: str, image_root: str, *, unlabelled: bool = False) -> bool:
-    """Returns whether a name is that of these files.
-
-    Raises:
-        UserError: it is that of other data.
-    """
+    """Returns whether a name is that of these files."""
     if name not in DatasetCatalog:
         return False
     known = MetadataCatalog.get(name)

@@ -1,17 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The validation of a COCO annotation file: one pass that collects everything that is wrong.
-
-COCO's training file has 860,000 annotations with 40 million coordinates, so the check of one entry
-is a few comparisons, and numbers are compared in C.
-"""
+"""The validation of a COCO annotation file: one pass that collects everything that is wrong."""
 
 import gc
 import json
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NoReturn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
@@ -35,221 +30,81 @@ _SHARE_WITHOUT_AREA = 1e-4  # COCO's own training file has two boxes without are
 
 
 class CocoFile:
-    """An annotation file while it is checked.
+    """An annotation file, separated into what is sound and what is not.
 
     Attributes:
-        path: the annotation file.
-        lists: its entries, those of a wrong type left out.
-        errors: what is wrong; each method adds its own.
-        warnings: what is odd but can be worked with.
+        json_file: the file.
+        images, annotations: entries without an error, as they are in the file.
+        categories: those without an error, in contiguous order: by id, as Detectron2 sorts them.
+        errors: one for each thing that is wrong.
+        warnings: messages about what is odd but can be worked with.
     """
 
-    def __init__(self, path: str, needed: Sequence[str] = tuple(_LISTS)) -> None:
-        """Reads the file.
+    def __init__(
+        self, json_file: str, image_root: str, needed: Sequence[str] = tuple(_LISTS)
+    ) -> None:
+        """Reads and checks a file.
 
         Args:
-            path: the annotation file.
-            needed: lists that it must have, of "images", "annotations" and "categories".
+            json_file: the file.
+            image_root: folder that file names are relative to.
+            needed: lists that it must have; without "annotations", images need an id and a file.
 
         Raises:
-            UserError: the file does not exist, is not JSON, or lacks these lists, or it has no
-                images or categories.
+            UserError: nothing can be said about single entries: the file or the image folder does
+                not exist, the file is not JSON, or not COCO, or has no images or no categories.
         """
-        self.path = path
+        self.json_file = json_file
         self.errors: list[DataError] = []
         self.warnings: list[str] = []
-        content = self._read()
-        if not isinstance(content, dict):
-            self._fail(
-                "not COCO's instance format: the top level must be an object with the lists "
-                f"{', '.join(needed)}, but is a {type(content).__name__}"
-            )
-        for key in needed:
-            if not isinstance(content.get(key), list):
-                state = "must be a list" if key in content else "is missing"
-                self._fail(f"not COCO's instance format: '{key}' {state}")
-        self.lists = {key: self._check_types(content[key], key) for key in needed}
-        for key in needed:
-            if not content[key] and key != "annotations":
-                self._fail(f"the list '{key}' is empty")
-
-    def warn(self, reason: str) -> None:
-        """Adds a warning that names the file."""
-        self.warnings.append(f"{self.path}: {reason}")
-
-    def check_ids(self, entries: list[Entry], kind: str) -> list[Entry]:
-        """Returns the entries whose id is a whole number that no earlier entry has."""
-        count = Counter(entry["id"] for entry in entries if type(entry.get("id")) is int)
-        seen: set[int] = set()
-
-        def find(entry: Entry) -> Found:
-            id_ = entry.get("id")
-            if type(id_) is not int:
-                return f"{kind} without a sound id", must_be(entry, "id", "a whole number")
-            if not -_MAX_ID < id_ < _MAX_ID:
-                reason = "the id must be below 2**53, above which evaluation mixes ids up"
-                return f"{kind} id too large", reason
-            if id_ in seen:
-                reason = f"the id occurs more than once, here again; {count[id_]} {kind} entries"
-                return f"{kind} id twice", f"{reason} have it and need one each"
-            seen.add(id_)
-            return None
-
-        return self._keep(entries, kind, find)
-
-    def check_categories(self) -> list[Entry]:
-        """Returns the sound categories in contiguous order: by id, as Detectron2 sorts them."""
-
-        def find(entry: Entry) -> Found:
-            kind, name = "category without a sound name", entry.get("name")
-            if type(name) is not str:
-                return kind, must_be(entry, "name", "a text")
-            try:
-                name.encode("utf-8")
-            except UnicodeEncodeError:
-                return kind, "the name holds half a character (a lone surrogate)"
-            return None
-
-        entries = self.check_ids(self.lists["categories"], "category")
-        entries = self._keep(entries, "category", find)
-        self._warn_if_repeated([entry["name"] for entry in entries], "category names")
-        return sorted(entries, key=lambda entry: int(entry["id"]))
-
-    def check_images(self, image_root: str) -> list[Entry]:
-        """Returns the images of a sound size whose file exists.
-
-        Raises:
-            UserError: the image folder does not exist.
-        """
-
-        def find(entry: Entry) -> Found:
-            for key in ("width", "height"):
-                if type(entry.get(key)) is not int or not 0 < entry[key] <= _MAX_SIDE:
-                    must = "a positive whole number of pixels"
-                    return f"image without a sound {key}", must_be(entry, key, must)
-            return None
-
-        images = self._keep(self.check_ids(self.lists["images"], "image"), "image", find)
-        images = self.check_files(images, image_root)
-        self._warn_if_repeated([image["file_name"] for image in images], "image file names")
-        return images
-
-    def check_files(self, images: list[Entry], image_root: str) -> list[Entry]:
-        """Returns the images whose file exists, by listing the folders that are named.
-
-        Raises:
-            UserError: the image folder does not exist.
-        """
+        self.annotations: list[Entry] = []
+        self.categories: list[Entry] = []
+        self._lists = self._read(needed)
         if not os.path.isdir(image_root):
-            raise UserError(f"the image folder '{image_root}' of {self.path} does not exist")
-        listed: dict[str, set[str]] = {}
+            raise UserError(f"the image folder '{image_root}' of {json_file} does not exist")
+        if "categories" in needed:
+            self.categories = self._check_categories()
+        self.images = self._check_images(image_root, with_sizes="annotations" in needed)
+        if "annotations" in needed:
+            self.annotations = self._check_annotations()
 
-        def exists(name: str) -> bool:
-            folder, base = os.path.split(os.path.join(image_root, name))
-            if folder not in listed:
-                listed[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-            return base in listed[folder]
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names in contiguous order."""
+        return tuple(entry["name"] for entry in self.categories)
 
-        names = [image.get("file_name") for image in images]
-        there = sum(isinstance(name, str) and exists(name) for name in names)
+    @property
+    def category_ids(self) -> tuple[int, ...]:
+        """Ids in the file, in the same order; may have holes."""
+        return tuple(entry["id"] for entry in self.categories)
 
-        def find(entry: Entry) -> Found:
-            name = entry.get("file_name")
-            if type(name) is not str:
-                return "image without a sound file_name", must_be(entry, "file_name", "a file name")
-            if exists(name):
-                return None
-            where = f"in '{image_root}' ({there} of {len(images)} files are there)"
-            hint = "file_name must be relative to that folder"
-            return "missing image file", f"there is no file {short(name)} {where}; {hint}"
-
-        return self._keep(images, "image", find)
-
-    def check_annotations(self, images: list[Entry], categories: list[Entry]) -> list[Entry]:
-        """Returns the sound annotations of sound images and categories.
-
-        What belongs to an image or category with an error is left out with it, silently.
-
-        Args:
-            images: sound ones.
-            categories: sound ones.
-        """
-        sound: dict[str, set[int]] = {}
-        known: dict[str, set[int]] = {}
-        for kind, key, entries in (
-            ("image", "images", images),
-            ("category", "categories", categories),
-        ):
-            sound[kind] = {entry["id"] for entry in entries}
-            ids = (entry.get("id") for entry in self.lists[key])
-            known[kind] = {id_ for id_ in ids if type(id_) is int}
-
-        def find(entry: Entry) -> Found:
-            for kind, ids in known.items():
-                key = f"{kind}_id"
-                if type(entry.get(key)) is not int:
-                    must = must_be(entry, key, "a whole number")
-                    return f"annotation without a sound {key}", must
-                if entry[key] not in ids:
-                    reason = f"{key} {short(entry[key])} is not the id of any {kind}"
-                    return f"unknown {kind}", reason
-            return None
-
-        entries = self._keep(
-            self.check_ids(self.lists["annotations"], "annotation"), "annotation", find
-        )
-        entries = [
-            entry
-            for entry in entries
-            if entry["image_id"] in sound["image"] and entry["category_id"] in sound["category"]
-        ]
-        size_of = {image["id"]: (image["width"], image["height"]) for image in images}
-        entries = self._keep(
-            entries, "annotation", lambda entry: find_shape_error(entry, size_of[entry["image_id"]])
-        )
-        entries = self._check_boxes_together(entries)
-        self._warn_about_annotations(entries, size_of)
-        return entries
-
-    def _check_boxes_together(self, entries: list[Entry]) -> list[Entry]:
-        """Returns the annotations if boxes are in pixels, without empty ones if these are many."""
-        values = list(chain.from_iterable(entry["bbox"] for entry in entries))
-        if values and max(values) <= 1 and any(value % 1 for value in values):
-            relative = "all boxes lie between 0 and 1; bbox must be in pixels, not relative"
-            self.errors.append(DataError("relative boxes", self.path, relative))
-            return []
-        if sum(not has_area(entry) for entry in entries) <= _SHARE_WITHOUT_AREA * len(entries):
-            return entries
-        reason = "has no area; correct it, or remove the annotation"
-        return self._keep(
-            entries,
-            "annotation",
-            lambda e: (
-                None if has_area(e) else ("box without area", f"bbox {short(e['bbox'])} {reason}")
-            ),
-        )
-
-    def _warn_about_annotations(
-        self, entries: list[Entry], size_of: dict[int, tuple[int, int]]
-    ) -> None:
-        for ids, what in (
-            (
-                [e["id"] for e in entries if not has_polygon(e)],
-                "have no polygon of three points and are left out",
-            ),
-            (
-                [e["id"] for e in entries if not has_area(e)],
-                "have a box without area and are left out",
-            ),
-            (
-                [e["id"] for e in entries if is_clipped(e, size_of[e["image_id"]])],
-                "have a box beyond the image, which is clipped",
-            ),
-        ):
-            if ids:
-                self.warn(f"{len(ids)} annotations {what}, the first with id {ids[0]}")
-        if any(entry["id"] == 0 for entry in entries):
-            self.warn("annotation id 0 means 'no match' to pycocotools; number annotations from 1")
+    def _read(self, needed: Sequence[str]) -> dict[str, list[Entry]]:
+        """Returns the entries of the lists; those that are no objects become errors."""
+        if not os.path.isfile(self.json_file):
+            raise UserError(f"the annotation file '{self.json_file}' does not exist")
+        collects = gc.isenabled()
+        gc.disable()  # halves the time for large files, whose millions of lists hold no cycles
+        try:
+            with open(self.json_file, encoding="utf-8") as file:
+                content = json.load(file)
+        except (ValueError, RecursionError, OSError) as error:
+            raise UserError(f"{self.json_file} cannot be read as JSON: {error}") from error
+        finally:
+            if collects:
+                gc.enable()
+        lists: dict[str, list[Entry]] = {}
+        for key in needed:
+            entries = content.get(key) if isinstance(content, dict) else None
+            if not isinstance(entries, list) or not (entries or key == "annotations"):
+                found = "empty" if entries == [] else "missing or no list"
+                raise UserError(f"{self.json_file} is not in COCO's format: '{key}' is {found}")
+            lists[key] = [entry for entry in entries if type(entry) is dict]
+            for position, entry in enumerate(entries):
+                if type(entry) is not dict:
+                    where = f"{self.json_file}: {key}[{position}]"
+                    reason = f"must be an object, but is {short(entry)}"
+                    self.errors.append(DataError(f"{_LISTS[key]} of a wrong type", where, reason))
+        return lists
 
     def _keep(self, entries: list[Entry], kind: str, find: Callable[[Entry], Found]) -> list[Entry]:
         """Returns the entries in which ``find`` finds no error, and adds the errors of others."""
@@ -261,49 +116,128 @@ class CocoFile:
                 continue
             id_ = entry.get("id")
             name = f"id {short(id_)}" if id_ is not None else f"number {position + 1}"
-            self.errors.append(DataError(found[0], f"{self.path}: {kind} {name}", found[1]))
+            self.errors.append(DataError(found[0], f"{self.json_file}: {kind} {name}", found[1]))
         return kept
 
-    def _check_types(self, entries: list[Any], key: str) -> list[Entry]:
-        kind, objects = _LISTS[key], []
-        for position, entry in enumerate(entries):
-            if type(entry) is dict:
-                objects.append(entry)
-                continue
-            reason = f"must be an object that describes one {kind}, but is {short(entry)}"
-            where = f"{self.path}: {key}[{position}]"
-            self.errors.append(DataError(f"{kind} of a wrong type", where, reason))
-        return objects
+    def _with_ids(self, key: str) -> list[Entry]:
+        """Returns the entries whose id is a whole number that no earlier entry has."""
+        entries, kind = self._lists[key], _LISTS[key]
+        seen: set[int] = set()
+
+        def find(entry: Entry) -> Found:
+            id_ = entry.get("id")
+            if type(id_) is not int:
+                return f"{kind} without a sound id", must_be(entry, "id", "a whole number")
+            if not -_MAX_ID < id_ < _MAX_ID:
+                reason = "the id must be below 2**53, above which evaluation mixes ids up"
+                return f"{kind} id too large", reason
+            if id_ in seen:
+                return f"{kind} id twice", "the id occurs more than once, here again"
+            seen.add(id_)
+            return None
+
+        return self._keep(entries, kind, find)
+
+    def _check_categories(self) -> list[Entry]:
+        def find(entry: Entry) -> Found:
+            kind, name = "category without a sound name", entry.get("name")
+            if type(name) is not str:
+                return kind, must_be(entry, "name", "a text")
+            try:
+                name.encode("utf-8")
+            except UnicodeEncodeError:
+                return kind, "the name holds half a character (a lone surrogate)"
+            return None
+
+        entries = self._keep(self._with_ids("categories"), "category", find)
+        self._warn_if_repeated([entry["name"] for entry in entries], "category names")
+        return sorted(entries, key=lambda entry: int(entry["id"]))
+
+    def _check_images(self, image_root: str, *, with_sizes: bool) -> list[Entry]:
+        """Returns the images of a sound size whose file is in the listing of its folder."""
+        listed: dict[str, set[str]] = {}
+
+        def exists(name: str) -> bool:
+            folder, base = os.path.split(os.path.join(image_root, name))
+            if folder not in listed:
+                listed[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+            return base in listed[folder]
+
+        def find(entry: Entry) -> Found:
+            for key in ("width", "height") if with_sizes else ():
+                if type(entry.get(key)) is not int or not 0 < entry[key] <= _MAX_SIDE:
+                    must = must_be(entry, key, "a positive whole number of pixels")
+                    return f"image without a sound {key}", must
+            name = entry.get("file_name")
+            if type(name) is not str:
+                must = must_be(entry, "file_name", "a file name")
+                return "image without a sound file_name", must
+            if not exists(name):
+                where = f"in '{image_root}', which file_name must be relative to"
+                return "missing image file", f"there is no file {short(name)} {where}"
+            return None
+
+        images = self._keep(self._with_ids("images"), "image", find)
+        self._warn_if_repeated([image["file_name"] for image in images], "image file names")
+        return images
+
+    def _check_annotations(self) -> list[Entry]:
+        """Returns the sound ones; what belongs to an unsound image or category falls with it."""
+        size_of = {image["id"]: (image["width"], image["height"]) for image in self.images}
+        sound = {"image": set(size_of), "category": set(self.category_ids)}
+        known = {
+            kind: {e["id"] for e in self._lists[key] if type(e.get("id")) is int}
+            for kind, key in (("image", "images"), ("category", "categories"))
+        }
+
+        def find(entry: Entry) -> Found:
+            for kind, ids in known.items():
+                key = f"{kind}_id"
+                if type(entry.get(key)) is not int or entry[key] not in ids:
+                    return f"unknown {kind}", must_be(entry, key, f"the id of an entry {kind}")
+            if all(entry[f"{kind}_id"] in ids for kind, ids in sound.items()):
+                return find_shape_error(entry, size_of[entry["image_id"]])
+            return None
+
+        entries = self._keep(self._with_ids("annotations"), "annotation", find)
+        entries = [
+            entry
+            for entry in entries
+            if all(entry[f"{kind}_id"] in ids for kind, ids in sound.items())
+        ]
+        entries = self._check_boxes_together(entries)
+        self._warn_about(entries, [not has_polygon(e) for e in entries], "have no polygon")
+        self._warn_about(entries, [not has_area(e) for e in entries], "have a box without area")
+        clipped = [is_clipped(e, size_of[e["image_id"]]) for e in entries]
+        self._warn_about(entries, clipped, "have a box beyond the image, which is clipped")
+        zeros = [e["id"] == 0 for e in entries]
+        self._warn_about(entries, zeros, "have id 0, which means 'no match' to pycocotools")
+        return entries
+
+    def _check_boxes_together(self, entries: list[Entry]) -> list[Entry]:
+        """Returns the annotations if boxes are in pixels, without empty ones if these are many."""
+        values = list(chain.from_iterable(entry["bbox"] for entry in entries))
+        if values and max(values) <= 1 and any(value % 1 for value in values):
+            relative = "all boxes lie between 0 and 1; bbox must be in pixels, not relative"
+            self.errors.append(DataError("relative boxes", self.json_file, relative))
+            return []
+        if sum(not has_area(entry) for entry in entries) <= _SHARE_WITHOUT_AREA * len(entries):
+            return entries
+
+        def find(entry: Entry) -> Found:
+            reason = f"bbox {short(entry['bbox'])} has no area; correct or remove it"
+            return None if has_area(entry) else ("box without area", reason)
+
+        return self._keep(entries, "annotation", find)
+
+    def _warn_about(self, entries: list[Entry], which: list[bool], what: str) -> None:
+        ids = [entry["id"] for entry, is_odd in zip(entries, which, strict=True) if is_odd]
+        if ids:
+            first = f"the first with id {ids[0]}"
+            self.warnings.append(f"{self.json_file}: {len(ids)} annotations {what}, {first}")
 
     def _warn_if_repeated(self, values: list[str], what: str) -> None:
-        twice = [value for value, count in Counter(values).items() if count > 1]
+        twice = [repr(value) for value, count in Counter(values).items() if count > 1]
         if twice:
-            self.warn(f"{len(twice)} {what} occur more than once: {join_first(map(repr, twice))}")
-
-    def _read(self) -> Any:
-        if not os.path.isfile(self.path):
-            raise UserError(f"the annotation file '{self.path}' does not exist")
-        collects = gc.isenabled()
-        gc.disable()  # halves the time for large files, whose millions of lists hold no cycles
-        try:
-            with open(self.path, encoding="utf-8") as file:
-                return json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.path} is not JSON: {error}") from error
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
-        finally:
-            if collects:
-                gc.enable()
-
-    def _fail(self, reason: str) -> NoReturn:
-        raise UserError(f"{self.path}: {reason}")
-
-
-def count_box_classes(annotations: Iterable[Entry]) -> dict[int, list[int]]:
-    """Returns, by category id, the image id of each box that is trained on."""
-    boxes: dict[int, list[int]] = defaultdict(list)
-    for entry in annotations:
-        if not entry.get("iscrowd", 0) and has_area(entry) and has_polygon(entry):
-            boxes[entry["category_id"]].append(entry["image_id"])
-    return boxes
+            some = join_first(twice)
+            self.warnings.append(f"{self.json_file}: {what} occur more than once: {some}")

@@ -36,7 +36,7 @@ def find_shape_error(entry: Entry, size: tuple[int, int]) -> Found:
 
 def find_box_error(entry: Entry, size: tuple[float, float]) -> Found:
     """Returns what is wrong with the box of an annotation of an image of a width and height."""
-    box = entry.get("bbox")
+    box: Any = entry.get("bbox")
     is_box = type(box) is list and len(box) == 4 and set(map(type, box)) <= {int, float}
     if not is_box or not _are_numbers([box], _MAX_COORDINATE):
         must = "four finite numbers [x, y, width, height] in pixels"
@@ -133,12 +133,7 @@ def _is_rle(segmentation: Entry, width: int, height: int) -> bool:
 
 
 def _decode_runs(counts: str) -> list[int] | None:
-    """Returns the run lengths of a compressed RLE, or None if the string is none.
-
-    pycocotools itself would read and write beyond its memory. Each number is written in groups of
-    five bits, least significant first, in characters from "0" on; bit 6 says that more follow, and
-    from the fourth run on the difference to the run before the last is written.
-    """
+    """Returns the run lengths of a compressed RLE, or None if the string is none."""
     runs: list[int] = []
     value = shift = 0
     for character in counts:

@@ -10,7 +10,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
 """Endings of the files that count as images, in small letters."""
 _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
-_SHOWN = 5  # kinds of files, or folders, that a message names
 
 PathLike = str | os.PathLike[str]
 
@@ -82,7 +80,7 @@ def load_image_folders(
     """
     pairs = [
         (path, _class_of(path, root) if labelled else "")
-        for root in map(os.fspath, folders)
+        for root in (os.fspath(folder) for folder in folders)
         for path in list_images(root)
     ]
     if not labelled:
@@ -124,29 +122,20 @@ def check_image_folder(folder: PathLike) -> None:
         if images:
             return
         others.update(os.path.splitext(name)[1].lower() or "no ending" for name in names)
-    found = "and no other file that is not hidden"
-    if others:
-        kinds = [f"{count:,} with {kind}" for kind, count in others.most_common()]
-        found = f"but {others.total():,} other files: {join_first(kinds, _SHOWN)}"
+    kinds = [f"{count:,} with {kind}" for kind, count in others.most_common()]
+    found = f"but other files: {join_first(kinds)}" if kinds else "and no other visible file"
     raise UserError(
-        f"there is no image in the folder '{os.fspath(folder)}' or below it, {found} (looked for "
-        f"{' '.join(_ENDINGS)})"
+        f"there is no image in the folder '{os.fspath(folder)}' or below it, {found}; images end "
+        f"in {' '.join(_ENDINGS)}"
     )
 
 
 def _existing(folder: PathLike) -> str:
     path = os.fspath(folder)
-    if os.path.isdir(path):
-        return path
-    if os.path.exists(path):
-        raise UserError(f"'{path}' is a file, but must be a folder of images")
-    parent = next(above for above in Path(os.path.abspath(path)).parents if above.is_dir())
-    names = (entry.name for entry in os.scandir(parent) if entry.is_dir())
-    found = sorted(name for name in names if not name.startswith("."))
-    raise UserError(
-        f"the image folder '{path}' does not exist; '{parent}' holds "
-        f"{f'the folders {join_first(found, _SHOWN)}' if found else 'no folders'}"
-    )
+    if not os.path.isdir(path):
+        state = "is a file" if os.path.exists(path) else "does not exist"
+        raise UserError(f"the image folder '{path}' {state}")
+    return path
 
 
 def _walk(root: str) -> Iterator[tuple[list[str], list[str]]]:

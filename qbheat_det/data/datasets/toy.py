@@ -76,20 +76,6 @@ def get_cache_dir() -> Path:
     return Path(base).expanduser() / "qbheat_det"
 
 
-def make_cache_folder(folder: Path) -> None:
-    """Makes a folder of the cache and those above it that are missing, for this user to change.
-
-    Compiled programs, which lie there too, are not run from below a folder that others can change,
-    and many systems give new folders to a user's group.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
-    for path in reversed(missing):
-        path.mkdir(mode=0o755, exist_ok=True)
-
-
 def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder of a toy set, drawn now if the cache does not hold it.
 
@@ -104,7 +90,6 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
     if folder.is_dir():
         return folder
     try:
-        make_cache_folder(cache)
         with file_lock(f"{folder}.lock"):
             if not folder.is_dir():
                 _draw_atomically(spec, folder)

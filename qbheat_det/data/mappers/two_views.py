@@ -71,7 +71,7 @@ class TwoViewMapper:
         self._crop = crop
         self._sigma = blur_sigma[0], blur_sigma[1]
         brightness, contrast, saturation, hue = jitter
-        self._augment = v2.Compose(
+        self._augment_rgb = v2.Compose(
             [
                 v2.RandomApply(
                     [v2.ColorJitter(brightness, contrast, saturation, hue)], p=jitter_probability
@@ -105,17 +105,13 @@ class TwoViewMapper:
         if isinstance(other, DataError):
             return other
         views = {"image": entry["image"], "image_key": other["image"]}
-        return {**entry, **{key: self.augment(view) for key, view in views.items()}}
+        return {**entry, **{key: self._augment(view) for key, view in views.items()}}
 
-    def augment(self, image: Tensor) -> Tensor:
+    def _augment(self, image: Tensor) -> Tensor:
         """Draws other colours and a blur for a view (3, S, S), uint8."""
         if self._crop.pixel_format == "BGR":
-            return self.augment_rgb(image.flip(0)).flip(0).contiguous()
-        return self.augment_rgb(image)
-
-    def augment_rgb(self, image: Tensor) -> Tensor:
-        """As ``augment``, whose channels are red, green and blue."""
-        augmented: Tensor = self._augment(image)
+            return self._augment_rgb(image.flip(0)).flip(0).contiguous()
+        augmented: Tensor = self._augment_rgb(image)
         return augmented.contiguous()
 
     def _blur(self, image: Tensor) -> Tensor:

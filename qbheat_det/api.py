@@ -1,0 +1,134 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What the command-line tools do, as functions."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultPredictor
+from detectron2.structures import Instances
+
+from qbheat_det.analysis.box_drawing import draw_instances
+from qbheat_det.checkpoint import load_run_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import MAPPERS_OF_IMAGES
+from qbheat_det.deployment import deploy_by_config
+from qbheat_det.engine.classify import ClassifiedFiles, classify_files, is_classifier
+from qbheat_det.engine.media import Image, MediaFile, find_media
+from qbheat_det.engine.predict import (
+    MediaPredictor,
+    PredictionReport,
+    build_predictor,
+    read_image_ids,
+    write_json,
+)
+from qbheat_det.export import ExportedModel, ExportedPredictor, classify_exported, is_exported
+
+
+def predict_files(
+    weights: str,
+    inputs: Sequence[str],
+    *,
+    output: Path | None = None,
+    json_file: Path | None = None,
+    image_ids_from: str | None = None,
+    score_threshold: float = 0.3,
+    config_file: str | None = None,
+    device: str | None = None,
+    fast: bool = False,
+    opts: Sequence[str] = (),
+) -> PredictionReport | ClassifiedFiles:
+    """Predicts boxes, or with a classifier classes, on images, folders and videos.
+
+    Args:
+        weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
+        inputs: images, videos, and folders that are searched recursively.
+        output: folder for the drawn images and videos.
+        json_file: is written in COCO's results format, or with classes.
+        image_ids_from: COCO annotation file with the id of each image.
+        score_threshold: boxes below it are left out, in [0, 1].
+        config_file: YAML of the model; by default the one inside the weights, or beside them.
+        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        fast: predict with the deployed form of the model, as ``MODEL.DEPLOY`` describes it.
+        opts: overrides of the config, ``KEY VALUE``.
+
+    Returns:
+        Counts, and the files that were skipped.
+
+    Raises:
+        UserError: weights, inputs or arguments do not fit each other.
+    """
+    if json_file and json_file.is_dir():
+        raise UserError(f"--json '{json_file}' is a folder: name a file")
+    exported = None
+    if is_exported(weights):
+        _check_exported(weights, fast=fast, overrides=bool(config_file or opts))
+        exported = ExportedModel.open(weights, device=device)
+        cfg = exported.load_config()
+    else:
+        wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
+        cfg = load_run_config(weights, config_file, device=device, opts=wanted)
+    media = find_media(inputs, exclude=output)
+    if is_classifier(cfg):
+        if output or image_ids_from or not json_file:
+            raise UserError(
+                f"'{weights}' is a classifier, which finds no boxes: leave out --output and "
+                "--image-ids-from, and name --json FILE for the classes"
+            )
+        classified = _classify(exported, cfg, media)
+        write_json(json_file, classified.results)
+        return classified
+    image_ids = read_image_ids(image_ids_from, media) if image_ids_from else None
+    run = MediaPredictor(
+        ExportedPredictor(exported) if exported else _build_predictor(weights, cfg),
+        cfg=cfg,
+        score_threshold=score_threshold,
+        output_dir=output,
+        draw=lambda image, instances: _draw(image, instances, cfg.MODEL.CLASS_NAMES),
+    )
+    run.run(media, image_ids)
+    if json_file:
+        if not cfg.MODEL.CATEGORY_IDS:
+            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
+        write_json(json_file, run.results)
+    return run.report
+
+
+def _build_predictor(weights: str, cfg: CfgNode) -> DefaultPredictor:
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
+        raise UserError(
+            f"'{weights}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), which "
+            "predict neither boxes nor classes: train a detector or a classifier on them "
+            "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
+        )
+    if not cfg.MODEL.DEPLOY.ENABLED:
+        return build_predictor(cfg)
+    predictor = build_predictor(cfg, lambda model: deploy_by_config(model, cfg.MODEL.DEPLOY))
+    print(predictor.model.report, file=sys.stderr)
+    return predictor
+
+
+def _classify(
+    exported: ExportedModel | None, cfg: CfgNode, media: Sequence[MediaFile]
+) -> ClassifiedFiles:
+    if exported:
+        return classify_exported(exported, media)
+    return classify_files(_build_predictor("", cfg).model, cfg, media)
+
+
+def _check_exported(weights: str, *, fast: bool, overrides: bool) -> None:
+    if fast:
+        raise UserError(f"'{weights}' is exported already: leave out --fast, which is for weights")
+    if overrides:
+        raise UserError(
+            f"'{weights}' was exported with its config inside, which is fixed: leave out "
+            "--config-file and config overrides, or export the weights again with them"
+        )
+
+
+def _draw(image: Image, instances: Instances, class_names: Sequence[str]) -> Image:
+    """Draws boxes on an image (H, W, 3), BGR."""
+    drawn = draw_instances(image[:, :, ::-1], instances, class_names)
+    return np.ascontiguousarray(drawn[:, :, ::-1])
