@@ -130,7 +130,7 @@ def make_config(case: Case, folder: Path, *, num_images: int) -> CfgNode:
     Args:
         case: what to train.
         folder: for images and for what a run writes.
-        num_images: to draw.
+        num_images: number of images.
     """
     cfg = load_config(get_config_path(case.config))
     cfg.merge_from_list([word for pair in case.opts.items() for word in pair])

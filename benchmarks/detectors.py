@@ -1,24 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The detectors that are measured: ours, and the peers with random weights.
+"""The detectors that are measured: ours, and the peers with random weights."""
 
-Run as a program it prints the peak memory of one detector:
-``python benchmarks/detectors.py NAME HEIGHT WIDTH THREADS``.
-"""
-
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.timing import resident_mib, set_threads
 
 Forward = Callable[[Tensor], object]
 
@@ -51,10 +41,6 @@ class Detector:
     title: str
     load: Callable[[], Callable[[], nn.Module]]
     call: Callable[[nn.Module, Tensor], object] = call_detectron2
-
-    def build(self) -> Forward:
-        """Builds the model, with random weights, and returns its call."""
-        return partial(self.call, self.load()())
 
 
 def mf_detr_config(variant: str, num_blocks: Sequence[int], num_queries: int = 100) -> CfgNode:
@@ -161,25 +147,3 @@ def random_images(height: int, width: int, *, number: int = 1) -> Tensor:
     """Returns (number, 3, height, width), uniform in [0, 255)."""
     generator = torch.Generator().manual_seed(0)
     return 255 * torch.rand(number, 3, height, width, generator=generator)
-
-
-def peak_memory(name: str, height: int, width: int, threads: int) -> float:
-    """Builds a detector, runs it twice and returns the peak in MiB beyond the imports.
-
-    Counts weights and activations. To be called once, in a fresh process.
-    """
-    set_threads(threads)
-    detector = DETECTORS[name]
-    build = detector.load()
-    images = random_images(height, width)
-    torch.nn.functional.conv2d(images, torch.zeros(1, 3, 3, 3))  # starts the thread pool
-    before = resident_mib(peak=False)
-    with torch.inference_mode():
-        model = build()
-        for _ in range(2):
-            detector.call(model, images)
-    return resident_mib(peak=True) - before
-
-
-if __name__ == "__main__":
-    print(peak_memory(sys.argv[1], *(int(argument) for argument in sys.argv[2:5])))

@@ -17,14 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import HEIGHT, WIDTH, Forward, random_images
 from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build, first_call
-from benchmarks.pretraining_contenders import CHANNELS_LAST, CONTENDERS, SETTINGS, make_config
-from benchmarks.pretraining_contenders import build as build_pretraining
+from benchmarks.pretraining_contenders import CHANNELS_LAST, CONTENDERS, SETTINGS, prepare
 from benchmarks.pretraining_figures import MATMUL, count, matrix_product, synchronised_clock
 from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threads
 
@@ -135,7 +134,7 @@ def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
     names = [f"{name}{CHANNELS_LAST}" for name in _PRETRAINING[: 1 if quick else None]]
     calls: dict[str, Callable[[], object]] = {}
     for name in names:
-        step = _step_of(name, setting_size=setting.size, device=device)
+        step = prepare(CONTENDERS[name], setting, batch=batch, device=device).step
         on_device = torch.randint(
             256, (batch, 3, setting.size, setting.size), dtype=torch.uint8, device=device
         )
@@ -189,22 +188,3 @@ class FromMemory:
     def _copy(self) -> Tensor:
         with torch.cuda.stream(self._stream):  # of None: where it is
             return self._source.to(self._device, non_blocking=True)
-
-
-def _step_of(name: str, *, setting_size: int, device: torch.device) -> Callable[[Tensor], None]:
-    """Returns what makes a step of pre-training on images (N, 3, H, W) in bytes."""
-    from qbheat_det.solver import build_optimizer
-
-    setting = SETTINGS["256"].at(size=setting_size)
-    contender = CONTENDERS[name]
-    model: nn.Module = build_pretraining(contender, setting).to(device)
-    optimizer = build_optimizer(make_config(contender.variant, setting), model)
-
-    def step(images: Tensor) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = model([{"image": image} for image in images])["loss_reconstruction"]
-        loss.backward()
-        optimizer.step()
-
-    return step

@@ -112,11 +112,11 @@ class Calls:
     Attributes:
         encoder: from normalised images on the device to the features of visible positions, and
             back from a gradient of these.
-        step: from images in bytes on the device to new weights, by AdamW.
+        step: from images in bytes on the device, its own by default, to new weights, by AdamW.
     """
 
     encoder: Callable[[], object]
-    step: Callable[[], object]
+    step: Callable[..., object]
 
 
 def make_config(variant: str, setting: Setting) -> CfgNode:
@@ -184,15 +184,15 @@ def prepare(
     if contender.compiled:
         compile_blocks(model)
     optimizer = build_optimizer(make_config(contender.variant, setting), model)
-    inputs = [{"image": image} for image in random_images(batch, setting.size).to(device)]
+    on_device = random_images(batch, setting.size).to(device)
 
     def precision() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
-    def step() -> None:
+    def step(images: Tensor = on_device) -> None:
         optimizer.zero_grad(set_to_none=True)
         with precision():
-            loss = model(inputs)["loss_reconstruction"]
+            loss = model([{"image": image} for image in images])["loss_reconstruction"]
         loss.backward()
         optimizer.step()
 

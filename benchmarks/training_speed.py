@@ -120,7 +120,9 @@ def run(
                     with said(name):
                         workers[name], _ = stack.enter_context(started(command))
                 turns = take_turns(workers, rounds=rounds, warm_up=1 if quick else _WARM_UP)
-            print(format_turns(turns), flush=True)
+            for name, turn in turns.items():
+                rates, peak = Sample.of(turn.rates), f"{turn.peak:,.0f} MiB"
+                print(f"    {name}: {rates}, first loss {turn.first_loss:.5g}, peak {peak}")
             rows += rows_of(job, turns)
     return rows
 
@@ -186,27 +188,25 @@ def take_turns(
     *,
     rounds: int,
     warm_up: int = _WARM_UP,
-    steps: int = 1,
 ) -> dict[str, Turns]:
     """Lets workers make steps in turns; in every other round the order is the other way round.
 
     Args:
-        workers: make so many steps and say ``seconds``, ``loss`` and ``peak``.
+        workers: make a step and return its ``seconds``, ``loss`` and ``peak``.
         rounds: timed turns of each.
         warm_up: untimed turns of each: the first compiles.
-        steps: of a turn.
     """
     turns: dict[str, Turns] = {}
     for name, worker in workers.items():
         with said(name):
             first = worker(1)
             for _ in range(warm_up):
-                worker(steps)
+                worker(1)
             turns[name] = Turns([], first["loss"], 0.0)
     for number in range(rounds):
         for name in list(turns)[:: 1 if number % 2 else -1]:
-            told = workers[name](steps)
-            turns[name].rates.append(steps / told["seconds"])
+            told = workers[name](1)
+            turns[name].rates.append(1 / told["seconds"])
             turns[name] = Turns(turns[name].rates, turns[name].first_loss, told["peak"])
     return turns
 
@@ -223,12 +223,3 @@ def rows_of(job: str, turns: Mapping[str, Turns]) -> list[Result]:
         for ours, peer in PAIRS
         if ours in turns and peer in turns
     ]
-
-
-def format_turns(turns: Mapping[str, Turns]) -> str:
-    """Returns a line for each contender."""
-    return "\n".join(
-        f"    {name:<21} {Sample.of(turn.rates)!s:<26} first loss {turn.first_loss:.5g}, "
-        f"peak {turn.peak:,.0f} MiB"
-        for name, turn in turns.items()
-    )

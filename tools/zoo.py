@@ -27,15 +27,9 @@ examples:
       --data 'drawn shapes' --data-licence CC0-1.0 --command 'python tools/train_net.py …' \\
       --metric 'AP=41.2±0.6%:shapes val:3 seeds'
 
-  # an entry in a folder of your own, its metrics measured from the file as written
-  python tools/zoo.py add --output my_zoo --evaluate 'my val' --val-json val.json \\
-      --val-images images/ --weights … --name … --config … --summary … --data … \\
+  # an entry in a folder of your own, for $QBHEAT_ZOO or for the hub ("hf upload me/zoo my_zoo")
+  python tools/zoo.py add --output my_zoo --weights … --name … --config … --summary … --data … \\
       --data-licence … --command …
-
-  # upload to the Hugging Face hub (log in with 'hf auth login'), and download
-  python tools/zoo.py push 'retinanet/*' --repo me/detectors
-  python tools/zoo.py pull --repo me/detectors --output their_zoo
-  QBHEAT_ZOO=their_zoo python tools/zoo.py verify
 
   # update MODEL_ZOO.md from the index
   python tools/zoo.py table
@@ -54,9 +48,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_data_flags, add_image_flags
 
 if TYPE_CHECKING:  # --help does without the package
     from qbheat_det.model_zoo import ZooEntry
@@ -79,7 +70,7 @@ def add_list(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    from tabulate import tabulate
+    from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
     from qbheat_det.core.text import format_bytes
     from qbheat_det.model_zoo import list_entries
@@ -196,20 +187,12 @@ def add_add(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE[±SPREAD][UNIT]:DATA[:NOTE]",
         help="measured before; can be repeated",
     )
-    add(
-        "--evaluate",
-        metavar="DATA",
-        help="measure metrics from the file as written, on the test set of its config or of the "
-        "flags below; DATA is the name of that set in the metrics",
-    )
     add("--output", type=Path, metavar="DIR", help="a folder with an index of its own")
     add("--replace", action="store_true", help="replace the entry of this name")
-    add_data_flags(parser)
-    add_image_flags(parser)
 
 
 def run_add(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.add import add_entry, measure_metrics, parse_metric
+    from qbheat_det.model_zoo.add import add_entry, parse_metric
 
     names = ("name", "summary", "config", "data", "data_licence", "licence", "commit", "date")
     description = {name: getattr(args, name) for name in names}
@@ -217,9 +200,6 @@ def run_add(args: argparse.Namespace) -> int:
         args.weights,
         {**description, "command": args.trained_by},
         metrics=[parse_metric(text) for text in args.metric],
-        measure=(lambda file: measure_metrics(file, args.evaluate, args))
-        if args.evaluate
-        else None,
         output=args.output,
         replace=args.replace,
     )
@@ -238,45 +218,12 @@ def run_table(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_push(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="+", metavar="NAME", help="name, or pattern of names")
-    parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="created if missing")
-    parser.add_argument("--private", action="store_true", help="if the repository is created")
-    parser.add_argument("--message", default="", metavar="TEXT", help="of the commit")
-
-
-def run_push(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.hub import push_entries
-
-    entries = choose_entries(args.names)
-    print(push_entries(entries, args.repo, private=args.private, message=args.message))
-    return 0
-
-
-def add_pull(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pattern", nargs="?", default="*", help="of names; all by default")
-    parser.add_argument("--repo", required=True, metavar="OWNER/NAME[@REVISION]", help="source")
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="folder for $QBHEAT_ZOO"
-    )
-
-
-def run_pull(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.hub import pull_entries
-
-    for path in pull_entries(args.repo, args.output, args.pattern):
-        print(path)
-    return 0
-
-
 # By name: the help, the function that adds arguments, and the one that returns the exit code.
 COMMANDS = {
     "list": ("list names with metrics, sizes and sources", add_list, run_list),
     "fetch": ("download weights", add_fetch, run_fetch),
     "verify": ("check that weights and code agree on this machine", add_verify, run_verify),
     "add": ("add an entry for trained weights", add_add, run_add),
-    "push": ("upload weights to the Hugging Face hub, with a model card", add_push, run_push),
-    "pull": ("download a repository of the hub with its index", add_pull, run_pull),
     "table": ("update the entries in MODEL_ZOO.md from the index", add_table, run_table),
 }
 

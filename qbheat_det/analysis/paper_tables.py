@@ -1,25 +1,40 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The QB-Heat paper's printed multiply-adds and parameters beside this package's counts.
+"""Multiply-adds and parameters that the QB-Heat paper prints, beside those of instantiated models.
 
 Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Tables 1, 5, 6, 7, 14 and 15.
-The paper names no counting rule. The rules here are the ones under which most cells agree:
-detection and linear classifiers by EXT, transformer classifiers by CORE; parameters of a detection
-backbone without BatchNorm's scale and offset, because a frozen backbone holds them as buffers.
+The paper names no counting rule. The rules here are those under which most cells agree: detection
+and linear classifiers by EXT, transformer classifiers by CORE; parameters of a detection backbone
+without BatchNorm's scale and offset, because a frozen backbone holds them as buffers.
 """
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import ceil
 
-from .components import (
-    Counts,
-    backbone_counts,
-    classifier_counts,
-    convolution_madds_of_p6,
-    mf_decoder_counts,
-    retinanet_counts,
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
+from torch import nn
+
+from qbheat_det.config import get_cfg
+from qbheat_det.modeling.backbone import (
+    MOBILE_FORMER_ARCHS,
+    MobileFormer,
+    build_mobile_former_fpn_backbone,
 )
+from qbheat_det.modeling.classification import LinearDecoder, TransformerDecoder
+from qbheat_det.modeling.detr import MFDecoder
 
-# Printed figures, as strings because their last digit sets the precision of a match.
+from .complexity import CountingRule, count_madds, count_parameters
+
+DETECTION_SIZE = (800, 1333)
+CLASSIFICATION_SIZE = (224, 224)
+DECODER_DIMS = {"3.7G": 768, "1.0G": 384, "285M": 192}
+"""Widths of the "tran" classifiers (Table 11)."""
+
+# Printed numbers, as strings because their last digit sets the precision of a match.
 _LINEAR_MADDS = {"285M": ("285", "M"), "1.0G": ("1.0", "G"), "3.7G": ("3.7", "G")}
 _LINEAR_PARAMS = {"285M": "5.8", "1.0G": "13.5"}
 _BACKBONE = {"3.7G": ("77.5", "25.0"), "1.0G": ("20.4", "11.7"), "285M": ("5.6", "4.9")}
@@ -38,10 +53,98 @@ _RETINANET = {
     "1.0G": ("178.1", "17.2", None),
     "285M": ("163.1", "9.5", "s16"),
 }
+_ALL = "all parameters"
+_NO_BN = "parameters of the backbone without BatchNorm's scale and offset"
+_EXT, _CORE = "MAdds by EXT", "MAdds by CORE"
 
-_SCALES = {"G": 10**9, "M": 10**6}
-_ALL_PARAMS = "all parameters"
-_NO_BN_PARAMS = "parameters of the backbone without BatchNorm's scale and offset"
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters, those without BatchNorm's scale and offset, and multiply-adds by both rules."""
+
+    params: int
+    params_no_bn: int
+    core: int
+    ext: int
+
+
+@cache
+def backbone_counts(variant: str) -> Counts:
+    """Counts the detection backbone at 800x1333, up to the last 1x1 convolution."""
+    return _count(_build_backbone(variant), torch.zeros(1, 3, *DETECTION_SIZE))
+
+
+@cache
+def classifier_counts(variant: str, depth: int) -> Counts:
+    """Counts encoder and 1000-class decoder at 224x224; with ``depth`` 0 the decoder is linear."""
+    backbone = _build_backbone(variant)
+    shape = backbone.output_shape()
+    decoder = (
+        TransformerDecoder(
+            input_shape=shape, num_classes=1000, dim=DECODER_DIMS[variant], depth=depth
+        )
+        if depth
+        else LinearDecoder(input_shape=shape, num_classes=1000)
+    )
+    model = nn.Sequential(OrderedDict(encoder=backbone, decoder=decoder))
+    return _count(model, torch.zeros(1, 3, *CLASSIFICATION_SIZE))
+
+
+@cache
+def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
+    """Counts MF-DETR's decoder, 100 queries and 91 classes, on the maps of an 800x1333 image."""
+    shape = _build_backbone(variant).output_shape()
+    shapes = [shape["s8"], shape["s16_expanded"]]
+    decoder = MFDecoder(input_shape=shapes, num_classes=91, num_blocks=num_blocks)
+    features = [
+        torch.zeros(1, spec.channels or 0, *_map_size(DETECTION_SIZE, spec.stride or 1))
+        for spec in shapes
+    ]
+    return _count(decoder, features)
+
+
+@cache
+def retinanet_counts(variant: str) -> Counts:
+    """Counts pyramid and head of RetinaNet (80 classes, 9 anchors), without P6's multiply-adds.
+
+    Its convolutions are counted in closed form at the exact sizes of an 800x1333 image, which
+    Detectron2 would pad. The parameters include P6 (256 to 256 channels).
+    """
+    cfg = get_cfg()
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.MOBILE_FORMER.VARIANT = variant
+    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
+    pyramid = build_mobile_former_fpn_backbone(cfg, ShapeSpec(channels=3))
+    head = RetinaNetHead(
+        input_shape=[ShapeSpec(channels=256)] * 5,
+        num_classes=80,
+        num_anchors=9,
+        conv_dims=[256] * 4,
+    )
+    p3, p4, p5, p6, p7 = pyramid_positions(DETECTION_SIZE)
+    to_p5, _, to_p7 = pyramid.top_block.convs
+    madds = (
+        convolution_madds([pyramid.fpn_lateral3, pyramid.fpn_output3], p3)
+        + convolution_madds([pyramid.fpn_lateral4, pyramid.fpn_output4], p4)
+        + convolution_madds([to_p5], p5)
+        + convolution_madds([to_p7], p7)
+        + convolution_madds([head], p3 + p4 + p5 + p6 + p7)
+    )
+    own = count_parameters(pyramid) - count_parameters(pyramid.bottom_up)
+    params = own + count_parameters(head)
+    return Counts(params=params, params_no_bn=params, core=madds, ext=madds)
+
+
+def pyramid_positions(size: tuple[int, int]) -> list[int]:
+    """Returns the positions of P3 … P7 for an image of ``size`` (H, W)."""
+    maps = [_map_size(size, 2**level) for level in range(3, 8)]
+    return [height * width for height, width in maps]
+
+
+def convolution_madds(modules: Iterable[nn.Module], positions: int) -> int:
+    """Returns the multiply-adds of all convolutions within ``modules`` at that many outputs."""
+    layers = (layer for module in modules for layer in module.modules())
+    return positions * sum(x.weight.numel() for x in layers if isinstance(x, nn.Conv2d))
 
 
 @dataclass(frozen=True)
@@ -50,9 +153,9 @@ class PaperCell:
 
     Attributes:
         table: number of the paper's table.
-        cell: what the figure belongs to, in words.
+        cell: what the number belongs to.
         unit: "G" (10^9) or "M" (10^6).
-        paper: the printed figure.
+        paper: the printed number.
         ours: the count in that unit, not rounded.
         match: whether ours rounds to the printed digits.
         rule: how ours was counted.
@@ -72,114 +175,86 @@ class PaperCell:
 
 def compare_with_paper() -> list[PaperCell]:
     """Builds and counts every component; takes about a minute on one core."""
-    return [
-        *_linear_cells(),
-        *_mf_detr_cells(),
-        *_transformer_cells(6, 1),
-        *_whole_detector_cells(),
-        *_retinanet_cells(),
-        *_transformer_cells(15, 4),
-    ]
+    cells = [*_list_classifiers(), *_list_detectors()]
+    return [_compare(*cell) for cell in sorted(cells, key=lambda cell: cell[0])]
 
 
-def _linear_cells() -> Iterator[PaperCell]:
+_Cell = tuple[int, str, str, str, int, int, str]
+"""Table, name, printed number, unit, our count, that of the one rule, rule."""
+
+
+def _list_classifiers() -> Iterator[_Cell]:
     for variant, (printed, unit) in _LINEAR_MADDS.items():
-        counts = classifier_counts(variant, 0)
+        c = classifier_counts(variant, 0)
         where = "Section 6, not in the table" if variant == "3.7G" else "lin"
-        yield _madds(1, f"MF-{variant} MAdds ({where})", printed, unit, counts)
+        yield 1, f"MF-{variant} MAdds ({where})", printed, unit, c.ext, c.ext, _EXT
         if variant in _LINEAR_PARAMS:
-            name = f"MF-{variant} params (lin)"
-            yield _params(1, name, _LINEAR_PARAMS[variant], counts.params, counts.params)
-
-
-def _mf_detr_cells() -> Iterator[PaperCell]:
-    for variant, (madds, params) in _BACKBONE.items():
-        counts = backbone_counts(variant)
-        yield _madds(5, f"backbone MF-{variant} MAdds", madds, "G", counts)
-        name = f"backbone MF-{variant} params"
-        yield _params(5, name, params, counts.params_no_bn, counts.params, _NO_BN_PARAMS)
-    for num_blocks, rows in _MF_DECODER.items():
-        head = "MF-Dec-" + "".join(map(str, num_blocks))
+            printed = _LINEAR_PARAMS[variant]
+            yield 1, f"MF-{variant} params (lin)", printed, "M", c.params, c.params, _ALL
+    for (table, depth), rows in _TRANSFORMER.items():
         for variant, (madds, params) in rows.items():
-            counts = mf_decoder_counts(variant, num_blocks)
-            yield _madds(5, f"{head} on MF-{variant} MAdds", madds, "G", counts)
-            name = f"{head} on MF-{variant} params"
-            yield _params(5, name, params, counts.params, counts.params)
+            c = classifier_counts(variant, depth)
+            name = f"MF-{variant} + tran-{depth}"
+            yield table, f"{name} MAdds", madds, "G", c.core, c.ext, _CORE
+            yield table, f"{name} params", params, "M", c.params, c.params, _ALL
 
 
-def _transformer_cells(table: int, depth: int) -> Iterator[PaperCell]:
-    for variant, (madds, params) in _TRANSFORMER[table, depth].items():
-        counts = classifier_counts(variant, depth)
-        name = f"MF-{variant} + tran-{depth}"
-        yield _cell(table, f"{name} MAdds", madds, "G", counts.core, counts.ext, "MAdds by CORE")
-        yield _params(table, f"{name} params", params, counts.params, counts.params)
-
-
-def _whole_detector_cells() -> Iterator[PaperCell]:
-    backbone, decoder = backbone_counts("3.7G"), mf_decoder_counts("3.7G", (5, 2, 2))
-    madds = backbone.ext + decoder.ext
-    yield _cell(7, "QB-MF-DETR MAdds", "112", "G", madds, madds, "MAdds by EXT")
-    params, all_params = backbone.params_no_bn, backbone.params
-    yield _params(
-        7,
-        "QB-MF-DETR params",
-        "44",
-        params + decoder.params,
-        all_params + decoder.params,
-        _NO_BN_PARAMS,
-    )
-
-
-def _retinanet_cells() -> Iterator[PaperCell]:
+def _list_detectors() -> Iterator[_Cell]:
+    for variant, (madds, params) in _BACKBONE.items():
+        c = backbone_counts(variant)
+        yield 5, f"backbone MF-{variant} MAdds", madds, "G", c.ext, c.ext, _EXT
+        yield 5, f"backbone MF-{variant} params", params, "M", c.params_no_bn, c.params, _NO_BN
+    for num_blocks, rows in _MF_DECODER.items():
+        for variant, (madds, params) in rows.items():
+            c = mf_decoder_counts(variant, num_blocks)
+            name = f"MF-Dec-{''.join(map(str, num_blocks))} on MF-{variant}"
+            yield 5, f"{name} MAdds", madds, "G", c.ext, c.ext, _EXT
+            yield 5, f"{name} params", params, "M", c.params, c.params, _ALL
+    b, d = backbone_counts("3.7G"), mf_decoder_counts("3.7G", (5, 2, 2))
+    yield 7, "QB-MF-DETR MAdds", "112", "G", b.ext + d.ext, b.ext + d.ext, _EXT
+    ours = b.params_no_bn + d.params
+    yield 7, "QB-MF-DETR params", "44", "M", ours, b.params + d.params, _NO_BN
     for variant, (madds, params, p6_from) in _RETINANET.items():
-        counts = retinanet_counts(variant)
-        p6, channels = convolution_madds_of_p6(variant, p6_from)
-        rule = f"P6 from {channels} channels" if p6_from else "no P6"
-        total = backbone_counts(variant).ext + counts.core + p6
-        yield _cell(
-            14,
-            f"RetinaNet on MF-{variant} MAdds, backbone included",
-            madds,
-            "G",
-            total,
-            total,
-            f"MAdds by EXT, {rule}",
-        )
-        yield _params(
-            14,
-            f"RetinaNet on MF-{variant} params, backbone excluded",
-            params,
-            counts.params,
-            counts.params,
-            f"{_ALL_PARAMS}, P6 from 256 channels",
-        )
+        c = retinanet_counts(variant)
+        total, rule = backbone_counts(variant).ext + c.core, "no P6"
+        if p6_from:
+            backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=(p6_from,))
+            channels = backbone.output_shape()[p6_from].channels
+            total += 9 * channels * 256 * pyramid_positions(DETECTION_SIZE)[3]
+            rule = f"P6 from {channels} channels"
+        name = f"RetinaNet on MF-{variant}"
+        yield 14, f"{name} MAdds, backbone included", madds, "G", total, total, f"{_EXT}, {rule}"
+        rule = f"{_ALL}, P6 from 256 channels"
+        yield 14, f"{name} params, backbone excluded", params, "M", c.params, c.params, rule
 
 
-def _madds(table: int, name: str, printed: str, unit: str, counts: Counts) -> PaperCell:
-    return _cell(table, name, printed, unit, counts.ext, counts.ext, "MAdds by EXT")
-
-
-def _params(
-    table: int, name: str, printed: str, count: int, all_params: int, rule: str = _ALL_PARAMS
-) -> PaperCell:
-    return _cell(table, name, printed, "M", count, all_params, rule)
-
-
-def _cell(
+def _compare(
     table: int, name: str, printed: str, unit: str, count: int, one_rule: int, rule: str
 ) -> PaperCell:
-    decimals = len(printed.partition(".")[2])
-
-    def agrees(value: int) -> bool:
-        return f"{value / _SCALES[unit]:.{decimals}f}" == printed
-
-    return PaperCell(
-        table=table,
-        cell=name,
-        unit=unit,
-        paper=float(printed) if decimals else int(printed),
-        ours=count / _SCALES[unit],
-        match=agrees(count),
-        rule=rule,
-        match_one_rule=agrees(one_rule),
+    decimals, scale = len(printed.partition(".")[2]), {"G": 10**9, "M": 10**6}[unit]
+    match, match_one_rule = (
+        f"{value / scale:.{decimals}f}" == printed for value in (count, one_rule)
     )
+    paper = float(printed) if decimals else int(printed)
+    return PaperCell(table, name, unit, paper, count / scale, match, rule, match_one_rule)
+
+
+def _build_backbone(variant: str) -> MobileFormer:
+    outputs = ("s8", "s16_expanded", "tokens")
+    backbone: MobileFormer = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=outputs)
+    return backbone
+
+
+def _count(model: nn.Module, inputs: object) -> Counts:
+    madds = count_madds(model, inputs)
+    return Counts(
+        params=count_parameters(model),
+        params_no_bn=count_parameters(model, batch_norm_affine=False),
+        core=madds.total(CountingRule.CORE),
+        ext=madds.total(CountingRule.EXT),
+    )
+
+
+def _map_size(size: Sequence[int], stride: int) -> tuple[int, int]:
+    height, width = size
+    return ceil(height / stride), ceil(width / stride)

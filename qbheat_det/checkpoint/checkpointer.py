@@ -41,9 +41,7 @@ from .weights_info import WeightsInfo
 class SafeCheckpointer(DetectionCheckpointer):
     """Saves checkpoints atomically, resumes from them, and starts new runs from other weights.
 
-    Attributes:
-        report: of the last ``load``; None if nothing was loaded.
-        info: the description inside the file of the last ``load``, or None.
+    ``report`` and ``info`` are those of the last file that was loaded, or None.
     """
 
     def __init__(
@@ -75,10 +73,6 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def save(self, name: str, **kwargs: Any) -> None:
         """Writes ``name``.pth atomically, then names it in ``last_checkpoint``.
-
-        Args:
-            name: file name without suffix.
-            kwargs: more to save, made of tensors, numbers, strings, lists and dicts.
 
         Raises:
             UserError: the file cannot be written; earlier checkpoints are untouched.
@@ -115,14 +109,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """Loads a checkpoint of this run with all checkpointables.
-
-        Returns:
-            As ``load``.
-
-        Raises:
-            UserError: as ``load``, or the file is of another model.
-        """
+        """Loads a checkpoint of this run with all checkpointables; see ``load``."""
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:

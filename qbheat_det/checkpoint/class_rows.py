@@ -63,12 +63,7 @@ _LAYOUTS = (
 
 
 def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> ClassChange | None:
-    """Returns how two lists of class names differ; None if they are equal or one is empty.
-
-    Args:
-        old: names in the file; empty if unknown.
-        now: names of the model; empty if unknown.
-        file: for the error message.
+    """Returns how the classes of a file and of a model differ; None if equal or one is unknown.
 
     Raises:
         UserError: the lists differ, and one has a name twice.
@@ -96,7 +91,7 @@ def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChang
     Args:
         name: of the tensor in the model.
         stored: (R_old, …), rows of the file's classes.
-        fresh: (R_new, …), the model's initialisation, kept for new classes. Not changed.
+        fresh: (R_new, …), the model's initialisation, kept for new classes.
         change: the classes of both.
 
     Returns:

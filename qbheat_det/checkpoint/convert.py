@@ -50,16 +50,10 @@ _STEM = re.compile(r"stem\.conv1\.(norm\.)?(\w+)")
 
 @dataclass(frozen=True)
 class Target:
-    """An encoder, and how files from elsewhere name its tensors.
+    """An encoder up to its coarsest map, and how files from elsewhere name its tensors.
 
-    Attributes:
-        name: as requested.
-        encoder: the network up to its coarsest map, with random weights.
-        foreign_name: from a name in the encoder to the one in the file.
-        unused: modules in the file that the encoder lacks.
-        keys: config keys that build the encoder.
-        pixel_mean: default mean of each channel, RGB in [0, 255].
-        pixel_std: default standard deviation of each channel.
+    ``foreign_name`` maps a name in the encoder to one in the file, ``unused`` are modules that the
+    encoder lacks, and ``keys`` of a config build it. Pixel statistics are RGB in [0, 255].
     """
 
     name: str
@@ -146,19 +140,12 @@ def find_target(name: str) -> Target:
 
 
 def torchvision_name(name: str) -> str:
-    """Returns torchvision's and timm's name of a tensor of Detectron2's ResNet.
-
-    Args:
-        name: such as "res2.0.conv1.norm.weight", which gives "layer1.0.bn1.weight".
-
-    Raises:
-        ValueError: it is no tensor of a ResNet.
-    """
+    """Returns "layer1.0.bn1.weight" for "res2.0.conv1.norm.weight" of Detectron2's ResNet."""
     if found := _STEM.fullmatch(name):
         norm, kind = found.groups()
         return f"{'bn1' if norm else 'conv1'}.{kind}"
-    if not (found := _BLOCK.fullmatch(name)):
-        raise ValueError(f"'{name}' is no tensor of Detectron2's ResNet")
+    found = _BLOCK.fullmatch(name)
+    assert found, name
     stage, block, _, number, norm, kind = found.groups()
     convolution = f"{'bn' if norm else 'conv'}{number}"
     part = convolution if number else f"downsample.{1 if norm else 0}"

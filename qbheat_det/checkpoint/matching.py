@@ -48,12 +48,11 @@ def fit_weights(
         old_classes: class names in the file, contiguous order; empty if unknown.
         classes: class names of the model; empty if unknown.
         optional_modules: paths of modules that the model's config leaves out.
-        skip: children in the file that are not loaded, even if the model has parts so named.
+        skip: children in the file that are not loaded.
         private: see ``match_names``.
 
     Returns:
-        Tensors for ``load_state_dict`` by the model's names, and the report. Whether what fits is
-        enough is for ``check_complete`` or ``check_exact``.
+        Tensors for ``load_state_dict``, and the report for ``check_complete`` or ``check_exact``.
 
     Raises:
         UserError: a tensor holds NaN or infinity, or names are ambiguous.
@@ -65,7 +64,8 @@ def fit_weights(
     names = match_names(model_state, stored, file=file, private=private)
     fitting, groups = _fill(model_state, {name: stored[key] for key, name in names.items()}, change)
     left = {k: n for k, n in names.items() if n not in model_state and not is_optional(n)}
-    unused = tuple(k for k, n in left.items() if n.startswith(_as_prefixes(optional_modules)))
+    prefixes = tuple(f"{module}." for module in optional_modules)
+    unused = tuple(key for key, name in left.items() if name.startswith(prefixes))
     has_classes = any(is_class_layer(name) for name in names.values() if name in model_state)
     return fitting, LoadReport(
         file=file,
@@ -106,12 +106,8 @@ def match_names(
 ) -> dict[str, str]:
     """Maps each name in a file to a name in the model, or to one that the model does not have.
 
-    Args:
-        model_names: of the model's state.
-        file_names: of the tensors in the file.
-        file: path of the file, for messages.
-        private: children of the model that a file must name in full, such as a copy of its
-            backbone.
+    ``private`` are children of the model that a file must name in full, such as a copy of its
+    backbone.
 
     Raises:
         UserError: the tensors fit in two parts of the model.
@@ -209,10 +205,6 @@ def _is_of(child: str, name: str) -> bool:
     return name == child or name.startswith(f"{child}.")
 
 
-def _as_prefixes(modules: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{module}." for module in modules)
-
-
 def _strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
@@ -224,7 +216,7 @@ def _strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str,
 
 
 def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> list[str]:
-    """The prefixes that most of ``longer`` have before a name of ``shorter``; several in a tie."""
+    """The prefixes before a name of ``shorter`` that most of ``longer`` have."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

@@ -14,11 +14,8 @@ from .class_rows import ClassChange
 class GroupReport:
     """How the tensors of one part of the model, such as its backbone, were filled.
 
-    Attributes:
-        num_loaded: tensors taken from the file as they are.
-        adapted: names of tensors whose class rows were taken from the file.
-        missing: names without a partner in the file.
-        mismatched: names whose partner in the file has another shape, with both shapes.
+    ``adapted`` are class layers whose rows were taken by name; ``missing`` have no partner in the
+    file, ``mismatched`` one of another shape.
     """
 
     num_loaded: int = 0
@@ -59,17 +56,10 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Outcome of matching a file with a model.
+    """Outcome of matching a file with a model, whose parts are ``groups`` by name.
 
-    Attributes:
-        file: its path.
-        num_stored: tensors in the file that were matched.
-        groups: parts of the model by name.
-        unexpected: names in the file that the model does not have.
-        unused: those of modules that the model's config leaves out.
-        skipped: children in the file that this model does not load.
-        class_change: None where the classes agree or are unknown.
-        note: a further sentence, or "".
+    ``unexpected`` are names in the file that the model does not have, and ``unused`` those of
+    modules that its config leaves out; ``skipped`` are children that this model does not load.
     """
 
     file: str
@@ -100,11 +90,9 @@ class LoadReport:
         return not self.num_loaded or (2 * self.num_loaded < self.num_stored and not full)
 
     def find_errors(self, *, new_parts: bool) -> list[str]:
-        """Lists what keeps the file from filling the model, as phrases.
+        """Lists what keeps the file from filling the model.
 
-        Args:
-            new_parts: the file may lack whole parts of the model, and hold modules that the
-                model's config leaves out.
+        With ``new_parts`` the file may lack whole parts of the model, and hold ``unused`` ones.
         """
         groups = [g for g in self.groups.values() if not (new_parts and g.is_new)]
         unexpected = self.unexpected if new_parts else (*self.unexpected, *self.unused)

@@ -29,14 +29,9 @@ _KINDS: dict[str, type] = {
 class WeightsInfo:
     """Metadata that travels inside a file of weights.
 
-    Attributes:
-        class_names: in contiguous order, as are ``category_ids``, those of the annotation file.
-        pixel_format: "RGB" or "BGR", the order of ``pixel_mean`` and ``pixel_std``.
-        config: the whole config of the run as YAML.
-        commit: of the code that trained the weights; empty if unknown.
-        iteration: the last one that went into the weights.
-        pretrain_only_modules: children of the model that serve pre-training alone; no other model
-            loads them.
+    ``class_names`` and ``category_ids`` are in contiguous order; ``pixel_mean`` and ``pixel_std``
+    in the order of ``pixel_format``; ``config`` is the whole config as YAML. No other model loads
+    the children in ``pretrain_only_modules``.
     """
 
     class_names: tuple[str, ...] = ()

@@ -1,13 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Adds an entry to the model zoo: a smaller file of weights, and its description in the index."""
 
-import argparse
 import dataclasses
 import datetime
-import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ from qbheat_det.checkpoint import WeightsInfo, load_run_config, read_weights, sa
 from qbheat_det.config import dump_config, get_cfg, get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file, write_atomically
-from qbheat_det.engine.eval_only import evaluate
 from qbheat_det.engine.run_record import find_commit
-from qbheat_det.engine.setup import build_config
 
 from . import index, sources
 from .api import open_trained
@@ -37,13 +33,6 @@ _METRIC = re.compile(
     r"\s*(?P<unit>(?:[^:\d.][^:]*)?):(?P<data>[^:]+)(?::(?P<note>.*))?",
     re.DOTALL,
 )
-# Results of an evaluation by task and key, and their names in an entry.
-_RESULTS = {
-    "bbox": {"AP": "AP", "AP50": "AP50", "AP75": "AP75"},
-    "segm": {"AP": "mask AP", "AP50": "mask AP50"},
-    "classification": {"top1": "top-1", "top5": "top-5"},
-    "knn": {"top1": "kNN top-1"},
-}
 # Absolute paths, those below a home, of Windows, a server or an address, and those with "..".
 _PATH = re.compile(r"([/~\\]|[A-Za-z]:[\\/]|file:).*|(.*[\\/])?\.\.([\\/].*)?", re.DOTALL)
 # Keys that only have a meaning on the machine of the run.
@@ -62,22 +51,20 @@ def add_entry(
     description: Mapping[str, str],
     *,
     metrics: Sequence[Metric] = (),
-    measure: Callable[[Path], Sequence[Metric]] | None = None,
     output: Path | None = None,
     replace: bool = False,
 ) -> ZooEntry:
     """Writes a file of weights in half precision, and its entry into the index beside it.
 
-    The fingerprint and the measured metrics are those of the file as written. If anything fails,
-    neither file nor index has changed.
+    The fingerprint is that of the file as written. If anything fails, neither file nor index has
+    changed.
 
     Args:
         weights: of a trained model or a bare backbone, with its config inside or beside it.
         description: fields of ``ZooEntry`` that the file does not hold: name, summary, config,
             data, data_licence, licence and command; and commit and date, empty for those of the
             file or the checkout, and for today.
-        metrics: measured before.
-        measure: measures more from a file.
+        metrics: measured with the weights.
         output: a folder with an index of its own; None ships the file with the package.
         replace: whether the entry may exist.
 
@@ -106,8 +93,7 @@ def add_entry(
         if output is None:
             _check_shipped_size([*others, entry])
         fingerprint = compute_fingerprint(trained.model, trained.cfg)
-        measured = measure(file) if measure else ()
-        entry = dataclasses.replace(entry, fingerprint=fingerprint, metrics=(*metrics, *measured))
+        entry = dataclasses.replace(entry, fingerprint=fingerprint)
         content = index.render_index([*others, entry], index_file)
         _write_both(folder / file.name, file.read_bytes(), index_file, content)
     return entry
@@ -128,30 +114,6 @@ def parse_metric(text: str) -> Metric:
     parts = {name: (value or "").strip() for name, value in match.groupdict().items()}
     spread = f"±{parts.pop('spread')}" if parts["spread"] else parts.pop("spread")
     return Metric(**{**parts, "value": float(parts["value"])}, spread=spread)  # type: ignore[arg-type]
-
-
-def measure_metrics(weights: Path, data: str, args: argparse.Namespace) -> list[Metric]:
-    """Evaluates a file as ``tools/train_net.py --eval-only`` does.
-
-    Args:
-        weights: the file; its config names the test set unless ``args`` does.
-        data: name of that set in the metrics.
-        args: data flags of the command line.
-
-    Raises:
-        UserError: there is nothing to evaluate on, or the evaluation gives no metrics.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        opts = ["MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", folder]
-        own = {"config_file": "", "opts": opts, "eval_only": True, "resume": False}
-        results = evaluate(build_config(argparse.Namespace(**{**vars(args), **own})))
-    metrics = [*_name_scores(results, data), *_name_losses(results, data)]
-    if not metrics:
-        raise UserError(
-            "the evaluation gave no metrics: name its data with --val-json and --val-images, "
-            "--val-folder, --val-image-folder, or --knn-train-folder and --knn-val-folder"
-        )
-    return metrics
 
 
 def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -251,30 +213,3 @@ def _has_path(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_path, value))
     return isinstance(value, str) and _PATH.fullmatch(value) is not None
-
-
-def _name_scores(results: Mapping[str, Mapping[str, Any]], data: str) -> Iterator[Metric]:
-    for task, names in _RESULTS.items():
-        found = results.get(task, {})
-        for key, name in names.items():
-            if math.isnan(found.get(key, math.nan)):
-                continue
-            error = found.get(f"{key}_standard_error")
-            spread = "" if error is None else f"±{error:.1f}, the binomial standard error"
-            yield Metric(name, round(float(found[key]), 2), "%", data, spread)
-
-
-def _name_losses(results: Mapping[str, Mapping[str, Any]], data: str) -> Iterator[Metric]:
-    """The held-out loss of pre-training, and that of each view in its note."""
-    found = results.get("reconstruction", {})
-    if "loss" not in found:
-        return
-    views = {
-        key.removeprefix("loss_"): value
-        for key, value in found.items()
-        if key.startswith("loss_") and not key.endswith("_standard_error")
-    }
-    note = ", ".join(f"{view} {value:.4f}" for view, value in views.items())
-    error = found.get("loss_standard_error", math.nan)
-    spread = "" if math.isnan(error) else f"±{error:.4f}, the standard error"
-    yield Metric("held-out loss", round(float(found["loss"]), 4), "", data, spread, note)

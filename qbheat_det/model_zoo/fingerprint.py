@@ -53,15 +53,7 @@ _RAW_MODULES = ("backbone", "proposal_generator.rpn_head", "head", "predictor", 
 
 @dataclass(frozen=True)
 class Deviation:
-    """Difference of one output from a fingerprint.
-
-    Attributes:
-        output: its name.
-        largest: difference of mean, standard deviation and values; infinite if the output is
-            missing or has another shape.
-        tolerance: the largest one that counts as equal.
-        note: why it is infinite; else empty.
-    """
+    """Largest difference of one output's numbers; infinite for the reason in ``note``."""
 
     output: str
     largest: float
@@ -70,7 +62,6 @@ class Deviation:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the output counts as equal."""
         return self.largest <= self.tolerance
 
 
@@ -80,11 +71,7 @@ def draw_images() -> list[npt.NDArray[np.uint8]]:
 
 
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
-    """Runs a model on the synthetic images in evaluation mode; restores its mode.
-
-    Args:
-        model: a detector, a classifier, a pre-training objective or a bare backbone.
-        cfg: of the model, for pre-processing.
+    """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
 
     Raises:
         UserError: the model has no outputs to compare, or gives NaN.

@@ -59,7 +59,7 @@ def fetch(entry: ZooEntry) -> Path:
                 if "://" in source:
                     _download(f"{source}/{entry.file}", target, entry)
                 else:
-                    download_from_hub(source, entry, target.parent)
+                    _download_from_hub(source, entry, target.parent)
             except UnavailableError as error:
                 errors.append(str(error))
             else:
@@ -114,18 +114,7 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
     return path
 
 
-def download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
-    """Downloads an entry's file from the Hugging Face hub into a folder.
-
-    Args:
-        repository: OWNER/NAME, or OWNER/NAME@REVISION.
-        entry: of the index.
-        folder: for the file.
-
-    Raises:
-        UnavailableError: the hub cannot be reached, or lacks the repository or the file.
-        UserError: it has another file of that name, which is removed again.
-    """
+def _download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
     import huggingface_hub  # takes a second, and most weights come from elsewhere
 
     name, _, revision = repository.partition("@")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from detectron2.modeling import Backbone
-from tabulate import tabulate
+from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.analysis import CountingRule, count_detector_madds, count_madds, count_parameters
 from qbheat_det.config import get_config_path

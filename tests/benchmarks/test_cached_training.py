@@ -69,10 +69,6 @@ def test_a_ratio_is_taken_in_every_round_with_all_of_a_step_and_without_waiting_
     assert (computing.ratio_least, computing.ratio, computing.ratio_greatest) == (2.0, 3.5, 4.0)
 
 
-def test_the_bound_counts_three_passes_of_the_head() -> None:
-    assert FIGURES.bound.speedup == pytest.approx((77.5 + 3 * 15.7) / (3 * 15.7))
-
-
 def test_of_a_pyramid_the_part_below_it_is_the_frozen_encoder_and_all_else_the_head(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +101,7 @@ def measured() -> dict[str, Figures]:
     return {case.title: measure_case(case, rounds=1, dtype="float32") for case in cases}
 
 
+@pytest.mark.slow
 def test_both_train_the_same_steps(measured: dict[str, Figures]) -> None:
     detector = measured[CASES["285m_211"].title]
     online, cached = detector.online.losses, detector.cached.losses
@@ -113,16 +110,7 @@ def test_both_train_the_same_steps(measured: dict[str, Figures]) -> None:
     assert len(set(online)) == len(online) == 2
 
 
-def test_waiting_for_images_is_a_part_of_a_step(measured: dict[str, Figures]) -> None:
-    for figures in measured.values():
-        for turns in (figures.online, figures.cached):
-            assert 0 < turns.waiting[0] < turns.step[0]
-
-
-def test_the_linear_head_of_the_bound_is_one_layer(measured: dict[str, Figures]) -> None:
-    assert measured[CASES["285m_linear"].title].bound.head == (720 + 192) * 1000
-
-
+@pytest.mark.slow
 def test_a_quick_run_measures_a_detector_and_a_classifier(
     measured: dict[str, Figures],
     monkeypatch: pytest.MonkeyPatch,

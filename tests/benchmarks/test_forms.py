@@ -38,13 +38,6 @@ def test_a_compiled_peer_has_its_channels_last_and_the_same_outputs(peer: str) -
     torch.testing.assert_close(plain, fast)
 
 
-def test_a_form_is_built_once_and_in_the_precision_asked_for(peer: str) -> None:
-    assert build(peer, EAGER) is build(peer, EAGER)
-    outputs = build(peer, EAGER, dtype=torch.bfloat16)(random_images(8, 9))
-    assert isinstance(outputs, torch.Tensor)
-    assert outputs.dtype == torch.bfloat16
-
-
 def test_what_deploy_did_is_told_of_a_deployed_model_alone(
     peer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +50,7 @@ def test_what_deploy_did_is_told_of_a_deployed_model_alone(
     assert report_of(build("detr_r50", EAGER)) == ""
 
 
+@pytest.mark.slow
 def test_processes_run_detectors_and_one_that_cannot_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

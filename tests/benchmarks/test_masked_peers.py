@@ -7,7 +7,6 @@ from torch import Tensor
 
 from benchmarks.masked_peers import (
     MaskedConvolutionEncoder,
-    MaskedReconstruction,
     TokenDroppingEncoder,
     draw_visible,
     hidden_patches,
@@ -75,39 +74,8 @@ def test_masked_convolutions_give_a_visible_block_what_the_block_gives_alone() -
         torch.testing.assert_close(among_hidden, alone)
 
 
-def test_masked_convolutions_with_nothing_hidden_are_the_backbone() -> None:
-    net = mobile_former().train()
-    images = torch.randn(2, 3, SIZE, SIZE)
-    visible = torch.arange(GRID**2).expand(2, -1)
-    whole = net(images)["s16_expanded"].flatten(2).transpose(1, 2)
-    torch.testing.assert_close(MaskedConvolutionEncoder(backbone=net)(images, visible), whole)
-
-
-def test_a_quarter_of_the_patches_is_drawn_each_as_often() -> None:
-    visible = draw_visible(2000, 16, torch.device("cpu"))
-    assert visible.shape == (2000, 4)
-    assert all(len(set(row)) == 4 for row in visible.tolist())
-    shares = torch.bincount(visible.flatten(), minlength=16) / 2000
-    torch.testing.assert_close(shares, torch.full((16,), 0.25), atol=0.06, rtol=0)
-
-
-def test_features_go_to_their_places_and_the_mask_embedding_elsewhere() -> None:
-    model = build(CONTENDERS["mae_vit_s"], SETTINGS["128"])
-    assert isinstance(model, MaskedReconstruction)
-    visible = torch.tensor([[3, 9], [0, 63]])
-    z = torch.randn(2, 2, model.projection.out_features)
-    filled = model.fill(z, visible)
-    for i in range(2):
-        for place in range(GRID**2):
-            expected = model.mask_embedding.detach()
-            if place in visible[i]:
-                expected = z[i, visible[i].tolist().index(place)]
-            torch.testing.assert_close(filled[i, place // GRID, place % GRID].detach(), expected)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_all_have_the_same_decoder_and_each_parameter_a_gradient(setting: str) -> None:
-    small = SETTINGS[setting].at(size=64)
+def test_all_have_the_same_decoder_and_each_parameter_a_gradient() -> None:
+    small = SETTINGS["128"].at(size=64)
     sizes = set()
     for name in ("285m", "285m_masked_convolution", "mae_vit_s"):
         model = build(CONTENDERS[name], small).train()

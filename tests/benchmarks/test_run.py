@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import latency, memory, run
+from benchmarks import latency, run, training_speed
 from benchmarks.detectors import DETECTORS, OURS, PEERS, random_images
-from benchmarks.timing import ENVIRONMENTS, Result, Sample
+from benchmarks.timing import ENVIRONMENTS, Result
 
 PAIRS = {f"{ours}_eager_vs_{peer}" for ours in OURS for peer in PEERS}
 
@@ -28,9 +28,9 @@ def _keep_threads() -> Iterator[None]:
 def test_every_detector_runs_on_a_small_image(name: str) -> None:
     if "detr_r" in name:
         pytest.importorskip("transformers")
-    forward = DETECTORS[name].build()
+    detector = DETECTORS[name]
     with torch.inference_mode():
-        assert forward(random_images(160, 160)) is not None
+        assert detector.call(detector.load()(), random_images(160, 160)) is not None
 
 
 def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
@@ -61,38 +61,16 @@ def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
     assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18_compiled"] == 12.0
 
 
-def test_a_peers_compiled_form_is_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"eager": 8.0, "compiled": 6.0, "frozen": 5.0, "deploy": 1.0}
-
-    def forwards(contenders: list[tuple[str, str]], *_: object, **__: object) -> object:
-        calls = {each: partial(float, seconds[each[1]]) for each in contenders}
-        return contextlib.nullcontext(calls)
-
-    monkeypatch.setattr(latency, "Forwards", forwards)
-    pair = (("285m_211", "deploy"), ("detr_r50", "compiled"))
-    (row,) = latency.compare([pair], 8, 8, threads=1, quick=False)
-    assert (row.name, row.peer) == ("latency/285m_211_deploy_vs_detr_r50_compiled", 5.0)
-
-
-def test_memory_compares_the_same_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        memory,
-        "peak_memory_in_turns",
-        lambda commands, rounds: {name: Sample.of([100.0]) for name in commands},
-    )
-    assert {row.name for row in memory.run(quick=True)} == {f"memory/{pair}" for pair in PAIRS}
-
-
 def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     row = Result.lower_is_better("memory/a_vs_b", 1.0, 2.0, "MiB")
-    monkeypatch.setattr(memory, "run", lambda quick, threads: [row])
-    run.main(["--only", "memory", "--quick", "--threads", "1", "--output", str(tmp_path)])
+    monkeypatch.setattr(training_speed, "run", lambda quick, threads: [row])
+    run.main(["--only", "training_speed", "--quick", "--threads", "1", "--output", str(tmp_path)])
     folder = tmp_path / "quick"
-    assert {*tmp_path.rglob("*.json")} == {folder / "memory.json", folder / ENVIRONMENTS}
-    assert json.loads((folder / "memory.json").read_text())[0]["ratio"] == 2.0
-    assert "1 threads" in json.loads((folder / ENVIRONMENTS).read_text())["memory"]
+    assert {*tmp_path.rglob("*.json")} == {folder / "training_speed.json", folder / ENVIRONMENTS}
+    assert json.loads((folder / "training_speed.json").read_text())[0]["ratio"] == 2.0
+    assert "1 threads" in json.loads((folder / ENVIRONMENTS).read_text())["training_speed"]
 
 
 def test_an_unknown_benchmark_is_refused_and_list_names_all(
@@ -114,8 +92,18 @@ def test_options_reach_the_benchmarks_that_have_them(
         given.update(cases=cases, clock=clock)
         return []
 
-    monkeypatch.setattr(memory, "run", record)
-    flags = ["--only", "memory", "--output", str(tmp_path), "--cases", "a", "b", "--clock", "cpu"]
+    monkeypatch.setattr(training_speed, "run", record)
+    flags = [
+        "--only",
+        "training_speed",
+        "--output",
+        str(tmp_path),
+        "--cases",
+        "a",
+        "b",
+        "--clock",
+        "cpu",
+    ]
     run.main(flags)
     assert given == {"cases": ["a", "b"], "clock": "cpu"}
     with pytest.raises(SystemExit):

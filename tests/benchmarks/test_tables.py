@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The tables of docs/performance.md come from the files of make bench and from nowhere else."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from benchmarks.run import BENCHMARKS
 from benchmarks.tables import PAGE, fill, main
 from benchmarks.timing import (
     ENVIRONMENTS,
-    PairedResult,
     Result,
     write_environment,
     write_results,
@@ -56,12 +54,6 @@ def test_a_table_has_the_rows_it_names_and_the_machine_and_the_text_stays(folder
     assert fill(filled, folder) == filled
 
 
-def test_a_row_with_a_spread_shows_it(tmp_path: Path) -> None:
-    row = PairedResult.higher_is_better("memory/a", [2.0, 3.0], [1.0, 1.0], "step/s")
-    write_results([row], tmp_path / "memory.json")
-    assert "| `a` | 2.5 | 1 | step/s | 2.50 (2.00 to 3.00) |" in fill(TEXT, tmp_path)
-
-
 def test_rows_that_a_benchmark_does_not_have_are_named(folder: Path) -> None:
     with pytest.raises(UserError, match="latency/DETR"):
         fill(TEXT.replace("285m", "DETR"), folder)
@@ -77,15 +69,6 @@ def test_check_refuses_a_page_of_other_figures_and_writes_nothing(
     assert page.read_text() == TEXT
     main(["--bench", str(folder), "--page", str(page)])
     main(["--bench", str(folder), "--page", str(page), "--check"])
-
-
-def test_lines_of_machines_are_kept_beside_each_other(tmp_path: Path) -> None:
-    path = tmp_path / ENVIRONMENTS
-    path.write_text("{half a file")
-    write_environment("latency", path)
-    write_environment("memory", path)
-    assert set(json.loads(path.read_text())) == {"latency", "memory"}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_page_names_benchmarks_that_there_are() -> None:

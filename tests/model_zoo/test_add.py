@@ -1,20 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """New entries: content of file and index, measured metrics, and that an error changes nothing."""
 
-import argparse
-import dataclasses
 import datetime
 import hashlib
-import json
-import math
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.modeling import build_model
 
 import qbheat_det.model_zoo as zoo
 import qbheat_det.model_zoo.add as add_module
@@ -24,26 +18,19 @@ from qbheat_det.checkpoint import (
     bare_backbone,
     load_embedded_config,
     read_weights,
-    save_weights,
 )
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ImageBatches, build_mapper
-from qbheat_det.engine.class_folders import LABELLED_VAL
 from qbheat_det.model_zoo import Metric, ZooEntry, index
 from qbheat_det.model_zoo.add import (
     add_entry,
     halve_precision,
-    measure_metrics,
     parse_metric,
     remove_machine_paths,
 )
-from qbheat_det.model_zoo.api import TrainedModel, open_trained
+from qbheat_det.model_zoo.api import TrainedModel
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from tests.engine.classifier_cases import make_classes
-from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
-from tests.tool_modules import load_tool
 
 from .conftest import BACKBONE, MakeEntry, Trained, make_entry
 
@@ -120,17 +107,10 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
     add: MakeEntry, shipped: Path, backbone: Trained
 ) -> None:
     metrics = (Metric("kNN top-1", 12.5, "%", "shapes val"),)
-    measured = []
-
-    def measure(file: Path) -> list[Metric]:
-        measured.append(file.read_bytes())
-        return [Metric("speed", 2.0, "ms", "a CPU")]
-
-    entry = add(metrics=metrics, measure=measure)
+    entry = add(metrics=metrics)
     content = (shipped / "qb_heat-tiny.safetensors").read_bytes()
     assert index.load_index() == (entry,)
-    assert measured == [content]
-    assert [metric.name for metric in entry.metrics] == ["kNN top-1", "speed"]
+    assert entry.metrics == metrics
     assert (entry.sha256, entry.size) == (hashlib.sha256(content).hexdigest(), len(content))
     network = build_bare_backbone(backbone.cfg).eval()
     assert entry.num_params == sum(p.numel() for p in network.parameters())
@@ -179,10 +159,6 @@ def test_a_folder_has_an_index_of_its_own(
             add(name=name, output=tmp_path / "mine")
 
 
-def _raise(error: Exception) -> Any:
-    raise error
-
-
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -195,8 +171,6 @@ def _raise(error: Exception) -> Any:
         ({"weights": "pickle"}, r"weights\.pth"),
         ({"max_shipped": 1000}, "--output"),
         ({"metrics": [Metric("AP", 1e999, "", "toy")]}, r"metrics\[0\]: 'value'"),
-        ({"measure": lambda path: [Metric("AP", math.nan, "", "toy")]}, "'value'"),
-        ({"measure": lambda path: _raise(UserError("no data"))}, "no data"),
     ],
 )
 def test_an_error_changes_nothing(
@@ -240,20 +214,6 @@ def test_an_index_that_cannot_be_written_leaves_the_weights_as_they_were(
     assert (shipped / first.file).read_bytes() == b"before"
 
 
-@pytest.mark.usefixtures("quick")
-def test_the_limit_is_for_all_shipped_files_that_exist(
-    add: MakeEntry, shipped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = add()
-    monkeypatch.setattr(add_module, "MAX_SHIPPED", first.size + 1000)
-    with pytest.raises(UserError, match="--output"):
-        add(name="qb_heat/second")
-    assert add(replace=True) == first
-    (shipped / first.file).unlink()
-    add(name="qb_heat/second")
-    assert [entry.name for entry in index.load_index()] == ["qb_heat/second", BACKBONE]
-
-
 @pytest.mark.parametrize(
     ("text", "metric"),
     [
@@ -273,66 +233,3 @@ def test_metrics_are_read_from_the_command_line(text: str, metric: Metric | None
         return
     with pytest.raises(UserError, match=f"'{text}'"):
         parse_metric(text)
-
-
-def test_held_out_losses_are_metrics_beside_nearest_neighbours(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    losses = {"loss_corner": 0.83174, "loss_centre": 0.7872, "loss": 0.80947}
-    results: dict[str, dict[str, float]] = {
-        "reconstruction": {**losses, "loss_standard_error": 0.00421},
-        "knn": {"top1": 16.04, "top1_standard_error": 1.06},
-    }
-    monkeypatch.setattr(add_module, "build_config", lambda args: None)
-    monkeypatch.setattr(add_module, "evaluate", lambda cfg: results)
-    knn, loss = measure_metrics(Path("w.safetensors"), "toy val", argparse.Namespace())
-    assert (knn.name, knn.value, knn.unit) == ("kNN top-1", 16.04, "%")
-    note, spread = "corner 0.8317, centre 0.7872", "±0.0042, the standard error"
-    assert loss == Metric("held-out loss", 0.8095, "", "toy val", spread, note)
-    results["reconstruction"] = {"loss": 0.5, "loss_standard_error": math.nan}
-    _, loss = measure_metrics(Path("w.safetensors"), "toy val", argparse.Namespace())
-    assert loss == Metric("held-out loss", 0.5, "", "toy val")
-    results.clear()
-    with pytest.raises(UserError, match="--val-json"):
-        measure_metrics(Path("w.safetensors"), "toy val", argparse.Namespace())
-
-
-def test_the_tool_evaluates_the_file_that_it_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_classes(tmp_path / "val", {"a": 5, "b": 3, "c": 4})
-    cfg = make_case_config(Case(CLASSIFIER), "cpu")
-    cfg.MODEL.CLASS_NAMES, cfg.DATALOADER.NUM_WORKERS = ["a", "b", "c"], 0
-    torch.manual_seed(3)
-    info = WeightsInfo.from_config(cfg, iteration=1, commit="c0ffee1")
-    save_weights(f"{tmp_path}/run.safetensors", build_model(cfg).state_dict(), info)
-    given = {
-        **{key.replace("_", "-"): value for key, value in ORIGIN.items()},
-        "name": "tran1/tiny_shapes",
-        "weights": f"{tmp_path}/run.safetensors",
-        "metric": "speed=2ms:a CPU",
-        "evaluate": "shapes val",
-        "val-folder": str(folder),
-        "output": f"{tmp_path}/mine",
-    }
-    flags = [word for key, value in given.items() for word in (f"--{key}", value)]
-    try:
-        assert load_tool("zoo").main(["add", *flags]) == 0
-        records = DatasetCatalog.get(LABELLED_VAL)
-    finally:
-        DatasetCatalog.remove(LABELLED_VAL)
-        MetadataCatalog.remove(LABELLED_VAL)
-    (entry,) = index.load_index(tmp_path / "mine" / "index.json")
-    assert json.loads(capsys.readouterr().out)["name"] == "tran1/tiny_shapes"
-    assert entry.task == "classification"
-    speed, top1, _ = entry.metrics
-    assert speed == Metric("speed", 2.0, "ms", "a CPU")
-
-    trained = open_trained(str(tmp_path / "mine" / entry.file), device="cpu")
-    mapper = build_mapper(trained.cfg, is_train=False)
-    (batch,) = ImageBatches(records, mapper=mapper, batch_size=12, shared=False)
-    with torch.no_grad():
-        classes = torch.stack([one["scores"] for one in trained.model(batch)]).argmax(dim=1)
-    right = sum(int(a) == one["label"] for a, one in zip(classes, batch, strict=True))
-    assert top1.value == pytest.approx(100 * right / 12, abs=0.01)
-    assert dataclasses.replace(top1, value=0.0, spread="") == Metric("top-1", 0, "%", "shapes val")
