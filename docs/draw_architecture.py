@@ -18,14 +18,15 @@ sys.path.insert(0, str(ROOT))
 from tests.import_graph import area_of, imports, module_files  # noqa: E402
 
 ROWS = (
-    ("analysis",),
-    ("probing", "model_zoo", "deployment", "export"),
+    ("api", "model_zoo"),
+    ("analysis", "export"),
+    ("probing", "deployment"),
     ("engine", "modeling.detr", "modeling.pretrain", "modeling.dense", "modeling.classification"),
-    ("data", "checkpoint", "solver", "evaluation", "modeling.backbone"),
+    ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),
 )
-WIDTH, BOX, HEIGHT, ROW = 1080, 170, 52, 112
-COLORS = ("#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")
+WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 112
+COLORS = ("#f6dede", "#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")
 
 
 def draw() -> str:

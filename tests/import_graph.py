@@ -25,13 +25,18 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE,
     "solver": BASE,
     "evaluation": BASE,
-    **dict.fromkeys(MODELING, BASE | {"modeling.backbone"}),
-    "engine": MIDDLE,
+    "modeling.image_model": BASE,
+    **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
+    # Weights for timm's own models.
+    "modeling.classification": BASE | {"checkpoint", "modeling.backbone", "modeling.image_model"},
+    # Names no model class but the backbone that passes cached features on.
+    "engine": MIDDLE | {"modeling.backbone"},
     "probing": UPPER | MODELING,
     "deployment": UPPER | MODELING,
-    "export": UPPER | MODELING,
-    "model_zoo": UPPER | MODELING,
-    "analysis": UPPER | MODELING | {"probing", "deployment", "model_zoo"},
+    "export": UPPER | MODELING | {"probing", "deployment"},
+    "analysis": UPPER | MODELING | {"probing", "deployment"},
+    "model_zoo": UPPER | MODELING | {"analysis"},
+    "api": UPPER | MODELING | {"analysis", "deployment", "export", "model_zoo", "probing"},
 }
 # These collect what is below them, for registration.
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -16,10 +15,9 @@ from detectron2.engine import SimpleTrainer, hooks
 from detectron2.modeling import build_model
 from detectron2.structures import Instances
 from omegaconf import DictConfig
-from PIL import Image
 from torch import Tensor, nn
 
-from qbheat_det.data import build_mapper, register_coco_images, register_coco_json
+from qbheat_det.data import register_coco_images, register_coco_json
 from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule
 
 from .engine.conftest import forget_runs
@@ -103,37 +101,6 @@ def test_schedule_and_batch_are_those_of_the_yaml_twin(path: Path) -> None:
         for near in (step - 1, step, step + 1):
             where = min(max(near, 0), solver.MAX_ITER - 1) / solver.MAX_ITER
             assert ours(where) == pytest.approx(expected(where))
-
-
-@pytest.mark.parametrize("path", LAZY, ids=name)
-def test_a_mapper_makes_of_an_image_what_that_of_the_yaml_twin_does(
-    path: Path, tmp_path: Path
-) -> None:
-    lazy, twin = load_twins(path)
-    record = _record(tmp_path / "image.png")
-    splits = ["train", "test"] if "test" in lazy.dataloader else ["train"]
-    for split in splits:
-        ours = instantiate(lazy.dataloader[split].mapper)
-        theirs = build_mapper(twin, is_train=split == "train")
-        for seed in range(2):
-            results = []
-            for mapper in (ours, theirs):
-                np.random.seed(seed)
-                torch.manual_seed(seed)
-                results.append(mapper(record))
-            assert results[0].keys() == results[1].keys()
-            torch.testing.assert_close(results[0]["image"], results[1]["image"], rtol=0, atol=0)
-            if "instances" in results[0]:
-                _assert_same(results[0]["instances"], results[1]["instances"])
-
-
-def _record(path: Path) -> dict[str, Any]:
-    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
-    polygon = [10.0, 8.0, 40.0, 8.0, 40.0, 30.0, 10.0, 30.0]
-    box = {"bbox": [10, 8, 40, 30], "bbox_mode": 0, "category_id": 1, "segmentation": [polygon]}
-    record = {"file_name": str(path), "height": 60, "width": 90, "image_id": 1}
-    return {**record, "annotations": [{**box, "iscrowd": 0}]}
 
 
 def _assert_same(ours: Instances, theirs: Instances) -> None:

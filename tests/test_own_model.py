@@ -87,7 +87,8 @@ def _run(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     forget_runs()
     tool = load_tool("train_net")
     results: list[Any] = []
-    monkeypatch.setattr(tool, "run_distributed", lambda main, args: results.append(main(args)))
+    run = lambda main, args: results.append(main(args))  # noqa: E731
+    monkeypatch.setattr("qbheat_det.engine.run_distributed", run)
     files = str(data / "annotations.json"), str(data / "images")
     flags = [word for part in ("train", "val") for word in (f"--{part}-json", files[0])]
     flags += [word for part in ("train", "val") for word in (f"--{part}-images", files[1])]
@@ -97,6 +98,7 @@ def _run(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return results[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_place")
 def test_the_page_trains_evaluates_tunes_probes_and_counts(
     folder: Path,

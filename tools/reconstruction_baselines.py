@@ -39,7 +39,7 @@ from figure_flags import integer
 if TYPE_CHECKING:  # imported below after the arguments are parsed
     from detectron2.config import CfgNode
 
-    from qbheat_det.analysis.held_out_losses import HeldOutLosses
+    from qbheat_det.analysis.reconstruction_baselines import HeldOutLosses
 
 Records = list[dict[str, Any]]
 
@@ -179,7 +179,7 @@ def evaluate_weights(cfg: "CfgNode", held_out: Records) -> "HeldOutLosses":
     from detectron2.modeling import build_model
     from tqdm import tqdm
 
-    from qbheat_det.analysis.held_out_losses import HeldOutLosses
+    from qbheat_det.analysis.reconstruction_baselines import HeldOutLosses
     from qbheat_det.checkpoint import ExactCheckpointer
     from qbheat_det.data import ImageBatches, build_mapper, with_views
     from qbheat_det.modeling.contracts import get_views

@@ -6,6 +6,7 @@ A pre-training whose loss is not below ridge regression's has learned little yet
 """
 
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
+from qbheat_det.evaluation.reconstruction import mean_and_standard_error
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,
@@ -30,7 +32,6 @@ from qbheat_det.modeling.pretrain import (
     visible_positions,
 )
 
-from .held_out_losses import HeldOutLosses
 from .ridge import RidgeSums, with_constant
 
 BASELINES = ("zero", "mean image", "ridge")
@@ -143,6 +144,44 @@ class ReconstructionTask:
 
     def _align_place(self, place: str) -> str:
         return place.replace(*_MIRRORED[self.flip]) if self.flip != "none" else place
+
+
+class HeldOutLosses:
+    """Losses by view and image; what is added to one twice is summed."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[Any, float]] = {view: {} for view in ("corner", "centre")}
+
+    def add(self, entries: Sequence[Mapping[str, Any]], losses: Tensor) -> None:
+        """Adds losses (N,) of dicts with "image_id" and "place"."""
+        for entry, loss in zip(entries, losses.double().tolist(), strict=True):
+            values = self._values["centre" if entry["place"] == "centre" else "corner"]
+            values[entry["image_id"]] = values.get(entry["image_id"], 0.0) + loss
+
+    @property
+    def num_images(self) -> int:
+        """How many images were seen."""
+        return max(map(len, self._values.values()))
+
+    def summarise(self) -> dict[str, tuple[float, float]]:
+        """Returns mean and standard error over images by view, and "mean" over an image's views."""
+        rows = {view: list(values.values()) for view, values in self._values.items() if values}
+        by_image: dict[Any, list[float]] = {}
+        for values in self._values.values():
+            for image, loss in values.items():
+                by_image.setdefault(image, []).append(loss)
+        rows["mean"] = [statistics.fmean(losses) for losses in by_image.values()]
+        return {name: mean_and_standard_error(row) for name, row in rows.items()}
+
+    def minus(self, other: "HeldOutLosses") -> "HeldOutLosses":
+        """Returns the differences of images that both have: they vary less than either."""
+        difference = HeldOutLosses()
+        for view, values in self._values.items():
+            known = other._values[view]
+            difference._values[view] = {
+                image: loss - known[image] for image, loss in values.items() if image in known
+            }
+        return difference
 
 
 @dataclass

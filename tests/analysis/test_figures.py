@@ -2,7 +2,6 @@
 """Figures as files, the theme of charts, and grids of images pixel by pixel."""
 
 import io
-import itertools
 import json
 import math
 import re
@@ -144,38 +143,10 @@ def test_a_chart_is_the_same_bytes_each_time_and_names_are_drawn_as_written(
     assert len(set(to_texts([f"{'a' * 30}{x}{'b' * 30}" for x in "xy"], longest=20))) == 2
 
 
-# How readers without one kind of cones see linear RGB (Machado et al. 2009, complete loss).
-_VISION = {
-    "all cones": np.eye(3),
-    "no red cones": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                     [-0.003882, -0.048116, 1.051998]],
-    "no green cones": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                       [-0.011820, 0.042940, 0.968881]],
-    "no blue cones": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-                      [0.004733, 0.691367, 0.303900]],
-}  # fmt: skip
-_TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-
-
-def _to_linear(color: str) -> np.ndarray:
-    values = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)]) / 255
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def _to_lab(linear: np.ndarray) -> np.ndarray:
-    xyz = _TO_XYZ @ np.clip(linear, 0, 1) / [0.95047, 1.0, 1.08883]
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-def test_lines_differ_for_readers_with_any_colour_blindness() -> None:
-    for matrix in _VISION.values():
-        seen = [_to_lab(np.array(matrix) @ _to_linear(color)) for color in COLORS]
-        assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) >= 18
-    for color in COLORS:  # contrast to the white page
-        assert 1.05 / (_TO_XYZ[1] @ _to_linear(color) + 0.05) >= 2.95
-    styles = [tuple(style.values()) for style in list_styles(24)]
-    assert len({style[:2] for style in styles}) == 24
+def test_the_first_24_lines_differ() -> None:
+    styles = [(style["color"], style["linestyle"]) for style in list_styles(24)]
+    assert len(set(styles)) == 24
+    assert [color for color, _ in styles[:6]] == list(COLORS)
 
 
 def test_a_grid_holds_every_pixel_of_its_images() -> None:

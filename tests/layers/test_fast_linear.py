@@ -52,16 +52,6 @@ def test_results_and_gradients_are_those_of_the_formula(
     )
 
 
-def test_rows_that_do_not_lie_in_order(preferred: bool) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(8, 70, 3).permute(2, 1, 0), torch.randn(5, 8)
-    torch.testing.assert_close(linear(x, weight), x.contiguous() @ weight.T)
-
-
-def test_no_rows(preferred: bool) -> None:
-    assert linear(torch.zeros(2, 0, 8), torch.zeros(5, 8)).shape == (2, 0, 5)
-
-
 @pytest.mark.parametrize(
     ("x", "taken"),
     [

@@ -3,12 +3,19 @@
 
 import pytest
 import torch
+from detectron2.layers import ShapeSpec
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from qbheat_det.layers import padding_mask, resize_bilinear, zero_padding
+from qbheat_det.layers import (
+    PooledFeatures,
+    SinePositionEncoding,
+    padding_mask,
+    resize_bilinear,
+    zero_padding,
+)
 
-from ..modeling.reference_mf_decoder import bilinear
+from ..modeling.reference_mf_decoder import bilinear, pixels, sine_code
 
 SIZES = [(5, 3), (2, 7), (5, 7), (1, 1), (4, 6)]
 
@@ -48,3 +55,39 @@ def test_every_image_is_resized_from_its_own_size_to_its_own_size(
     resized = resize_bilinear(x, (7, 12), mask_in, mask_out)
     for image, result, (h, w), (new_h, new_w) in zip(x, resized, old, new, strict=True):
         assert_close(result[:, :new_h, :new_w], bilinear(image[:, :h, :w], new_h, new_w))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 2), (1, 9)])
+@pytest.mark.parametrize("channels", [8, 256])
+def test_it_equals_the_naive_loop(size: tuple[int, int], channels: int) -> None:
+    code = SinePositionEncoding(channels=channels)(size)
+    assert_close(code[0], pixels(sine_code(*size, channels)).float(), rtol=0, atol=1e-5)
+
+
+def test_an_image_of_a_padded_batch_has_the_code_that_it_has_alone() -> None:
+    encoding = SinePositionEncoding(channels=16)
+    sizes = [(5, 3), (2, 7), (5, 7), (1, 1)]
+    code = encoding((5, 7), padding_mask(torch.tensor(sizes), (5, 7)))
+    for image, (height, width) in zip(code.unflatten(1, (5, 7)), sizes, strict=True):
+        alone = encoding((height, width))[0].unflatten(0, (height, width))
+        assert_close(image[:height, :width], alone, rtol=0, atol=0)
+
+
+SHAPES = {"map": ShapeSpec(channels=5, stride=16), "other": ShapeSpec(channels=3, stride=8)}
+WITH_TOKENS = {**SHAPES, "tokens": ShapeSpec(channels=7)}
+
+
+def test_the_mean_over_the_map_comes_first_and_the_first_token_behind_it() -> None:
+    maps, tokens = torch.rand(2, 5, 3, 4), torch.rand(2, 6, 7)
+    expected = torch.stack([torch.stack([maps[n, c].mean() for c in range(5)]) for n in range(2)])
+    pool = PooledFeatures(input_shape=SHAPES, in_feature="map")
+    torch.testing.assert_close(pool({"map": maps}), expected)
+    assert (pool.width, pool.token_dim, pool.in_features) == (5, 0, ["map"])
+    # What was not there when it was built is not read.
+    torch.testing.assert_close(pool({"map": maps, "tokens": tokens}), expected)
+
+    pool = PooledFeatures(input_shape=WITH_TOKENS, in_feature="map")
+    both = pool({"map": maps, "tokens": tokens})
+    torch.testing.assert_close(both, torch.cat([expected, tokens[:, 0]], dim=1))
+    assert (pool.width, pool.token_dim, pool.in_features) == (12, 7, ["map", "tokens"])
+    assert not pool.state_dict()

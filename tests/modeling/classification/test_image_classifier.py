@@ -1,21 +1,29 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What an image classifier computes, counts and leaves alone."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from qbheat_det.analysis.complexity import CountingRule, count_madds, count_parameters
 from qbheat_det.analysis.paper_tables import classifier_counts
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.classification import ImageClassifier
+from qbheat_det.modeling.classification import (
+    BatchMixing,
+    ImageClassifier,
+    LinearDecoder,
+    TransformerDecoder,
+)
 from qbheat_det.solver import build_optimizer, layers_above
 from tests.engine.gradient_cases import BLOCKS
 
@@ -198,3 +206,85 @@ def test_labels_and_sizes_that_do_not_fit_are_named() -> None:
     batch[1]["image"] = batch[1]["image"][:, :-1]
     with pytest.raises(UserError, match="1\\.png"):
         model(batch)
+
+
+WAYS = {"mixup": {"mixup": 0.8}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.8, "cutmix": 1.0}}
+NUM_CLASSES = 5
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    images = torch.randn(6, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+    return images, torch.tensor([0, 3, 1, 4, 4, 2])
+
+
+def _one_hot(label: Tensor, smoothing: float) -> Tensor:
+    target = torch.full((NUM_CLASSES,), smoothing / NUM_CLASSES)
+    target[label] += 1 - smoothing
+    return target
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_targets_sum_to_one_and_weigh_the_labels_of_a_pair(way: str, smoothing: float) -> None:
+    mixing = BatchMixing(num_classes=NUM_CLASSES, label_smoothing=smoothing, **WAYS[way])
+    for step in range(20):
+        np.random.seed(step)
+        images, labels = _batch()
+        _, targets = mixing(images, labels)
+        assert_close(targets.sum(dim=1), torch.ones(6))
+        first, last = _one_hot(labels[0], smoothing), _one_hot(labels[5], smoothing)
+        share = (targets[0, 0] - last[0]) / (first[0] - last[0])
+        for i in range(6):
+            own, other = (_one_hot(labels[k], smoothing) for k in (i, 5 - i))
+            assert_close(targets[i], share * own + (1 - share) * other)
+
+
+def test_cutmix_pastes_a_rectangle_whose_area_the_targets_weigh() -> None:
+    mixing = BatchMixing(num_classes=NUM_CLASSES, cutmix=1.0)
+    np.random.seed(2)
+    images, labels = _batch()
+    mixed, targets = mixing(images.clone(), labels)
+    pasted = (mixed[0] != images[0]).all(dim=0)
+    rows, columns = pasted.any(dim=1), pasted.any(dim=0)
+    assert torch.equal(pasted, rows[:, None] & columns)
+    assert 0 < pasted.sum() < pasted.numel()
+    for i in range(6):
+        assert torch.equal(mixed[i], torch.where(pasted, images[5 - i], images[i]))
+    assert_close(targets[0, labels[0]], 1 - pasted.float().mean())
+
+
+SHAPE = {"s16_expanded": ShapeSpec(channels=12, stride=16), "tokens": ShapeSpec(channels=8)}
+
+
+@pytest.fixture
+def features() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "s16_expanded": torch.randn(4, 12, 3, 5, generator=generator),
+        "tokens": torch.randn(4, 6, 8, generator=generator),
+    }
+
+
+def test_the_linear_decoder_reads_the_pooled_map_and_the_first_token(
+    features: dict[str, torch.Tensor],
+) -> None:
+    decoder = LinearDecoder(input_shape=SHAPE, num_classes=7)
+    logits = decoder(features)
+    for image in range(4):
+        pooled = [features["s16_expanded"][image, c].mean() for c in range(12)]
+        vector = torch.cat([torch.stack(pooled), features["tokens"][image, 0]])
+        assert_close(logits[image], decoder.classifier.weight @ vector + decoder.classifier.bias)
+
+
+@pytest.mark.parametrize("make", [LinearDecoder, partial(TransformerDecoder, dim=64)])
+def test_without_tokens_the_map_alone_is_read(
+    features: dict[str, torch.Tensor], make: Callable[..., nn.Module]
+) -> None:
+    shape = {"s16_expanded": SHAPE["s16_expanded"]}
+    both = make(input_shape=SHAPE, num_classes=7).eval()
+    alone = make(input_shape=shape, num_classes=7).eval()
+    state = both.state_dict()
+    state["classifier.weight"] = state["classifier.weight"][:, :-8].clone()
+    alone.load_state_dict(state)
+    without_token = features | {"tokens": torch.zeros(4, 6, 8)}
+    assert_close(alone({"s16_expanded": features["s16_expanded"]}), both(without_token))

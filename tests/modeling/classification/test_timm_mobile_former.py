@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from detectron2.layers import ShapeSpec
-from detectron2.modeling import build_backbone
 from torch import Tensor
 
-from qbheat_det.config import get_cfg
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormer
 from qbheat_det.modeling.classification import TIMM_NAMES, LinearDecoder, TimmMobileFormer
 
@@ -129,20 +126,3 @@ def test_checkpointed_gradients_are_the_same() -> None:
         assert len(ran) == 1 + enable
         gradients.append({key: p.grad for key, p in model.named_parameters()})
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-
-
-def test_detectron2_builds_it_as_any_model_of_timm() -> None:
-    cfg = get_cfg()
-    cfg.MODEL.BACKBONE.NAME = f"timm:{NAME}"
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    cfg.MODEL.TIMM.OUT_FEATURES = ["s4", "s8"]
-    backbone = build_backbone(cfg).eval()
-    assert backbone.output_shape() == {
-        "s4": ShapeSpec(channels=28, stride=4),
-        "s8": ShapeSpec(channels=48, stride=8),
-    }
-    own = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s4", "s8"]).eval()
-    own.load_state_dict({k.removeprefix("net."): v for k, v in backbone.state_dict().items()})
-    x = _images()
-    with torch.no_grad():
-        torch.testing.assert_close(backbone(x), own(x), rtol=0, atol=0)

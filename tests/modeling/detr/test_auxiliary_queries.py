@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 import torch
 from detectron2.modeling import build_model
+from torch import Tensor
 from torch.testing import assert_close
 
+from qbheat_det.modeling.detr import QueryGroups, Targets
 from qbheat_det.modeling.detr.mf_detr import MFDETR
+from qbheat_det.modeling.detr.query_set import QuerySet, join_queries
 from tests.engine.gradient_cases import MF_DETR, Case, make_case_config, make_image
+
+from .test_criterion import COUNTS, criterion, ground_truth, predictions
+from .test_decoder_against_reference import maps, small_decoder
 
 DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 3)
 GROUPS = ("MODEL.MF_DETR.QUERY_GROUPS.COUNT", 3)
@@ -36,7 +42,7 @@ def without_help(opts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize("opts", HELPS.values(), ids=HELPS.keys())
+@pytest.mark.parametrize("opts", [HELPS["denoising"], HELPS["both with focal losses"]])
 def test_the_main_losses_are_those_without_help(
     opts: tuple[Any, ...], batch: tuple[int, ...]
 ) -> None:
@@ -55,7 +61,7 @@ def test_the_main_losses_are_those_without_help(
     assert len(kinds) == (DENOISING[0] in opts) + (GROUPS[0] in opts)
 
 
-@pytest.mark.parametrize("opts", HELPS.values(), ids=HELPS.keys())
+@pytest.mark.parametrize("opts", [HELPS["both with focal losses"]])
 def test_the_network_of_inference_is_the_same_to_the_bit(opts: tuple[Any, ...]) -> None:
     images = [make_image(index) for index in (0, 5)]
     plain, helped = build(*without_help(opts)).eval(), build(*opts).eval()
@@ -88,3 +94,94 @@ def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
     counts = model.loss_counts([make_image(index) for index in (0, 5, 1)])
     assert_close(counts, torch.tensor([[4 + 0.1 * 17, 4.0], [12 + 0.1 * 12, 12.0]]))
     assert_close(model.loss_normalizers(counts, parts=4), counts / 4)
+
+
+KEY, PRIOR = "MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.FOCAL.PRIOR"
+
+
+def build_eval(*opts: Any) -> MFDETR:
+    torch.manual_seed(0)
+    model = build_model(make_case_config(Case(MF_DETR, opts=opts), "cpu"))
+    assert isinstance(model, MFDETR)
+    return model.eval()
+
+
+def infer(model: MFDETR) -> tuple[Tensor, list[Any]]:
+    """Logits of the last block (N, Q, K + 1), and the instances of inference."""
+    images = [make_image(index) for index in (0, 5)]
+    with torch.no_grad():
+        features, padding = model.extract_features(model.preprocess_image(images))
+        logits = model.decoder(features, padding)["pred_logits"][-1]
+        return logits, [result["instances"] for result in model(images)]
+
+
+def test_inference_under_the_focal_softmax_is_that_of_the_softmax_to_the_bit() -> None:
+    _, plain = infer(build_eval())
+    _, focal = infer(build_eval(KEY, "softmax_focal"))
+    for one, other in zip(plain, focal, strict=True):
+        assert_close(other.scores, one.scores, rtol=0, atol=0)
+        assert_close(other.pred_classes, one.pred_classes, rtol=0, atol=0)
+        assert_close(other.pred_boxes.tensor, one.pred_boxes.tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["focal", "varifocal"])
+def test_inference_under_sigmoids_takes_the_highest_and_never_no_object(name: str) -> None:
+    logits, found = infer(build_eval(KEY, name))
+    for row, instances in zip(logits, found, strict=True):
+        scores, classes = row[:, :-1].sigmoid().max(dim=-1)
+        assert_close(instances.scores, scores)
+        assert_close(instances.pred_classes, classes, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_losses_are_the_sum_over_groups_of_what_each_costs_alone(counts: list[int]) -> None:
+    logits, boxes = predictions(2, len(counts), 18, classes=4)
+    targets, loss = Targets.stack(*ground_truth(counts, classes=4)), criterion(4)
+    groups = QueryGroups(num_groups=3, num_queries=6, dim=8, weight=0.5)
+    normalizers = loss.mean_normalizers(torch.tensor(loss.normalizers(counts, 6)), 1)
+    found = groups.losses(logits, boxes, targets, loss, normalizers)
+    expected = dict.fromkeys(found, torch.zeros(()))
+    for group in range(3):
+        own = slice(6 * group, 6 * group + 6)
+        outputs = {"pred_logits": logits[:, :, own], "pred_boxes": boxes[:, :, own]}
+        for name, value in loss(outputs, targets).items():
+            name = name.removesuffix("_0").replace("loss_", "loss_group_")
+            expected[name] = expected[name] + 0.5 * value
+    assert set(found) == {"loss_group_ce", "loss_group_bbox", "loss_group_giou"}
+    for name, value in found.items():
+        assert_close(value, expected[name], msg=name)
+
+
+def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
+    """Derivatives through all blocks, beside what the masks allow in any number of steps."""
+    decoder, queries = small_decoder((1, 1, 1)), 9
+    torch.manual_seed(0)
+    hidden = torch.tensor([[False, True, False], [True, False, False], [True, True, False]])
+    other = QuerySet(
+        content=torch.randn(2, 3, 64).double(),
+        position=torch.randn(2, 3, 64).double(),
+        masked=torch.stack([hidden, torch.ones(3, 3, dtype=torch.bool)]),
+        reads_own=torch.tensor([True, False, True]),
+    )
+    other.masked[1, 1, 1] = False  # who sees neither the own nor another sees itself
+    groups = QueryGroups(num_groups=2, num_queries=3, dim=64).double()
+    extra = join_queries([groups(2), other])
+    features = [torch.stack([f, f.flip(-1)]) for f in maps((12, 20), (24, 40))]
+    content = extra.content.clone().requires_grad_()
+    moved = QuerySet(content, extra.position, extra.masked, extra.reads_own)
+    states = decoder.refine_queries(features, extra=moved)[-1]
+    alone = decoder.refine_queries(features)[-1]
+    assert_close(states[:, :queries], alone, rtol=1e-10, atol=1e-10)
+    group_mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
+    for image in range(2):
+        sees = torch.block_diag(group_mask, ~other.masked[image]) | torch.eye(9).bool()
+        reached = torch.linalg.matrix_power(sees.double(), 3) > 0  # in three blocks
+        for number in range(9):
+            (gradient,) = torch.autograd.grad(
+                states[image, queries + number].sum(), content, retain_graph=True
+            )
+            influence = gradient.abs().sum(dim=2) > 0  # (N, E)
+            assert not influence[1 - image].any()
+            assert_close(influence[image], reached[number])
+    (gradient,) = torch.autograd.grad(states[:, :queries].sum(), content)
+    assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=0)

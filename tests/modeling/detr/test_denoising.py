@@ -12,8 +12,7 @@ from qbheat_det.modeling.detr import Denoising, Targets
 from qbheat_det.modeling.detr.denoising import DenoisingNoise
 
 from ..reference_denoising import NoisedBox, Settings, denoising_losses, noised_boxes
-from .test_criterion import NO_OBJECT_WEIGHT, criterion
-from .test_matcher import ground_truth, predictions
+from .test_criterion import NO_OBJECT_WEIGHT, criterion, ground_truth, predictions
 
 K, DIM = 4, 8
 COUNTS = {
@@ -124,19 +123,3 @@ def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
     assert alone.position.shape[1] == 20  # five groups of two boxes and their negatives
     assert_close(together.position[:1, :20], alone.position)
     assert_close(together.masked[:1, :20, :20], alone.masked)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"groups": 0}, "GROUPS"),
-        ({"box_noise": -1.0}, "BOX_NOISE"),
-        ({"box_noise": 50.0}, "BOX_NOISE"),
-        ({"label_noise": 1.5}, "LABEL_NOISE"),
-        ({"max_queries": 1}, "MAX_QUERIES"),
-        ({"weight": -1.0}, "WEIGHT"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Denoising(**{"num_classes": K, "dim": DIM, "groups": 3, **options})

@@ -11,6 +11,7 @@ from qbheat_det.modeling.pretrain import (
     MaskToken,
     MaskTokenMasking,
     QBHeat,
+    RandomMask,
     ReconstructionLoss,
 )
 from qbheat_det.modeling.pretrain.random_masking import RandomMasking
@@ -142,24 +143,6 @@ def test_the_two_differ_from_each_other_and_from_qb_heat_in_the_predictor_alone(
     assert isinstance(build(ARCHS[1]).predictor, MaskToken)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arch", ARCHS)
-def test_nothing_in_a_step_waits_for_the_device(arch: str) -> None:
-    cfg = make_tiny_config(arch)
-    cfg.MODEL.DEVICE = "cuda"
-    model = build_model(cfg)
-    inputs = make_inputs(8)
-    for entry in inputs:
-        entry["image"] = entry["image"].cuda()
-    model(inputs)["loss_reconstruction"].backward()  # what is set up once may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            model(inputs)["loss_reconstruction"].backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize(
     ("counts", "named"), [((4, 5), r"\[4, 5\]"), ((0, 0), r"\[0\]"), ((16, 16), r"\[16\]")]
 )
@@ -169,3 +152,25 @@ def test_masks_that_hide_all_or_nothing_or_unequally_are_refused(
     visible = torch.stack([torch.arange(16).view(4, 4) < count for count in counts])
     with pytest.raises(ValueError, match=rf"at least one and not all, but {named} of 16 are"):
         build("InterpolatedMasking")(make_inputs(2), visible)
+
+
+@pytest.mark.parametrize(
+    ("grid", "ratio", "count"), [(8, 0.75, 16), (16, 0.75, 64), (4, 0.6, 6), (2, 0.5, 2)]
+)
+def test_as_many_positions_are_visible_in_each_image(grid: int, ratio: float, count: int) -> None:
+    visible = RandomMask(grid_size=grid, mask_ratio=ratio).draw(50, device=CPU)
+    assert visible.shape == (50, grid, grid)
+    assert visible.dtype == torch.bool
+    assert set(visible.sum(dim=(1, 2)).tolist()) == {count}
+
+
+def test_the_mask_of_an_image_follows_from_its_name_alone() -> None:
+    mask = RandomMask(grid_size=8)
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    together = mask.of_images(["a", "b", "c"], device=CPU)
+    torch.testing.assert_close(torch.rand(()), expected, rtol=0, atol=0)
+    assert torch.equal(together[1:2], mask.of_images(["b"], device=CPU))
+    assert not torch.equal(together[0], together[1])
+    assert together.sum() == 3 * 16

@@ -10,8 +10,8 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import Tensor, nn
 
-from qbheat_det.modeling.pretrain import WassersteinDependency
-from qbheat_det.modeling.pretrain.wasserstein import AreaPairs, DependencyDraw
+from qbheat_det.modeling.pretrain import DependencyLoss, LipschitzCritic, WassersteinDependency
+from qbheat_det.modeling.pretrain.wasserstein import AreaPairs, DependencyDraw, dual_distance
 from tests.modeling.tiny_pretraining import make_inputs, make_tiny_config
 
 FORMS = ("dual", "contrastive")
@@ -111,3 +111,154 @@ def test_features_cannot_grow_with_the_weights_of_the_head() -> None:
         model.head.out.bias *= 100
     after = torch.stack([output["embedding"] for output in model(inputs)])
     torch.testing.assert_close(after, before)
+
+
+FLAT = torch.zeros(3)
+
+
+def naive_distance(values: Tensor, partners: Tensor) -> float:
+    joint, product = [], []
+    for i in range(len(values)):
+        for j in range(values.shape[1]):
+            (joint if partners[i] == j else product).append(values[i, j].item())
+    return sum(joint) / len(joint) - sum(product) / len(product)
+
+
+def naive_contrast(values: Tensor, partners: Tensor) -> float:
+    total = 0.0
+    for row, partner in zip(values.tolist(), partners.tolist(), strict=True):
+        total -= row[partner] - math.log(sum(map(math.exp, row)))
+    return total / len(values)
+
+
+def make_values() -> tuple[Tensor, Tensor]:
+    """Of five x, as one process has them of the eight y of two."""
+    torch.manual_seed(0)
+    return torch.randn(5, 8), torch.tensor([3, 4, 5, 6, 7])
+
+
+def dependency(form: str, values: Tensor, partners: Tensor) -> Tensor:
+    return DependencyLoss(form=form)(values, partners, FLAT)["loss_dependency"]
+
+
+def test_the_dual_is_the_mean_over_own_pairs_minus_that_over_all_others() -> None:
+    values, partners = make_values()
+    expected = torch.tensor(naive_distance(values, partners))
+    torch.testing.assert_close(dual_distance(values, partners), expected)
+    torch.testing.assert_close(dependency("dual", values, partners), -expected)
+
+
+def test_the_contrast_is_the_log_share_of_the_own_pair_in_each_row() -> None:
+    values, partners = make_values()
+    expected = torch.tensor(naive_contrast(values, partners))
+    torch.testing.assert_close(dependency("contrastive", values, partners), expected)
+
+
+@pytest.mark.parametrize("form", ["dual", "contrastive"])
+def test_the_penalty_is_one_sided(form: str) -> None:
+    values, partners = make_values()
+    slopes = torch.tensor([0.0, 0.9, 1.0, 1.5, 3.0])
+    found = DependencyLoss(form=form, penalty_weight=2.0)(values, partners, slopes)
+    torch.testing.assert_close(found["loss_penalty"], torch.tensor(2.0 * (0.25 + 4.0) / 5))
+
+
+WEIGHT = 10.0
+
+
+def make_critic(dim: int, hidden_dim: int = 16) -> LipschitzCritic:
+    """With every parameter random, the bilinear term included."""
+    critic = LipschitzCritic(dim=dim, hidden_dim=hidden_dim)
+    for parameter in critic.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return critic
+
+
+def naive_value(critic: LipschitzCritic, x: Tensor, y: Tensor) -> Tensor:
+    """Of one pair, with the first layer on [x, y] as one matrix."""
+    weight = torch.cat([critic.from_x.weight, critic.from_y.weight], dim=1)
+    hidden = weight @ torch.cat([x, y]) + critic.from_x.bias
+    value = critic.head(critic.rest(hidden))[0]
+    for i in range(len(x)):
+        for j in range(len(y)):
+            value = value + x[i] * critic.interaction[i, j] * y[j]
+    return value
+
+
+def test_values_of_all_pairs_are_those_of_one_pair_after_another() -> None:
+    torch.manual_seed(0)
+    critic = make_critic(3)
+    x, y = torch.randn(4, 3), torch.randn(5, 3)
+    found = critic(x[:, None], y[None])
+    naive = torch.stack([torch.stack([naive_value(critic, a, b) for b in y]) for a in x])
+    torch.testing.assert_close(found, naive)
+    torch.testing.assert_close(critic(x, y[:4]), naive.diagonal())
+
+
+def test_slopes_are_those_of_finite_differences_between_the_pairs() -> None:
+    torch.manual_seed(1)
+    critic = make_critic(3).double()
+    one, other = torch.randn(2, 6, 3).double(), torch.randn(2, 6, 3).double()
+    mixing = torch.rand(6).double()
+    # In float32 whatever comes in, so differences are taken of a second implementation.
+    found = make_float(critic).slopes((one[0], one[1]), (other[0], other[1]), mixing.float())
+    step = 1e-5
+    for i in range(6):
+        share = mixing[i]
+        pair = torch.cat([share * one[k, i] + (1 - share) * other[k, i] for k in (0, 1)])
+        differences = []
+        for axis in range(6):
+            offset = torch.zeros(6, dtype=torch.float64)
+            offset[axis] = step
+            up, down = (pair + offset).split(3), (pair - offset).split(3)
+            differences.append((naive_value(critic, *up) - naive_value(critic, *down)) / (2 * step))
+        expected = torch.stack(differences).norm().float()
+        torch.testing.assert_close(found[i], expected, rtol=1e-3, atol=1e-4)
+
+
+def make_float(critic: LipschitzCritic) -> LipschitzCritic:
+    copy = LipschitzCritic(dim=3, hidden_dim=16)
+    copy.load_state_dict(critic.state_dict())
+    return copy
+
+
+def test_the_critic_learns_from_slopes_and_what_made_the_pairs_does_not() -> None:
+    torch.manual_seed(2)
+    critic = make_critic(3)
+    x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    critic.slopes((x, y), (x.roll(1, 0), y.roll(2, 0)), torch.rand(4)).sum().backward()
+    assert x.grad is None
+    assert y.grad is None
+    for name, parameter in critic.named_parameters():
+        # Between two kinks, offsets change the value and not its slope.
+        learns = parameter.grad is not None and bool(parameter.grad.any())
+        assert learns != name.endswith("bias"), name
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_low_precision_does_not_reach_the_critic(precision: torch.dtype) -> None:
+    torch.manual_seed(3)
+    critic = make_critic(4)
+    x, y, mixing = torch.randn(5, 4), torch.randn(5, 4), torch.rand(5)
+    exact = critic(x, y), critic.slopes((x, y), (y, x), mixing)
+    with torch.autocast("cpu", dtype=precision):
+        found = critic(x, y), critic.slopes((x, y), (y, x), mixing)
+    torch.testing.assert_close(found, exact, rtol=0, atol=0)
+
+
+def fit(critic: LipschitzCritic, draw: "Draw", steps: int) -> None:
+    loss = DependencyLoss(form="dual", penalty_weight=WEIGHT)
+    optimizer = torch.optim.Adam(critic.parameters(), lr=3e-3, betas=(0.5, 0.9))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    for _ in range(steps):
+        values, partners, slopes = draw(critic)
+        optimizer.zero_grad()
+        torch.stack(list(loss(values, partners, slopes).values())).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+
+class Draw:
+    """Makes what ``DependencyLoss`` takes, of new random pairs each time."""
+
+    def __call__(self, critic: LipschitzCritic) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
