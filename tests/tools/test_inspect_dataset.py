@@ -154,7 +154,7 @@ def spoil(train: Path) -> dict[str, str]:
         "box of negative size": "annotation id 1003",
         "annotation without a sound bbox": "annotation id 1004",
         "unknown category": "annotation id 1005: category_id",
-        "unknown image": "annotation id 1006: image_id 12345",
+        "unknown image": "annotation id 1006: image_id must be",
         "segmentation that cannot be drawn": "annotation id 1007",
         "annotation id twice": "annotation id 2001",
         "image id too large": "image id 9007199254740993",
