@@ -23,11 +23,10 @@ from .compiling import (
     find_parts,
     restore_parts,
 )
-from .deployed_model import DeployedModel
+from .deployed_model import DeployedModel, DeployReport
 from .folding import fold_batch_norms
 from .fused_blocks import fuse_blocks
 from .precision import DTYPES, supports_bfloat16
-from .report import DeployReport
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What ``deploy`` returns: a model for prediction alone."""
 
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,36 @@ from qbheat_det.modeling.contracts import masks_padding
 
 from .compiling import find_parts
 from .precision import return_float32
-from .report import DeployReport
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its name, whether it applied, and what it did or why it did not apply."""
+
+    name: str
+    applied: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name:<14}{'yes' if self.applied else 'no':<5}{self.detail}"
+
+
+class DeployReport(dict[str, Step]):
+    """The steps by name, in their order; printed one a line."""
+
+    def add(self, name: str, applied: bool, detail: str) -> None:
+        """Adds a step.
+
+        Args:
+            name: "fold", "fuse", "channels-last", "memory", "precision", "compile" or
+                "CUDA graphs".
+            applied: whether the model changed.
+            detail: what was done, or why not.
+        """
+        self[name] = Step(name, applied, detail)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.values()))
 
 
 class DeployedModel(nn.Module):
