@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Statistics, warnings and errors of datasets as text, and training images as the model sees them."""
+"""Statistics, warnings and errors of datasets as text, and augmented training images."""
 
 from collections import defaultdict
 from collections.abc import Sequence
