@@ -98,6 +98,7 @@ def _run(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return results[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_place")
 def test_the_page_trains_evaluates_tunes_probes_and_counts(
     folder: Path,

@@ -195,7 +195,8 @@ def _split_by_model(quantity: Quantity, runs: Sequence[Run]) -> dict[str, list[R
 
 
 def _tabulate(runs: Sequence[Run]) -> Table:
-    keys = [quantity.key for quantity in find_quantities([record for run in runs for record in run.metrics])
+    records = [record for run in runs for record in run.metrics]
+    keys = [quantity.key for quantity in find_quantities(records)
             if quantity.is_score or quantity.key == "total_loss"]  # fmt: skip
     rows = []
     for run in runs:

@@ -140,19 +140,12 @@ def find_target(name: str) -> Target:
 
 
 def torchvision_name(name: str) -> str:
-    """Returns torchvision's and timm's name of a tensor of Detectron2's ResNet.
-
-    Args:
-        name: such as "res2.0.conv1.norm.weight", which gives "layer1.0.bn1.weight".
-
-    Raises:
-        ValueError: it is no tensor of a ResNet.
-    """
+    """Returns "layer1.0.bn1.weight" for "res2.0.conv1.norm.weight" of Detectron2's ResNet."""
     if found := _STEM.fullmatch(name):
         norm, kind = found.groups()
         return f"{'bn1' if norm else 'conv1'}.{kind}"
-    if not (found := _BLOCK.fullmatch(name)):
-        raise ValueError(f"'{name}' is no tensor of Detectron2's ResNet")
+    found = _BLOCK.fullmatch(name)
+    assert found, name
     stage, block, _, number, norm, kind = found.groups()
     convolution = f"{'bn' if norm else 'conv'}{number}"
     part = convolution if number else f"downsample.{1 if norm else 0}"

@@ -70,12 +70,7 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
 
 
 def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
-    """Reads an untrusted config that travels inside another file.
-
-    Args:
-        text: YAML.
-        where: its name in error messages.
-        opts: alternating keys and values that override it.
+    """Reads an untrusted config that travels inside another file, called ``where`` in messages.
 
     Raises:
         UserError: it is no valid config, has aliases or a ``_BASE_``, or names files that

@@ -85,12 +85,7 @@ def names_for_timm(
     """Renames the tensors of a model on Mobile-Former as timm's Mobile-Former has them.
 
     Of a classifier with a linear decoder these are the backbone and the last layer, with a
-    BatchNorm before it folded in; of all other models the backbone. Tensors under timm's names are
-    returned as they are.
-
-    Args:
-        state: tensors by name.
-        model: unused; timm's loaders pass it.
+    BatchNorm before it folded in; of all other models the backbone. timm's loaders pass ``model``.
     """
     names = bare_backbone(state)
     if not names:
@@ -101,11 +96,7 @@ def names_for_timm(
 def names_for_package(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames the tensors of timm's Mobile-Former as ``ImageClassifier`` has them.
 
-    Args:
-        state: tensors by name, with or without a common prefix.
-
-    Returns:
-        Names in "backbone." and "decoder.classifier."; empty if it is no Mobile-Former.
+    The result is empty if it is no Mobile-Former; names may have a common prefix.
     """
     prefixes = [name.removesuffix(_TOKENS) for name in state if name.endswith(_TOKENS)]
     if len(prefixes) != 1 or f"{prefixes[0]}stem.weight" not in state:

@@ -52,11 +52,7 @@ class WeightsFile:
 
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
-    """Returns the tensors by name (the moving average if stored) and the file's description.
-
-    Raises:
-        UserError: see ``read_weights_file``.
-    """
+    """Returns tensors, the moving average if stored, and description; see ``read_weights_file``."""
     file = read_weights_file(path)
     return file.evaluated, file.info
 
@@ -77,11 +73,7 @@ def read_weights_file(path: str) -> WeightsFile:
 
 
 def local_weights(path: str) -> str:
-    """Returns the local file of an address, downloaded if necessary; paths are returned as is.
-
-    Raises:
-        UserError: it cannot be downloaded.
-    """
+    """Returns the local file of an address, downloaded if necessary; paths are returned as is."""
     if "://" not in path:
         return path
     try:
@@ -108,11 +100,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors.
-
-    Raises:
-        UserError: see ``read_weights_file``.
-    """
+    """Returns a file's description, or None, without reading its tensors."""
     check_weights_file(path)
     path = local_weights(path)
     if _is_safetensors(path):
@@ -123,11 +111,7 @@ def info_of(path: str) -> WeightsInfo | None:
 
 
 def class_names_of(path: str) -> tuple[str, ...]:
-    """Returns the class names in a file, or else in the ``config.yaml`` beside it; or nothing.
-
-    Raises:
-        UserError: see ``read_weights_file``.
-    """
+    """Returns the class names in a file, or else in the ``config.yaml`` beside it; or nothing."""
     info = info_of(path)
     return class_names_beside(path) if info is None else info.class_names
 

@@ -8,13 +8,13 @@ from .cached_views import CachedViews
 from .datasets import register_builtin_sets
 from .datasets.classes import list_classes, load_classes, load_labelled_sets, unite_labels
 from .datasets.coco import (
-    CocoFile,
     check_coco_json,
     check_same_classes,
     load_coco_images,
     register_coco_images,
     register_coco_json,
 )
+from .datasets.coco_checks import CocoFile
 from .datasets.image_folder import (
     IMAGE_SUFFIXES,
     check_image_folder,

@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Checks the image files of a data set before hours of training: present, complete, of their size.
 
-A file is trusted by its header and its last bytes: an image format, width and height as annotated
-(after EXIF rotation, as Detectron2 counts), and the marker that ends it. Only a file that looks
-wrong is decoded, by the function that training calls, and that result counts: a JPEG with bytes
-behind its end passes. Damage in the middle of a file is not found.
+A file is trusted by its header and its last bytes. Only a file that looks wrong is decoded, by the
+function that training calls, and that result counts. Damage in the middle of a file is not found.
 """
 
 import os

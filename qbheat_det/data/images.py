@@ -2,12 +2,8 @@
 """Reading a part of an image file, with no more pixels than are needed.
 
 The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2,
-1/4 or 1/8 of its size, which libjpeg does from fewer coefficients (Pillow's ``draft``).
-
-The part is then moved to whole pixels of the smaller image. Resized to S x S, it differs from that
-part of the whole image by 1.0 (where the smaller part has 1.5 S pixels a side) to 2.5 (S pixels) of
-255 grey levels, in the mean over photographs; there, bilinear and bicubic resizing of the latter
-differ by 1.5, bilinear and box by 2.3.
+1/4 or 1/8 of its size (Pillow's ``draft``). Resized to S x S, such a part differs from that of the
+whole image by 1.0 to 2.5 of 255 grey levels on average; bilinear and box resizing differ by 2.3.
 """
 
 from collections.abc import Iterator

@@ -202,8 +202,9 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         UserError: no image is left to train on, or the sampler is not known.
     """
     dataset = _load_training_set(cfg)
-    mapper = _build_training_mapper(cfg)
-    if isinstance(mapper, FixedViews):
+    mapper: NamingMapper | FixedViews = build_mapper(cfg, is_train=True)
+    if cfg.INPUT.FIXED_VIEWS.COUNT:
+        mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
         dataset = number_records(dataset)
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         check_some_readable("the training set", [entry["file_name"] for entry in dataset])
@@ -220,43 +221,34 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
     )
 
 
-def _build_training_mapper(cfg: CfgNode) -> NamingMapper | FixedViews:
-    mapper, views = build_mapper(cfg, is_train=True), cfg.INPUT.FIXED_VIEWS
-    return FixedViews(mapper, views.COUNT, views.SEED) if views.COUNT else mapper
-
-
 def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         names = cfg.DATASETS.TRAIN
         return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
-    with_keypoints = cfg.MODEL.KEYPOINT_ON
+    keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
     dataset: Sequence[dict[str, Any]] = get_detection_dataset_dicts(
         cfg.DATASETS.TRAIN,
         filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
-        min_keypoints=cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE if with_keypoints else 0,
+        min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
     )
     return dataset
 
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:
-    name, size = cfg.DATALOADER.SAMPLER_TRAIN, len(dataset)
-    if name == "TrainingSampler":
+    keys, size = cfg.DATALOADER, len(dataset)
+    if keys.SAMPLER_TRAIN == "TrainingSampler":
         return lambda seed: TrainingSampler(size, seed=seed)
-    if name == "RandomSubsetTrainingSampler":
-        ratio = cfg.DATALOADER.RANDOM_SUBSET_RATIO
+    if keys.SAMPLER_TRAIN == "RandomSubsetTrainingSampler":
         return lambda seed: RandomSubsetTrainingSampler(
-            size, ratio, seed_shuffle=seed, seed_subset=seed
+            size, keys.RANDOM_SUBSET_RATIO, seed_shuffle=seed, seed_subset=seed
         )
-    if name == "RepeatFactorTrainingSampler":
+    if keys.SAMPLER_TRAIN == "RepeatFactorTrainingSampler":
         factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-            dataset, cfg.DATALOADER.REPEAT_THRESHOLD
+            dataset, keys.REPEAT_THRESHOLD
         )
         return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
-    raise UserError(
-        f"DATALOADER.SAMPLER_TRAIN is '{name}', but must be TrainingSampler, "
-        "RandomSubsetTrainingSampler or RepeatFactorTrainingSampler"
-    )
+    raise UserError(f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is no sampler of Detectron2")
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:

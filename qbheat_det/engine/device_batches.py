@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What passes between a step and its device: batches to it, losses back, neither waited for.
+"""Batches on their way to the device and losses on their way back, without waiting on a GPU.
 
-On the CPU both are plain. On a GPU the next batch is loaded and copied while the step computes,
-and losses are read while the backward pass runs.
+There, the next batch is loaded and copied while the step computes, and losses are read while the
+backward pass runs.
 """
 
 import time
@@ -18,17 +18,17 @@ BatchedInputs = list[dict[str, Any]]
 
 
 class BatchSource:
-    """Gives batches of an iterator that is asked for late, on a GPU one batch ahead.
+    """Takes batches from an iterator, on a GPU one ahead.
 
-    The copies are asynchronous where the loader gives pinned memory, see ``TrainStream``. A batch
-    stays in memory until the one behind it is taken: by then, the losses of a step that read it
-    have been read back, so nothing on the GPU needs it any more.
+    Copies are asynchronous if the loader gives pinned memory, see ``TrainStream``. A batch stays in
+    memory until the next is taken: by then the losses of its step have been read back, so nothing
+    on the GPU needs it.
     """
 
     def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
         """
         Args:
-            next_batch: loads one; raises StopIteration behind the last.
+            next_batch: loads one; raises StopIteration after the last.
             device: of the model.
         """
         self._next_batch = next_batch
@@ -41,7 +41,7 @@ class BatchSource:
     def take(self) -> tuple[BatchedInputs, float]:
         """Returns a batch, and the seconds that the step waited for it to be loaded.
 
-        On a GPU they count only where the GPU had nothing left to compute.
+        On a GPU they count only if it had nothing left to compute.
 
         Raises:
             StopIteration: there is none left.
@@ -58,7 +58,7 @@ class BatchSource:
         return self._in_use, self._waited
 
     def load_ahead(self) -> None:
-        """Loads and copies the next batch to a GPU, beside what it computes; else does nothing."""
+        """Loads the next batch and copies it to the GPU while it computes; nothing on the CPU."""
         if self._stream is None or self._ahead is not None:
             return
         computed = torch.cuda.Event()
@@ -66,7 +66,7 @@ class BatchSource:
         start = time.perf_counter()
         try:
             batch = self._next_batch()
-        except StopIteration:  # said when it is asked for
+        except StopIteration:  # is raised by ``take``
             return
         self._waited = time.perf_counter() - start if computed.query() else 0.0
         with torch.cuda.stream(self._stream):
@@ -87,7 +87,7 @@ class LossReading:
             torch.distributed.all_reduce(mean)
         both = torch.stack([own, mean / comm.get_world_size()])
         self.is_late = both.device.type == "cuda"
-        """Whether it is better to have work under way before ``values`` is called."""
+        """Whether the GPU should have further work before ``values`` waits."""
         self._names = list(losses)
         self._values = both
         if self.is_late:

@@ -50,24 +50,14 @@ def read_spread(
     return entries
 
 
-class FixedImages:
-    """Images of the first test set, or of the first training set if there is no test set."""
+def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
+    """Returns images of the first test set, or of the first training set, mapped as in inference.
 
-    def __init__(self, cfg: CfgNode) -> None:
-        self._cfg = cfg
-        self._loaded: dict[int, list[dict[str, Any]]] = {}
-
-    def load(self, number: int) -> list[dict[str, Any]]:
-        """Returns that many images, mapped as in inference; they are read at the first call.
-
-        Raises:
-            UserError: no image can be read.
-        """
-        if number not in self._loaded:
-            name = (*self._cfg.DATASETS.TEST, *self._cfg.DATASETS.TRAIN)[0]
-            mapper = build_mapper(self._cfg, is_train=False)
-            images = read_spread(DatasetCatalog.get(name), mapper, number)
-            if not images:
-                raise UserError(f"no image of the data set '{name}' can be read")
-            self._loaded[number] = list(images)
-        return self._loaded[number]
+    Raises:
+        UserError: no image can be read.
+    """
+    name = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)[0]
+    images = read_spread(DatasetCatalog.get(name), build_mapper(cfg, is_train=False), number)
+    if not images:
+        raise UserError(f"no image of the data set '{name}' can be read")
+    return list(images)

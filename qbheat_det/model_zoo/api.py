@@ -59,11 +59,7 @@ def list_names(pattern: str = "*") -> list[str]:
 
 
 def get_config_file(name: str) -> str:
-    """Returns the path of the YAML that trained an entry; downloads nothing.
-
-    Raises:
-        UserError: there is no such entry or config.
-    """
+    """Returns the path of the YAML that trained an entry; downloads nothing."""
     return get_config_path(find_entry(name).config)
 
 
@@ -71,32 +67,22 @@ def get_config(name: str, *, trained: bool = True) -> CfgNode:
     """Returns the config of an entry.
 
     Args:
-        name: of the entry.
+        name: of the entry, as in all functions here; an unknown one is a ``UserError``.
         trained: True gives the config inside the weights, with the classes of its data and
             ``MODEL.WEIGHTS`` set, as ``DefaultPredictor`` takes it. False gives the recipe as
             shipped, without what the entry's command overrides.
 
-    Raises:
-        UserError: there is no such entry, or its weights cannot be downloaded.
     """
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
 
 
 def get_address(name: str) -> str:
-    """Returns the value for ``MODEL.WEIGHTS``; downloads nothing.
-
-    Raises:
-        UserError: there is no such entry.
-    """
+    """Returns the value for ``MODEL.WEIGHTS``; downloads nothing."""
     return PREFIX + find_entry(name).name
 
 
 def get_checkpoint(name: str) -> str:
-    """Returns the path of an entry's ``.safetensors``, downloaded if necessary, hash checked.
-
-    Raises:
-        UserError: there is no such entry, or no source has the file.
-    """
+    """Returns the path of an entry's ``.safetensors``, downloaded if necessary, hash checked."""
     return str(fetch(find_entry(name)))
 
 
@@ -116,11 +102,7 @@ def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Mod
 
 
 def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
-    """Builds the model of a file of weights from the config inside or beside it, and fills it.
-
-    Raises:
-        UserError: the file cannot be read, or does not fit its model exactly.
-    """
+    """Builds the model of a file of weights from its config, and fills it exactly."""
     cfg = load_run_config(weights, device=device)
     is_bare = not bare_backbone(read_weights(weights)[0])
     model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)

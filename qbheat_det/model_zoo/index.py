@@ -227,7 +227,7 @@ def to_plain(entry: ZooEntry) -> dict[str, Any]:
 
 
 def file_of(name: str) -> str:
-    """Returns the file name of an entry: "retinanet-285M_aquarium.safetensors"."""
+    """Returns the file name of an entry."""
     return name.replace("/", "-") + ".safetensors"
 
 
@@ -276,11 +276,7 @@ def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
 
 
 def save_index(entries: Iterable[ZooEntry], path: Path | None = None) -> None:
-    """Writes an index atomically; None is the one of the package.
-
-    Raises:
-        UserError: see ``render_index``; or the file cannot be written.
-    """
+    """Writes an index atomically; None is the one of the package. Raises as ``render_index``."""
     path = INDEX_FILE if path is None else path
     content = render_index(entries, path)
     write_atomically(path, lambda stream: stream.write(content))

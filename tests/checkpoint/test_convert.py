@@ -12,7 +12,7 @@ from detectron2.modeling import build_backbone
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qbheat_det.checkpoint import SafeCheckpointer, info_of, read_weights
+from qbheat_det.checkpoint import SafeCheckpointer, read_weights
 from qbheat_det.checkpoint.convert import RESNETS, convert_weights, find_target, torchvision_name
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
@@ -99,31 +99,6 @@ def test_other_resnets_have_the_same_tensors(name: str) -> None:
     whole = {key: value.shape for key, value in expected.items()}
     assert found == {key: shape for key, shape in whole.items() if not key.startswith("fc.")}
     assert set(RESNETS) <= set(torchvision.models.list_models())
-
-
-def test_names_of_no_resnet_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'res2\.0\.gate\.weight'"):
-        torchvision_name("res2.0.gate.weight")
-
-
-def test_a_timm_encoder_takes_torchvisions_resnet(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        net = torchvision.models.resnet18()
-    _trained(net.to_empty(device="cpu"))
-    weights = _save(net, tmp_path / "theirs.safetensors", "model.")
-    output = tmp_path / "ours.safetensors"
-    done = convert_weights(weights, output, "timm:resnet18.a1_in1k", pixel_std=(50, 60, 70))
-    info = info_of(str(output))
-    assert info is not None
-    assert info.pixel_format == "RGB"
-    assert info.pixel_mean == (123.675, 116.28, 103.53)
-    assert info.pixel_std == (50, 60, 70)
-    assert done.info == info
-    backbone = TimmBackbone(name="resnet18", out_features=["s4", "s8", "s16", "s32"])
-    backbone.load_state_dict(read_weights(str(output))[0])
-    x = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close([*backbone.eval()(x).values()], _stages(net, x))
 
 
 def test_a_timm_encoder_takes_timms_own_with_the_normalisation_of_the_tag(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo import ZooEntry, list_entries, timm_name
+from qbheat_det.model_zoo import list_entries, timm_name
 from qbheat_det.model_zoo.api import add_entries_to_timm
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.engine.gradient_cases import BLOCKS
+from tests.model_zoo.conftest import make_entry
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 
@@ -126,29 +127,11 @@ def test_a_backbone_of_other_widths_is_refused_and_nothing_is_changed(path: Path
     torch.testing.assert_close(dict(other.state_dict()), before, rtol=0, atol=0)
 
 
-def _entry(name: str) -> ZooEntry:
-    return ZooEntry(
-        name=name,
-        task="pretraining",
-        summary="A test.",
-        config="a.yaml",
-        file="a.safetensors",
-        sha256="0" * 64,
-        size=1,
-        num_params=1,
-        madds=1,
-        madds_input=(32, 32),
-        data="",
-        data_licence="",
-        licence="cc0-1.0",
-        command="",
-        commit="0" * 40,
-        date="2026-01-01",
-    )
-
-
 def test_entries_of_the_zoo_are_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [_entry(name) for name in ("qb_heat/285M_toy.2", "x/3.7G", "timm/resnet50_toy")]
+    entries = [
+        make_entry(name, licence="cc0-1.0")
+        for name in ("qb_heat/285M_toy.2", "x/3.7G", "timm/resnet50_toy")
+    ]
     assert [timm_name(entry) for entry in entries] == [
         "mobile_former_285m.qb_heat_toy_2",
         "mobile_former_3_7g.x",
@@ -171,7 +154,7 @@ def test_entries_of_the_zoo_are_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (model.num_classes, plain.num_classes) == (0, 1000)
     assert model.pretrained_cfg["license"] == "cc0-1.0"
     with pytest.raises(UserError, match=r"qb_heat/285M_toy_2"):
-        add_entries_to_timm([*entries, _entry("qb_heat/285M_toy_2")])
+        add_entries_to_timm([*entries, make_entry("qb_heat/285M_toy_2")])
 
 
 def test_weights_without_a_name_are_refused() -> None:

@@ -86,12 +86,6 @@ def test_weights_are_found_where_training_scripts_put_them(
     assert info_of(str(tmp_path / "w.pth")) is None
 
 
-def test_plain_weights_come_before_their_average(tmp_path: Path) -> None:
-    content = {"model_ema": {"a": torch.ones(1)}, "model": {"a": torch.zeros(1)}}
-    torch.save(content, tmp_path / "w.pth")
-    torch.testing.assert_close(read_weights(str(tmp_path / "w.pth"))[0]["a"], torch.zeros(1))
-
-
 class _RunsCode:
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("ran"),)

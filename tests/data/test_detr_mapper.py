@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 from pycocotools import mask as coco_mask
 
@@ -134,24 +133,6 @@ def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[
     )
     counts = [len(mapper(small)["instances"]) for _ in range(60)]
     assert set(counts) == {0, 1}
-
-
-def test_without_crop_lengths_the_augmentation_is_detectron2s(record: dict[str, Any]) -> None:
-    cfg = make_cfg(DETR_CROP_RESIZE=[])
-    outputs = []
-    for name in ("detr", "default"):
-        cfg.INPUT.DATASET_MAPPER_NAME = name
-        np.random.seed(4)
-        outputs.append(build_mapper(cfg, True)(record))
-    torch.testing.assert_close(outputs[0]["image"], outputs[1]["image"], rtol=0, atol=0)
-
-
-def test_inference_is_detectron2s_own(record: dict[str, Any]) -> None:
-    mine = build_mapper(make_cfg(), False)(record)
-    reference = DatasetMapper(make_cfg(), False)(record)
-    torch.testing.assert_close(mine["image"], reference["image"], rtol=0, atol=0)
-    assert "instances" not in mine
-    assert "annotations" not in mine
 
 
 def test_masks_are_cropped_with_their_boxes(record: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Parts of image files: the right ones, of every format, at no more pixels than needed."""
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -87,23 +86,6 @@ def test_every_kind_of_jpeg_is_read(mode: str, progressive: bool, tmp_path: Path
     assert reduced.shape == (80, 80, 3)
     naive = whole.double().unflatten(0, (80, 4)).unflatten(2, (80, 4)).mean(dim=(1, 3))
     assert (reduced - naive).abs().mean() < 2
-
-
-def test_a_transparent_palette_is_read_without_a_warning(tmp_path: Path) -> None:
-    image = Image.fromarray(draw(WIDTH, HEIGHT)).convert("P")
-    image.save(tmp_path / "a.png", transparency=bytes(range(256)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        part = read(str(tmp_path / "a.png"))
-    torch.testing.assert_close(part, cut(np.array(image.convert("RGB"))), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("ending", ["png", "tif"])
-def test_sixteen_bits_of_grey_are_scaled_and_not_clipped(ending: str, tmp_path: Path) -> None:
-    grey = np.arange(HEIGHT * WIDTH, dtype=np.uint16).reshape(HEIGHT, WIDTH) * 12
-    path = save(tmp_path / f"a.{ending}", grey, mode="I;16")
-    expected = np.repeat((grey // 256).astype(np.uint8)[..., None], 3, axis=2)
-    torch.testing.assert_close(read(path), cut(expected), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("type_", "mode"), [(np.float32, "F"), (np.int32, "I")])

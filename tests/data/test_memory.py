@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.data.detection_utils import read_image
-from detectron2.utils import comm
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.data import memory
-from qbheat_det.data.images import open_image, resize
 from qbheat_det.data.memory import DecodedImages, decode_if_small
 from tests.data.pictures import draw, save
 
@@ -45,24 +43,6 @@ def test_small_images_are_kept_as_they_are(tmp_path: Path) -> None:
         torch.testing.assert_close(whole(images, name), expected, rtol=0, atol=0)
 
 
-def test_large_images_are_scaled_down_to_their_shorter_side(tmp_path: Path) -> None:
-    sizes = draw_set(tmp_path)
-    images = DecodedImages(sizes, shorter_side=45)
-    shapes = [tuple(whole(images, name).shape) for name in sizes]
-    assert shapes == [(40, 60, 3), (75, 33, 3), (72, 45, 3), (45, 150, 3)]
-    name = list(sizes)[3]  # 300 x 90, upright
-    picture = images.get(name)
-    assert picture is not None
-    assert (picture.width, picture.height) == (300, 90)
-    with open_image(name) as image:  # which libjpeg gives at half its size
-        expected = image.read((0, 0, 300, 90), 45)
-    torch.testing.assert_close(whole(images, name), expected, rtol=0, atol=0)
-    name = list(sizes)[2]
-    full = torch.from_numpy(read_image(name, "RGB").copy())
-    difference = whole(images, name).permute(2, 0, 1).float() - resize(full, 72, 45).float()
-    assert difference.abs().mean() < 3
-
-
 def test_what_cannot_be_decoded_is_left_to_the_mapper(tmp_path: Path) -> None:
     sizes = draw_set(tmp_path)
     cut, gone, other, *_ = sizes
@@ -87,14 +67,6 @@ def test_the_budget_decides_to_the_byte(
     expected = "4 of 4 images are kept decoded" if kept else "Images are read from their files"
     assert expected in caplog.text
     assert "INPUT.PRETRAIN.MEMORY_GB" in caplog.text
-
-
-def test_every_process_of_a_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(draw_set(tmp_path))
-    monkeypatch.setattr(comm, "get_local_size", lambda: 2)
-    needed = 3 * (60 * 40 + 33 * 75 + 45 * 72 + 45 * 150)
-    assert decode_if_small(names, shorter_side=45, budget=2 * needed - 1) is None
-    assert decode_if_small(names, shorter_side=45, budget=2 * needed) is not None
 
 
 def test_a_large_set_is_judged_by_a_few_headers(

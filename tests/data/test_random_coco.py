@@ -224,13 +224,6 @@ def test_a_file_that_may_be_coco_ends_in_a_sentence_or_in_training(
     assert len(sentence.splitlines()) == 1
 
 
-@settings(FEW_SECONDS, max_examples=60)
-@given(content=VALUES | st.fixed_dictionaries(dict.fromkeys(KEYS, st.lists(VALUES, max_size=3))))
-def test_a_file_of_noise_ends_in_a_sentence(folder: Path, content: Any) -> None:
-    with pytest.raises(UserError):
-        go_to_training(folder, content)
-
-
 @settings(FEW_SECONDS, max_examples=50)
 @given(content=st.binary(max_size=40) | st.text(max_size=40).map(lambda s: s.encode("utf-16")))
 def test_a_file_of_bytes_ends_in_a_sentence(folder: Path, content: bytes) -> None:

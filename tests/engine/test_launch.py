@@ -147,6 +147,7 @@ def _run_two_processes(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_evaluates_and_saves_with_two_processes(tmp_path: Path) -> None:
     toy = prepare_toy_set(ToySpec(name="tiny", num_images=5, image_size=64), tmp_path / "cache")
     truth, images = str(Path(toy) / "annotations.json"), str(Path(toy) / "images")

@@ -27,7 +27,7 @@ from qbheat_det.engine.hooks.visualize import (
     build_visualization_hook,
     undisturbed,
 )
-from qbheat_det.engine.sample_images import FixedImages
+from qbheat_det.engine.sample_images import load_fixed_images
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs
@@ -255,11 +255,9 @@ def test_fixed_images_are_spread_over_the_set_and_can_be_read(grey_images: str) 
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.PRETRAIN.SIZE = "pretrain", 32
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("not_read",), (grey_images,)
-    images = FixedImages(cfg)
-    shades = [int(entry["image"].float().mean().round()) for entry in images.load(3)]
-    assert shades == [0, 100, 160]
-    assert len(images.load(64)) == 11
-    assert images.load(3) is images.load(3)
+    images = load_fixed_images(cfg, 3)
+    assert [int(entry["image"].float().mean().round()) for entry in images] == [0, 100, 160]
+    assert len(load_fixed_images(cfg, 64)) == 11
 
 
 def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(

@@ -214,20 +214,6 @@ def test_an_index_that_cannot_be_written_leaves_the_weights_as_they_were(
     assert (shipped / first.file).read_bytes() == b"before"
 
 
-@pytest.mark.usefixtures("quick")
-def test_the_limit_is_for_all_shipped_files_that_exist(
-    add: MakeEntry, shipped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = add()
-    monkeypatch.setattr(add_module, "MAX_SHIPPED", first.size + 1000)
-    with pytest.raises(UserError, match="--output"):
-        add(name="qb_heat/second")
-    assert add(replace=True) == first
-    (shipped / first.file).unlink()
-    add(name="qb_heat/second")
-    assert [entry.name for entry in index.load_index()] == ["qb_heat/second", BACKBONE]
-
-
 @pytest.mark.parametrize(
     ("text", "metric"),
     [

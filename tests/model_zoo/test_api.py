@@ -24,9 +24,9 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo.api import _write_pytorch, add_entries_to_timm
+from qbheat_det.model_zoo.api import _write_pytorch
 
-from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained, make_entry
+from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained
 
 ADDRESS = f"qbheat://{DETECTOR}"
 
@@ -128,11 +128,3 @@ def test_the_path_manager_s_file_is_written_once_and_a_damaged_one_again(
 def test_an_unknown_name_is_a_user_error(read: Any) -> None:
     with pytest.raises(UserError, match="'no/such'"):
         read("qbheat://no/such")
-
-
-def test_two_entries_with_one_tag_in_timm_are_refused() -> None:
-    names = ("qb_heat/285M_a.b", "qb_heat/285M_a_b")
-    assert zoo.timm_name(make_entry(names[0])) == "mobile_former_285m.qb_heat_a_b"
-    assert zoo.timm_name(make_entry("qb_heat/tiny")) == ""
-    with pytest.raises(UserError, match="qb_heat/285M_a_b"):
-        add_entries_to_timm([make_entry(name) for name in names])

@@ -59,10 +59,6 @@ def test_a_wrong_local_file_is_refused_kept_and_not_skipped(
     assert wrong.read_bytes() == b"other"
 
 
-def test_two_versions_of_an_entry_have_their_own_folders() -> None:
-    assert cache_folder(make_entry(content=b"new")) != cache_folder(ENTRY)
-
-
 def test_without_a_source_the_message_says_which_file_to_put_where(
     monkeypatch: pytest.MonkeyPatch, server: Served
 ) -> None:

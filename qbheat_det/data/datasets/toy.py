@@ -1,13 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The built-in toy set: drawn on first use, for the quick start and for tests.
 
-``qbheat_toy_train`` and ``qbheat_toy_val`` are registered when the package is imported; the
-images are drawn into the cache folder when one of them is first loaded. Each set is a
-folder with ``annotations.json`` (COCO format) and ``images/``.
-
-What an annotation holds: ``bbox`` is tight around the *visible* pixels, as in COCO, ``area``
-counts them, and ``segmentation`` lists polygons that rasterise to exactly these pixels.
-Category ids have holes, as COCO's have.
+Each set is a folder with ``annotations.json`` (COCO format) and ``images/``. ``bbox`` is tight
+around the *visible* pixels, ``area`` counts them, and ``segmentation`` lists polygons that
+rasterise to exactly these pixels. Category ids have holes, as COCO's have.
 """
 
 import hashlib

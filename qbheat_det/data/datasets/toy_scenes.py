@@ -25,18 +25,6 @@ SIZE_RANGE = (0.11, 0.55)  # diameter of an object relative to the side of the i
 MAX_TILT = 0.5  # radians: a square stays a square and not a diamond
 
 
-def _polar(u: FloatArray, v: FloatArray) -> tuple[FloatArray, FloatArray]:
-    return np.hypot(u, v), np.arctan2(v, u)
-
-
-def _disc(u: FloatArray, v: FloatArray) -> BoolArray:
-    return np.asarray(np.hypot(u, v) < 1.0)
-
-
-def _square(u: FloatArray, v: FloatArray) -> BoolArray:
-    return np.maximum(np.abs(u), np.abs(v)) < 0.75
-
-
 def _triangle(u: FloatArray, v: FloatArray) -> BoolArray:
     sides = [v, -0.5 * v + 0.8660254 * u, -0.5 * v - 0.8660254 * u]
     return np.asarray(np.maximum.reduce(sides) < 0.5)
@@ -45,15 +33,11 @@ def _triangle(u: FloatArray, v: FloatArray) -> BoolArray:
 def _star(u: FloatArray, v: FloatArray) -> BoolArray:
     # Between a tip at radius 1 and a notch at radius 0.42, 36 degrees apart, the outline is
     # a straight line; ``angle`` is the distance from the nearest tip.
-    radius, angle = _polar(u, v)
+    radius, angle = np.hypot(u, v), np.arctan2(v, u)
     angle = np.abs((angle + np.pi / 5) % (2 * np.pi / 5) - np.pi / 5)
     notch_u, notch_v = 0.42 * np.cos(np.pi / 5), 0.42 * np.sin(np.pi / 5)
     across = (1.0 - notch_u) * np.sin(angle) + notch_v * np.cos(angle)
     return np.asarray(radius * across < notch_v)
-
-
-def _ring(u: FloatArray, v: FloatArray) -> BoolArray:
-    return np.asarray(np.abs(np.hypot(u, v) - 0.75) < 0.25)
 
 
 def _cross(u: FloatArray, v: FloatArray) -> BoolArray:
@@ -61,26 +45,22 @@ def _cross(u: FloatArray, v: FloatArray) -> BoolArray:
     return (short < 0.3) & (long < 0.95)
 
 
-def _bar(u: FloatArray, v: FloatArray) -> BoolArray:
-    return (np.abs(u) < 1.0) & (np.abs(v) < 0.12)
-
-
 def _blob(u: FloatArray, v: FloatArray) -> BoolArray:
-    radius, angle = _polar(u, v)
+    radius, angle = np.hypot(u, v), np.arctan2(v, u)
     return radius < 0.6 + 0.2 * np.sin(2 * angle + 1.0) + 0.18 * np.cos(3 * angle)
 
 
 # (u, v) in [-1, 1], right and down, of the unrotated shape -> inside or not.
 OBJECTS: dict[str, Callable[[FloatArray, FloatArray], BoolArray]] = {
-    "disc": _disc,
-    "square": _square,
+    "disc": lambda u, v: np.asarray(np.hypot(u, v) < 1.0),
+    "square": lambda u, v: np.maximum(np.abs(u), np.abs(v)) < 0.75,
     "triangle": _triangle,
     "star": _star,
-    "ring": _ring,
+    "ring": lambda u, v: np.asarray(np.abs(np.hypot(u, v) - 0.75) < 0.25),
     "cross": _cross,
 }
 DISTRACTORS: dict[str, Callable[[FloatArray, FloatArray], BoolArray]] = {
-    "bar": _bar,
+    "bar": lambda u, v: (np.abs(u) < 1.0) & (np.abs(v) < 0.12),
     "blob": _blob,
 }
 CLASS_NAMES = tuple(OBJECTS)

@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mapper of classification: the random part of pre-training, then the usual augmentation.
 
-"RandAugment", arXiv:1909.13719, and "Random Erasing", arXiv:1708.04896, both as timm has them:
-torchvision's RandAugment has no standard deviation of the magnitude, which the recipes of the
-QB-Heat paper (Tables 11 and 12) name. timm draws from the generators of Python and NumPy too,
-which the stream seeds for every image: what comes out is a function of the run's seed.
+"RandAugment", arXiv:1909.13719, and "Random Erasing", arXiv:1708.04896, both timm's: torchvision's
+RandAugment has no standard deviation of the magnitude, which the QB-Heat paper's recipes name.
 """
 
 import random
@@ -132,16 +130,12 @@ class ClassificationMapper:
 
 
 def _check(rand_augment: Sequence[float], random_erasing: float) -> None:
-    if rand_augment:
-        magnitude, deviation = (*rand_augment, -1, -1)[:2]
-        is_whole = magnitude == int(magnitude) and 0 <= magnitude <= _LARGEST_MAGNITUDE
-        if len(rand_augment) != 2 or not is_whole or deviation < 0:
-            raise UserError(
-                "INPUT.CLASSIFY.RAND_AUGMENT must be empty or [magnitude, standard deviation], the "
-                f"magnitude a whole number from 0 to {_LARGEST_MAGNITUDE}, but is "
-                f"{list(rand_augment)}"
-            )
-    if not 0 <= random_erasing <= 1:
+    magnitude, deviation = rand_augment if len(rand_augment) == 2 else (-1, -1)
+    is_whole = magnitude == int(magnitude) and 0 <= magnitude <= _LARGEST_MAGNITUDE
+    if len(rand_augment) and not (is_whole and deviation >= 0):
         raise UserError(
-            f"INPUT.CLASSIFY.RANDOM_ERASING is a probability, from 0 to 1, but is {random_erasing}"
+            "INPUT.CLASSIFY.RAND_AUGMENT must be empty or [magnitude, standard deviation], the "
+            f"magnitude a whole number up to {_LARGEST_MAGNITUDE}, but is {list(rand_augment)}"
         )
+    if not 0 <= random_erasing <= 1:
+        raise UserError(f"INPUT.CLASSIFY.RANDOM_ERASING must be in [0, 1], but is {random_erasing}")

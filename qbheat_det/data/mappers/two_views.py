@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mapper of contrastive pre-training: two augmentations of one image that share nothing else.
 
-The augmentation is that of "Improved Baselines with Momentum Contrastive Learning" (MoCo-v2),
-arXiv:2003.04297, which has SimCLR's blur: a random part and a flip as ``PretrainingMapper`` draws
-them, colour jitter, grey, blur. What differs: the colours are torchvision's on bytes, in place of
-Pillow's; the kernel of the blur ends at three standard deviations.
+MoCo-v2's, arXiv:2003.04297: a random part and a flip, colour jitter, grey, blur. What differs: the
+colours are torchvision's on bytes, and the blur's kernel ends at three standard deviations.
 """
 
 import math

@@ -12,7 +12,7 @@ from qbheat_det.core.text import format_bytes
 
 from ..memory import PeakMemory
 from ..run_record import add_to_run_record
-from .training_run import TrainingRun, is_last_step
+from .training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 0.05
@@ -60,8 +60,8 @@ class MemoryMonitor(HookBase):
 class DataTimeMonitor(HookBase):
     """Logs ``data_share``, the share of their time that steps wait for data, and warns once.
 
-    The share is that of the steps since the last line of the log, or of ten steps if lines are
-    closer. The first step, in which workers start, is not counted.
+    The share is that of the steps since the last line of the log. The first step, in which workers
+    start, is not counted.
     """
 
     trainer: TrainingRun
@@ -86,14 +86,11 @@ class DataTimeMonitor(HookBase):
         self._count += 1
         if (self.trainer.iter + 1) % self._period:
             return
-        share = self._waited / self._total
+        share, seconds = self._waited / self._total, self._total / self._count
         self.trainer.storage.put_scalar("data_share", share, smoothing_hint=False)
-        if self._count < _MIN_STEPS and not is_last_step(self.trainer):
-            return
         if share > MOST_WAITING and not self._warned and self._count >= _MIN_STEPS:
             self._warned = True
             if comm.is_main_process():
-                seconds = self._total / self._count
                 logger.warning(describe_waiting(share, seconds, self._num_workers))
         self._waited, self._total, self._count = 0.0, 0.0, 0
 

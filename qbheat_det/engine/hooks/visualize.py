@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
 from qbheat_det.modeling.contracts import PretrainingObjective
 
-from ..sample_images import FixedImages
+from ..sample_images import load_fixed_images
 from .knn import NeighbourScorer, scores_neighbours
 from .training_run import TrainingRun
 
@@ -179,7 +179,7 @@ def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHoo
         raise UserError(f"VIS.NUM_IMAGES must be at least 1, but is {keys.NUM_IMAGES}")
     figures: dict[str, DrawFigure] = {}
     if keys.ENABLED and isinstance(model, PretrainingObjective):
-        load_images = FixedImages(cfg).load
+        load_images = cache(partial(load_fixed_images, cfg))
         for name, draw in TRAINING_FIGURES.items():
             figures[name] = partial(draw, load_images=load_images, cfg=cfg)
     if scores_neighbours(cfg):

@@ -132,11 +132,8 @@ def test_layer_wise_decay_knows_timms_layers() -> None:
     [
         ({"name": "resnet81"}, "resnet81"),
         ({"name": "resnet18.a1_in1k"}, "WEIGHTS"),
-        (
-            {"name": "vit_tiny_patch16_224", "out_features": ["s16"]},
-            "",
-        ),
-        ({"name": "inception_v3"}, ""),
+        ({"name": "vit_tiny_patch16_224", "out_features": ["s16"]}, "vit_tiny_patch16_224"),
+        ({"name": "inception_v3"}, "inception_v3"),
     ],
 )
 def test_what_cannot_be_a_backbone_is_refused(arguments: dict[str, Any], sentence: str) -> None:
