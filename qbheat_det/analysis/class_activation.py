@@ -343,7 +343,6 @@ def plot_agreements(agreements: Mapping[str, Mapping[str, Sequence[Agreement]]])
             style = style | {"linestyle": "none", "label": to_text(label)}
             axes.errorbar(median, rows, xerr=[median - first, third - median], **style)
         axes.set_xlabel(f"{measure.replace('_', ' ')} inside")
-    panels[0].set_title("CAM and maps made from its border")
     panels[0].set_yticks(range(len(_LABELS)), _LABELS.values())
     panels[0].invert_yaxis()
     if len(agreements) > 1:
