@@ -74,8 +74,7 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise UserError(
-                f"'{file}' was trained on other classes, and rows cannot be kept by name: {where} "
-                f"has two classes named '{twice[0]}'"
+                f"rows of '{file}' cannot be kept by name: {where} has two classes '{twice[0]}'"
             )
     return ClassChange(tuple(old), tuple(now))
 

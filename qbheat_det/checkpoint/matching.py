@@ -121,8 +121,7 @@ def match_names(
         whole = [p for p in added if _num_matched(("", p), model, names) == len(names)]
         if len(whole) > 1:
             raise UserError(
-                f"'{file}' fits in more than one part of the model ({', '.join(whole)}): name its "
-                "tensors in full, as the model does"
+                f"'{file}' fits in more than one part of the model ({', '.join(whole)})"
             )
         added = whole  # partial agreement with several parts means none of them
     changes = [
@@ -196,8 +195,7 @@ def _check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
-                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged; take an "
-                "earlier checkpoint"
+                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged"
             )
 
 

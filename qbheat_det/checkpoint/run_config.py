@@ -60,10 +60,7 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
         return cfg
     beside = Path(local_weights(weights)).parent / "config.yaml"
     if not beside.is_file():
-        raise UserError(
-            f"no config inside '{weights}' and no config.yaml beside it: name one with "
-            "--config-file"
-        )
+        raise UserError(f"no config inside '{weights}' or beside it: name one with --config-file")
     cfg = load_config(beside, opts)
     _refuse_pickles(cfg, f"'{beside}'", opts)
     return cfg
@@ -100,7 +97,5 @@ def _refuse_pickles(cfg: CfgNode, where: str, opts: Sequence[str]) -> None:
         group, name = key.split(".")
         if cfg[group][name] and key not in opts[::2]:
             raise UserError(
-                f"{where} is refused: it sets {key}, and precomputed proposals are pickles, which "
-                "may run any code; name a config of your own with --config-file, or override the "
-                "key"
+                f"{where} is refused: it sets {key}, whose files are pickles, which can run code"
             )

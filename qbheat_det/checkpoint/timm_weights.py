@@ -71,8 +71,8 @@ def _download(name: str, file: Path) -> None:
     except Exception as error:  # of the hub, the network or the file
         reason = " ".join(str(error).split("\n", 1)[0].split())
         raise UserError(
-            f"timm's weights '{name}' could not be downloaded ({reason}): without a network, copy "
-            f"'{file}' from another machine, or name a file of weights in MODEL.WEIGHTS"
+            f"timm's weights '{name}' could not be downloaded ({reason}): copy '{file}' from "
+            "another machine"
         ) from error
     mean, std = (tuple(255 * float(v) for v in model.pretrained_cfg[k]) for k in ("mean", "std"))
     info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
@@ -124,12 +124,8 @@ def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def load_into_timm_model(model: nn.Module, settings: dict[str, Any] | None, path: str) -> None:
     """Loads a file of this package into timm's Mobile-Former, which takes RGB images in [0, 1].
 
-    The classifier is loaded if the file has one of the same shape, and else left as it is.
-
-    Args:
-        model: a Mobile-Former with timm's names.
-        settings: timm's ``pretrained_cfg``, whose mean and std become those of the file.
-        path: of the weights.
+    The classifier is loaded if the file has one of the same shape, and else left as it is; mean and
+    std of ``settings``, timm's ``pretrained_cfg``, become those of the file.
 
     Raises:
         UserError: the file cannot be read, or its backbone does not fit.

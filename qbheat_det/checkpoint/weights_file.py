@@ -135,8 +135,8 @@ def check_weights_file(weights: str) -> None:
     """
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
-            f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
-            ".pth where you trust it, with torch.save({'model': …})"
+            f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
+            "with torch.save({'model': …})"
         )
     path = Path(local_weights(weights))
     if path.is_dir():
@@ -163,12 +163,12 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
     except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
-                f"'{path}' is refused: it holds objects besides tensors, and building these can "
-                "run code hidden in the file; save only its state_dict() where you trust it"
+                f"'{path}' is refused: it holds objects besides tensors, which can run code; save "
+                "only its state_dict() where you trust it"
             ) from error
         raise UserError(
-            f"'{path}' cannot be read as PyTorch weights; it may be truncated, another kind of "
-            f"file, or a pickle of other objects, whose code is never run ({type(error).__name__})"
+            f"'{path}' cannot be read as PyTorch weights: it is truncated, or another kind of file "
+            f"({type(error).__name__})"
         ) from error
 
 
@@ -198,7 +198,7 @@ def _open_safetensors(path: str) -> Any:
         return safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise UserError(
-            f"'{path}' cannot be read as safetensors; it may be truncated or another kind of file "
+            f"'{path}' cannot be read as safetensors: it is truncated, or another kind of file "
             f"({error})"
         ) from error
 

@@ -75,11 +75,7 @@ def export_model(
 
 
 def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
-    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
-
-    Raises:
-        UserError: the model cannot be exported, or a package is missing.
-    """
+    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison."""
     if path.suffix.lower() == ".pt2":
         exportable = build_exportable(model, cfg)
         write_torch_export(trace_images(exportable), path, exportable.info.to_json())
@@ -95,10 +91,7 @@ def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
 
 
 def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
-    """Reads a few images (H, W, 3), in the config's pixel format; see ``export_model``.
-
-    Returns:
-        The images, and where they come from.
+    """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from.
 
     Raises:
         UserError: no image can be read.

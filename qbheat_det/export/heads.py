@@ -81,28 +81,24 @@ class MFDETRHead(Head):
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         maps = [features[name] for name in self.in_features]
-        outputs = self.decoder(maps, self._padding(maps[0], sizes) if self._is_padded else None)
+        mask = None
+        if self._is_padded:
+            fine = maps[0]
+            whole = padding_mask(sizes[None, 2:], (8 * fine.shape[2], 8 * fine.shape[3]))
+            mask = halve(halve(halve(whole.expand(fine.shape[0], -1, -1, -1))))
+        outputs = self.decoder(maps, mask)
         scores, labels = self._read_scores(outputs["pred_logits"][-1].float()).max(dim=-1)
         extent = sizes[2:].flip(0).repeat(2).to(scores.dtype)
         boxes = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy") * extent
         return sort_detections(torch.minimum(boxes.clamp(min=0), extent), scores, labels, sizes)
 
-    def _padding(self, fine: Tensor, sizes: Tensor) -> Tensor | None:
-        padded = (8 * fine.shape[2], 8 * fine.shape[3])
-        mask = padding_mask(sizes[None, 2:], padded).expand(fine.shape[0], -1, -1, -1)
-        return halve(halve(halve(mask)))
-
 
 class DenseHead(Head):
-    """Top scores of each level and NMS, as in Detectron2's RetinaNet and FCOS.
-
-    R is ``TEST.DETECTIONS_PER_IMAGE``.
-    """
+    """Top scores and NMS of Detectron2's RetinaNet and FCOS; R is ``TEST.DETECTIONS_PER_IMAGE``."""
 
     task = "detection"
 
     def __init__(self, model: RetinaNet | FCOS, *, suppress: Suppress) -> None:
-        # ``suppress``: ``suppress_overlaps``, or an operator that computes it.
         super().__init__(list(model.head_in_features))
         self.head = model.head
         self.anchor_generator = model.anchor_generator
@@ -203,11 +199,7 @@ def suppress_overlaps(
 
 
 def build_head(model: nn.Module, suppress: Suppress) -> Head:
-    """Returns the exportable form of the part of a model that reads its backbone.
-
-    Raises:
-        UserError: the model's boxes cannot be computed in a graph.
-    """
+    """Returns the exportable form of the part of a model that reads its backbone."""
     if isinstance(model, MFDETR):
         return MFDETRHead(model)
     if isinstance(model, RetinaNet | FCOS):

@@ -64,11 +64,7 @@ class ExportInfo:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Reads a description from a file that anyone may have written.
-
-        Args:
-            text: JSON; empty if the file has no description.
-            where: name of the file, for the error.
+        """Reads a description from ``where``, a file that anyone may have written.
 
         Raises:
             UserError: it is not a description of this version's exports.
@@ -83,8 +79,7 @@ class ExportInfo:
             is_known = False
         if not is_known:
             raise UserError(
-                f"'{where}' has no valid description of its outputs: export the weights with this "
-                "version's tools/export.py"
+                f"'{where}' has no valid description of its outputs: export the weights again"
             )
         return info
 

@@ -23,8 +23,6 @@ _HALF = 2.0**11
 class ShortestEdge:
     """Detectron2's ``ResizeShortestEdge`` with one length, as its ``DefaultPredictor`` applies it.
 
-    Sizes are integers throughout; Detectron2's floating point can differ only at exact halves.
-
     The shorter side becomes ``min_size`` pixels (0: unchanged), the longer ``max_size`` at most.
     """
 
@@ -81,13 +79,7 @@ class Preprocessing(nn.Module):
         std: Sequence[float],
         size_divisibility: int = 0,
     ) -> None:
-        """
-        Args:
-            resize: or crop.
-            mean: of each channel, as ``std``.
-            std: standard deviations.
-            size_divisibility: pad height and width to multiples of this; 0 for no padding.
-        """
+        """Pads height and width to multiples of ``size_divisibility``; 0 for no padding."""
         super().__init__()
         self.resize = resize
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
@@ -140,7 +132,7 @@ def _weights(length: int, resized: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(high: Tensor, low: Tensor) -> Tensor:
-    """Returns (2048 high + low) / 2048 ** 2 to the nearest integer, exactly, in float32."""
+    """Computes (2048 high + low) / 2048 ** 2 to the nearest integer, exactly, in float32."""
     return ((high + (low / _HALF).floor() + _HALF / 2) / _HALF).floor()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from detectron2.layers import FrozenBatchNorm2d
-from fvcore.common.checkpoint import PeriodicCheckpointer
 from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
@@ -75,9 +74,9 @@ def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path: Pa
     for names in (("dog", "cat", "bird"), ("cat", "dog", "cow")):
         for kind in (SafeCheckpointer, ExactCheckpointer):
             checkpointer = kind(TinyDetector(), str(tmp_path), class_names=names)
-            with pytest.raises(UserError, match="classes"):
+            with pytest.raises(UserError, match=r"model_0000001\.pth"):
                 checkpointer.resume_or_load("", resume=True)
-        with pytest.raises(UserError, match="classes"):
+        with pytest.raises(UserError, match=r"model_0000001\.pth"):
             ExactCheckpointer(TinyDetector(), class_names=names).load(
                 str(tmp_path / "model_0000001.pth")
             )
@@ -94,7 +93,7 @@ def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path: Path
 
     fewer = TinyDetector(2)
     fresh = _state(fewer)
-    with pytest.raises(UserError, match="does not name its classes"):
+    with pytest.raises(UserError, match=r"w\.pth.*class_embed"):
         SafeCheckpointer(fewer, class_names=("cat", "dog")).load(str(path))
     torch.testing.assert_close(_state(fewer), fresh, rtol=0, atol=0)
     SafeCheckpointer(fewer, class_names=("cat", "dog"), allow_partial=True).load(str(path))
@@ -138,26 +137,21 @@ def test_a_part_that_is_filled_only_partly_is_an_error_unless_allowed(
         ExactCheckpointer(model, allow_partial=True).load(str(tmp_path / "w.pth"))
 
 
-@pytest.mark.parametrize("allow_partial", [False, True])
-def test_another_architecture_is_always_refused(tmp_path: Path, allow_partial: bool) -> None:
+def test_another_architecture_and_nan_are_always_refused(tmp_path: Path) -> None:
     # Two names and shapes agree by accident.
     state = {f"layer{i}.0.conv1.weight": torch.zeros(4, 4, 3, 3) for i in range(20)}
     state |= {"expand.weight": torch.zeros(4, 4), "expand.bias": torch.zeros(4)}
     torch.save(state, tmp_path / "resnet.pth")
     model = TinyDetector()
     before = _state(model)
-    with pytest.raises(UserError, match="another architecture: 2 of its 22 tensors"):
-        SafeCheckpointer(model, allow_partial=allow_partial).load(str(tmp_path / "resnet.pth"))
+    spoilt = _state(model)
+    spoilt["backbone.expand.bias"][2] = float("nan")
+    torch.save(spoilt, tmp_path / "nan.pth")
+    for name, named in (("resnet.pth", "2 of its 22"), ("nan.pth", r"backbone\.expand\.bias")):
+        for allow_partial in (False, True):
+            with pytest.raises(UserError, match=rf"{name}.*{named}"):
+                SafeCheckpointer(model, allow_partial=allow_partial).load(str(tmp_path / name))
     torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float) -> None:
-    state = _state(TinyDetector())
-    state["backbone.expand.bias"][2] = value
-    save_weights(str(tmp_path / "w.safetensors"), state, WeightsInfo())
-    with pytest.raises(UserError, match=r"w\.safetensors': 'backbone\.expand\.bias' holds NaN"):
-        SafeCheckpointer(TinyDetector(), allow_partial=True).load(str(tmp_path / "w.safetensors"))
 
 
 def test_optional_tensors_may_be_missing_or_unexpected(tmp_path: Path) -> None:
@@ -194,11 +188,23 @@ def _resume(folder: Path) -> tuple[nn.Module, _Counter, dict[str, Any]]:
     return model, counter, checkpointer.resume_or_load("", resume=True)
 
 
-def test_resuming_restores_the_last_checkpoint_with_all_checkpointables(tmp_path: Path) -> None:
+def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path: Path) -> None:
     _run_of(tmp_path, (3, 7))
     model, counter, rest = _resume(tmp_path)
     torch.testing.assert_close(_state(model), _state(TinyDetector(seed=7)), rtol=0, atol=0)
     assert (counter.value, rest["iteration"]) == (7, 7)
+    counter = _Counter()
+    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
+    checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
+    assert counter.value == 0
+
+
+def test_what_is_damaged_or_no_checkpoint_of_a_run_is_not_resumed_from(tmp_path: Path) -> None:
+    SafeCheckpointer(TinyDetector(), str(tmp_path)).save("model_0000003", iteration=3)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"model_0000003\.pth"):
+            _resume(tmp_path)
+        _cut(tmp_path / "model_0000003.pth")
 
 
 def _cut(path: Path) -> None:
@@ -237,19 +243,6 @@ def test_a_missing_or_wrong_tag_does_not_keep_a_run_from_resuming(tmp_path: Path
         assert _resume(tmp_path)[2]["iteration"] == 7
 
 
-def test_resuming_where_nothing_is_whole_is_an_error(tmp_path: Path) -> None:
-    _run_of(tmp_path, (3,))
-    _cut(tmp_path / "model_0000003.pth")
-    with pytest.raises(UserError, match=r"model_0000003\.pth"):
-        _resume(tmp_path)
-
-
-def test_weights_without_the_rest_of_a_run_are_not_resumed_from(tmp_path: Path) -> None:
-    SafeCheckpointer(TinyDetector(), str(tmp_path)).save("model_0000003", iteration=3)
-    with pytest.raises(UserError, match=r"model_0000003\.pth.*counter"):
-        _resume(tmp_path)
-
-
 def test_a_folder_without_checkpoints_starts_from_weights(tmp_path: Path) -> None:
     stored = save_detector(tmp_path / "w.safetensors")
     for folder in (tmp_path / "empty", tmp_path / "missing"):
@@ -259,16 +252,6 @@ def test_a_folder_without_checkpoints_starts_from_weights(tmp_path: Path) -> Non
         assert checkpointer.get_all_checkpoint_files() == []
         checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
         torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
-
-
-def test_a_new_run_from_a_checkpoint_loads_its_weights_only(
-    tmp_path: Path,
-) -> None:
-    _run_of(tmp_path, (7,))
-    counter = _Counter()
-    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
-    checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
-    assert counter.value == 0
 
 
 @pytest.mark.parametrize(
@@ -302,13 +285,3 @@ def test_other_pixel_statistics_are_warned_of(
     save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
     SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
     assert ("INPUT.FORMAT" in caplog.text) == (pixel_format == "RGB")
-
-
-def test_fvcores_periodic_checkpointer_keeps_the_newest(tmp_path: Path) -> None:
-    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path))
-    periodic = PeriodicCheckpointer(checkpointer, period=2, max_iter=10, max_to_keep=2)
-    for iteration in range(10):
-        periodic.step(iteration)
-    names = sorted(os.path.basename(path) for path in checkpointer.get_all_checkpoint_files())
-    assert names == ["model_0000007.pth", "model_0000009.pth", "model_final.pth"]
-    assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_final.pth")
