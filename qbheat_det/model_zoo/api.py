@@ -64,14 +64,9 @@ def get_config_file(name: str) -> str:
 
 
 def get_config(name: str, *, trained: bool = True) -> CfgNode:
-    """Returns the config of an entry.
+    """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
 
-    Args:
-        name: of the entry, as in all functions here; an unknown one is a ``UserError``.
-        trained: True gives the config inside the weights, with the classes of its data and
-            ``MODEL.WEIGHTS`` set, as ``DefaultPredictor`` takes it. False gives the recipe as
-            shipped, without what the entry's command overrides.
-
+    If not ``trained``, it is the recipe as shipped, without what the entry's command overrides.
     """
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
 
@@ -114,10 +109,7 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
 
 
 class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to a ``.pth`` file, which Detectron2's checkpointer reads.
-
-    Its releases cannot read ``.safetensors`` so far.
-    """
+    """Resolves ``qbheat://NAME`` to ``.pth``: Detectron2 cannot read ``.safetensors`` so far."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]

@@ -2,7 +2,6 @@
 """Sources of weights: their order, what is refused, and the message when there is none."""
 
 import os
-import re
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -35,7 +34,6 @@ def test_sources_are_asked_in_order(
     assert cached.read_bytes() == CONTENT
     assert describe_source(ENTRY) == "downloaded"
     assert fetch(ENTRY) == cached
-    assert fetch(ENTRY) == cached
     assert server.gets == [f"/{ENTRY.file}"]
     file = _put(shipped)
     assert fetch(ENTRY) == file
@@ -66,11 +64,10 @@ def test_without_a_source_the_message_says_which_file_to_put_where(
         fetch(ENTRY)
     monkeypatch.setenv("QBHEAT_ZOO_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*; hub someone/zoo") as caught:
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*someone/zoo") as caught:
         fetch(ENTRY)
-    found = re.search(r"the file '(.+?)' .* into the folder '(.+?)'", str(caught.value))
-    assert found is not None
-    (Path(found[2]) / found[1]).write_bytes(CONTENT)
+    assert str(cache_folder(ENTRY)) in str(caught.value)
+    (cache_folder(ENTRY) / ENTRY.file).write_bytes(CONTENT)
     assert fetch(ENTRY).read_bytes() == CONTENT
 
 
@@ -86,7 +83,7 @@ def test_a_wrong_download_is_refused_and_not_kept(
         server.repositories["someone/zoo"] = {ENTRY.file: CONTENT}  # which is not asked then
         monkeypatch.setenv("QBHEAT_ZOO_URL", server.url)
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    with pytest.raises(UserError, match="is refused"):
+    with pytest.raises(UserError, match=rf"{ENTRY.name}"):
         fetch(ENTRY)
     names = [path.name for path in cache_folder(ENTRY).iterdir()]
     assert all(name.startswith(".") for name in names)  # the lock, and the hub's own notes

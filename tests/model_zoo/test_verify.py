@@ -15,11 +15,10 @@ from qbheat_det.core.files import hash_file
 from qbheat_det.model_zoo import Fingerprint, ZooEntry
 from qbheat_det.model_zoo.add import add_entry
 from qbheat_det.model_zoo.api import TrainedModel, open_trained
-from qbheat_det.model_zoo.index import save_index
 from qbheat_det.model_zoo.verify import check_fingerprint, count_costs, verify_entry
 from tests.tool_modules import load_tool
 
-from .conftest import BACKBONE, Trained
+from .conftest import BACKBONE, Trained, save_index
 from .test_add import ORIGIN
 
 main = load_tool("zoo").main

@@ -11,10 +11,10 @@ import pytest
 
 import qbheat_det.model_zoo as zoo
 from qbheat_det.model_zoo import ZooEntry
-from qbheat_det.model_zoo.index import load_index, save_index
+from qbheat_det.model_zoo.index import load_index
 from tests.tool_modules import load_tool
 
-from .conftest import CONTENT, DETECTOR, MakeEntry, make_entry
+from .conftest import CONTENT, DETECTOR, MakeEntry, make_entry, save_index
 
 TOOL = load_tool("zoo")
 DOCS = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text("utf-8")
