@@ -120,14 +120,9 @@ def convert_weights(
 
 
 def find_target(name: str) -> Target:
-    """Builds an encoder.
+    """Builds an encoder: "detectron2:resnet50" or another of ``RESNETS``, or "timm:<model>".
 
-    Args:
-        name: "detectron2:resnet50" or another of ``RESNETS``; or "timm:<model>", optionally with
-            the tag whose pixel statistics are meant.
-
-    Raises:
-        UserError: there is no such encoder.
+    A tag after timm's model names the pixel statistics.
     """
     if name.startswith(D2_PREFIX):
         return _build_resnet(name)

@@ -52,7 +52,7 @@ class WeightsFile:
 
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
-    """Returns tensors, the moving average if stored, and description; see ``read_weights_file``."""
+    """Returns the tensors, or their moving average if stored, and the description."""
     file = read_weights_file(path)
     return file.evaluated, file.info
 
@@ -128,11 +128,7 @@ def class_names_beside(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Checks that a path can hold weights, without reading it; an address is downloaded.
-
-    Raises:
-        UserError: it does not exist, cannot be downloaded, is a folder, empty or a pickle.
-    """
+    """Refuses a path that is missing, a folder, empty or a pickle; an address is downloaded."""
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
@@ -149,11 +145,7 @@ def check_weights_file(weights: str) -> None:
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """Calls ``torch.load`` with ``weights_only=True``; maps tensors from the disk with ``mmap``.
-
-    Raises:
-        UserError: the file is damaged, of another kind, or holds more than tensors.
-    """
+    """Calls ``torch.load`` with ``weights_only=True``; ``mmap`` maps tensors from the disk."""
     try:
         # PyTorch's format before 1.6 was no zip file and cannot be mapped.
         mapped = mmap and zipfile.is_zipfile(path)

@@ -42,12 +42,51 @@ def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(
 ) -> None:
     stored = save_detector(tmp_path / "w.safetensors")
     model = TinyDetector(seed=9)
-    checkpointer = SafeCheckpointer(model, class_names=CLASSES)
-    rest = checkpointer.load(str(tmp_path / "w.safetensors"))
+    # A folder without checkpoints does not keep it from starting with the weights.
+    checkpointer = SafeCheckpointer(model, str(tmp_path / "none"), class_names=CLASSES)
+    assert not checkpointer.has_checkpoint()
+    rest = checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
     torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
     assert "9/9 backbone tensors; 4/4 decoder tensors" in caplog.text
     assert rest["info"]["class_names"] == list(CLASSES)
     assert checkpointer.info == WeightsInfo(class_names=CLASSES)
+
+    optional = {"pixel_mean": torch.zeros(3, 1, 1), "loss_normalizer": torch.tensor(100.0)}
+    kept = {key: tensor for key, tensor in stored.items() if "num_batches" not in key}
+    torch.save(kept | optional, tmp_path / "w.pth")
+    exact = ExactCheckpointer(TinyDetector())
+    exact.load(str(tmp_path / "w.pth"))
+    assert str(exact.report) == "8/8 backbone tensors; 4/4 decoder tensors"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "trained", "mean", "warning"),
+    [
+        ("TinyDetector", "soft", (9.0, 8.0, 7.0), ""),
+        ("TinyDetector", "sigmoid", (9.0, 8.0, 7.0), "MODEL.READING sigmoid"),
+        ("AnotherModel", "sigmoid", (9.0, 8.0, 7.0), ""),
+        ("TinyDetector", "soft", (7.0, 8.0, 9.0), "INPUT.FORMAT"),
+    ],
+)
+def test_other_pixels_and_other_scores_are_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    architecture: str,
+    trained: str,
+    mean: tuple[float, ...],
+    warning: str,
+) -> None:
+    model = TinyDetector()
+    model.equivalent_configs = {"MODEL.READING": ("soft", "softer")}
+    buffer = torch.tensor([9.0, 8.0, 7.0]).view(-1, 1, 1)
+    model.register_buffer("pixel_mean", buffer, persistent=False)
+    config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
+    info = WeightsInfo(config=config, pixel_mean=mean)
+    save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
+    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == bool(warning)
+    assert warning in "".join(warnings)
 
 
 def test_other_classes_keep_their_rows_by_name_and_are_listed(
@@ -96,10 +135,6 @@ def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path: Path
     with pytest.raises(UserError, match=r"w\.pth.*class_embed"):
         SafeCheckpointer(fewer, class_names=("cat", "dog")).load(str(path))
     torch.testing.assert_close(_state(fewer), fresh, rtol=0, atol=0)
-    SafeCheckpointer(fewer, class_names=("cat", "dog"), allow_partial=True).load(str(path))
-    for name, tensor in fewer.state_dict().items():
-        expected = fresh[name] if "class_embed" in name else TinyDetector(seed=1).state_dict()[name]
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +156,8 @@ def test_a_part_that_is_filled_only_partly_is_an_error_unless_allowed(
     torch.save({"model": state}, tmp_path / "w.pth")
     model = TinyDetector()
     before = _state(model)
-    with pytest.raises(UserError, match=fault) as caught:
+    with pytest.raises(UserError, match=f"{fault}.*--allow-partial"):
         SafeCheckpointer(model).load(str(tmp_path / "w.pth"))
-    assert "--allow-partial" in str(caught.value)
     torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
 
     partial = SafeCheckpointer(model, allow_partial=True)
@@ -152,15 +186,6 @@ def test_another_architecture_and_nan_are_always_refused(tmp_path: Path) -> None
             with pytest.raises(UserError, match=rf"{name}.*{named}"):
                 SafeCheckpointer(model, allow_partial=allow_partial).load(str(tmp_path / name))
     torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
-
-
-def test_optional_tensors_may_be_missing_or_unexpected(tmp_path: Path) -> None:
-    state = {key: t for key, t in _state(TinyDetector()).items() if "num_batches" not in key}
-    state |= {"pixel_mean": torch.zeros(3, 1, 1), "loss_normalizer": torch.tensor(100.0)}
-    torch.save(state, tmp_path / "w.pth")
-    checkpointer = ExactCheckpointer(TinyDetector())
-    checkpointer.load(str(tmp_path / "w.pth"))
-    assert str(checkpointer.report) == "8/8 backbone tensors; 4/4 decoder tensors"
 
 
 def test_a_frozen_norm_gets_the_statistics_of_a_trained_one_bit_for_bit(tmp_path: Path) -> None:
@@ -241,47 +266,3 @@ def test_a_missing_or_wrong_tag_does_not_keep_a_run_from_resuming(tmp_path: Path
         if tag is not None:
             (tmp_path / "last_checkpoint").write_bytes(tag)
         assert _resume(tmp_path)[2]["iteration"] == 7
-
-
-def test_a_folder_without_checkpoints_starts_from_weights(tmp_path: Path) -> None:
-    stored = save_detector(tmp_path / "w.safetensors")
-    for folder in (tmp_path / "empty", tmp_path / "missing"):
-        model = TinyDetector()
-        checkpointer = SafeCheckpointer(model, str(folder), class_names=CLASSES)
-        assert not checkpointer.has_checkpoint()
-        assert checkpointer.get_all_checkpoint_files() == []
-        checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
-        torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "trained", "warns"),
-    [
-        ("TinyDetector", "sigmoid", True),
-        ("TinyDetector", "soft", False),
-        ("AnotherModel", "sigmoid", False),
-    ],
-)
-def test_a_config_that_gives_other_scores_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str, trained: str, warns: bool
-) -> None:
-    model = TinyDetector()
-    model.equivalent_configs = {"MODEL.READING": ("soft", "softer")}
-    config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
-    save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), WeightsInfo(config=config))
-    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
-    assert ("MODEL.READING sigmoid" in caplog.text) == warns
-
-
-@pytest.mark.parametrize("pixel_format", ["BGR", "RGB"])
-def test_other_pixel_statistics_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, pixel_format: str
-) -> None:
-    bgr = (103.53, 116.28, 123.675)
-    mean = bgr if pixel_format == "BGR" else bgr[::-1]
-    model = TinyDetector()
-    model.register_buffer("pixel_mean", torch.tensor(bgr).view(-1, 1, 1), persistent=False)
-    info = WeightsInfo(pixel_format=pixel_format, pixel_mean=mean)
-    save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
-    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
-    assert ("INPUT.FORMAT" in caplog.text) == (pixel_format == "RGB")

@@ -183,5 +183,5 @@ def test_outputs_that_are_nan_missing_new_or_of_another_shape_are_found() -> Non
     lax = dataclasses.replace(first, mean=99.0, tolerance=1e9)
     lax_index = dataclasses.replace(whole, outputs=(lax, *others))
     assert not compare_fingerprints(lax_index, whole)[0].is_equal
-    with pytest.raises(UserError, match="version 2"):
+    with pytest.raises(UserError, match="version"):
         compare_fingerprints(whole, dataclasses.replace(whole, version=2))

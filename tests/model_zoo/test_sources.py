@@ -62,6 +62,10 @@ def test_without_a_source_the_message_says_which_file_to_put_where(
 ) -> None:
     with pytest.raises(UserError, match="QBHEAT_ZOO_URL"):
         fetch(ENTRY)
+    for address in ("file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"):
+        monkeypatch.setenv("QBHEAT_ZOO_URL", address)
+        with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
+            fetch(ENTRY)
     monkeypatch.setenv("QBHEAT_ZOO_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*someone/zoo") as caught:
@@ -112,10 +116,3 @@ def test_two_processes_download_once(monkeypatch: pytest.MonkeyPatch, server: Se
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(server.gets) == 1
-
-
-@pytest.mark.parametrize("address", ["file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"])
-def test_other_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setenv("QBHEAT_ZOO_URL", address)
-    with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
-        fetch(ENTRY)
