@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Detectron2's checkpointer, restricted to tensors, with atomic files and a strict account.
 
-Detectron2 unpickles ``.pkl`` files, and a pickle can run code; here they are refused. Detectron2
-logs what does not fit and continues; here that is an error unless partial loading is requested.
+Pickles, which can run code, are refused; what does not fit is an error unless partial loading is
+requested.
 """
 
 import os

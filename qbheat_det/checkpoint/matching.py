@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Matches the tensors of a file with those of a model, and accounts for each.
 
-Detectron2's heuristic matches each tensor by the end of its own name, so that a few tensors of
-another architecture can slip in. Here one change of prefix holds for the whole file: it was saved
-from a wrapper, is a bare backbone, or its backbone stood below a feature pyramid.
+Unlike in Detectron2's heuristic, one change of prefix holds for the whole file: it was saved from
+a wrapper, is a bare backbone, or its backbone stood below a feature pyramid.
 """
 
 from collections import Counter
@@ -42,7 +41,7 @@ def fit_weights(
     """Matches the tensors of a file with a model's; changes neither.
 
     Args:
-        stored: the file's tensors by name.
+        stored: the tensors by name of ``file``.
         model_state: the model's, freshly initialised.
         file: path of the file, for messages.
         old_classes: class names in the file, contiguous order; empty if unknown.
@@ -50,9 +49,6 @@ def fit_weights(
         optional_modules: paths of modules that the model's config leaves out.
         skip: children in the file that are not loaded.
         private: see ``match_names``.
-
-    Returns:
-        Tensors for ``load_state_dict``, and the report for ``check_complete`` or ``check_exact``.
 
     Raises:
         UserError: a tensor holds NaN or infinity, or names are ambiguous.

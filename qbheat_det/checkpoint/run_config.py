@@ -31,12 +31,9 @@ def load_run_config(
 ) -> CfgNode:
     """Returns the config of trained weights, with ``MODEL.WEIGHTS`` set to them.
 
-    Args:
-        weights: path or address of the weights.
-        config_file: YAML; None takes the config inside the weights, or else ``config.yaml`` in
-            their folder.
-        device: "cpu" or "cuda"; None takes ``MODEL.DEVICE`` of ``opts``, else the GPU if any.
-        opts: alternating keys and values that override the file.
+    Without a ``config_file`` it is the config inside the weights, or ``config.yaml`` beside them;
+    without a ``device``, "cpu" or "cuda", ``MODEL.DEVICE`` of ``opts`` or the GPU if there is one.
+    ``opts`` are keys and values that override the file.
 
     Raises:
         UserError: a file is missing, the config is invalid, or there is no such device.

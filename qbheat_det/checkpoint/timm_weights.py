@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Weights from timm and for timm: ``timm://`` addresses, and names of a Mobile-Former's tensors.
 
-Importing this module lets Detectron2's path manager resolve addresses such as
-``timm://resnet18.a1_in1k``. timm downloads the weights once; they are then kept in Detectron2's
-cache as a file that states its pixel statistics, so that loading them into a model with other ones
-gives a warning.
+Importing this module lets Detectron2's path manager resolve ``timm://resnet18.a1_in1k``. Weights
+are downloaded once, and kept in Detectron2's cache with their pixel statistics.
 """
 
 import logging

@@ -34,24 +34,17 @@ Reference = Callable[[Images], Outputs]
 class Agreement:
     """Differences between a file and PyTorch, over all images at one batch size.
 
-    Attributes:
-        batch_size: N.
-        num_images: compared.
-        num_values: compared pairs of detections, class scores or feature values.
-        score: largest difference of a score; of feature maps, of a value relative to the largest
-            value of its map; infinite if either side is not finite.
-        box: largest difference of a box's side, in pixels of the image; ``relative_box`` is over
-            the image's longer side.
-        unmatched: detections above the threshold without a partner on the other side.
+    ``score`` is the largest difference of a score or, relative to the largest value of its map, of
+    a feature; infinite if either side is not finite.
     """
 
     batch_size: int
     num_images: int = 0
-    num_values: int = 0
+    num_values: int = 0  # compared pairs of detections, class scores or feature values
     score: float = 0.0
-    box: float = 0.0
-    relative_box: float = 0.0
-    unmatched: int = 0
+    box: float = 0.0  # largest difference of a box's side, in pixels of the image
+    relative_box: float = 0.0  # the same over the image's longer side
+    unmatched: int = 0  # detections above the threshold without a partner on the other side
 
     def holds(self, tolerance: float) -> bool:
         """Returns whether scores and relative boxes agree to ``tolerance``, and there are any."""

@@ -41,10 +41,9 @@ def export_model(
     """Writes a model with its weights to a file, and compares the two.
 
     Args:
-        cfg: as of ``load_run_config``.
+        cfg: of the weights, see ``load_run_config``.
         output: ``.onnx``, or ``.pt2`` for torch.export.
-        images: files and folders to compare on; by default the config's test set, or the toy set
-            if that is not available.
+        images: files and folders to compare on; by default the config's test set or the toy set.
         tolerance: see ``Agreement.holds``.
         overwrite: whether ``output`` may exist.
 

@@ -133,10 +133,7 @@ class DenseHead(Head):
     def _select_top(
         self, scores: Tensor, deltas: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Selects T candidates of a level: boxes (N, T, 4), scores (N, T) and labels (N, T).
-
-        From scores (N, HWA, K), deltas (N, HWA, 4) and anchors (HWA, 4).
-        """
+        """From (N, HWA, K), (N, HWA, 4), (HWA, 4) to boxes (N, T, 4), scores and labels (N, T)."""
         # Padded with empty rows, so that a small level has T of them too.
         flat = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)
         best, index = flat.topk(self._num_candidates, dim=1)
@@ -154,14 +151,9 @@ def sort_detections(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scales boxes to the input image, clips and sorts them; leaves out those without area.
 
-    Args:
-        boxes: (N, R, 4), XYXY in pixels of the resized image.
-        scores: (N, R); ``EMPTY`` if there is no box.
-        labels: (N, R).
-        sizes: (4,): H, W, H', W' of the images before and after the resize.
-
-    Returns:
-        "boxes" (N, R, 4), "scores" (N, R), "labels" (N, R) and "counts" (N,) of ``ExportInfo``.
+    From boxes (N, R, 4), XYXY in pixels of the resized image, scores (N, R), ``EMPTY`` if there is
+    no box, labels (N, R), and sizes (4,): H, W, H', W' before and after the resize, to "boxes",
+    "scores", "labels" and "counts" of ``ExportInfo``.
     """
     lengths = sizes.to(boxes.dtype)
     scale = (lengths[:2] / lengths[2:]).flip(0).repeat(2)
@@ -178,15 +170,9 @@ def suppress_overlaps(
 ) -> Tensor:
     """Non-maximum suppression of each image and class in a batch.
 
-    Args:
-        boxes: (N, M, 4), XYXY.
-        scores: (N, M); ``EMPTY`` if there is no box.
-        labels: (N, M), in [0, K).
-        num_classes: K.
-        iou_threshold: above which the box with the lower score is removed.
-
-    Returns:
-        (N, M): the scores, ``EMPTY`` for removed boxes.
+    From boxes (N, M, 4), XYXY, scores (N, M), ``EMPTY`` if there is no box, and labels (N, M) in
+    [0, K), to the scores (N, M), ``EMPTY`` for boxes whose overlap with a better one is above
+    ``iou_threshold``.
     """
     image, row = (scores > EMPTY).nonzero().unbind(dim=1)
     # Boxes of different images and classes are moved apart; in float64, because the coordinates

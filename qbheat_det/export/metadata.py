@@ -35,28 +35,17 @@ class ExportInfo:
       first ``counts[n]`` are detections, the others are empty;
     - "classification": "scores" (N, K), which sum to one;
     - "features": the backbone's maps (N, C, H', W') and tokens (N, M, D), by its own names.
-
-    Attributes:
-        task: what the outputs are.
-        outputs: their names, in the file's order.
-        pixel_format: "RGB" or "BGR".
-        class_names: in the order of the labels; empty if unknown.
-        category_ids: the annotation file's id of each label; empty if unknown.
-        score_threshold: detections with this score or less are left out inside the file.
-        model: name of the meta-architecture.
-        config: the whole config, YAML.
-        version: of the package that exported it.
     """
 
     task: Task
-    outputs: tuple[str, ...]
-    pixel_format: str
-    class_names: tuple[str, ...] = ()
-    category_ids: tuple[int, ...] = ()
-    score_threshold: float = 0.0
-    model: str = ""
-    config: str = ""
-    version: str = ""
+    outputs: tuple[str, ...]  # their names, in the file's order
+    pixel_format: str  # "RGB" or "BGR"
+    class_names: tuple[str, ...] = ()  # in the order of the labels; empty if unknown
+    category_ids: tuple[int, ...] = ()  # the annotation file's id of each label
+    score_threshold: float = 0.0  # detections with this score or less are left out in the file
+    model: str = ""  # name of the meta-architecture
+    config: str = ""  # the whole config, YAML
+    version: str = ""  # of the package that exported it
 
     def to_json(self) -> str:
         """Returns what ``from_json`` reads."""

@@ -30,13 +30,7 @@ class ShortestEdge:
     max_size: int
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            images: (N, H, W, 3), uint8.
-
-        Returns:
-            (N, 3, H', W'), float32, integral; and (4,), int64: H, W, H', W'.
-        """
+        """From (N, H, W, 3), uint8, to (N, 3, H', W'), integral, and int64 (4,): H, W, H', W'."""
         size = _size_of(images)
         planes = images.permute(0, 3, 1, 2).float()
         if not self.min_size:
@@ -89,13 +83,7 @@ class Preprocessing(nn.Module):
         self.size_divisibility = size_divisibility if size_divisibility > 1 else 0
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            images: (N, H, W, 3), uint8.
-
-        Returns:
-            (N, 3, H'', W''), padded; and (4,), int64: H, W, H', W' before and after the resize.
-        """
+        """From (N, H, W, 3), uint8, to (N, 3, H'', W''), padded, and (4,): H, W, H', W'."""
         planes, sizes = self.resize(images)
         x = (planes - self.mean) / self.std
         if not self.size_divisibility:

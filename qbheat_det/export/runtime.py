@@ -43,10 +43,8 @@ class ExportedModel:
     def open(cls, path: str | Path, *, device: str | None = None) -> "ExportedModel":
         """Opens ``.onnx`` in onnxruntime or ``.pt2`` in PyTorch.
 
-        Args:
-            path: file; ``head_NAME.onnx`` of a shared-encoder export needs its encoder beside it.
-            device: "cpu" or "cuda"; by default the GPU if onnxruntime has one. A ``.pt2`` runs on
-                the CPU, where it was exported.
+        A ``head_NAME.onnx`` of a shared-encoder export needs its encoder beside it. ``device`` is
+        "cpu" or "cuda", by default the GPU if onnxruntime has one; a ``.pt2`` runs on the CPU.
 
         Raises:
             UserError: the file is missing, damaged or not an export, or its runtime is not
@@ -63,9 +61,7 @@ class ExportedModel:
         return opener(Path(path), device)
 
     def __call__(self, images: Images) -> Any:
-        """
-        Args:
-            images: (N, H, W, 3), uint8, in ``info.pixel_format``.
+        """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
 
         Returns:
             Of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
@@ -74,7 +70,7 @@ class ExportedModel:
 
         Raises:
             ValueError: the images have another shape or type, or no pixels.
-            UserError: the program does not run on them, or its outputs are not those it describes.
+            UserError: the program fails.
         """
         return _format(self.run(images), self.info, images)
 

@@ -61,9 +61,8 @@ def add_entry(
 
     Args:
         weights: of a trained model or a bare backbone, with its config inside or beside it.
-        description: fields of ``ZooEntry`` that the file does not hold: name, summary, config,
-            data, data_licence, licence and command; and commit and date, empty for those of the
-            file or the checkout, and for today.
+        description: fields of ``ZooEntry`` that the file does not hold; an empty commit is that of
+            the file or the checkout, an empty date today.
         metrics: measured with the weights.
         output: a folder with an index of its own; None ships the file with the package.
         replace: whether the entry may exist.

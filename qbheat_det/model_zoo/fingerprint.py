@@ -1,13 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Functional fingerprints: numbers that weights, pre-processing and code give together.
 
-A hash proves that a file is whole, not that today's code reads, resizes, normalises and computes
-as the code did that measured the metrics. So an entry also holds statistics of its model's outputs
-on synthetic images, drawn by integer arithmetic and read like any image file: through the config's
-mapper, the model's normalisation and its padding.
-
-Compared are raw outputs: maps, logits and boxes before any threshold, sort or suppression. The
-final detections are compared loosely.
+Statistics of a model's raw outputs (maps, logits and boxes before any threshold, sort or
+suppression) on synthetic images, drawn by integer arithmetic and read like any image file, show
+whether today's code computes what the code did that measured the metrics. Final detections are
+compared loosely.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Steps that pass over weights and gradients once: fused optimizers, and clipping beside them.
 
-PyTorch's AdamW and SGD take a parameter at a time on a CPU, a dozen small operators each; its
-fused kernels read weights, gradients and moments once, on CPUs and GPUs. They compute the same up
-to rounding and keep the same state, so that checkpoints go both ways.
+PyTorch's fused kernels compute the same up to rounding and keep the same state, so that
+checkpoints go both ways.
 """
 
 import logging

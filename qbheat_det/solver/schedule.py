@@ -26,12 +26,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     to itself, and with another ``SOLVER.IMS_PER_BATCH`` or other data to what ``cfg`` would have
     resolved to. Epochs override iterations.
 
-    Args:
-        cfg: config; not changed.
-        num_images: images in an epoch, after the filters of ``DATALOADER``.
-
-    Returns:
-        A copy, frozen if ``cfg`` is.
+    Returns a copy, frozen if ``cfg`` is; ``num_images`` are after the filters of ``DATALOADER``.
 
     Raises:
         UserError: a value of the schedule is invalid, or two contradict each other.
