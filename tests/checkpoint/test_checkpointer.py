@@ -222,14 +222,12 @@ def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path: Path) -
     checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
     checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
     assert counter.value == 0
-
-
-def test_what_is_damaged_or_no_checkpoint_of_a_run_is_not_resumed_from(tmp_path: Path) -> None:
-    SafeCheckpointer(TinyDetector(), str(tmp_path)).save("model_0000003", iteration=3)
+    # Weights without the rest of a run, and a damaged file alone, are not resumed from.
+    SafeCheckpointer(TinyDetector(), str(tmp_path / "bare")).save("model_0000003", iteration=3)
     for _ in range(2):
         with pytest.raises(UserError, match=r"model_0000003\.pth"):
-            _resume(tmp_path)
-        _cut(tmp_path / "model_0000003.pth")
+            _resume(tmp_path / "bare")
+        _cut(tmp_path / "bare" / "model_0000003.pth")
 
 
 def _cut(path: Path) -> None:

@@ -39,20 +39,15 @@ def _largest_file(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_new_file_takes_the_place_of_the_old_one_and_makes_its_folder(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "file"
-    for content in (b"old", b"new"):
-        write_atomically(path, lambda stream, content=content: stream.write(content))
-        assert path.read_bytes() == content
-    assert _names(path.parent) == ["file"]
-
-
-def test_rights_of_a_new_file_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
+    path, before = tmp_path / "new" / "file", os.umask(0o027)
     try:
-        write_atomically(tmp_path / "file", lambda stream: stream.write(b"x"))
+        for content in (b"old", b"new"):
+            write_atomically(path, lambda stream, content=content: stream.write(content))
+            assert path.read_bytes() == content
     finally:
         os.umask(before)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert _names(path.parent) == ["file"]
 
 
 def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path: Path) -> None:

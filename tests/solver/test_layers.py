@@ -34,13 +34,6 @@ def test_mobile_former_counts_stem_and_tokens_then_twelve_blocks_then_the_expans
     assert set(expected.values()) == set(range(1, 15))
 
 
-def test_only_layers_that_are_built_count() -> None:
-    backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s8"])
-    above = layers_above(backbone)
-    assert {above["tokens"], above["stem.weight"]} == {7}
-    assert {number for name, number in above.items() if name.startswith("stages.2.2.")} == {1}
-
-
 def test_a_pyramids_own_convolutions_stand_level_with_the_head() -> None:
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.NAME = "build_mobile_former_fpn_backbone"
