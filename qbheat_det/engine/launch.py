@@ -137,13 +137,13 @@ def _create_local_process_group(size: int) -> None:
 
 def distribute(model: nn.Module) -> nn.Module:
     """Wraps a model in ``DistributedDataParallel`` if there are several processes."""
-    options = {
-        "broadcast_buffers": False,
-        "find_unused_parameters": may_have_unused_parameters(model),
-    }
-    if next(model.parameters()).device.type == "cpu":
-        options["device_ids"] = None  # Detectron2 passes one by default
-    return create_ddp_model(model, **options)
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return create_ddp_model(
+        model,
+        broadcast_buffers=False,
+        find_unused_parameters=may_have_unused_parameters(model),
+        **({"device_ids": None} if on_cpu else {}),  # Detectron2 passes one by default
+    )
 
 
 def may_have_unused_parameters(model: nn.Module) -> bool:

@@ -47,9 +47,9 @@ class EvalHook(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores ``state_dict``; a best value of another metric is forgotten."""
-        self.best = dict(state_dict)
-        if self.best.pop("metric") != self._best_metric:
-            self.best = {}
+        metric, best = state_dict["metric"], {**state_dict}
+        del best["metric"]
+        self.best = best if metric == self._best_metric else {}
 
     def after_step(self) -> None:
         """Evaluates if it is due and there are test sets."""

@@ -69,7 +69,7 @@ class NeighbourScorer:
         assert backbone is not None
 
         def describe(batch: list[dict[str, Any]]) -> Tensor:
-            return backbone(model.preprocess_image(batch))[name].mean(dim=(2, 3))  # type: ignore[no-any-return]
+            return backbone(model.preprocess_image(batch))[name].mean(dim=(2, 3))
 
         train, val = (extract_features(describe, batches) for batches in self._batches)
         skipped = [error for batches in self._batches for error in batches.skipped.values()]
