@@ -4,8 +4,8 @@
 
 Each objective is pre-trained under each seed; its frozen encoder is probed (nearest neighbors,
 linear, tran-k) and, with annotations, gets detectors. Every step is a command in a process of its
-own that continues where it was stopped: repeat this command to go on. OUTPUT/comparison.md, .svg,
-.png and .json are rewritten after each step.
+own that continues where it was stopped: repeat this command to go on. OUTPUT/comparison.md, .svg
+and .json are rewritten after each step.
 
 examples:
   # the commands, and which are done

@@ -8,7 +8,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +20,27 @@ from detectron2.engine import HookBase
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Image
+from qbheat_det.core.figures import Image, Table
 from qbheat_det.core.text import format_duration
 from qbheat_det.engine import Trainer, build_config, setup
+from qbheat_det.engine.hooks.visualize import VISUALIZATIONS_DIR
 from qbheat_det.engine.media import read_bgr, write_image
 from qbheat_det.engine.predict import build_predictor
 
 from . import load_figures
 from .box_drawing import add_heading, draw_instances, tile_images
-from .demo_report import NOTE, PRETRAINED, RANDOM, DemoReport, Probe, build_page, list_scores
-from .page import write_page
+from .page import Fact, Page, Section, write_page
+from .plotting import chart_image, list_styles, start_chart, themed
+from .run import read_metrics
+from .training_log import Curve, read_series
 
-CONFIGS = ("demo/toy_qb_heat.yaml", "demo/toy_probe.yaml")
+PRETRAINED, RANDOM = "QB-Heat", "random"
+NOTE = (
+    "One seed, minutes of training and a few hundred images: AP that differs by a point or two "
+    "between the backbones may be noise, and so may the order. docs/results.md has longer runs."
+)
+_CONFIGS = ("demo/toy_qb_heat.yaml", "demo/toy_probe.yaml")
+_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 _NUM_IMAGES = 12
 _NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
 _SCORE_THRESHOLD = 0.2
@@ -84,13 +93,12 @@ def run_demo(
     """
     load_figures()  # for the visualizations of pre-training
     start, page = time.monotonic(), output / "report.html"
-    if page.exists():
-        print(f"{page} exists: training again, and replacing it at the end")
     print(f"1/4  pre-training without boxes (full logs: {output}/*/log.txt)", flush=True)
-    trainer = _start_run(CONFIGS[0], output / "pretraining", pretraining)
+    trainer = _start_run(_CONFIGS[0], output / "pretraining", pretraining)
     trainer.export("model_random")
     trainer.train()
-    probes = {}
+    cfgs: dict[str, CfgNode] = {}
+    metrics: dict[str, dict[str, float]] = {}
     stems = {PRETRAINED: "model_final", RANDOM: "model_random"}
     for number, (name, stem) in enumerate(stems.items(), start=2):
         print(f"{number}/4  a decoder on the frozen backbone: {name}", flush=True)
@@ -98,26 +106,76 @@ def run_demo(
         export_backbone(str(output / "pretraining" / f"{stem}.safetensors"), backbone,
                         overwrite=True, num_images=_NUM_RECALIBRATED)  # fmt: skip
         folder = output / f"probe_{name.lower().replace('-', '_')}"
-        probe = _start_run(CONFIGS[1], folder, ["MODEL.WEIGHTS", str(backbone), *detection])
-        probes[name] = Probe(probe.cfg, probe.train().get("bbox", {}))
+        probe = _start_run(_CONFIGS[1], folder, ["MODEL.WEIGHTS", str(backbone), *detection])
+        cfgs[name], metrics[name] = probe.cfg, probe.train().get("bbox", {})
     print(f"4/4  predicting on {_NUM_IMAGES} new images for the report", flush=True)
-    cfg = probes[PRETRAINED].cfg
-    names = (trainer.cfg.DATASETS.TRAIN[0], cfg.DATASETS.TRAIN[0], cfg.DATASETS.TEST[0])
+    images = _draw_predictions(cfgs[PRETRAINED], output)
+    write_page(build_page(trainer.cfg, cfgs, metrics, images), page)
+    print("\nCOCO metrics on new images, decoder on a frozen backbone:")
+    for name, own in metrics.items():
+        print(f"{name:<8} AP {own.get('AP', np.nan):>5.1f}   AP50 {own.get('AP50', np.nan):>5.1f}")
+    took = format_duration(time.monotonic() - start)
+    print(f"{NOTE}\ntook  {took}\nopen  {page.resolve()}")
+
+
+def build_page(
+    pretraining: CfgNode,
+    probes: Mapping[str, CfgNode],
+    metrics: Mapping[str, Mapping[str, float]],
+    predictions: Sequence[Image],
+) -> Page:
+    """Returns the page.
+
+    Args:
+        pretraining: config; ``OUTPUT_DIR`` has ``metrics.json`` and ``visualizations``.
+        probes: configs of the detectors by backbone, equal but for the weights.
+        metrics: of the detectors' boxes, in percent.
+        predictions: of the detector on ``PRETRAINED`` beside ground truth.
+    """
+    cfg = probes[PRETRAINED]
+    names = (pretraining.DATASETS.TRAIN[0], cfg.DATASETS.TRAIN[0], cfg.DATASETS.TEST[0])
     unlabelled, train, val = (len(DatasetCatalog.get(name)) for name in names)
-    images = _draw_predictions(cfg, output)
-    report = DemoReport(
-        pretraining=trainer.cfg,
-        probes=probes,
-        config_files=(get_config_path(CONFIGS[0]), get_config_path(CONFIGS[1])),
-        seconds=time.monotonic() - start,
-        num_images=(unlabelled, train, val),
-        score_threshold=_SCORE_THRESHOLD,
-    )
-    write_page(build_page(report, images), page)
-    print(f"\nCOCO metrics on {val} new images, decoder on a frozen backbone:")
-    for name, ap, ap50, _ in list_scores(probes):
-        print(f"{name:<8} AP {ap:>5}   AP50 {ap50:>5}")
-    print(f"{NOTE}\ntook  {format_duration(report.seconds)}\nopen  {page.resolve()}")
+    curves = {name: _read(one, "bbox/AP50") for name, one in probes.items()}
+    losses = {view: _read(pretraining, f"reconstruction/loss_{view}")
+              for view in ("corner", "centre")}  # fmt: skip
+    rows = [(name, *(f"{own.get(key, np.nan):.1f}" for key in _METRICS))
+            for name, own in metrics.items()]  # fmt: skip
+    train_net = "python tools/train_net.py --config-file"
+    configs = [get_config_path(name) for name in _CONFIGS]
+    return Page(
+        title="Pre-trained without labels, frozen, and trained to detect",
+        lead=f"A small Mobile-Former was pre-trained with QB-Heat on {unlabelled:,} images without "
+        f"boxes. Then it was frozen, and the decoder of {cfg.MODEL.META_ARCHITECTURE} was trained "
+        f"on {train:,} images with boxes; so was the same decoder on the same backbone with random "
+        f"weights. Both were evaluated on {val:,} new images.",
+        facts=[Fact(f"{own.get('AP50', np.nan):.1f}", f"AP50, {name}", "frozen backbone")
+               for name, own in metrics.items()],
+        sections=[
+            Section("Is the pre-trained backbone better?", [NOTE],
+                    _plot(curves, "AP50 (%)", "AP50 on the new images during training."),
+                    Table(("Frozen backbone", *_METRICS), rows)),
+            Section("Reconstructions",
+                    ["The encoder sees one quarter of the image; linear models propagate its "
+                     "features to the others, and a small decoder turns them into pixels."],
+                    [*_find_visualizations(pretraining, "reconstructions"),
+                     *_plot(losses, "loss", "Loss on the masked positions of new images.")]),
+            Section("Spectrum of the linear models",
+                    ["Magnitudes of the eigenvalues of A (along x) and B (along y); in grey, "
+                     "matrices with the same singular values in random directions."],
+                    _find_visualizations(pretraining, "spectrum")),
+            Section("Predictions on new images",
+                    [f"The first images of the set; boxes of score {_SCORE_THRESHOLD} or more."],
+                    predictions),
+            Section("The same by hand", code=[
+                f"{train_net} {configs[0]}",
+                f"{train_net} {configs[1]} MODEL.WEIGHTS "
+                f"{pretraining.OUTPUT_DIR}/model_final.safetensors",
+                f"python tools/predict.py --weights {cfg.OUTPUT_DIR}/model_final.pth "
+                "--input photo.jpg --output images",
+            ]),
+        ],
+        footer="Written by tools/demo.py of qbheat_det.",
+    )  # fmt: skip
 
 
 def _start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
@@ -162,11 +220,43 @@ def _draw_predictions(cfg: CfgNode, output: Path) -> list[Image]:
             add_heading(draw_instances(rgb, instances, names), title)
             for title, instances in (("Prediction", found), ("Ground truth", truth))
         ]
-        image = tile_images(panels, columns=2, gap=6)
+        drawn.append(tile_images(panels, columns=2, gap=6))
         stem = Path(record["file_name"]).stem
-        write_image(output / "images" / f"{stem}.png", image[:, :, ::-1])
+        write_image(output / "images" / f"{stem}.png", drawn[-1][:, :, ::-1])
         caption = f"Image {stem}: {len(truth)} annotated, {len(found)} predicted"
-        images.append(Image.from_rgb(image, alt=caption, caption=caption))
-        drawn.append(image)
+        images.append(Image.from_rgb(drawn[-1], alt=caption, caption=caption))
     write_image(output / "predictions.jpg", tile_images(drawn[:6], columns=2, gap=12)[:, :, ::-1])
     return images
+
+
+def _find_visualizations(cfg: CfgNode, name: str) -> list[Image]:
+    """Returns the images of a figure that the run drew last, if any."""
+    media_types = {".svg": "image/svg+xml", ".png": "image/png", ".jpg": "image/jpeg"}
+    paths = [path for path in (Path(cfg.OUTPUT_DIR) / VISUALIZATIONS_DIR).glob(f"{name}_*")
+             if path.suffix in media_types]  # fmt: skip
+    last = max((int(path.stem.rsplit("_", 1)[-1]) for path in paths), default=0)
+    return [
+        Image(path.read_bytes(), media_types[path.suffix], name, f"After {last:,} steps.")
+        for path in sorted(paths)
+        if int(path.stem.rsplit("_", 1)[-1]) == last
+    ]
+
+
+def _read(cfg: CfgNode, key: str) -> Curve:
+    path = Path(cfg.OUTPUT_DIR) / "metrics.json"
+    return read_series(read_metrics(path) if path.is_file() else [], key)
+
+
+@themed
+def _plot(curves: Mapping[str, Curve], label: str, caption: str) -> list[Image]:
+    """Returns a chart; none if there are fewer than two points."""
+    if not any(len(x) > 1 for x, _ in curves.values()):
+        return []
+    figure, axes = start_chart(height=3.2)
+    for (name, (x, values)), style in zip(curves.items(), list_styles(len(curves)), strict=True):
+        axes.plot(x, values, label=name, **style)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(label)
+    axes.legend()
+    return [chart_image(figure, caption=caption)]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""COCO's metrics of a run's detections, from its last evaluation where that is safe, else new."""
+"""COCO's metrics of a run's detections, and their charts."""
 
 import contextlib
 import io
@@ -28,7 +28,6 @@ from qbheat_det.evaluation import complete_annotations
 
 from .plotting import add_legend, list_styles, start_chart, start_figure, themed, to_text, to_texts
 from .run import Run
-from .training_log import get_last_metric, read_evaluation
 
 Array = npt.NDArray[np.float64]
 Entry = Mapping[str, Any]
@@ -37,9 +36,7 @@ SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
 """COCO's ranges of areas: below 32² pixels, below 96², and above."""
 CURVE_IOUS = {0.5: 0, 0.75: 5}
 """Rows in COCO's IoU thresholds (0.50 to 0.95) whose precision-recall curves are kept."""
-RESULTS_FILE = "coco_instances_results.json"
 _MOST_CLASSES = 40  # in a chart; of more classes, the best and the worst, half each
-_TOLERANCE = 1e-6  # percent; the two libraries of COCO's metrics differ by rounding
 
 
 @dataclass(frozen=True)
@@ -98,15 +95,9 @@ class DetectionSet:
         return cls(name, Path(json_file), root, content, names, ids)
 
 
-def evaluate_run(run: Run, dataset: DetectionSet) -> tuple[Any, bool]:
-    """Evaluates a run as ``evaluate_boxes`` does.
-
-    The detections that its last evaluation wrote are used if their AP is the one that was logged
-    last: then the file is complete, and of this dataset and these weights. Otherwise the model is
-    run on all images.
-
-    Returns:
-        The evaluator, and whether the run's own detections were used.
+@torch.no_grad()
+def detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
+    """Returns the detections of a run on all images of a dataset, in COCO's format.
 
     Raises:
         NotApplicable: the model has other classes.
@@ -118,13 +109,15 @@ def evaluate_run(run: Run, dataset: DetectionSet) -> tuple[Any, bool]:
             f"'{run.label}' has the classes {join_first(names)}, unlike '{dataset.json_file}' "
             f"({join_first(dataset.class_names)})"
         )
-    results = read_evaluation(run, RESULTS_FILE)
-    if _is_valid(results, dataset):
-        evaluator = evaluate_boxes(dataset.content, results)
-        ap = score_detections(evaluator).summary["AP"]
-        if abs(ap - get_last_metric(run, "bbox/AP")) < _TOLERANCE:
-            return evaluator, True
-    return evaluate_boxes(dataset.content, _predict(run, dataset)), False
+    loader = Trainer.build_test_loader(run.cfg, dataset.name)
+    model = run.model
+    results: list[dict[str, Any]] = []
+    for inputs in tqdm(loader, desc=f"detecting for {run.label}", unit="batch"):
+        for entry, output in zip(inputs, model(inputs), strict=True):
+            results += instances_to_coco_json(output["instances"].to("cpu"), entry["image_id"])
+    for entry in results:
+        entry["category_id"] = dataset.category_ids[entry["category_id"]]
+    return results
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
@@ -244,30 +237,3 @@ def _index(content: Entry) -> COCO:
     complete_annotations(coco.dataset)
     coco.createIndex()
     return coco
-
-
-def _is_valid(results: Any, dataset: DetectionSet) -> bool:
-    images = {image["id"] for image in dataset.content["images"]}
-    try:
-        return results is not None and all(
-            entry["image_id"] in images
-            and entry["category_id"] in dataset.category_ids
-            and len([*map(float, entry["bbox"]), float(entry["score"])]) == 5
-            for entry in results
-        )
-    except (KeyError, TypeError, ValueError):
-        return False
-
-
-@torch.no_grad()
-def _predict(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
-    """Returns the detections of all images in COCO's format."""
-    loader = Trainer.build_test_loader(run.cfg, dataset.name)
-    model = run.model
-    results: list[dict[str, Any]] = []
-    for inputs in tqdm(loader, desc=f"detecting for {run.label}", unit="batch"):
-        for entry, output in zip(inputs, model(inputs), strict=True):
-            results += instances_to_coco_json(output["instances"].to("cpu"), entry["image_id"])
-    for entry in results:
-        entry["category_id"] = dataset.category_ids[entry["category_id"]]
-    return results

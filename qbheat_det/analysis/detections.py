@@ -29,7 +29,8 @@ from .detection_scores import (
     CURVE_IOUS,
     DetectionScores,
     DetectionSet,
-    evaluate_run,
+    detect,
+    evaluate_boxes,
     plot_ap_by_class,
     plot_ap_by_size,
     plot_precision_recall,
@@ -51,7 +52,6 @@ class RunDetections:
     """The detections of one run; ``threshold`` is the lowest score that is counted or drawn."""
 
     label: str
-    from_run: bool
     scores: DetectionScores
     errors: DetectionErrors
     threshold: float
@@ -89,11 +89,11 @@ def draw_detections(
     def evaluate(run: Run) -> tuple[DetectionSet, RunDetections]:
         run.require_kind("detector")
         dataset = DetectionSet.read(given or run.find_set("test"))
-        evaluator, from_run = evaluate_run(run, dataset)
+        evaluator = evaluate_boxes(dataset.content, detect(run, dataset))
         errors = find_errors(evaluator)
         threshold = choose_threshold(errors) if score is None else score
         scores = score_detections(evaluator)
-        return dataset, RunDetections(run.label, from_run, scores, errors, threshold)
+        return dataset, RunDetections(run.label, scores, errors, threshold)
 
     results = run_each(runs, evaluate, nothing="no detections")
     groups: dict[str, tuple[DetectionSet, list[RunDetections]]] = {}
@@ -254,7 +254,6 @@ def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, 
         missed = find_missed_boxes(errors, run.threshold)
         alarms = find_false_alarms(errors, run.threshold)
         return {
-            "detections_from": "the run's last evaluation" if run.from_run else "inference",
             **scores.summary,
             "class_ap": dict(zip(names, scores.class_ap, strict=True)),
             "errors_from_score": run.threshold,

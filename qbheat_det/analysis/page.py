@@ -43,9 +43,9 @@ class Page:
 
     title: str
     lead: str
-    facts: Sequence[Fact]
     sections: Sequence[Section]
     footer: str
+    facts: Sequence[Fact] = ()
 
 
 def write_page(page: Page, path: str | os.PathLike[str]) -> None:

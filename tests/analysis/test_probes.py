@@ -117,10 +117,10 @@ def test_checkpoints_and_random_backbones_of_one_file(tmp_path: Path) -> None:
 
 def test_series_are_runs_exports_or_the_objectives_of_a_comparison(tmp_path: Path) -> None:
     exports = [make_row(f"out/{name}.safetensors", None) for name in "ab"]
-    results = read_probes(write(tmp_path / "1.json", *exports)).results
+    results = read_probes(write(tmp_path / "1.json", *exports))[1]
     assert [result.series for result in results] == ["out/a", "out/b"]
     runs = [make_row(f"{name}/seed1/{seen}.pth", seen) for name in "ab" for seen in (8, 16)]
-    results = read_probes(write(tmp_path / "2.json", *runs)).results
+    results = read_probes(write(tmp_path / "2.json", *runs))[1]
     assert [result.series for result in results] == ["a/seed1"] * 2 + ["b/seed1"] * 2
     rows = [make_row(f"{seed}/x.pth", 8) | {"series": "qb_heat"} for seed in (1, 2)]
     (tmp_path / "cmp").mkdir()

@@ -61,7 +61,8 @@ def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:
     figure = make_figure([], FigureOptions())
     section = Section("S & T", figure.explanation, list(figure.images.values()), figure.table,
                       ["a <b>"])  # fmt: skip
-    page = Page("<title>", "lead \udcff", [Fact("1", "<label>", "note")], [section] * 4, "end")
+    facts = [Fact("1", "<label>", "note")]
+    page = Page("<title>", "lead \udcff", [section] * 4, "end", facts)
     write_page(page, tmp_path / "new" / "page.html")
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
@@ -133,7 +134,7 @@ def test_runs_are_described_as_far_as_their_files_tell(run: str, tmp_path: Path)
     bare = Run.open(tmp_path / "probes.json", label="bare")
     table = describe_runs([Run.open(run), bare])
     assert table.rows == [
-        ("a", "detector", "SyncRetinaNet", "MobileFormer + FPN", "model_final.safetensors", "10",
-         "unknown", "160"),
-        ("bare", *["unknown"] * 7),
+        ("a", "detector", "SyncRetinaNet", "build_mobile_former_fpn_backbone",
+         "model_final.safetensors", "10", "unknown"),
+        ("bare", *["unknown"] * 6),
     ]  # fmt: skip
