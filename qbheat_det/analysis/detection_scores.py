@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -32,8 +31,6 @@ from .run import Run
 Array = npt.NDArray[np.float64]
 Entry = Mapping[str, Any]
 
-SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
-"""COCO's ranges of areas: below 32² pixels, below 96², and above."""
 CURVE_IOUS = {0.5: 0, 0.75: 5}
 """Rows in COCO's IoU thresholds (0.50 to 0.95) whose precision-recall curves are kept."""
 _MOST_CLASSES = 40  # in a chart; of more classes, the best and the worst, half each
@@ -157,7 +154,7 @@ def score_detections(evaluator: Any) -> DetectionScores:
         warnings.simplefilter("ignore", category=RuntimeWarning)  # mean of nan alone is nan
         parts = {"AP": precision[..., 0], "AP50": precision[0, ..., 0],
                  "AP75": precision[5, ..., 0]}  # fmt: skip
-        parts |= {key: precision[..., area] for area, key in enumerate(SIZES, start=1)}
+        parts |= {key: precision[..., area] for area, key in enumerate(("APs", "APm", "APl"), 1)}
         return DetectionScores(
             summary={key: float(100 * np.nanmean(part)) for key, part in parts.items()},
             class_ap=100 * np.nanmean(precision[..., 0], axis=(0, 1)),
@@ -165,19 +162,6 @@ def score_detections(evaluator: Any) -> DetectionScores:
             recall=np.asarray(evaluator.params.recThrs),
             precision=np.nanmean(precision[list(CURVE_IOUS.values()), :, :, 0], axis=2),
         )
-
-
-@themed
-def plot_ap_by_size(scores: Scores) -> MplFigure:
-    """Draws AP, AP50, AP75 and the APs of small, medium and large boxes, a bar for each run."""
-    figure, axes = start_chart(height=3.4)
-    keys = list(next(iter(scores.values())).summary)
-    _draw_bars(axes, {name: np.array([*one.summary.values()]) for name, one in scores.items()})
-    axes.set_xticks(range(len(keys)), [SIZES.get(key, key) for key in keys])
-    axes.set_ylabel("AP (%)")
-    axes.set_title("Average precision: over IoU, at one IoU, and by size of the boxes")
-    add_legend(figure, axes)
-    return figure
 
 
 @themed
@@ -189,7 +173,14 @@ def plot_ap_by_class(scores: Scores, class_names: Sequence[str]) -> MplFigure:
     if len(order) > _MOST_CLASSES:
         order = order[: _MOST_CLASSES // 2] + order[-_MOST_CLASSES // 2 :]
     figure, axes = start_chart(height=1.3 + len(order) * max(0.3, 0.15 * len(scores)))
-    _draw_bars(axes, {name: one.class_ap[order] for name, one in scores.items()}, upright=False)
+    width = 0.8 / len(scores)
+    styles = list_styles(len(scores))
+    for index, ((name, one), style) in enumerate(zip(scores.items(), styles, strict=True)):
+        rows = np.arange(len(order)) - 0.4 + (index + 0.5) * width
+        values = np.nan_to_num(one.class_ap[order])
+        bars = axes.barh(rows, values, 0.92 * width, color=style["color"], label=to_text(name))
+        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
+    axes.margins(x=0.12)
     names = to_texts([class_names[k] for k in order], longest=24)
     labels = [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
     axes.set_yticks(range(len(order)), labels)
@@ -215,20 +206,6 @@ def plot_precision_recall(scores: Scores) -> MplFigure:
     panels[0].set_ylabel("precision")
     add_legend(figure, panels[0])
     return figure
-
-
-def _draw_bars(axes: Axes, values: Mapping[str, Array], *, upright: bool = True) -> None:
-    """Draws groups of bars, one of each run, with their numbers; nan has no bar."""
-    width = 0.8 / len(values)
-    for index, (name, own) in enumerate(values.items()):
-        positions = np.arange(len(own)) - 0.4 + (index + 0.5) * width
-        draw = axes.bar if upright else axes.barh
-        style = {"color": list_styles(index + 1)[index]["color"], "label": to_text(name)}
-        bars = draw(positions, np.nan_to_num(own), 0.92 * width, edgecolor="none", **style)
-        if not upright or len(values) <= 3:
-            texts = ["-" if np.isnan(value) else f"{value:.1f}" for value in own]
-            axes.bar_label(bars, texts, fontsize=7, padding=2)
-    axes.margins(0.05, 0.12) if upright else axes.margins(0.12, 0.05)
 
 
 def _index(content: Entry) -> COCO:

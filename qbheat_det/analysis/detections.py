@@ -32,7 +32,6 @@ from .detection_scores import (
     detect,
     evaluate_boxes,
     plot_ap_by_class,
-    plot_ap_by_size,
     plot_precision_recall,
     score_detections,
 )
@@ -42,7 +41,6 @@ from .run import Run
 
 TRUTH_COLOR: Color = (64, 156, 255)
 FOUND_COLOR: Color = (255, 150, 30)
-_LISTED = 50  # errors in the JSON
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
 _CELLS = 8  # crops of missed boxes, and of false alarms
 
@@ -117,10 +115,9 @@ def draw_detections(
 
 
 def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
-    """Draws AP by size, precision over recall and, of several classes, AP by class."""
+    """Draws precision over recall and, of several classes, AP by class."""
     scores = {run.label: run.scores for run in runs}
     charts = {
-        "sizes": (plot_ap_by_size(scores), "Small is below 32 x 32 pixels, large above 96 x 96."),
         "precision_recall": (plot_precision_recall(scores), "The area is AP50, or AP75."),
     }
     if len(dataset.class_names) > 1:
@@ -250,23 +247,13 @@ def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, 
     first, names = runs[0].scores, dataset.class_names
 
     def collect_run(run: RunDetections) -> dict[str, Any]:
-        errors, scores = run.errors, run.scores
-        missed = find_missed_boxes(errors, run.threshold)
-        alarms = find_false_alarms(errors, run.threshold)
         return {
-            **scores.summary,
-            "class_ap": dict(zip(names, scores.class_ap, strict=True)),
+            **run.scores.summary,
+            "class_ap": dict(zip(names, run.scores.class_ap, strict=True)),
             "errors_from_score": run.threshold,
-            "errors": count_errors(errors, run.threshold),
-            "missed": [describe(errors.truth, b) for b in missed[:_LISTED]],
-            "false_alarms": [describe(errors.found, d, score=errors.scores[d])
-                             for d in alarms[:_LISTED]],
-            "precision": dict(zip(CURVE_IOUS, scores.precision, strict=True)),
-        }  # fmt: skip
-
-    def describe(boxes: Any, index: int, **more: float) -> dict[str, Any]:
-        own = {"image_id": boxes.image_ids[index], "class": names[boxes.classes[index]]}
-        return {**own, "xyxy": boxes.xyxy[index], **more}
+            "errors": count_errors(run.errors, run.threshold),
+            "precision": dict(zip(CURVE_IOUS, run.scores.precision, strict=True)),
+        }
 
     return {
         "annotations": dataset.json_file.name,

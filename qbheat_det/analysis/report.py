@@ -2,7 +2,6 @@
 """One page with every figure of several runs, and the reason for each that is missing."""
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from qbheat_det.core.figures import (
     remove_figure,
     write_figure,
 )
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import check_writable
 
 from .figure import FigureOptions
 from .page import Page, Section, write_page
@@ -66,22 +65,16 @@ def build_report(
         UserError: a file cannot be written, which is found before the first figure is drawn.
     """
     folder = output.with_suffix("")
-    stale = _list_figures(folder)
     results = {name: FigureResult(name) for name in names}
     about = Section("Runs", table=describe_runs(runs))
 
     def write() -> None:
         write_page(_build_page(about, [run.label for run in runs], results.values(), command),
                    output)  # fmt: skip
-        content = [
-            {"name": r.name, "drawn": r.figure is not None, "reason": "" if r.figure else r.reason}
-            for r in results.values()
-        ]
-        text = json.dumps({"figures": content}, indent=1)
-        write_atomically(folder / "report.json", lambda stream: stream.write(text.encode()))
 
+    check_writable(folder / "curves.json")
     write()
-    for name in stale:
+    for name in FIGURES:  # of an earlier report
         remove_figure(name, folder)
     with tqdm(names, unit="figure") as bar:
         for name in bar:
@@ -145,12 +138,3 @@ def describe_runs(runs: Iterable[Run]) -> Table:
             backbone = run.cfg.MODEL.BACKBONE.NAME
         rows.append((run.label, kind, model, backbone, weights, number, epochs))
     return Table(("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs"), rows)
-
-
-def _list_figures(folder: Path) -> list[str]:
-    """Returns the figures of the report that an earlier call left in the folder."""
-    try:
-        figures = json.loads((folder / "report.json").read_bytes())["figures"]
-        return [str(figure["name"]) for figure in figures if figure["drawn"]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return []

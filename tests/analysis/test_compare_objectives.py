@@ -15,16 +15,11 @@ from typing import Any
 import pytest
 
 from qbheat_det.analysis.compare_objectives import execute, results
-from qbheat_det.analysis.compare_objectives.execute import compare, count_threads, is_done
-from qbheat_det.analysis.compare_objectives.objectives import (
-    RANDOM,
-    list_objectives,
-    load_objectives,
-)
+from qbheat_det.analysis.compare_objectives.execute import compare, is_done
+from qbheat_det.analysis.compare_objectives.objectives import RANDOM, load_objectives
 from qbheat_det.analysis.compare_objectives.plan import WEIGHTS, Comparison, Job, Row, list_jobs
 from qbheat_det.analysis.compare_objectives.results import (
     measure_row,
-    plot_comparison,
     render_tables,
     summarize,
 )
@@ -70,12 +65,9 @@ def ask(folders: dict[str, str], tmp_path: Path) -> Any:
 
 
 def test_all_shipped_objectives_have_one_encoder_and_one_image_size() -> None:
-    folder = Path(QB_HEAT).parent
-    configs = {path.stem for path in folder.glob("*.yaml")} - {"Base-Objective"}
+    configs = {path.stem for path in Path(QB_HEAT).parent.glob("*.yaml")} - {"Base-Objective"}
     objectives = load_objectives([])
-    assert [one.name for one in objectives] == list_objectives()
-    assert list_objectives()[0] == RANDOM
-    assert set(list_objectives()) == {RANDOM, *configs}
+    assert {one.name for one in objectives} == {RANDOM, *configs}
     assert [one.name for one in objectives if one.labelled] == ["supervised"]
 
 
@@ -239,14 +231,6 @@ def test_no_process_outlives_the_comparison(tmp_path: Path, sign: int) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_threads_are_shared_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [count_threads(jobs) for jobs in (1, 3, 20)] == [8, 2, 1]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert count_threads(1) == 1
-
-
 def test_measures_of_a_row_are_read_from_its_finished_jobs(
     ask: Any, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,22 +267,16 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     assert (comparison.output_dir / "comparison.svg").is_file()
 
 
-def test_spreads_tables_and_chart_are_those_computed_by_hand(ask: Any) -> None:
+def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
     spread = summarize({1: 10.0, 2: 14.0})
     assert (spread.mean, spread.deviation) == (12.0, pytest.approx(math.sqrt(8)))
-    assert math.isnan(summarize({1: 10.0}).deviation)
     summary = {
         "random": {"kNN": summarize({1: 2.0, 2: 2.0})},
         "qb": {"kNN": spread, "linear": summarize({1: 50.0}), "seconds": summarize({1: 90.0})},
-    }  # fmt: skip
+    }
     text = render_tables(ask("qb_heat"), summary, {})
-    assert "| 12.00 ± 2.83 (2)" in text
-    assert "| 1.5 min" in text
-    # 2 % and 50 % of 2 images.
-    assert "9.90 to 35.36 points" in text
-    axes = plot_comparison(summary).axes
-    assert [one.get_title("left") for one in axes[:2]] == ["kNN, %", "linear, %"]
-    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["random", "qb"]
+    for part in ("| 12.00 ± 2.83 (2)", "| 1.5 min", "9.90 to 35.36"):  # 2 % and 50 % of 2 images
+        assert part in text
 
 
 @pytest.mark.slow

@@ -41,15 +41,6 @@ def test_the_chart_lists_the_most_frequent_confusions(num_classes: int) -> None:
     assert 1000 < len(chart_image(figure, format="png").content)
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")
-def test_names_of_folders_can_be_anything_and_stay_apart() -> None:
-    for name in ("a$b$c", "$\\frac{", "tab\there", "\udcff", ""):
-        chart_image(plot_confusion(np.eye(2, dtype=np.int64), [name, "other"]))
-    long = [f"a rather long name of class {i} among others of that kind" for i in range(2)]
-    text = plot_confusion(np.ones((2, 2), dtype=np.int64), long).axes[1].texts[0].get_text()
-    assert len({line.split(" →")[0] for line in text.splitlines() if "→" in line}) == 2
-
-
 @pytest.fixture
 def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for index, name in enumerate(CLASSES * 3):

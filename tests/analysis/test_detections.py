@@ -93,15 +93,10 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
         "correct": 1, "classification": 1, "background": 1, "missed": 1,
         "localization": 0, "duplicate": 0, "both": 0,
     }  # fmt: skip
-    assert [(box["image_id"], box["class"]) for box in run["missed"]] == [
-        (2, "square"), (3, "disc"),
-    ]  # fmt: skip
-    (alarm,) = run["false_alarms"]
-    assert (alarm["image_id"], alarm["score"]) == (3, pytest.approx(0.2))
     assert figure.table is not None
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "sizes", "precision_recall", "classes",
+        "precision_recall", "classes",
         "predictions_1", "predictions_2", "predictions_3", "errors",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))

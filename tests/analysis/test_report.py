@@ -85,16 +85,14 @@ def test_a_report_has_every_figure_or_the_reason_why_not(
     assert "Wide &lt;things&gt;" in text
     assert "no &lt;linear&gt; models" in text
     files = {file.name for file in (tmp_path / "page").iterdir()}
-    assert files == {"curves.json", "curves_sheet.jpg", "report.json"}
+    assert files == {"curves.json", "curves_sheet.jpg"}
     assert json.loads((tmp_path / "page" / "curves.json").read_text())["data"] == {"seed": 3}
     # A figure that fails costs itself and the exit code; files of an earlier report go.
     (tmp_path / "page" / "curves_mine.jpg").write_text("")
     assert tool.main([*words, "probes", "spectrum"]) == 1
     assert "probes: ZeroDivisionError: by zero" in capsys.readouterr().err
     left = {file.name for file in (tmp_path / "page").iterdir()}
-    assert left == {"curves_mine.jpg", "report.json"}
-    (tmp_path / "page" / "report.json").write_text('{"figures": 3}')
-    assert tool.main([*words, "curves"]) == 0
+    assert left == {"curves_mine.jpg"}
 
 
 def test_an_interrupt_leaves_a_page_of_what_was_drawn(
@@ -105,10 +103,6 @@ def test_an_interrupt_leaves_a_page_of_what_was_drawn(
         tool.main([run, "--output", str(path), "--only", "curves", "beyond"])
     assert ended.value.code == 130
     assert "Wide &lt;things&gt;" in path.read_text()
-    content = json.loads((tmp_path / "page" / "report.json").read_text())
-    assert {one["name"]: one["drawn"] for one in content["figures"]} == {
-        "curves": True, "beyond": False
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["folder.html", "page.html", f"{'x' * 300}.html"])
