@@ -90,8 +90,8 @@ def test_commands_are_those_that_a_person_would_type(
         *("--image-folder", folders["train"], "--resume", "SEED", "1"),
         *("OUTPUT_DIR", str(folder / "pretraining"), "SOLVER.EPOCHS", "6.0", *opts),
     ]
-    assert probes[1:4] == ["tools/probe_backbone.py", "--weights",
-                           str(folder / "pretraining" / WEIGHTS)]  # fmt: skip
+    assert probes[1] == "tools/probe_backbone.py"
+    assert str(folder / "pretraining" / WEIGHTS) in probes
     assert str(folder / "backbone.safetensors") in export
     assert str(folder / "backbone.safetensors") in detector
     assert "--resume" in detector
@@ -264,7 +264,6 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     }  # fmt: skip
     found = read_probes(comparison.output_dir / "comparison.json")[1]
     assert {one.series for one in found} == {"qb_heat"}
-    assert (comparison.output_dir / "comparison.svg").is_file()
 
 
 def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:

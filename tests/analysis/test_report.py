@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.page import Fact, Page, Section, write_page
+from qbheat_det.analysis.page import Page, Section, write_page
 from qbheat_det.analysis.report import describe_runs
 from qbheat_det.analysis.run import Run
 from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
@@ -61,12 +61,11 @@ def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:
     figure = make_figure([], FigureOptions())
     section = Section("S & T", figure.explanation, list(figure.images.values()), figure.table,
                       ["a <b>"])  # fmt: skip
-    facts = [Fact("1", "<label>", "note")]
-    page = Page("<title>", "lead \udcff", [section] * 4, "end", facts)
+    page = Page("<title>", "lead \udcff", [section] * 4, "end")
     write_page(page, tmp_path / "new" / "page.html")
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
-                    "&lt;label&gt;", "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip
+                    "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip
         assert escaped in text
     assert not re.search(r'(src|href)="(?!data:|#)', text)
     assert "<script" not in text

@@ -78,13 +78,8 @@ def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
     said = capsys.readouterr().out
     assert said.strip().endswith(f"open  {output / 'report.html'}")
     assert said.count("step     2 of 2") == 3
-    page = (output / "report.html").read_text()
-    for title in ("backbone better?", "Reconstructions", "Spectrum", "Predictions", "hand"):
-        assert f"{title}" in page
-    assert page.count("<figure") >= 4 + 2  # predictions, reconstructions, spectrum
-    assert {p.suffix for p in (output / "images").iterdir()} == {".png"}
-    assert len(list((output / "images").iterdir())) == 4
-    assert (output / "predictions.jpg").is_file()
+    figures = {path.name.partition("_")[0] for path in (output / "report").glob("*_*")}
+    assert {"curves", "reconstructions", "spectrum", "detections"} <= figures
     for folder, backbone in (("qb_heat", "final"), ("random", "random")):
         config = (output / f"probe_{folder}" / "config.yaml").read_text()
         assert "CATEGORY_IDS:\n  - 1\n" in config

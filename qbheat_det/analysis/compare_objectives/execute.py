@@ -88,14 +88,6 @@ def is_done(job: Job) -> bool:
     return not missing
 
 
-def count_threads(jobs: int) -> int:
-    """Returns the threads of each of several processes; at most ``OMP_NUM_THREADS``."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    share = max(1, (cores or 1) // jobs)
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, max(1, int(limit))) if limit.isdecimal() else share
-
-
 class _Pool:
     """Runs the rows side by side, and the jobs of a row one after another.
 
@@ -138,7 +130,8 @@ class _Pool:
 
     def _run_job(self, job: Job) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
-        began, threads = time.time(), str(count_threads(self._jobs))
+        began = time.time()
+        threads = os.environ.get("OMP_NUM_THREADS", str((os.cpu_count() or 1) // self._jobs or 1))
         with open(job.log_file, "ab") as log:
             log.write(f"\n$ {shlex.join(job.command)}\n".encode())
             log.flush()

@@ -157,8 +157,6 @@ def list_jobs(comparison: Comparison) -> list[Row]:
             if objective.name != RANDOM:
                 _add_pretraining(comparison, row)
             _add_probes(comparison, row)
-            if comparison.detectors:
-                _add_export(comparison, row)
             for name in comparison.detectors:
                 _add_detector(comparison, row, name)
             rows.append(row)
@@ -187,33 +185,26 @@ def _add_pretraining(comparison: Comparison, row: Row) -> None:
 
 
 def _add_probes(comparison: Comparison, row: Row) -> None:
+    """Adds the probes and, for detectors, the export of the backbone."""
+    number, train = str(comparison.num_recalibrated), comparison.train_folder
+    weights = ("--weights", str(row.weights), "--recalibrate-bn", number)
     command = [
-        *_tool(comparison, "probe_backbone.py", "--weights", str(row.weights)),
-        *("--train-folder", comparison.train_folder, "--val-folder", comparison.val_folder),
-        *("--probes", *comparison.probes, "--recalibrate-bn", str(comparison.num_recalibrated)),
-        *("--json", str(row.folder / "probes" / "rows.json")),
+        *_tool(comparison, "probe_backbone.py", *weights, "--train-folder", train),
+        *("--val-folder", comparison.val_folder, "--json", str(row.folder / "probes/rows.json")),
+        *("--probes", *comparison.probes),
         *("SEED", str(row.seed)),  # the same parts of the training images for every objective
     ]
-    settings = {
-        "contents": [comparison.contents[name] for name in ("train", "val")],
-        "recalibrate_bn": comparison.num_recalibrated,
-    }
+    contents = [comparison.contents[name] for name in ("train", "val")]
+    settings: dict[str, Any] = {"contents": contents, "recalibrate_bn": number}
     row.add("probes", command, settings, (row.weights,), comparison.probes)
-
-
-def _add_export(comparison: Comparison, row: Row) -> None:
-    command = [
-        *_tool(comparison, "export_backbone.py", "--weights", str(row.weights)),
-        *("--output", str(row.backbone), "--overwrite"),
-        *("--recalibrate-bn", str(comparison.num_recalibrated)),
-        *("--image-folder", comparison.train_folder),
-        *("INPUT.DATASET_MAPPER_NAME", "pretrain"),  # whole images for every objective
-    ]
-    settings = {
-        "contents": comparison.contents["train"],
-        "recalibrate_bn": comparison.num_recalibrated,
-    }
-    row.add("export", command, settings, (row.weights,))
+    if comparison.detectors:
+        command = [
+            *_tool(comparison, "export_backbone.py", *weights, "--image-folder", train),
+            *("--output", str(row.backbone), "--overwrite"),
+            *("INPUT.DATASET_MAPPER_NAME", "pretrain"),  # whole images for every objective
+        ]
+        settings = {"contents": contents[0], "recalibrate_bn": number}
+        row.add("export", command, settings, (row.weights,))
 
 
 def _add_detector(comparison: Comparison, row: Row, detector: str) -> None:
@@ -221,10 +212,9 @@ def _add_detector(comparison: Comparison, row: Row, detector: str) -> None:
     if name != "MobileFormer":
         raise UserError(f"--detectors need MobileFormer, but MODEL.BACKBONE.NAME is '{name}'")
     config = get_config_path(DETECTORS[detector])
-    pairs = zip(comparison.opts[::2], comparison.opts[1::2], strict=True)
     variant = [
         word
-        for key, value in pairs
+        for key, value in zip(comparison.opts[::2], comparison.opts[1::2], strict=True)
         if key.startswith("MODEL.MOBILE_FORMER.") and not key.endswith("OUT_FEATURES")
         for word in (key, value)
     ]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The results of a comparison: mean and spread over seeds, as JSON, Markdown and SVG."""
+"""The results of a comparison: mean and spread over seeds, as JSON and Markdown."""
 
 import json
 import math
@@ -9,11 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as MplFigure
 from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.analysis.plotting import COLORS, QUIET, chart_image, start_figure, themed
 from qbheat_det.analysis.run import read_metrics
 from qbheat_det.checkpoint import info_of
 from qbheat_det.config import load_config
@@ -21,7 +18,6 @@ from qbheat_det.core.figures import to_json
 from qbheat_det.core.files import write_atomically
 from qbheat_det.engine.run_record import find_commit, list_versions
 
-from .objectives import RANDOM
 from .plan import DETECTORS, WEIGHTS, Comparison, Row
 
 _DETECTOR_TITLES = {"retinanet": "RetinaNet", "mf-dec-211": "MF-Dec-211"}
@@ -49,7 +45,7 @@ def summarize(values: Mapping[int, float]) -> Spread:
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:
-    """Writes ``comparison.json``, ``.md`` and ``.svg``; returns the tables.
+    """Writes ``comparison.json`` and ``comparison.md``; returns the tables.
 
     Raises:
         UserError: a file cannot be written.
@@ -77,18 +73,10 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
     }
     text = render_tables(comparison, summary, failed)
     files = {"json": json.dumps(to_json(content), indent=1).encode(), "md": text.encode()}
-    if list_measures(summary):
-        files["svg"] = chart_image(plot_comparison(summary)).content
     for suffix, data in files.items():
         path = comparison.output_dir / f"comparison.{suffix}"
         write_atomically(path, lambda stream, data=data: stream.write(data))  # type: ignore[misc]
     return text
-
-
-def list_measures(summary: Mapping[str, Mapping[str, Spread]]) -> list[str]:
-    """Returns the titles of all results, without costs."""
-    titles = dict.fromkeys(title for own in summary.values() for title in own)
-    return [title for title in titles if title not in _COSTS]
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
@@ -120,7 +108,7 @@ def render_tables(
 ) -> str:
     """Returns the tables of results and costs in Markdown."""
     images = {name: len(records) for name, records in comparison.images.items()}
-    titles = list_measures(summary)
+    titles = dict.fromkeys(k for own in summary.values() for k in own if k not in _COSTS)
     results = [[name, *(_format(own.get(title)) for title in titles)]
                for name, own in summary.items()]  # fmt: skip
     costs = [
@@ -147,41 +135,6 @@ def render_tables(
         tabulate(costs, ["objective", *(header for header, _, _ in _COSTS.values())],
                  tablefmt="github", disable_numparse=True),
     ]) + "\n"  # fmt: skip
-
-
-@themed
-def plot_comparison(summary: Mapping[str, Mapping[str, Spread]]) -> MplFigure:
-    """Draws a panel for each measure: mean, standard deviation over seeds, and single seeds.
-
-    The random encoder is a dashed line through each panel.
-    """
-    titles = [title for title in list_measures(summary) if not title.endswith("as trained")]
-    columns = min(3, len(titles))
-    rows = -(-len(titles) // columns)
-    height = rows * (0.9 + 0.32 * len(summary))
-    figure = start_figure(height=height, width=1.6 + 3.2 * columns)
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
-    for axes, title in zip(panels, titles, strict=False):
-        _draw_measure(axes, {name: own.get(title) for name, own in summary.items()})
-        axes.set_title(f"{title}, %")
-    for axes in panels[len(titles) :]:
-        axes.set_axis_off()
-    return figure
-
-
-def _draw_measure(axes: Axes, spreads: Mapping[str, Spread | None]) -> None:
-    for index, (name, spread) in enumerate(spreads.items()):
-        if spread is None:
-            continue
-        color = QUIET if name == RANDOM else COLORS[0]
-        if name == RANDOM:
-            axes.axvline(spread.mean, color=color, lw=1.2, ls="--")
-        error = None if math.isnan(spread.deviation) else spread.deviation
-        axes.errorbar(spread.mean, index, xerr=error, fmt="o", color=color, ms=6, capsize=3)
-        values = list(spread.values.values())
-        axes.plot(values, [index + 0.22] * len(values), "o", color=color, ms=2.5, alpha=0.7)
-    axes.set_yticks(range(len(spreads)), list(spreads))
-    axes.set_ylim(len(spreads) - 0.5, -0.5)
 
 
 def _measure_cost(row: Row) -> dict[str, float]:
