@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 
 from .figure import FigureOptions, run_each
 from .plotting import (
@@ -46,44 +46,40 @@ _EXPLANATION = (
 
 @register_figure("probes")
 def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws results of probes from files, in common charts where the images are the same.
+    """Draws results of probes on the images of the first file.
 
     Raises:
         NotApplicable: there are no results of probes.
         UserError: there are only files that cannot be read.
     """
-    files = run_each(runs, _read_file_of, nothing="no results of probes", needs_weights=False)
-    tasks: dict[str, list[ProbeResult]] = {}
-    names: dict[str, list[str]] = {}
+    tasks: list[str] = []
+
+    def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
+        if run.probe_file is None:
+            flag = "tools/probe_backbone.py --json"
+            raise NotApplicable(f"'{run.label}' has no {PROBE_FILES[0]} ({flag})")
+        setting, results = read_probes(run.probe_file)
+        tasks.append(json.dumps([setting.get(key) for key in ("contents", "num_classes")]))
+        if tasks[-1] != tasks[0]:
+            raise NotApplicable(f"'{run.label}' was probed on other images")
+        return setting, results
+
+    files = run_each(runs, read, nothing="no results of probes", needs_weights=False)
     data, everything = {}, []
     for label, (setting, found) in files.found.items():
         alone = len({result.series for result in found}) == 1
         prefix = f"{label}: " if len(files.found) > 1 else ""
-        results = [
-            replace(result, series=label if alone or not result.series else prefix + result.series)
-            for result in found
-        ]
-        task = json.dumps([setting.get(key) for key in ("contents", "num_classes")])  # the images
-        tasks.setdefault(task, []).extend(results)
-        names.setdefault(task, []).append(label)
+        results = [replace(r, series=label if alone else prefix + r.series) for r in found]
         everything += results
-        data[label] = {
-            "setting": setting,
-            "results": [asdict(r) | {"decoder": r.decoder.title} for r in results],
-        }
-    images: dict[str, Image] = {}
+        rows = [asdict(r) | {"decoder": r.decoder.title} for r in results]
+        data[label] = {"setting": setting, "results": rows}
+    chosen = choose_statistics(everything)
+    caption = "Top-1 under each decoder; of a run, its last checkpoint."
+    images = {"decoders": chart_image(plot_by_decoder(chosen), caption=caption)}
+    if len({result.images_seen for result in chosen if result.images_seen}) > 1:
+        caption = "Top-1 by images seen in pre-training; random backbones are level lines."
+        images["images_seen"] = chart_image(plot_by_images(chosen), caption=caption)
     paragraphs = [*_EXPLANATION, *files.explain()]
-    for number, results in enumerate(tasks.values(), start=1):
-        suffix = f"_{number}" if len(tasks) > 1 else ""
-        chosen = choose_statistics(results)
-        caption = "Top-1 under each decoder; of a run, its last checkpoint."
-        images[f"decoders{suffix}"] = chart_image(plot_by_decoder(chosen), caption=caption)
-        if len({result.images_seen for result in chosen if result.images_seen}) > 1:
-            caption = "Top-1 by images seen in pre-training; random backbones are level lines."
-            images[f"images_seen{suffix}"] = chart_image(plot_by_images(chosen), caption=caption)
-    if len(tasks) > 1:
-        listed = "; ".join(f"{', '.join(own)} ({i})" for i, own in enumerate(names.values(), 1))
-        paragraphs.append(f"Results on different images are not comparable: {listed}.")
     numbers = {"runs": data, "left_out": files.left_out}
     title = "Probes of frozen backbones"
     return Figure("probes", title, paragraphs, images, numbers, _tabulate(everything))
@@ -180,14 +176,6 @@ def _group(
     for result in results:
         groups.setdefault(key(result), []).append(result)
     return groups
-
-
-def _read_file_of(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
-    if run.probe_file is None:
-        raise NotApplicable(
-            f"'{run.label}' has no {PROBE_FILES[0]} (tools/probe_backbone.py --json)"
-        )
-    return read_probes(run.probe_file)
 
 
 def _tabulate(results: Sequence[ProbeResult]) -> Table:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The figure of detections, on one dataset or several.
+"""The figure of detections.
 
 The detector finds a disc in the left half of every image, with a score that grows with its red.
 """
@@ -84,11 +84,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: Path) -> None:
     figure = draw(write_detector(tmp_path / "run", data), images=3, score=0.1)
-    (dataset,) = figure.data["sets"]
-    run = dataset["runs"]["run"]
+    run = figure.data["runs"]["run"]
     assert run["AP50"] == pytest.approx(AP_DISC / 2)
     assert run["class_ap"] == pytest.approx({"square": 0, "disc": AP_DISC})
-    assert dataset["boxes"] == {"square": 1, "disc": 2}
+    assert figure.data["boxes"] == {"square": 1, "disc": 2}
     assert run["errors"] == {
         "correct": 1, "classification": 1, "background": 1, "missed": 1,
         "localization": 0, "duplicate": 0, "both": 0,
@@ -103,20 +102,16 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("fast")
-def test_other_datasets_have_images_of_their_own_unless_one_is_given(
+def test_runs_with_another_test_set_are_left_out_unless_one_is_given(
     data: Path, tmp_path: Path
 ) -> None:
     other = write_dataset(tmp_path / "other")
-    runs = [
-        write_detector(tmp_path / "one", data),
-        write_detector(tmp_path / "two", other),
-    ]
+    runs = [write_detector(tmp_path / "one", data), write_detector(tmp_path / "two", other)]
     figure = draw(*runs)
-    assert {"errors_set1", "errors_set2"} <= set(figure.images)
-    assert [list(dataset["runs"]) for dataset in figure.data["sets"]] == [["one"], ["two"]]
+    assert list(figure.data["runs"]) == ["one"]
+    assert "'two'" in figure.data["left_out"][0]
     flags = {"json": str(data / "boxes.json"), "images_root": str(data / "images")}
-    (dataset,) = draw(*runs, **flags).data["sets"]
-    assert list(dataset["runs"]) == ["one", "two"]
+    assert list(draw(*runs, **flags).data["runs"]) == ["one", "two"]
     with pytest.raises(UserError, match="--images-root"):
         draw(*runs, json=flags["json"])
 

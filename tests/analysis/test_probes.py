@@ -107,7 +107,7 @@ def test_series_are_runs_exports_or_the_objectives_of_a_comparison(tmp_path: Pat
     assert {result["series"] for result in figure.data["runs"]["cmp"]["results"]} == {"cmp"}
 
 
-def test_other_images_get_charts_of_their_own(tmp_path: Path) -> None:
+def test_results_on_other_images_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "a.json", make_row("a/x.pth", 8))
     write(tmp_path / "b.json", make_row("b/x.pth", 8), size=224)
     write(tmp_path / "c.json", make_row("c/x.pth", 8), contents=[1, 3])
@@ -117,9 +117,8 @@ def test_other_images_get_charts_of_their_own(tmp_path: Path) -> None:
     paths = [f"{name}={tmp_path / name}.json" for name in ("a", "b", "c", "bad")]
     runs = open_runs([*paths, str(tmp_path / "run")])
     figure = draw_probes(runs, FigureOptions())
-    assert list(figure.images) == ["decoders_1", "decoders_2"]
-    assert figure.explanation[-1].endswith("not comparable: a, b (1); c (2).")
-    assert len(figure.data["left_out"]) == 2
+    assert list(figure.data["runs"]) == ["a", "b"]
+    assert len(figure.data["left_out"]) == 3
     with pytest.raises(UserError, match=r"bad\.json"):
         draw_probes(runs[3:4], FigureOptions())
     with pytest.raises(NotApplicable, match=r"probes\.json"):

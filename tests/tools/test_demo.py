@@ -78,8 +78,8 @@ def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
     said = capsys.readouterr().out
     assert said.strip().endswith(f"open  {output / 'report.html'}")
     assert said.count("step     2 of 2") == 3
-    figures = {path.name.partition("_")[0] for path in (output / "report").glob("*_*")}
-    assert {"curves", "reconstructions", "spectrum", "detections"} <= figures
+    figures = {path.stem for path in (output / "report").glob("*.json")}
+    assert figures == {"curves", "reconstructions", "spectrum", "detections"}
     for folder, backbone in (("qb_heat", "final"), ("random", "random")):
         config = (output / f"probe_{folder}" / "config.yaml").read_text()
         assert "CATEGORY_IDS:\n  - 1\n" in config
