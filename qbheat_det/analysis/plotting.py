@@ -228,7 +228,7 @@ def overlay_map(
 
 
 def enlarge(image: RGBImage, side: int = 160, *, exact: bool = False) -> RGBImage:
-    """Returns an image with sharp pixels, a whole number of times larger or a square of ``side``."""
+    """Returns an image with sharp pixels, some times larger or a square of ``side``."""
     factor = max(1, -(-side // len(image)))
     size = (side, side) if exact else (image.shape[1] * factor, len(image) * factor)
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)
