@@ -169,11 +169,11 @@ PRETRAINING = get_config_path("objectives/qb_heat.yaml")
     ("flags", "opts", "expected"),
     [
         (["--train-folder", "nowhere"], {}, "'nowhere' does not exist"),
-        (["--train-folder", "EMPTY"], {}, "there is no image in the folder"),
+        (["--train-folder", "EMPTY"], {}, "/empty' holds"),
         (["--train-folder", "ONE"], {}, "one class alone, 'ape', but a classifier needs two"),
         (["--train-folder", "FLAT"], {}, "lies in no class folder"),
         (["--val-folder", "VAL"], {}, "--val-folder alone evaluates: add --eval-only"),
-        (["--train-folder", "TRAIN", "--val-folder", "OTHER"], {}, r"1 classes .*know \(yak\)"),
+        (["--train-folder", "TRAIN", "--val-folder", "OTHER"], {}, "yak"),
         (["--train-folder", "TRAIN", "--eval-only"], {}, "evaluates on --val-folder"),
         (["--train-folder", "TRAIN", "--image-folder", "VAL"], {}, "leave out --image-folder"),
         (["--train-folder", "TRAIN", "--val-image-folder", "VAL"], {}, "out --val-image-folder"),
@@ -197,8 +197,8 @@ PRETRAINING = get_config_path("objectives/qb_heat.yaml")
             "TEST.KNN.TRAIN and --knn both",
         ),
         (["--image-folder", "TRAIN"], {}, "have no labels.*--train-folder"),
-        ([], {}, "imagenet_train.*or give class folders with --train-folder"),
-        ([], {"DATASETS.TRAIN": "()"}, "names no dataset; give class folders with --train-folder"),
+        ([], {}, "imagenet_train.*--train-folder"),
+        ([], {"DATASETS.TRAIN": "()"}, "--train-folder"),
     ],
 )
 def test_what_cannot_be_classified_ends_in_a_sentence(
