@@ -46,8 +46,6 @@ def write_run_record(
 ) -> None:
     """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
 
-    Versions are all that is written of the environment.
-
     Args:
         output_dir: folder of the run.
         command: arguments of the command line, the program first.
@@ -62,6 +60,8 @@ def write_run_record(
     """
     path = Path(output_dir) / RUN_FILE
     code = find_code_version()
+    if device.startswith("cuda") and torch.cuda.is_available():
+        device = f"{device} ({torch.cuda.get_device_name()})"
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
@@ -70,7 +70,7 @@ def write_run_record(
         "commit": code.commit if code else None,
         "dirty": code.dirty if code else None,
         "versions": list_versions(),
-        "device": _describe_device(device),
+        "device": device,
         "processes": processes,
         "seed": seed,
     }
@@ -144,12 +144,6 @@ def _git(folder: Path, *arguments: str) -> str:
         text=True,
         timeout=20,
     ).stdout
-
-
-def _describe_device(device: str) -> str:
-    if device.startswith("cuda") and torch.cuda.is_available():
-        return f"{device} ({torch.cuda.get_device_name()})"
-    return device
 
 
 def _version(package: str) -> str:

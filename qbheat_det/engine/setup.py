@@ -30,8 +30,7 @@ from qbheat_det.data import (
 from qbheat_det.engine.cacheable import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .class_folders import use_classes_of_folders
-from .data_flags import use_data_flags
+from .data_flags import use_classes_of_folders, use_data_flags
 from .hooks import check_neighbours, scores_neighbours
 from .resume import check_start, contains_run
 

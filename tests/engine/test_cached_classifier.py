@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.class_folders import LABELLED_TRAIN, LABELLED_VAL
+from qbheat_det.engine.data_flags import LABELLED_TRAIN, LABELLED_VAL
 from tests.engine.conftest import forget_runs
 from tests.engine.test_classifier_run import make_class_folders, start
 from tests.engine.tiny_training import losses

@@ -106,7 +106,6 @@ def test_a_replay_draws_the_same_dropout_and_gives_the_same_losses(
     assert report.is_same
     assert report.first_module is None
     assert report.not_finite["gradients"] == []
-    assert "Every module's output is finite" in str(report)
 
 
 def test_a_replay_names_the_module_the_image_and_the_gradients(tmp_path: Path) -> None:
@@ -121,9 +120,8 @@ def test_a_replay_names_the_module_the_image_and_the_gradients(tmp_path: Path) -
     assert report.is_same
     finite = [all(np.isfinite(list(image.losses.values()))) for image in report.images]
     assert finite == [True, False]
-    text = str(report)
-    assert "First output that is not finite: logarithm (Logarithm), 1 of 2 values" in text
-    assert "2.jpg (id 2)  6 x 8, 1 boxes, loss" in text
+    assert "logarithm (Logarithm)" in str(report)
+    assert "2.jpg (id 2)" in str(report)
 
 
 @pytest.mark.parametrize("config", [MF_DETR, RETINANET])
@@ -214,7 +212,7 @@ def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> Non
     torch.save(content, path)
     report = replay_failure(path, each_image=False)
     assert report.error.startswith("AttributeError")
-    assert "The step raised AttributeError" in str(report)
+    assert report.error in str(report)
 
 
 @pytest.mark.parametrize("key", ["config", "weights"])

@@ -9,12 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.evaluation.knn import (
-    KnnScore,
-    extract_features,
-    rank_true_classes,
-    score_neighbours,
-)
+from qbheat_det.evaluation import TopAccuracy, extract_features, score_neighbours
+from qbheat_det.evaluation.knn import rank_true_classes
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -110,10 +106,10 @@ def test_at_a_very_low_temperature_the_nearest_decides() -> None:
 
 
 def test_errors_are_those_of_binomial_counts() -> None:
-    score = KnnScore.from_ranks(torch.tensor([0, 0, 3, 9]))
-    expected = KnnScore(50.0, 75.0, 25.0, 100 * math.sqrt(0.75 * 0.25 / 4), 4)
+    score = TopAccuracy.from_ranks(torch.tensor([0, 0, 3, 9]))
+    expected = TopAccuracy(50.0, 75.0, 25.0, 100 * math.sqrt(0.75 * 0.25 / 4), 4)
     assert score == expected
-    assert math.isnan(KnnScore.from_ranks(torch.tensor([])).top1)
+    assert math.isnan(TopAccuracy.from_ranks(torch.tensor([])).top1)
 
 
 @pytest.mark.parametrize(("k", "temperature", "voters"), [(0, 1.0, 3), (1, 0.0, 3), (1, 1.0, 0)])

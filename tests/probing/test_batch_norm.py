@@ -118,7 +118,7 @@ def test_norms_of_timms_networks_count_too() -> None:
 
 
 def test_without_images_there_is_nothing_to_estimate() -> None:
-    with pytest.raises(UserError, match="there are none"):
+    with pytest.raises(UserError):
         recalibrate_bn(_TwoLayers(), [], pixel_mean=MEAN, pixel_std=STD)
 
 

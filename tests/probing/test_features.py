@@ -72,7 +72,7 @@ def test_images_that_are_selected_keep_all_that_is_theirs() -> None:
 
 
 def test_maps_that_take_more_than_is_allowed_end_in_a_sentence_before_they_are_made() -> None:
-    with pytest.raises(UserError, match=r"2,000,000 images would take 0.1 GB .* --memory-gb"):
+    with pytest.raises(UserError, match="--memory-gb"):
         cache_features(
             describe,
             make_batches(2),

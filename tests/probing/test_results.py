@@ -65,7 +65,7 @@ def test_a_file_of_weights_that_has_changed_takes_the_place_of_the_one_before(
 def test_figures_under_another_setting_are_not_mixed_with_these(tmp_path: Path) -> None:
     file = tmp_path / "probes.json"
     ProbeResults(_SETTING, file).add(make_row())
-    with pytest.raises(UserError, match=r"under another setting \(knn, size\)"):
+    with pytest.raises(UserError, match=r"\(knn, size\)"):
         ProbeResults({**_SETTING, "knn": {"k": 3}, "size": 64}, file)
 
 
@@ -73,7 +73,7 @@ def test_figures_under_another_setting_are_not_mixed_with_these(tmp_path: Path) 
 def test_a_file_of_another_kind_is_not_overwritten(tmp_path: Path, text: str) -> None:
     file = tmp_path / "probes.json"
     file.write_text(text)
-    with pytest.raises(UserError, match="holds no figures of probes"):
+    with pytest.raises(UserError, match=r"probes\.json"):
         ProbeResults(_SETTING, file)
     assert file.read_text() == text
 

@@ -14,7 +14,7 @@ from qbheat_det.probing import (
     Whitening,
     fit_transformer_probe,
 )
-from qbheat_det.probing.transformer import channel_statistics
+from qbheat_det.probing.features import channel_statistics
 
 _SETTINGS = TransformerSettings(
     width=64, dropouts=(0.0, 0.2), trial_epochs=2, max_epochs=8, patience=3, batch_size=16
@@ -91,11 +91,11 @@ def test_classification_is_that_of_averaged_weights() -> None:
     features = draw_maps(48)
     probe = TransformerProbe(features, num_classes=3, dropout=0.0, settings=settings)
     probe.run_epoch()
-    first = probe.weights()
+    first = [weight.detach().clone() for weight in probe.decoder.parameters()]
     probe.run_epoch()
-    second = probe.weights()
-    for name, average in probe.averaged_weights().items():
-        torch.testing.assert_close(average, (first[name] + second[name]) / 2, msg=name)
+    second, average = probe.decoder.parameters(), probe.average.module.parameters()
+    for one, other, mean in zip(first, second, average, strict=True):
+        torch.testing.assert_close(mean, (one + other) / 2)
 
 
 def test_tokens_are_read_where_there_are_any() -> None:
@@ -112,8 +112,8 @@ def test_tokens_are_read_where_there_are_any() -> None:
 
 def test_features_without_maps_are_refused() -> None:
     features = dataclasses.replace(draw_maps(6), maps=None)
-    with pytest.raises(ValueError, match="learns from maps"):
-        TransformerProbe(features, num_classes=3, dropout=0.0, settings=_SETTINGS)
+    with pytest.raises(ValueError, match="maps"):
+        fit_transformer_probe(features, num_classes=3, settings=_SETTINGS)
 
 
 def draw_mixed_maps() -> Tensor:
@@ -164,6 +164,6 @@ def test_statistics_of_channels_are_those_over_all_images_and_positions() -> Non
     maps = torch.randn(600, 3, 2, 2) * torch.tensor([1.0, 5.0, 0.0]).view(3, 1, 1) + 4
     mean, scale = channel_statistics(maps.half())
     values = flat(maps.half())
-    torch.testing.assert_close(mean, values.mean(dim=1).float())
-    torch.testing.assert_close(scale[:2], 1 / values[:2].std(dim=1, correction=0).float())
+    torch.testing.assert_close(mean, values.mean(dim=1))
+    torch.testing.assert_close(scale[:2], 1 / values[:2].std(dim=1, correction=0))
     assert scale[2] == 0
