@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -102,15 +102,6 @@ def report_of(forward: Forward) -> str:
     """Returns what ``deploy`` says that it did; of other forms nothing."""
     model = forward.args[0] if isinstance(forward, partial) else None
     return str(getattr(model, "report", ""))
-
-
-def first_call(name: str, form: str, forward: Forward, images: Tensor) -> None:
-    """Makes the call that compiles, and says how long it took."""
-    start = time.perf_counter()
-    forward(images)
-    if form != EAGER:
-        seconds = time.perf_counter() - start
-        print(f"  {DETECTORS[name].title}, {form}: first call {seconds:.1f} s", flush=True)
 
 
 class Forwards:

@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import HEIGHT, WIDTH, Forward, random_images
-from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build, first_call
+from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build
 from benchmarks.pretraining_contenders import CHANNELS_LAST, CONTENDERS, SETTINGS, prepare
 from benchmarks.pretraining_figures import MATMUL, count, matrix_product, synchronised_clock
 from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threads
@@ -94,7 +94,7 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
             )
             if as_built:
                 forward = partial(_in_bfloat16, forward)
-            first_call(name, form, forward, images)
+            forward(images)  # compiles
             calls[f"{name}_{form}"] = partial(forward, images)
         seconds = seconds_in_rounds(
             calls,
@@ -153,8 +153,7 @@ def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
         row = PairedResult.higher_is_better(
             f"gpu/qb_heat_{name}_step_vs_matmul", reached, rate, "TFLOP/s"
         )
-        verdict = "reached" if row.ratio >= GOAL else "not reached"
-        print(f"  {row.name}: {row.ratio:.1%} of the matrix rate; wanted {GOAL:.0%}: {verdict}")
+        print(f"  {row.name}: {row.ratio:.1%} of the matrix rate; wanted {GOAL:.0%}")
         fed, lying = ([batch / s for s in seconds[f"{name}{end}"]] for end in ("_from_memory", ""))
         rows += [
             row,

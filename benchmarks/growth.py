@@ -5,8 +5,6 @@ A forward pass of MF-285M + MF-Dec-211, as it is built and deployed, its encoder
 beside them. The slope is the power with which the cost grows, 1 where it is linear. A row's "peer"
 is what the cost would be if it grew from the first point in proportion, so that a ratio below 1 is
 worse than linear. Attention among the coarsest map's positions grows with the square of the pixels.
-
-The picture of all points is ``growth.svg``, beside the rows.
 """
 
 import io

@@ -201,3 +201,18 @@ def test_a_fast_recipe_is_that_of_the_paper_but_for_help_and_epochs(path: Path) 
     assert {"MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.DENOISING.GROUPS"} & changed
     if path.parent.name != "coco":
         assert not schedule & changed
+
+
+@pytest.mark.parametrize("size", VARIANTS)
+def test_tran_1_probing_follows_the_papers_setup(size: str) -> None:
+    cfg = _imagenet(f"probing/tran1_{size}")  # Table 11
+    solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
+    assert (solver.OPTIMIZER, solver.WEIGHT_DECAY, solver.EPOCHS) == ("ADAMW", 0.1, 200)
+    assert solver.BASE_LR == pytest.approx(5e-4 * 4096 / 256)
+    assert (solver.IMS_PER_BATCH, solver.WARMUP_EPOCHS) == (4096, 10)
+    assert (classifier.DECODER, classifier.DEPTH) == ("transformer", 1)
+    assert classifier.WIDTH == {"285M": 192, "1.0G": 384, "3.7G": 768}[size]
+    assert classifier.DROPOUT == {"285M": 0.1}.get(size, 0.2)
+    assert (classifier.LABEL_SMOOTHING, classifier.MIXUP, classifier.CUTMIX) == (0.1, 0, 0)
+    assert images.RAND_AUGMENT == [9, 0.5]
+    assert images.RANDOM_ERASING == {"3.7G": 0.25}.get(size, 0)

@@ -26,11 +26,6 @@ HEADING: Color = (226, 228, 232)
 _GOLDEN_ANGLE = 0.618034  # of hues: neighbouring classes differ clearly
 
 
-def get_class_name(class_names: Sequence[str], index: int) -> str:
-    """Returns a class's name, or ``"class 3"`` where there are fewer names."""
-    return class_names[index] if index < len(class_names) else f"class {index}"
-
-
 def get_class_color(index: int) -> Color:
     """Returns the RGB color that a class has in every image."""
     red, green, blue = colorsys.hls_to_rgb((0.12 + _GOLDEN_ANGLE * index) % 1, 0.6, 0.9)
@@ -54,7 +49,7 @@ def draw_instances(
     kind = "pred" if "pred_boxes" in fields else "gt"
     boxes = fields[f"{kind}_boxes"].tensor.detach().double().numpy()
     classes = fields[f"{kind}_classes"].tolist()
-    labels = [get_class_name(class_names, k) for k in classes]
+    labels = [class_names[k] if k < len(class_names) else f"class {k}" for k in classes]
     if "scores" in fields:
         scores = fields["scores"].tolist()
         labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
@@ -119,13 +114,7 @@ def draw_boxes(
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
-    """Returns one image of several, row by row, each centered in an equal cell.
-
-    Raises:
-        ValueError: there are no images, or no columns.
-    """
-    if not images or columns < 1:
-        raise ValueError("at least one image and one column are needed")
+    """Returns one image of several, at least one, row by row, each centered in an equal cell."""
     cell_height = max(image.shape[0] for image in images)
     cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))

@@ -24,9 +24,8 @@ from .run import Run
 from .training_log import get_last_metric, read_evaluation
 
 Counts = npt.NDArray[np.int64]
-_MOST_NUMBERED, _MOST_NAMED = 16, 110  # classes whose cells, or rows, have room for text
+_MOST_NAMED = 110  # classes whose rows have room for text
 _MOST_LISTED = 30
-_LONGEST_NAME = 26
 _TOLERANCE = 1e-6  # percent
 _EXPLANATION = (
     "A row is a class, a column the class that its images were assigned; the color is the share "
@@ -60,8 +59,8 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
                 for name, total, number in zip(names, totals, correct, strict=True)
             ],
             "confusions": [
-                {"class": names[i], "taken_for": names[j], "images": number}
-                for i, j, number in find_confusions(counts)
+                {"class": names[i], "taken_for": names[j], "images": n}
+                for i, j, n in find_confusions(counts)
             ],
         }
     return Figure(
@@ -91,24 +90,13 @@ def draw_confusion(classification_json: Path, output_png: Path) -> None:
 
 @themed
 def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "") -> MplFigure:
-    """Draws a confusion matrix beside a list of the most frequent confusions.
+    """Draws a confusion matrix (K, K), rows the classes, beside the most frequent confusions.
 
-    Cells have numbers, and rows names, where there is room for them; otherwise the list gives the
-    number of each class.
-
-    Args:
-        counts: (K, K), images of class i that were classified as j.
-        class_names: K names.
-        title: above the matrix.
-
-    Raises:
-        ValueError: the matrix does not belong to these classes.
+    With more than 110 classes rows have no names, and the list gives the number of each class.
     """
     number = len(class_names)
-    if counts.shape != (number, number) or not number:
-        raise ValueError(f"{number} classes do not have a matrix of shape {counts.shape}")
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
-    names = to_texts(printable, longest=_LONGEST_NAME)
+    names = to_texts(printable, longest=26)
     side = float(np.clip(0.11 * number, 3.6, 9.0))
     figure = start_figure(height=side + 1.8, width=side + 6.5)
     matrix, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
@@ -137,11 +125,6 @@ def _draw_matrix(axes: Axes, counts: Counts, names: Sequence[str]) -> None:
         size = 8 if len(names) <= 60 else 5
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size)
         axes.set_yticks(range(len(names)), names, fontsize=size)
-    if len(names) <= _MOST_NUMBERED:
-        for (row, column), count in np.ndenumerate(counts):
-            if count:
-                ink = "white" if shares[row, column] > 0.35 else INK
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=ink)
 
 
 def _count_confusions(run: Run) -> tuple[Sequence[str], Counts, str]:

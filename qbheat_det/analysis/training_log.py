@@ -83,17 +83,10 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_evaluation(run: Run, file_name: str) -> Any:
-    """Returns the JSON that the last evaluation on the first test set wrote, unchecked.
+    """Returns the JSON of the last evaluation on the first test set, unchecked; None without it.
 
     It belongs to these weights only if its metric is that of ``get_last_metric``: an earlier or
     interrupted evaluation gives another.
-
-    Args:
-        run: in a folder.
-        file_name: below ``inference/<test set>``.
-
-    Returns:
-        None where there is no such file, or the weights are not the run's last.
     """
     if run.folder is None or run.weights.stem != "model_final" or not run.cfg.DATASETS.TEST:
         return None

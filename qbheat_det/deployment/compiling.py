@@ -1,19 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``torch.compile`` for the backbone and the heads of a deployed model."""
+"""Compiling the backbone and the heads of a deployed model."""
 
 import contextlib
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from detectron2.modeling import Backbone
-from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
+from torch import nn
 
 from qbheat_det.core.errors import UserError
 
+from .programs import PartPrograms
+
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
-_MIN_GRAPHS = 64  # image sizes that one part may be compiled for; PyTorch's own limit is 8
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
@@ -36,45 +35,42 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def find_compiler_error(device: torch.device) -> str:
-    """Compiles one line and returns the first line of the error; "" if it works."""
-    try:
-        with torch.inference_mode(False):
-            torch.compile(_one_line)(torch.ones(64, device=device))
-    except Exception as error:  # of the compiler, of PyTorch, of Triton, each with its own type
-        return " ".join(str(error).split())[:200] or type(error).__name__
-    return ""
-
-
-def _one_line(x: Tensor) -> Tensor:
-    return (2 * x).relu()
-
-
-def compile_parts(parts: Iterable[nn.Module], *, dynamic: bool, cuda_graphs: bool) -> None:
-    """Has each part compile at its next call; PyTorch keeps the result on disk for later processes.
+def compile_for_cpu(
+    parts: Collection[nn.Module], dtype: torch.dtype, run: Callable[[], None]
+) -> None:
+    """Compiles each part for the shapes that it is called with in ``run``; others run uncompiled.
 
     Args:
-        parts: in evaluation mode, on one device. Changed in place.
+        parts: in evaluation mode. Changed in place.
+        dtype: of their arithmetic.
+        run: calls them.
+    """
+    programs = [PartPrograms(part, dtype) for part in parts]
+    for part, each in zip(parts, programs, strict=True):
+        part._compiled_call_impl = each
+        each.is_compiling = True
+    run()
+    for each in programs:
+        each.is_compiling = False
+
+
+def compile_for_cuda(
+    parts: Collection[nn.Module], *, dynamic: bool, cuda_graphs: bool, run: Callable[[], None]
+) -> None:
+    """Has ``torch.compile`` compile each part when ``run`` calls it.
+
+    Args:
+        parts: in evaluation mode. Changed in place.
         dynamic: whether the code serves images of all sizes, rather than one.
         cuda_graphs: whether one launch runs a whole part.
+        run: calls them.
     """
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MIN_GRAPHS)
     for part in parts:
-        if cuda_graphs:
-            part.compile(dynamic=dynamic, mode="reduce-overhead")
-            continue
-        part.compile(
-            dynamic=dynamic,
-            options={
-                "freezing": True,  # weights in the layout that each product wants
-                # As many threads as the process has when the code runs.
-                "cpp.dynamic_threads": True,
-                "cpp.threads": max(2, os.cpu_count() or 1),
-            },
-        )
+        part.compile(dynamic=dynamic, mode="reduce-overhead" if cuda_graphs else None)
+    run()
 
 
-def restore_parts(parts: Iterable[nn.Module]) -> None:
-    """Undoes ``compile_parts``, for which PyTorch has no public function."""
+def restore_parts(parts: Collection[nn.Module]) -> None:
+    """Undoes either, for which PyTorch has no public function."""
     for part in parts:
         part._compiled_call_impl = None

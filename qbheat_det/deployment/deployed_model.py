@@ -22,8 +22,8 @@ class DeployedModel(nn.Module):
     Attributes:
         model: the folded, fused and perhaps compiled copy, of the original's class.
         report: the steps of ``deploy``, and whether each applied.
-        compiled_sizes: (height, width) in pixels of the images that it is compiled for. Other sizes
-            run uncompiled if any is named, and else compile when they first come.
+        compiled_sizes: (height, width) in pixels of the images that a CPU's code is for.
+        dtype: of the backbone's and the heads' arithmetic.
         has_cuda_graphs: whether results are overwritten by the next call.
     """
 
@@ -40,7 +40,7 @@ class DeployedModel(nn.Module):
         self.compiled_sizes: frozenset[tuple[int, int]] = frozenset()
         self.has_cuda_graphs = False
         self._masks_padding = masks_padding(model)
-        self._dtype = dtype
+        self.dtype = dtype
         if dtype != torch.float32:
             return_float32(find_parts(model).values())
         self.eval()
@@ -50,17 +50,14 @@ class DeployedModel(nn.Module):
 
         Autocast of the caller's has no effect, nor has inference mode.
         """
-        stance = "eager_on_recompile" if self.compiled_sizes else "default"
         device_type = next(self.model.parameters()).device.type
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            torch.autocast(device_type, self._dtype, enabled=self._dtype != torch.float32),
-            torch.compiler.set_stance(stance),
+            torch.autocast(device_type, self.dtype, enabled=self.dtype != torch.float32),
         ):
             if isinstance(inputs, Tensor):
-                # In one layout, and no inference tensor: compiled code is for those alone.
-                inputs = inputs.clone(memory_format=torch.channels_last)
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
             elif self._runs_images_alone(inputs):
                 return [self._run([entry])[0] for entry in inputs]
             return self._run(inputs)

@@ -135,7 +135,6 @@ class VideoReader:
         self._capture = cv2.VideoCapture(str(path))
         found, self._first = self._capture.read()
         if not found:
-            self._capture.release()
             raise UnreadableMedia("not a video: no frame could be decoded")
         fps = self._capture.get(cv2.CAP_PROP_FPS)
         self.fps: float = fps if 0 < fps < 1000 else 25.0  # some containers do not say

@@ -144,9 +144,9 @@ def replay_failure(
         gradients = {name: p.grad for name, p in model.named_parameters()}
         report.not_finite["gradients"] = _not_finite(gradients)
         _restore(model, failed)  # the forward pass changed BatchNorm's statistics
-        report.images = [_describe_image(entry) for batch in failed.batches for entry in batch]
-        entries = [entry for batch in failed.batches for entry in batch] if each_image else []
-        for image, entry in zip(report.images, entries, strict=False):
+        entries = [entry for batch in failed.batches for entry in batch]
+        report.images = [_describe_image(entry) for entry in entries]
+        for image, entry in zip(report.images, entries, strict=True) if each_image else ():
             seed_step(failed.seed, failed.iteration, failed.rank)
             try:
                 with torch.no_grad():

@@ -77,12 +77,6 @@ class ClassificationEvaluator(DatasetEvaluator):
     def __init__(
         self, dataset_name: str, *, class_names: Sequence[str], output_dir: str | None = None
     ) -> None:
-        """
-        Args:
-            dataset_name: of the set, for sentences.
-            class_names: K names.
-            output_dir: folder of ``classification.json``; nothing is written if None.
-        """
         self._dataset_name = dataset_name
         self.class_names = tuple(class_names)
         self.output_dir = output_dir

@@ -2,7 +2,7 @@
 """Layers: tensors in, tensors out."""
 
 from .attention import MapAttention, attend
-from .attention_readout import AttentionRecord, AttentionWeights, read_attention
+from .attention_readout import read_attention
 from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
 from .cpu_kernels import Dropout, Linear, linear, replace_linear_layers
 from .mobile_former_block import (
@@ -27,8 +27,6 @@ from .padded_maps import (
 from .pooled_features import PooledFeatures
 
 __all__ = [
-    "AttentionRecord",
-    "AttentionWeights",
     "DepthwiseConv2d",
     "DownMobile",
     "Dropout",

@@ -104,9 +104,6 @@ def _uses_convolution(x: Tensor, weight: Tensor) -> bool:
         return False
     if is_tracing() or _is_exporting() or torch.is_autocast_enabled("cpu"):
         return False
-    # A compiler for inference packs the weights of products for oneDNN by itself.
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return False
     return prefers_convolutions() and x.numel() >= _MIN_ROWS * x.shape[-1] > 0
 
 

@@ -62,36 +62,20 @@ class Whitening:
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """How a tran-k probe is trained.
+    """How a tran-k probe is trained; the paper has widths 192, 384 and 768 for its three models."""
 
-    Attributes:
-        depth: k, blocks.
-        width: of the blocks, a multiple of 64; the paper has 192, 384 and 768 for MF-285M, MF-1.0G
-            and MF-3.7G.
-        dropouts: rates to choose from.
-        trial_epochs: after these, only the best rate continues.
-        max_epochs: the most.
-        patience: epochs without a better accuracy after which training stops.
-        positions: share of a map's positions that a training step reads, drawn for all its images.
-        batch_size: images of a step.
-        learning_rate: of AdamW, after one epoch of warm-up.
-        weight_decay: of AdamW.
-        label_smoothing: of the loss.
-        share: of the training images on which dropout and length are chosen.
-    """
-
-    depth: int = 1
-    width: int = 192
-    dropouts: tuple[float, ...] = (0.2, 0.5)
-    trial_epochs: int = 4
+    depth: int = 1  # k, blocks
+    width: int = 192  # of the blocks, a multiple of 64
+    dropouts: tuple[float, ...] = (0.2, 0.5)  # rates to choose from
+    trial_epochs: int = 4  # after these, only the best rate continues
     max_epochs: int = 20
-    patience: int = 4
-    positions: float = 0.25
+    patience: int = 4  # epochs without a better accuracy after which training stops
+    positions: float = 0.25  # share of a map's positions that a training step reads
     batch_size: int = 64
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-3  # of AdamW, after one epoch of warm-up
     weight_decay: float = 0.1
     label_smoothing: float = 0.1
-    share: float = 0.2
+    share: float = 0.2  # of the training images on which dropout and length are chosen
 
 
 class TransformerProbe:

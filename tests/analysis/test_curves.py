@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from qbheat_det.analysis import curves
 from qbheat_det.analysis.curves import (
     draw_curves,
     draw_training_curves,
@@ -108,30 +107,6 @@ def test_each_model_has_its_losses_and_all_share_scores(tmp_path: Path) -> None:
         draw_curves(runs[-1:], FigureOptions())
     for axis in ("images", "steps"):
         assert draw_curves(runs[:1], FigureOptions(), axis=axis).data["axis"] == axis
-
-
-@pytest.mark.parametrize(
-    ("opts", "joined"),
-    [
-        (("SEED", 7, "SOLVER.MAX_ITER", 50), True),
-        (("SOLVER.BASE_LR", 0.5), False),
-        (("DATASETS.TRAIN", ("others",)), False),
-        (("MODEL.WEIGHTS", "pretrained.safetensors"), False),
-    ],
-)
-def test_a_line_joins_only_runs_that_differ_in_schedule(
-    tmp_path: Path, opts: tuple[Any, ...], joined: bool
-) -> None:
-    runs = [write_run(tmp_path / "short"), write_run(tmp_path / "long", *opts, epochs=8)]
-    image = curves._draw_schedules(runs, "epochs")
-    assert image is not None
-    assert ("A line joins" in image.caption) == joined
-    assert curves._draw_schedules(runs[:1], "epochs") is None
-    # Other data, or a config that cannot be read.
-    (tmp_path / "long" / "run.json").write_text('[{"data": {"custom_train": 1}}]')
-    assert "No two" in getattr(curves._draw_schedules(runs, "epochs"), "caption", "")
-    (tmp_path / "long" / "config.yaml").write_text("- 1\n")
-    assert curves._read_recipe(runs[1]) == ""
 
 
 @pytest.fixture

@@ -2,27 +2,23 @@
 """What deployed models compile, and for which images."""
 
 import shutil
-import sys
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from detectron2.modeling import Backbone
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor import config as inductor_config
 from torch.testing import assert_close
 
 import qbheat_det
 from qbheat_det.core.errors import UserError
-from qbheat_det.deployment.compiling import find_compiler_error
+from qbheat_det.deployment.programs import PartPrograms
 from tests.export.tiny_models import build, make_config
 
 from .boxes import assert_same_boxes, entries
 
 SIZE, OTHER = (64, 96), (67, 101)
-MODULE: Any = sys.modules["qbheat_det.deployment.deploy"]
 
 
 class OneMap(Backbone):
@@ -56,22 +52,15 @@ class TinyModel(nn.Module):
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
-    """Compiles with a backend that counts: the image's shape, whether sizes are dynamic."""
-    torch.compiler.reset()
-    shapes: list[tuple[tuple[int, ...], bool]] = []
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Compiles nothing: keeps the shapes that it is asked for, and runs the part itself."""
+    shapes: list[tuple[int, ...]] = []
 
-    def compile_parts(parts: Sequence[nn.Module], *, dynamic: bool, cuda_graphs: bool) -> None:
-        def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            image = next(x for x in inputs if isinstance(x, Tensor) and x.shape[:2] == (1, 3))
-            shapes.append((tuple(image.shape), dynamic))
-            return graph.forward
+    def load_or_build(self: PartPrograms, args: tuple[Any, ...], _: object) -> Any:
+        shapes.append(tuple(args[0].shape))
+        return self._part._call_impl
 
-        for part in parts:
-            part.compile(dynamic=dynamic, backend=backend)
-
-    monkeypatch.setattr(MODULE, "compile_parts", compile_parts)
-    monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "")
+    monkeypatch.setattr(PartPrograms, "_load_or_build", load_or_build)
     return shapes
 
 
@@ -83,7 +72,7 @@ def deploy(model: nn.Module, **settings: Any) -> Any:
 def test_named_sizes_compile_once_and_others_run_uncompiled(compiled: list[Any]) -> None:
     model = TinyModel()
     deployed = deploy(model, image_sizes=[SIZE])
-    assert compiled == [((1, 3, *SIZE), False)]
+    assert compiled == [(1, 3, *SIZE)]
     assert deployed.report["compile"].applied
     for batch in ([SIZE], [OTHER], [SIZE, SIZE], [OTHER, OTHER]):
         assert_close(deployed(entries(*batch)), model(entries(*batch)), rtol=1e-4, atol=1e-2)
@@ -102,7 +91,7 @@ def test_a_backbone_compiles_for_one_layout(compiled: list[Any]) -> None:
         assert_close(deployed(image), model(x), rtol=1e-4, atol=1e-4)
     with torch.inference_mode():
         deployed(torch.randn(1, 3, *SIZE))
-    assert compiled == [((1, 3, *SIZE), False)]
+    assert compiled == [(1, 3, *SIZE)]
 
 
 def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any]) -> None:
@@ -112,15 +101,10 @@ def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any
 
 
 def test_a_part_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_parts(parts: Sequence[nn.Module], **_: bool) -> None:
-        def refuse(*_: object) -> None:
-            raise TorchDynamoException("no such operator\nmore")
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such operator\nmore")
 
-        for part in parts:
-            part._compiled_call_impl = refuse
-
-    monkeypatch.setattr(MODULE, "compile_parts", compile_parts)
-    monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "")
+    monkeypatch.setattr(PartPrograms, "_load_or_build", refuse)
     model = TinyModel()
     deployed = deploy(model, image_sizes=[SIZE])
     assert not deployed.report["compile"].applied
@@ -135,29 +119,42 @@ def test_a_size_that_the_model_does_not_take_is_named() -> None:
         deploy(TinyModel(), image_sizes=[(1, 2)])
 
 
-def test_without_a_compiler_the_model_predicts_and_the_report_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_folder_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULE, "find_compiler_error", lambda _: "there is no g++")
-    deployed = deploy(TinyModel(), image_sizes=[SIZE])
-    assert not deployed.report["compile"].applied
-    assert "there is no g++" in deployed.report["compile"].detail
-    assert len(deployed(entries(SIZE))) == 1
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs").chmod(0o777)
+    step = deploy(TinyModel(), image_sizes=[SIZE]).report["compile"]
+    assert not step.applied
+    assert str(tmp_path / "programs") in step.detail
+
+
+def test_a_fingerprint_depends_on_weights_settings_and_shape() -> None:
+    part, other = OneMap(), OneMap()
+    prints = [PartPrograms(part, torch.float32)._fingerprint(key) for key in (("a",), ("b",))]
+    assert PartPrograms(other, torch.float32)._fingerprint(("a",)) == prints[0] != prints[1]
+    nn.init.constant_(other.norm.weight, 2.0)
+    prints.append(PartPrograms(other, torch.float32)._fingerprint(("a",)))
+    part.convolution.padding = (0, 0)
+    prints.append(PartPrograms(part, torch.float32)._fingerprint(("a",)))
+    prints.append(PartPrograms(part, torch.bfloat16)._fingerprint(("a",)))
+    assert len(set(prints)) == 5
 
 
 @pytest.mark.slow
-def test_a_missing_compiler_is_found() -> None:
-    with inductor_config.patch({"cpp.cxx": (None, "no-such"), "force_disable_caches": True}):
-        assert "no-such" in find_compiler_error(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_compiler_is_found_whatever_the_callers_mode(
-    mode: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+@torch.no_grad()
+def test_what_was_compiled_is_loaded_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    with mode():
-        assert find_compiler_error(torch.device("cpu")) == ""
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
+    model, x = OneMap(), torch.randn(1, 3, *SIZE)
+    assert deploy(model, image_sizes=[SIZE]).report["compile"].applied
+    monkeypatch.setattr(PartPrograms, "_build", lambda *_: pytest.fail("compiled again"))
+    deployed = deploy(model, image_sizes=[SIZE])
+    assert deployed.report["compile"].applied
+    assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from detectron2.data import MetadataCatalog
 from torch.testing import assert_close
 
+from qbheat_det.analysis import load_figures
 from qbheat_det.checkpoint import class_names_of, read_weights
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
@@ -22,7 +23,6 @@ from qbheat_det.engine.data_flags import (
     LABELLED_TRAIN,
     LABELLED_VAL,
 )
-from qbheat_det.engine.dry_run import dry_run
 
 from .classifier_cases import RECIPE, configure, evaluate_knower, make_classes, train
 from .conftest import forget_runs
@@ -92,6 +92,7 @@ def test_several_sets_of_unlike_classes_are_one(folders: Folders, tmp_path: Path
 def test_a_run_trains_evaluates_scores_neighbours_resumes_and_is_evaluated_alone(
     folders: Folders, tmp_path: Path
 ) -> None:
+    load_figures()  # for confusion.png
     whole, again = tmp_path / "whole", tmp_path / "again"
     flags = [*flags_of(folders), "--knn"]
     opts = {"TEST.EVAL_PERIOD": "2", "VIS.ENABLED": "True"}
@@ -131,12 +132,6 @@ def test_a_run_trains_evaluates_scores_neighbours_resumes_and_is_evaluated_alone
     assert evaluate(cfg, resume=True) == {"classification": pytest.approx(found)}
 
 
-def test_training_needs_no_folder_to_evaluate_on(folders: Folders, tmp_path: Path) -> None:
-    trainer = train(tmp_path, {"SOLVER.MAX_ITER": "1"}, "--train-folder", folders[0])
-    assert trainer.cfg.DATASETS.TEST == ()
-    assert (tmp_path / "model_final.pth").is_file()
-
-
 def test_two_processes_find_what_one_finds(folders: Folders, tmp_path: Path) -> None:
     args = make_args(folder=folders[1], output_dir=str(tmp_path))
     alone = evaluate_knower(args)
@@ -147,12 +142,6 @@ def test_two_processes_find_what_one_finds(folders: Folders, tmp_path: Path) -> 
     assert alone["classification"]["top1"] == pytest.approx(100 * 4 / 7)
     assert (main, other) == (alone, {})
     assert path.read_text() == written
-
-
-def test_a_dry_run_rehearses_it(folders: Folders, tmp_path: Path) -> None:
-    cfg, _ = configure({"OUTPUT_DIR": str(tmp_path)}, *flags_of(folders))
-    report = dry_run(cfg, Trainer)
-    assert "Evaluation of 8 images" in [cost.name for cost in report.costs]
 
 
 def test_a_broken_folder_in_a_class_folder_and_shared_images_are_told(

@@ -16,7 +16,6 @@ from detectron2.structures import Instances
 from PIL import Image
 from pycocotools import mask as mask_util
 
-from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.media import MediaFile, find_media, name_outputs
 from qbheat_det.engine.predict import (
@@ -172,17 +171,6 @@ def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
             find_media([name])
 
 
-def test_weights_bring_their_config_along(tmp_path: Path) -> None:
-    weights = save_run(make_retinanet_config(), tmp_path / "run")
-    cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "48"])
-    assert cfg.MODEL.META_ARCHITECTURE == "RetinaNet"
-    assert cfg.INPUT.MIN_SIZE_TEST == 48
-    assert weights == cfg.MODEL.WEIGHTS
-    (tmp_path / "run" / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"config\.yaml"):
-        load_run_config(weights)
-
-
 def test_the_model_holds_the_tensors_of_the_file(tmp_path: Path) -> None:
     cfg = make_retinanet_config()
     cfg.MODEL.WEIGHTS = save_run(cfg, tmp_path / "run", seed=7)
@@ -279,13 +267,3 @@ def test_masks_are_written_as_run_lengths(
     write_json(tmp_path / "r.json", run.results)
     (box,) = json.loads((tmp_path / "r.json").read_text())
     assert mask_util.area(box["segmentation"]) == 20
-
-
-def test_json_replaces_the_old_file_only_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "new folder" / "r.json"
-    write_json(path, [1])
-    with pytest.raises(TypeError):
-        write_json(path, [1, object()])
-    assert json.loads(path.read_text()) == [1]
-    with pytest.raises(UserError, match=r"r\.json"):
-        write_json(path / "below a file.json", [])

@@ -10,7 +10,6 @@ import pytest
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.run_record import (
-    CodeVersion,
     find_code_version,
     read_run_record,
     write_run_record,
@@ -77,18 +76,18 @@ def test_the_commit_and_changes_of_the_code_are_seen(checkout: Path) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
     (checkout / "output").mkdir()
     (checkout / "output" / "log.txt").write_text("no code")
-    assert find_code_version(checkout) == CodeVersion(commit, dirty=False)
+    assert find_code_version(checkout) == (commit, False)
     find_code_version.cache_clear()
     (checkout / "qbheat_det" / "new.py").write_text("")
-    assert find_code_version(checkout) == CodeVersion(commit, dirty=True)
+    assert find_code_version(checkout) == (commit, True)
 
 
 def test_a_wheel_in_someones_repository_has_no_commit(checkout: Path) -> None:
     installed = checkout / "venv" / "site-packages"
     (installed / "qbheat_det").mkdir(parents=True)
     (installed / "qbheat_det" / "__init__.py").write_text("")
-    assert find_code_version(installed) is None
-    assert find_code_version(checkout / "no such folder") is None
+    assert find_code_version(installed) == (None, None)
+    assert find_code_version(checkout / "no such folder") == (None, None)
 
 
 def test_the_repository_of_a_git_hook_is_not_taken_for_ours(
@@ -97,10 +96,10 @@ def test_the_repository_of_a_git_hook_is_not_taken_for_ours(
     commit = git(checkout, "rev-parse", "HEAD")
     git(tmp_path, "init", "-q", "other")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    assert find_code_version(checkout) == CodeVersion(commit, dirty=False)
+    assert find_code_version(checkout) == (commit, False)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="rights of folders")
 def test_without_git_there_is_no_commit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert find_code_version(checkout) is None
+    assert find_code_version(checkout) == (None, None)

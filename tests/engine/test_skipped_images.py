@@ -84,16 +84,6 @@ def test_a_name_that_is_no_text_can_be_written(tmp_path: Path) -> None:
     assert "udcff" in (tmp_path / SKIPPED_FILE).read_text()
 
 
-def test_without_broken_images_nothing_is_said_and_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hook = make_hook(make_trainer(tmp_path, max_iter=1))
-    hook.after_step()
-    hook.after_train()
-    assert caplog.text == ""
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_other_processes_met_is_known_to_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

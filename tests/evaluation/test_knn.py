@@ -78,15 +78,6 @@ def test_of_equally_similar_images_the_first_votes_and_of_equal_votes_the_lower_
     assert ranks([2, 1, 0, 0], k=3) == [0, 1, 2]
 
 
-def test_a_class_without_votes_is_not_among_the_five_though_there_are_but_three() -> None:
-    train = torch.eye(3), torch.tensor([0, 1, 2])
-    val = torch.eye(3)[[0, 0, 1]], torch.tensor([0, 1, 2])
-    score = score_neighbours(train, val, k=2)
-    # Both neighbours of the first and the second image are of 0 and 1, of the third of 1 and 0.
-    assert score.top1 == pytest.approx(100 / 3)
-    assert score.top5 == pytest.approx(200 / 3)
-
-
 @pytest.mark.parametrize("factor", [0.25, 3.7, 1e-6])
 def test_the_scale_of_features_does_not_matter(factor: float) -> None:
     train = torch.randn(60, 5), torch.arange(60) % 7
@@ -115,7 +106,7 @@ def test_errors_are_those_of_binomial_counts() -> None:
 @pytest.mark.parametrize(("k", "temperature", "voters"), [(0, 1.0, 3), (1, 0.0, 3), (1, 1.0, 0)])
 def test_nonsense_is_refused(k: int, temperature: float, voters: int) -> None:
     train, val = draw(voters, classes=2), draw(2, classes=2)
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="temperature"):
         rank_true_classes(train, val, k=k, temperature=temperature)
 
 

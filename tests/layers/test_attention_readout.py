@@ -70,23 +70,6 @@ def test_padding_gets_no_attention_and_the_rest_is_that_of_the_image_alone() -> 
         assert_close(batch.weights[n].sum(), seen.sum(), rtol=0, atol=1e-12)
 
 
-def test_a_backbone_gives_the_same_with_and_without_a_reader(backbone: MobileFormer) -> None:
-    x = torch.randn(2, 3, 20, 26)
-    with torch.no_grad():
-        plain = backbone(x)
-        with read_attention(backbone) as maps:
-            read = backbone(x)
-            once = {name: len(calls) for name, calls in maps.items()}
-            backbone(x)
-    assert_close(read, plain, rtol=0, atol=0)
-    names = [f"stages.1.{i}.{b}" for i in (0, 1) for b in ("mobile_to_former", "former_to_mobile")]
-    assert once == dict.fromkeys(names, 1)
-    assert [len(calls) for calls in maps.values()] == [2] * 4
-    # A block that halves the map reads it before and writes it after.
-    sizes = [maps[name][0].size for name in names]
-    assert sizes == [(10, 13), (5, 7), (5, 7), (5, 7)]
-
-
 def test_the_hooks_are_gone_even_after_an_error(backbone: MobileFormer) -> None:
     assert count_hooks(backbone) == 0
     with read_attention(backbone):

@@ -194,7 +194,9 @@ class CocoFile:
             for kind, ids in known.items():
                 key = f"{kind}_id"
                 if type(entry.get(key)) is not int or entry[key] not in ids:
-                    return f"unknown {kind}", must_be(entry, key, f"the id of an entry {kind}")
+                    return f"unknown {kind}", must_be(
+                        entry, key, f"an id in the list of {kind} entries"
+                    )
             if all(entry[f"{kind}_id"] in ids for kind, ids in sound.items()):
                 return find_shape_error(entry, size_of[entry["image_id"]])
             return None

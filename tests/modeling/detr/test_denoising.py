@@ -123,3 +123,16 @@ def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
     assert alone.position.shape[1] == 20  # five groups of two boxes and their negatives
     assert_close(together.position[:1, :20], alone.position)
     assert_close(together.masked[:1, :20, :20], alone.masked)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """On the meta device there is no value to wait for: reading one raises."""
+    settings, counts, loss = Settings(), [3, 0, 4], criterion(K)
+    denoising = part(settings).to("meta")
+    labels, boxes = ([t.to("meta") for t in each] for each in ground_truth(counts, K))
+    targets = Targets.stack(labels, boxes)
+    queries = denoising(targets)
+    width = queries.content.shape[1]
+    outputs = (torch.zeros(2, 3, width, size, device="meta") for size in (K + 1, 4))
+    losses = denoising.losses(*outputs, targets, loss, torch.ones(2, device="meta"))
+    assert all(value.is_meta for value in losses.values())

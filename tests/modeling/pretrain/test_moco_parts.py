@@ -9,7 +9,7 @@ from detectron2.layers import ShapeSpec
 from torch import Tensor, nn
 
 from qbheat_det.modeling.pretrain import FeatureQueue, ProjectionHead
-from qbheat_det.modeling.pretrain.moco import MomentumCopy, similarity_logits
+from qbheat_det.modeling.pretrain.moco import MomentumCopy
 from qbheat_det.modeling.pretrain.shuffled_batch_norm import (
     embed_shuffled,
 )
@@ -69,15 +69,6 @@ def test_a_copy_of_equal_weights_keeps_its_bits_and_its_own_statistics() -> None
     torch.testing.assert_close(
         follower.copied[1].running_mean, module[1].running_mean, rtol=0, atol=0
     )
-
-
-def test_similarities_are_not_rounded_under_autocast() -> None:
-    queries, keys, others = unit(4, 64), unit(4, 64), unit(50, 64)
-    expected = similarity_logits(queries, keys, others, temperature=0.2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = similarity_logits(queries, keys, others, temperature=0.2)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [False, True])
