@@ -49,7 +49,8 @@ class TopAccuracy:
         shares = [int((ranks < top).sum()) / max(1, num_images) for top in (1, 5)]
         errors = [math.sqrt(share * (1 - share) / max(1, num_images)) for share in shares]
         scale = 100.0 if num_images else math.nan
-        return cls(*(scale * value for value in (*shares, *errors)), num_images=num_images)
+        top1, top5, error1, error5 = (scale * value for value in (*shares, *errors))
+        return cls(top1, top5, error1, error5, num_images)
 
     def to_dict(self) -> dict[str, float]:
         """Returns all but the number of images, by name."""

@@ -18,7 +18,7 @@ from .features import channel_statistics, measure_accuracy, split_by_class
 L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
 """Penalties, from 1 down to 1e-6 in half decades."""
 
-_HISTORY = 20
+_MAX_ITERATIONS, _HISTORY = 500, 20  # of L-BFGS
 _LEAST_CURVATURE = 1e-12
 _TRIAL_TOLERANCE = 1e-3  # of the gradient, where only an accuracy is asked for
 
@@ -98,7 +98,6 @@ def fit_penalised(
     num_classes: int,
     l2: float,
     start: Tensor | None = None,
-    max_iterations: int = 500,
     tolerance: float = 1e-5,
     dtype: torch.dtype = torch.float64,
 ) -> LinearProbe:
@@ -113,7 +112,6 @@ def fit_penalised(
         num_classes: K.
         l2: the penalty, positive.
         start: weights (K, D + 1) to begin from; 0 by default.
-        max_iterations: of L-BFGS.
         tolerance: of the largest entry of the gradient, along the axes.
         dtype: to compute in.
 
@@ -136,8 +134,8 @@ def fit_penalised(
     scaled = (begin / scale).requires_grad_()
     optimizer = torch.optim.LBFGS(
         [scaled],
-        max_iter=max_iterations,
-        max_eval=2 * max_iterations,
+        max_iter=_MAX_ITERATIONS,
+        max_eval=2 * _MAX_ITERATIONS,
         tolerance_grad=tolerance,
         tolerance_change=0.0,
         history_size=_HISTORY,
@@ -151,9 +149,8 @@ def fit_penalised(
         value.backward()
         return value
 
-    with torch.enable_grad():
-        optimizer.step(loss)
-        loss()
+    optimizer.step(loss)
+    loss()
     assert scaled.grad is not None
     gradient = float((scaled.grad / scale @ axes.T).abs().max())
     weight = (scaled.detach() * scale @ axes.T).double()

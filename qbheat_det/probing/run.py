@@ -110,17 +110,7 @@ class BackboneProbe:
             seed=seed,
             device=cfg.MODEL.DEVICE,
         )
-        setting = {
-            "train_folder": os.path.abspath(train_folder),
-            "val_folder": os.path.abspath(val_folder),
-            "num_images": self._sizes,
-            "contents": [fingerprint_records(part) for part in records],
-            "feature": self._feature,
-            "size": cfg.INPUT.PRETRAIN.SIZE,
-            "pixels": [cfg.INPUT.FORMAT, list(cfg.MODEL.PIXEL_MEAN), list(cfg.MODEL.PIXEL_STD)],
-            "recalibrate_bn": num_recalibrated,
-            **self._settings.to_dict(),
-        }
+        setting = self._describe_setting(folders, records)
         self.results = ProbeResults(setting, json_file)
         self._warned = False
 
@@ -140,6 +130,22 @@ class BackboneProbe:
             torch.manual_seed(seed)
             backbone = self._build()
         self._probe(backbone, f"random, seed {seed}", 0)
+
+    def _describe_setting(
+        self, folders: tuple[str, str], records: Sequence[list[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        cfg = self._cfg
+        return {
+            "train_folder": os.path.abspath(folders[0]),
+            "val_folder": os.path.abspath(folders[1]),
+            "num_images": self._sizes,
+            "contents": [fingerprint_records(part) for part in records],
+            "feature": self._feature,
+            "size": cfg.INPUT.PRETRAIN.SIZE,
+            "pixels": [cfg.INPUT.FORMAT, list(cfg.MODEL.PIXEL_MEAN), list(cfg.MODEL.PIXEL_STD)],
+            "recalibrate_bn": self._num_recalibrated,
+            **self._settings.to_dict(),
+        }
 
     def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
         return ImageBatches(
