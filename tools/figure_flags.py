@@ -95,10 +95,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "type": text,
             "help": "name or index of the class (default: the predicted class of each image)",
         },
-        "heat_images": {
-            "type": integer(),
-            "help": "images that are averaged over, those drawn included (default: 64)",
-        },
         "heat_size": {
             "type": integer(),
             "help": "side of the images in pixels; twice the side gives maps with four times the "
@@ -115,15 +111,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "nargs": "+",
             "help": "blocks to draw, counted from 1 (default: the paper's 3, 6, 10 and 12; the "
             "last at each resolution of other networks)",
-        },
-        "attention_images": {
-            "type": integer(),
-            "help": "images that are averaged over, those drawn included (default: 16)",
-        },
-        "attention_size": {
-            "type": integer(),
-            "help": "side of the images in pixels, the same for all runs (default: that of the "
-            "first run's training; of detectors the paper's 256)",
         },
     },
     "queries": {

@@ -19,11 +19,10 @@ from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
+from qbheat_det.data.checks import find_image_errors, find_object_errors, find_record_errors
 from qbheat_det.data.datasets.coco import check_same_classes, read_coco_json
 from qbheat_det.data.datasets.coco_checks import CocoFile
 from qbheat_det.data.errors import DataError
-from qbheat_det.data.image_checks import find_image_errors
-from qbheat_det.data.record_checks import find_object_errors, find_record_errors
 
 Role = Literal["train", "val"]
 

@@ -111,8 +111,8 @@ def decode_if_small(
         if sum(_count_bytes(size, shorter_side) for size in sizes.values()) <= budget:
             decoded = DecodedImages(sizes, shorter_side=shorter_side)
             logger.info(
-                f"{len(decoded):,} of {len(file_names):,} images are kept decoded in "
-                f"{decoded.num_bytes / 1e9:.2f} GB of memory (INPUT.PRETRAIN.MEMORY_GB)"
+                f"{len(decoded):,} of {len(file_names):,} images stay decoded in memory: "
+                f"{decoded.num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
             )
             _IN_USE[key] = decoded
             return decoded

@@ -103,17 +103,6 @@ def test_zero_of_raw_pixels_is_the_mean_colour(tmp_path: Path) -> None:
     check_losses(compute_baselines(cfg, train, val), "zero", [loss], [loss])
 
 
-def test_the_mean_image_of_two_is_halfway_between_them(tmp_path: Path) -> None:
-    images = draw(2, seed=0), draw(5, seed=1)
-    train, val = write(tmp_path / "train", images[0]), write(tmp_path / "val", images[1])
-    cfg = make_config()
-    halfway = (normalise(cfg, images[0][0]) + normalise(cfg, images[0][1])) / 2
-    errors = [(normalise(cfg, image) - halfway) ** 2 for image in images[1]]
-    corner = [error[is_masked(CORNERS[i % 4])].mean() for i, error in enumerate(errors)]
-    centre = [error[is_masked("centre")].mean() for error in errors]
-    check_losses(compute_baselines(cfg, train, val), "mean image", corner, centre)
-
-
 def predict_naively(
     cfg: CfgNode, train: list[Pixels], image: Pixels, place: str, penalty: float
 ) -> NDArray[np.float64]:
@@ -185,19 +174,6 @@ def test_a_model_that_predicts_zero_has_the_loss_of_zero(
     assert list(found) == list(expected)
     for view, figures in expected.items():
         assert found[view] == pytest.approx(figures, rel=1e-5, abs=1e-6)
-
-
-def test_images_that_cannot_be_read_are_left_out_and_kept_in_mind(tmp_path: Path) -> None:
-    images = draw(4, seed=0), draw(3, seed=1)
-    train, val = write(tmp_path / "train", images[0]), write(tmp_path / "val", images[1])
-    expected = compute_baselines(make_config(), train[1:], val[:2])
-    Path(train[0]["file_name"]).write_bytes(b"no image")
-    Path(val[2]["file_name"]).write_bytes(b"")
-    report = compute_baselines(make_config(), train, val)
-    assert len(report.skipped) == 2
-    assert (report.num_images, report.losses["ridge"].num_images) == (3, 2)
-    for name in report.losses:
-        assert losses_of(report, name) == pytest.approx(losses_of(expected, name), rel=1e-6)
 
 
 def test_a_difference_is_of_the_same_images() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qbheat_det.analysis.figure import SharedImages, crop_squares, find_sizes, run_each
+from qbheat_det.analysis.figure import SharedImages, crop_squares, find_size, run_each
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
@@ -148,7 +148,7 @@ def test_shared_images_are_spread_evenly_and_unreadable_ones_replaced(
     retinanet = tiny.get("retinanet")
     (entry,) = crop_squares(retinanet.cfg, [str(folder / "0.png")], 32)
     assert entry["image"].shape == (3, 32, 32)
-    assert find_sizes([retinanet, run]) == [64]
+    assert find_size([retinanet, run], 1) == 64
     for path in folder.iterdir():
         path.write_bytes(b"not an image")
     with pytest.raises(UserError):

@@ -17,7 +17,8 @@ import torch
 
 from qbheat_det.core import files
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import FeatureStore, View, feature_store
+from qbheat_det.data import feature_store
+from qbheat_det.data.feature_store import FeatureStore, View
 from tests.data.feature_cases import (
     FORK,
     NUM_VIEWS,

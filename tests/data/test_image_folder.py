@@ -174,7 +174,7 @@ def test_a_label_means_the_same_class_in_both_sets(tmp_path: Path) -> None:
     joined, _ = unite_labels([train, val], [val], names=("a", "b"))
     assert [record["label"] for record in joined] == [0, 1, 1, 2, 1, 2]
     assert [record["image_id"] for record in joined] == list(range(6))
-    with pytest.raises(UserError, match=r"'a'.*\(ant\)"):
+    with pytest.raises(UserError, match=r"'a'.*ant"):
         unite_labels([val], [train], names=("b", "a"))
     one = label(tmp_path / "c", "ant/1.jpg", "ant/2.jpg")
     with pytest.raises(UserError, match="'ant'"):
@@ -186,7 +186,7 @@ def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path: Path)
     register_image_folders(NAME, [tmp_path], labelled=True)
     assert list_classes([NAME]) == ["bee", "cat"]
     assert [record["label"] for record in load_classes([NAME], ["cat", "dog", "bee"])] == [2, 0, 0]
-    with pytest.raises(UserError, match=rf"'{NAME}'.*\(cat\)"):
+    with pytest.raises(UserError, match=rf"'{NAME}'.*cat"):
         load_classes([NAME], ["bee"])
     with pytest.raises(UserError, match="'qbheat_toy_val_images'"):
         load_labelled_sets(["qbheat_toy_val_images"], [NAME])

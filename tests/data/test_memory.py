@@ -64,8 +64,6 @@ def test_the_budget_decides_to_the_byte(
     with caplog.at_level(logging.INFO, "qbheat_det"):
         images = decode_if_small(names, shorter_side=45, budget=needed - excess)
     assert (images is not None) == kept
-    expected = "4 of 4 images are kept decoded" if kept else "Images are read from their files"
-    assert expected in caplog.text
     assert "INPUT.PRETRAIN.MEMORY_GB" in caplog.text
 
 

@@ -21,8 +21,7 @@ from PIL import Image
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, check_coco_json, raise_first, register_coco_json
-from qbheat_det.data.image_checks import check_image_files
-from qbheat_det.data.record_checks import find_record_errors
+from qbheat_det.data.checks import check_image_files, find_record_errors
 
 NAME = "qbheat_test_random"
 WIDTH, HEIGHT = 24, 16

@@ -9,7 +9,7 @@ from detectron2.structures import BoxMode
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import raise_first
-from qbheat_det.data.record_checks import find_record_errors
+from qbheat_det.data.checks import find_record_errors
 
 Record = dict[str, Any]
 

@@ -90,10 +90,7 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
             if not folder.is_dir():
                 _draw_atomically(spec, folder)
     except OSError as error:
-        raise UserError(
-            f"cannot write the toy set to '{cache}' ({error.strerror or error}); "
-            "set QBHEAT_CACHE to a folder that can be written"
-        ) from error
+        raise UserError(f"cannot write to '{cache}' (QBHEAT_CACHE): {error}") from error
     return folder
 
 

@@ -13,8 +13,8 @@ from detectron2.data.detection_utils import check_image_size, read_image
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import image_checks
-from qbheat_det.data.image_checks import check_image_files, find_image_errors
+from qbheat_det.data import checks
+from qbheat_det.data.checks import check_image_files, find_image_errors
 
 WIDTH, HEIGHT = 60, 40
 ORIENTATION = 0x0112
@@ -142,17 +142,10 @@ def test_rotation_behind_the_pixels_of_a_png_counts_too(tmp_path: Path) -> None:
     assert error_kind(one) is None
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        ((61, 40), "width 61 and height 40, but the image has width 60 and height 40: correct"),
-        ((60, 41), "width 60 and height 41, but the image has width 60 and height 40: correct"),
-        ((40, 60), "width 40 and height 60, but the image has width 60 and height 40: .*swapped"),
-    ],
-)
-def test_another_size_says_both(size: tuple[int, int], expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [(61, 40), (60, 41), (40, 60)])
+def test_another_size_names_both(size: tuple[int, int], tmp_path: Path) -> None:
     one = record(tmp_path, JPEG, width=size[0], height=size[1])
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=f"{size[0]} x {size[1]} .*60 x 40"):
         check_image_files([one])
 
 
@@ -189,7 +182,7 @@ def test_a_sound_file_is_never_decoded(tmp_path: Path, monkeypatch: pytest.Monke
     def forbidden(*_: object) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(image_checks, "read_image", forbidden)
+    monkeypatch.setattr(checks, "read_image", forbidden)
     monkeypatch.setattr(Image.Image, "load", forbidden)
     for name in ("jpeg", "png", "palette", "alpha", "cmyk"):
         assert error_kind(record(tmp_path, GOOD[name], name)) is None
