@@ -4,8 +4,8 @@
 
 Each objective is pre-trained under each seed; its frozen encoder is probed (nearest neighbors,
 linear, tran-k) and, with annotations, gets detectors. Every step is a command in a process of its
-own that continues where it was stopped: repeat this command to go on. OUTPUT/comparison.md, .svg,
-.png and .json are rewritten after each step.
+own that continues where it was stopped: repeat this command to go on. OUTPUT/comparison.md
+and .json are rewritten after each step.
 
 examples:
   # the commands, and which are done
@@ -16,11 +16,11 @@ examples:
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
       --epochs 20 --seeds 1 2 3 --output-dir output/comparison --jobs 2
 
-  # two objectives and a config file on unlabelled images, with probes and frozen detectors
+  # two objectives and a config file on unlabelled images, with frozen detectors
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
-      --image-folder photos/ --objectives qb_heat moco_v2 mine.yaml --epochs 20 --seeds 1 2 \\
+      --image-folder photos/ --objectives qb_heat moco_v2 mine.yaml --epochs 20 \\
       --train-json train.json --train-images images/ --val-json val.json --val-images images/ \\
-      --detectors retinanet mf-dec-211 --output-dir output/comparison SOLVER.IMS_PER_BATCH 128
+      --detectors retinanet mf-dec-211 --output-dir output/comparison
 """
 
 import argparse

@@ -18,7 +18,7 @@ FIGURES = {
     "heat": "class activation of a classifier beside steady heat with the same border",
     "attention": "attention between global tokens and pixels, both ways",
     "queries": "cross-attention of the object queries of MF-DETR",
-    "detections": "AP by size and class, curves, errors, worst misses and false alarms",
+    "detections": "AP by size and class, curves, errors, missed boxes and false alarms",
     "classes": "confusion matrix of a classifier",
     "probes": "accuracies of probes by decoder, by its width and by images seen",
     "spectrum": "eigenvalues of A and B at both scales, and Table 3 over a run",
@@ -69,9 +69,8 @@ def text(value: str) -> str:
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "curves": {
         "axis": {
-            "choices": ("epochs", "images", "minutes", "steps"),
-            "help": "x axis: epochs (default); images, for runs with different batches or data; "
-            "minutes of training, without evaluation; steps",
+            "choices": ("epochs", "images", "steps"),
+            "help": "x axis: epochs (default); images, for different batches or data; steps",
         },
     },
     "correlation": {

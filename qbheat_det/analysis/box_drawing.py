@@ -37,12 +37,8 @@ def draw_instances(
 ) -> RGBImage:
     """Draws predictions (``pred_boxes``) or ground truth (``gt_boxes``) of one image.
 
-    Args:
-        image: (H, W, 3) RGB.
-        instances: on any device, with ``pred_classes`` and ``scores``, or ``gt_classes``; masks
-            are shaded where there are some.
-        class_names: in contiguous order.
-        min_side: see ``draw_boxes``.
+    Masks are shaded where there are some. ``class_names`` are in contiguous order; see
+    ``draw_boxes`` for ``min_side``.
     """
     instances = instances.to("cpu")
     fields = instances.get_fields()
@@ -74,14 +70,9 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes with their labels above them.
+    """Draws boxes (n, 4) XYXY, in pixels of the image, with their n labels above them.
 
-    Args:
-        image: (H, W, 3) RGB.
-        boxes: (n, 4) XYXY, pixels of ``image``.
-        labels: n of them; "" for a box without one.
-        colors: n of them.
-        min_side: a smaller image is enlarged first, so that labels are legible; 0 never enlarges.
+    An image with a side below ``min_side`` is enlarged first, so that labels are legible.
     """
     height, width = image.shape[:2]
     scale = max(1.0, min_side / min(height, width))

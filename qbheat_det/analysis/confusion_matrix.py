@@ -4,7 +4,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +20,10 @@ from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
 from .figure import FigureOptions, run_each
 from .plotting import INK, chart_image, start_figure, themed, to_text, to_texts
 from .run import Run
-from .training_log import get_last_metric, read_evaluation
 
 Counts = npt.NDArray[np.int64]
 _MOST_NAMED = 110  # classes whose rows have room for text
 _MOST_LISTED = 30
-_TOLERANCE = 1e-6  # percent
 _EXPLANATION = (
     "A row is a class, a column the class that its images were assigned; the color is the share "
     "of the row. Blue cells are correct and red ones wrong. Small shares are drawn stronger than "
@@ -43,7 +40,7 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """
     results = run_each(runs, _count_confusions, nothing="no confusion matrix")
     images, rows, data = {}, [], {}
-    for number, (label, (names, counts, source)) in enumerate(results.found.items(), start=1):
+    for number, (label, (names, counts)) in enumerate(results.found.items(), start=1):
         totals, correct = counts.sum(axis=1), counts.diagonal()
         used = totals > 0
         top1 = 100 * correct.sum() / max(1, totals.sum())
@@ -53,7 +50,6 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
         images[name] = chart_image(plot_confusion(counts, names, title=title), caption=title)
         rows.append((label, f"{top1:.2f}", f"{balanced:.2f}", f"{totals.sum():,}", f"{used.sum()}"))
         data[label] = {
-            "source": source,
             "classes": [
                 {"name": name, "images": total, "correct": number}
                 for name, total, number in zip(names, totals, correct, strict=True)
@@ -81,11 +77,14 @@ def draw_confusion(classification_json: Path, output_png: Path) -> None:
     """
     content = json.loads(classification_json.read_bytes())
     names = [entry["name"] for entry in content["classes"]]
-    counts = _rebuild_counts(content, names)
-    if counts is not None:
-        title = f"{content['dataset']}: top-1 {content['top1'] or 0:.1f} %"
-        image = chart_image(plot_confusion(counts, names, title=title), format="png")
-        write_atomically(output_png, lambda stream: stream.write(image.content))
+    index = {name: k for k, name in enumerate(names)}
+    correct = [entry["images"] * (entry["top1"] or 0.0) / 100 for entry in content["classes"]]
+    counts = np.diag(np.round(correct).astype(np.int64))
+    for pair in content["confusions"]:
+        counts[index[pair["class"]], index[pair["taken_for"]]] = pair["images"]
+    title = f"{content['dataset']}: top-1 {content['top1'] or 0:.1f} %"
+    image = chart_image(plot_confusion(counts, names, title=title), format="png")
+    write_atomically(output_png, lambda stream: stream.write(image.content))
 
 
 @themed
@@ -127,39 +126,11 @@ def _draw_matrix(axes: Axes, counts: Counts, names: Sequence[str]) -> None:
         axes.set_yticks(range(len(names)), names, fontsize=size)
 
 
-def _count_confusions(run: Run) -> tuple[Sequence[str], Counts, str]:
-    """Returns class names, matrix and source of a run: its last evaluation, or inference."""
-    run.require_kind("classifier")
-    names = tuple(run.cfg.MODEL.CLASS_NAMES)
-    counts = _rebuild_counts(read_evaluation(run, "classification.json"), names)
-    if counts is not None and counts.sum():
-        top1 = 100 * counts.trace() / counts.sum()
-        if abs(top1 - get_last_metric(run, "classification/top1")) < _TOLERANCE:
-            return names, counts, "the run's last evaluation"
-    return names, _classify_test_set(run, names), "inference"
-
-
-def _rebuild_counts(content: Any, names: Sequence[str]) -> Counts | None:
-    """Returns the matrix of a ``classification.json``; None if it is not valid.
-
-    Images with scores of nan are in no cell, so the top-1 of the matrix is not the logged one.
-    """
-    index = {name: k for k, name in enumerate(names)}
-    counts = np.zeros((len(names), len(names)), dtype=np.int64)
-    try:
-        for entry in content["classes"]:
-            correct = round(entry["images"] * (entry["top1"] or 0.0) / 100)
-            counts[index[entry["name"]], index[entry["name"]]] = correct
-        for pair in content["confusions"]:
-            counts[index[pair["class"]], index[pair["taken_for"]]] = pair["images"]
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    return counts
-
-
 @torch.no_grad()
-def _classify_test_set(run: Run, names: Sequence[str]) -> Counts:
-    name = run.find_set("test")
+def _count_confusions(run: Run) -> tuple[Sequence[str], Counts]:
+    """Returns class names and matrix of a run on its test set."""
+    run.require_kind("classifier")
+    names, name = tuple(run.cfg.MODEL.CLASS_NAMES), run.find_set("test")
     evaluator = ClassificationEvaluator(name, class_names=names)
     evaluator.reset()
     model = run.model
@@ -167,4 +138,4 @@ def _classify_test_set(run: Run, names: Sequence[str]) -> Counts:
     for inputs in tqdm(loader, desc=f"classifying for {run.label}", unit="batch"):
         evaluator.process(inputs, model(inputs))
     evaluator.evaluate()
-    return evaluator.confusion
+    return names, evaluator.confusion

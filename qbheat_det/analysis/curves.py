@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training curves of several runs over epochs, images seen, minutes or steps."""
+"""Training curves of several runs over epochs, images seen or steps."""
 
 import math
 import os
@@ -27,11 +27,10 @@ from .plotting import (
 from .run import Run, read_metrics
 from .training_log import Curve, Quantity, find_quantities, flatten, has_step, read_series
 
-Axis = Literal["epochs", "images", "minutes", "steps"]
+Axis = Literal["epochs", "images", "steps"]
 AXES: dict[Axis, str] = {
     "epochs": "epochs",
     "images": "images seen",
-    "minutes": "minutes of training",
     "steps": "steps",
 }
 _FEW_POINTS = 25  # are marked
@@ -42,7 +41,6 @@ _EXPLANATION = (
     "Training losses are medians of the last steps. Where points are marked, there are few, and "
     "the values between them are unknown."
 )
-_MINUTES = "Minutes add up the logged durations of steps, without evaluations and pauses."
 
 
 @register_figure("curves")
@@ -73,7 +71,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
                 name = re.sub(r"[^A-Za-z0-9]+", "-", f"{quantity.key} {model}").strip("-")
                 title = f"{quantity.title}, {model}" if model else quantity.title
                 images[name] = _draw_quantity(quantity, curves, axis, labels, title)
-    paragraphs = [_EXPLANATION, *([_MINUTES] if axis == "minutes" else [])]
+    paragraphs = [_EXPLANATION]
     if left_out:
         paragraphs.append(f"Left out: {'; '.join(left_out)}.")
     numbers = {"axis": axis, "runs": data, "left_out": left_out}
@@ -120,30 +118,14 @@ def draw_training_curves(
 
 
 def find_positions(run: Run, axis: Axis) -> dict[float, float]:
-    """Returns the position on the axis after each logged iteration; empty where it is unknown.
-
-    Minutes add up "time", the median duration of the last steps, over all iterations.
-    """
+    """Returns the position on the axis after each logged iteration; empty where it is unknown."""
     iterations = sorted({float(record["iteration"]) for record in run.metrics if has_step(record)})
     if axis == "steps":
         return {iteration: iteration + 1 for iteration in iterations}
     if axis == "images":
         batch = _read_config(run).get("SOLVER.IMS_PER_BATCH", 0)
         return {iteration: (iteration + 1) * batch for iteration in iterations if batch}
-    if axis == "epochs":
-        return dict(zip(*read_series(run.metrics, "epoch"), strict=True))
-    seconds = dict(zip(*read_series(run.metrics, "time"), strict=True))
-    known = [value for value in seconds.values() if math.isfinite(value)]
-    if not known:
-        return {}
-    step, done, total, positions = known[0], 0.0, 0.0, {}
-    for iteration in iterations:
-        value = seconds.get(iteration, math.nan)
-        step = value if math.isfinite(value) else step
-        total += step * (iteration + 1 - done) / 60
-        done = iteration + 1
-        positions[iteration] = total
-    return positions
+    return dict(zip(*read_series(run.metrics, "epoch"), strict=True))
 
 
 def select_curve(run: Run, key: str, axis: Axis) -> Curve:

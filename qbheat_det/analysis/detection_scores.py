@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""COCO's metrics of a run's detections, from its last evaluation where that is safe, else new."""
+"""COCO's metrics of a run's detections, and their charts."""
 
 import contextlib
 import io
@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -28,18 +27,13 @@ from qbheat_det.evaluation import complete_annotations
 
 from .plotting import add_legend, list_styles, start_chart, start_figure, themed, to_text, to_texts
 from .run import Run
-from .training_log import get_last_metric, read_evaluation
 
 Array = npt.NDArray[np.float64]
 Entry = Mapping[str, Any]
 
-SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
-"""COCO's ranges of areas: below 32² pixels, below 96², and above."""
 CURVE_IOUS = {0.5: 0, 0.75: 5}
 """Rows in COCO's IoU thresholds (0.50 to 0.95) whose precision-recall curves are kept."""
-RESULTS_FILE = "coco_instances_results.json"
 _MOST_CLASSES = 40  # in a chart; of more classes, the best and the worst, half each
-_TOLERANCE = 1e-6  # percent; the two libraries of COCO's metrics differ by rounding
 
 
 @dataclass(frozen=True)
@@ -98,15 +92,9 @@ class DetectionSet:
         return cls(name, Path(json_file), root, content, names, ids)
 
 
-def evaluate_run(run: Run, dataset: DetectionSet) -> tuple[Any, bool]:
-    """Evaluates a run as ``evaluate_boxes`` does.
-
-    The detections that its last evaluation wrote are used if their AP is the one that was logged
-    last: then the file is complete, and of this dataset and these weights. Otherwise the model is
-    run on all images.
-
-    Returns:
-        The evaluator, and whether the run's own detections were used.
+@torch.no_grad()
+def detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
+    """Returns the detections of a run on all images of a dataset, in COCO's format.
 
     Raises:
         NotApplicable: the model has other classes.
@@ -118,13 +106,15 @@ def evaluate_run(run: Run, dataset: DetectionSet) -> tuple[Any, bool]:
             f"'{run.label}' has the classes {join_first(names)}, unlike '{dataset.json_file}' "
             f"({join_first(dataset.class_names)})"
         )
-    results = read_evaluation(run, RESULTS_FILE)
-    if _is_valid(results, dataset):
-        evaluator = evaluate_boxes(dataset.content, results)
-        ap = score_detections(evaluator).summary["AP"]
-        if abs(ap - get_last_metric(run, "bbox/AP")) < _TOLERANCE:
-            return evaluator, True
-    return evaluate_boxes(dataset.content, _predict(run, dataset)), False
+    loader = Trainer.build_test_loader(run.cfg, dataset.name)
+    model = run.model
+    results: list[dict[str, Any]] = []
+    for inputs in tqdm(loader, desc=f"detecting for {run.label}", unit="batch"):
+        for entry, output in zip(inputs, model(inputs), strict=True):
+            results += instances_to_coco_json(output["instances"].to("cpu"), entry["image_id"])
+    for entry in results:
+        entry["category_id"] = dataset.category_ids[entry["category_id"]]
+    return results
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
@@ -164,7 +154,7 @@ def score_detections(evaluator: Any) -> DetectionScores:
         warnings.simplefilter("ignore", category=RuntimeWarning)  # mean of nan alone is nan
         parts = {"AP": precision[..., 0], "AP50": precision[0, ..., 0],
                  "AP75": precision[5, ..., 0]}  # fmt: skip
-        parts |= {key: precision[..., area] for area, key in enumerate(SIZES, start=1)}
+        parts |= {key: precision[..., area] for area, key in enumerate(("APs", "APm", "APl"), 1)}
         return DetectionScores(
             summary={key: float(100 * np.nanmean(part)) for key, part in parts.items()},
             class_ap=100 * np.nanmean(precision[..., 0], axis=(0, 1)),
@@ -172,19 +162,6 @@ def score_detections(evaluator: Any) -> DetectionScores:
             recall=np.asarray(evaluator.params.recThrs),
             precision=np.nanmean(precision[list(CURVE_IOUS.values()), :, :, 0], axis=2),
         )
-
-
-@themed
-def plot_ap_by_size(scores: Scores) -> MplFigure:
-    """Draws AP, AP50, AP75 and the APs of small, medium and large boxes, a bar for each run."""
-    figure, axes = start_chart(height=3.4)
-    keys = list(next(iter(scores.values())).summary)
-    _draw_bars(axes, {name: np.array([*one.summary.values()]) for name, one in scores.items()})
-    axes.set_xticks(range(len(keys)), [SIZES.get(key, key) for key in keys])
-    axes.set_ylabel("AP (%)")
-    axes.set_title("Average precision: over IoU, at one IoU, and by size of the boxes")
-    add_legend(figure, axes)
-    return figure
 
 
 @themed
@@ -196,7 +173,14 @@ def plot_ap_by_class(scores: Scores, class_names: Sequence[str]) -> MplFigure:
     if len(order) > _MOST_CLASSES:
         order = order[: _MOST_CLASSES // 2] + order[-_MOST_CLASSES // 2 :]
     figure, axes = start_chart(height=1.3 + len(order) * max(0.3, 0.15 * len(scores)))
-    _draw_bars(axes, {name: one.class_ap[order] for name, one in scores.items()}, upright=False)
+    width = 0.8 / len(scores)
+    styles = list_styles(len(scores))
+    for index, ((name, one), style) in enumerate(zip(scores.items(), styles, strict=True)):
+        rows = np.arange(len(order)) - 0.4 + (index + 0.5) * width
+        values = np.nan_to_num(one.class_ap[order])
+        bars = axes.barh(rows, values, 0.92 * width, color=style["color"], label=to_text(name))
+        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
+    axes.margins(x=0.12)
     names = to_texts([class_names[k] for k in order], longest=24)
     labels = [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
     axes.set_yticks(range(len(order)), labels)
@@ -224,50 +208,9 @@ def plot_precision_recall(scores: Scores) -> MplFigure:
     return figure
 
 
-def _draw_bars(axes: Axes, values: Mapping[str, Array], *, upright: bool = True) -> None:
-    """Draws groups of bars, one of each run, with their numbers; nan has no bar."""
-    width = 0.8 / len(values)
-    for index, (name, own) in enumerate(values.items()):
-        positions = np.arange(len(own)) - 0.4 + (index + 0.5) * width
-        draw = axes.bar if upright else axes.barh
-        style = {"color": list_styles(index + 1)[index]["color"], "label": to_text(name)}
-        bars = draw(positions, np.nan_to_num(own), 0.92 * width, edgecolor="none", **style)
-        if not upright or len(values) <= 3:
-            texts = ["-" if np.isnan(value) else f"{value:.1f}" for value in own]
-            axes.bar_label(bars, texts, fontsize=7, padding=2)
-    axes.margins(0.05, 0.12) if upright else axes.margins(0.12, 0.05)
-
-
 def _index(content: Entry) -> COCO:
     coco = COCO()
     coco.dataset = {**content, "annotations": [dict(one) for one in content["annotations"]]}
     complete_annotations(coco.dataset)
     coco.createIndex()
     return coco
-
-
-def _is_valid(results: Any, dataset: DetectionSet) -> bool:
-    images = {image["id"] for image in dataset.content["images"]}
-    try:
-        return results is not None and all(
-            entry["image_id"] in images
-            and entry["category_id"] in dataset.category_ids
-            and len([*map(float, entry["bbox"]), float(entry["score"])]) == 5
-            for entry in results
-        )
-    except (KeyError, TypeError, ValueError):
-        return False
-
-
-@torch.no_grad()
-def _predict(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
-    """Returns the detections of all images in COCO's format."""
-    loader = Trainer.build_test_loader(run.cfg, dataset.name)
-    model = run.model
-    results: list[dict[str, Any]] = []
-    for inputs in tqdm(loader, desc=f"detecting for {run.label}", unit="batch"):
-        for entry, output in zip(inputs, model(inputs), strict=True):
-            results += instances_to_coco_json(output["instances"].to("cpu"), entry["image_id"])
-    for entry in results:
-        entry["category_id"] = dataset.category_ids[entry["category_id"]]
-    return results

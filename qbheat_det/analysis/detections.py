@@ -9,7 +9,7 @@ import numpy as np
 from detectron2.data.detection_utils import read_image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, Table, register_figure
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.engine.data_sources import register_source
 
 from .box_drawing import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
@@ -29,9 +29,9 @@ from .detection_scores import (
     CURVE_IOUS,
     DetectionScores,
     DetectionSet,
-    evaluate_run,
+    detect,
+    evaluate_boxes,
     plot_ap_by_class,
-    plot_ap_by_size,
     plot_precision_recall,
     score_detections,
 )
@@ -41,7 +41,6 @@ from .run import Run
 
 TRUTH_COLOR: Color = (64, 156, 255)
 FOUND_COLOR: Color = (255, 150, 30)
-_LISTED = 50  # errors in the JSON
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
 _CELLS = 8  # crops of missed boxes, and of false alarms
 
@@ -51,7 +50,6 @@ class RunDetections:
     """The detections of one run; ``threshold`` is the lowest score that is counted or drawn."""
 
     label: str
-    from_run: bool
     scores: DetectionScores
     errors: DetectionErrors
     threshold: float
@@ -66,10 +64,10 @@ def draw_detections(
     images_root: str | None = None,
     score: float | None = None,
 ) -> Figure:
-    """Evaluates the boxes of detectors; runs with the same test set share charts.
+    """Evaluates the boxes of detectors on the test set of the first.
 
     Args:
-        runs: that are no detectors are left out.
+        runs: that are no detectors, or have another test set, are left out.
         options: ``images`` is not used, because evaluation needs annotations.
         json: annotations in COCO's format; None takes the test set of each run.
         images_root: folder of the images of ``json``.
@@ -86,41 +84,34 @@ def draw_detections(
         source = {"json_file": json, "image_root": images_root, "labelled": True}
         register_source(given, source)
 
-    def evaluate(run: Run) -> tuple[DetectionSet, RunDetections]:
+    sets: list[DetectionSet] = []
+
+    def evaluate(run: Run) -> RunDetections:
         run.require_kind("detector")
         dataset = DetectionSet.read(given or run.find_set("test"))
-        evaluator, from_run = evaluate_run(run, dataset)
+        if sets and not dataset.json_file.samefile(sets[0].json_file):
+            raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
+        evaluator = evaluate_boxes(dataset.content, detect(run, dataset))
+        sets.append(dataset)
         errors = find_errors(evaluator)
         threshold = choose_threshold(errors) if score is None else score
-        scores = score_detections(evaluator)
-        return dataset, RunDetections(run.label, from_run, scores, errors, threshold)
+        return RunDetections(run.label, score_detections(evaluator), errors, threshold)
 
     results = run_each(runs, evaluate, nothing="no detections")
-    groups: dict[str, tuple[DetectionSet, list[RunDetections]]] = {}
-    for dataset, found in results.found.values():
-        groups.setdefault(str(dataset.json_file.resolve()), (dataset, []))[1].append(found)
-    images: dict[str, Image] = {}
-    for number, (dataset, own) in enumerate(groups.values(), start=1):
-        suffix = f"_set{number}" if len(groups) > 1 else ""
-        drawn = draw_charts(dataset, own) | draw_predictions(dataset, own, options.num_images)
-        for index, run in enumerate(own, start=1):
-            name = f"errors_{index}" if len(own) > 1 else "errors"
-            drawn |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
-        images |= {f"{name}{suffix}": image for name, image in drawn.items()}
-    everyone = [found for _, own in groups.values() for found in own]
-    data = {
-        "sets": [_collect(dataset, own) for dataset, own in groups.values()],
-        "left_out": results.left_out,
-    }
-    paragraphs = [*_explain(list(groups.values())), *results.explain()]
-    return Figure("detections", "Detections", paragraphs, images, data, _tabulate(everyone))
+    dataset, found = sets[0], list(results.found.values())
+    images = draw_charts(dataset, found) | draw_predictions(dataset, found, options.num_images)
+    for index, run in enumerate(found, start=1):
+        name = f"errors_{index}" if len(found) > 1 else "errors"
+        images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
+    data = {**_collect(dataset, found), "left_out": results.left_out}
+    paragraphs = [*_explain(found), *results.explain()]
+    return Figure("detections", "Detections", paragraphs, images, data, _tabulate(found))
 
 
 def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
-    """Draws AP by size, precision over recall and, of several classes, AP by class."""
+    """Draws precision over recall and, of several classes, AP by class."""
     scores = {run.label: run.scores for run in runs}
     charts = {
-        "sizes": (plot_ap_by_size(scores), "Small is below 32 x 32 pixels, large above 96 x 96."),
         "precision_recall": (plot_precision_recall(scores), "The area is AP50, or AP75."),
     }
     if len(dataset.class_names) > 1:
@@ -215,23 +206,15 @@ def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage | None:
         return None
 
 
-def _explain(groups: Sequence[tuple[DetectionSet, Sequence[RunDetections]]]) -> list[str]:
-    runs = [run for _, own in groups for run in own]
+def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
     types = "; ".join(f"{n}: {text}" for n, text in {**ERROR_TYPES, MISSED: MISSED_MEANING}.items())
-    paragraphs = [
+    return [
         "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
         f"score upwards: {thresholds}. Unless --score sets it, it is the score with the best F1 at "
         "IoU 0.50; if no detection is correct, the one that keeps as many detections as boxes.",
         f"Types of errors, after TIDE (arXiv:2008.08115): {types}.",
     ]
-    if len(groups) > 1:
-        listed = "; ".join(
-            f"set {number} ({dataset.json_file.name}): {', '.join(run.label for run in own)}"
-            for number, (dataset, own) in enumerate(groups, start=1)
-        )
-        paragraphs.append(f"Metrics on different test sets are not comparable: {listed}.")
-    return paragraphs
 
 
 def _tabulate(runs: Sequence[RunDetections]) -> Table:
@@ -250,24 +233,13 @@ def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, 
     first, names = runs[0].scores, dataset.class_names
 
     def collect_run(run: RunDetections) -> dict[str, Any]:
-        errors, scores = run.errors, run.scores
-        missed = find_missed_boxes(errors, run.threshold)
-        alarms = find_false_alarms(errors, run.threshold)
         return {
-            "detections_from": "the run's last evaluation" if run.from_run else "inference",
-            **scores.summary,
-            "class_ap": dict(zip(names, scores.class_ap, strict=True)),
+            **run.scores.summary,
+            "class_ap": dict(zip(names, run.scores.class_ap, strict=True)),
             "errors_from_score": run.threshold,
-            "errors": count_errors(errors, run.threshold),
-            "missed": [describe(errors.truth, b) for b in missed[:_LISTED]],
-            "false_alarms": [describe(errors.found, d, score=errors.scores[d])
-                             for d in alarms[:_LISTED]],
-            "precision": dict(zip(CURVE_IOUS, scores.precision, strict=True)),
-        }  # fmt: skip
-
-    def describe(boxes: Any, index: int, **more: float) -> dict[str, Any]:
-        own = {"image_id": boxes.image_ids[index], "class": names[boxes.classes[index]]}
-        return {**own, "xyxy": boxes.xyxy[index], **more}
+            "errors": count_errors(run.errors, run.threshold),
+            "precision": dict(zip(CURVE_IOUS, run.scores.precision, strict=True)),
+        }
 
     return {
         "annotations": dataset.json_file.name,

@@ -190,9 +190,7 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 
 
 def build_train_stream(cfg: CfgNode) -> TrainStream:
-    """Builds the stream of ``DATASETS.TRAIN`` through the mapper and the sampler of the config.
-
-    With ``INPUT.FIXED_VIEWS.COUNT`` its mapper is a ``FixedViews``.
+    """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``.
 
     Raises:
         UserError: no image is left to train on, or the sampler is not known.

@@ -30,11 +30,7 @@ class DecodedImages:
     """Images by file name; those that cannot be decoded are left out."""
 
     def __init__(self, sizes: Mapping[str, Size], *, shorter_side: int) -> None:
-        """
-        Args:
-            sizes: width and height by file name, upright or not.
-            shorter_side: that images are scaled down to, in pixels; smaller ones stay.
-        """
+        """``sizes`` are (width, height), upright or not; larger images are scaled down."""
         self._shorter_side = shorter_side
         starts, self.num_bytes = {}, 0
         for file_name, size in sizes.items():

@@ -157,10 +157,7 @@ class CachedSet:
     """A set of images, and where the features of its views are.
 
     Attributes:
-        title: what is done to it, for the log.
-        views: of the images.
-        store: of as many views.
-        encoder: of the views.
+        title: for the log.
     """
 
     title: str

@@ -8,6 +8,7 @@ its checkpoints hold all that a run needs to continue to the same bits.
 import dataclasses
 import logging
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage, EventWriter
+from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
@@ -58,14 +59,10 @@ from .hooks import (
     build_visualization_hook,
 )
 from .launch import distribute
-from .resume import (
-    check_same_config,
-    check_same_images,
-    warn_of_random_encoder,
-)
+from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
 from .step import StepTrainer, choose_precision
-from .writers import PeriodicWriter, open_writers
+from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -82,10 +79,7 @@ class Trainer(DefaultTrainer):
     """
 
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """
-        Args:
-            cfg: what to train, and how.
-            allow_partial: start from weights even if some of them fit nowhere.
+        """Builds all parts; with ``allow_partial`` some of the weights may fit nowhere.
 
         Raises:
             UserError: the config describes no model, no optimizer, no schedule or no data.
@@ -122,12 +116,12 @@ class Trainer(DefaultTrainer):
             **({"ema": self._average.module} if self._average else {}),
         )
         self.resumed_from: str | None = None
-        self._info: WeightsInfo | None = None
         self.start_iter = 0
         self.max_iter = self.cfg.SOLVER.MAX_ITER
-        build_loader = (self.cached_features or self).build_test_loader
         self._evaluation = Evaluation(
-            self.cfg, build_loader=build_loader, build_evaluator=self.build_evaluator
+            self.cfg,
+            build_loader=(self.cached_features or self).build_test_loader,
+            build_evaluator=self.build_evaluator,
         )
         self._last_eval_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())
@@ -181,9 +175,8 @@ class Trainer(DefaultTrainer):
             self._evaluation.close()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
         if comm.is_main_process():
-            text = self.cfg.dump().encode()
             path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
-            write_atomically(path, lambda stream: stream.write(text))
+            write_atomically(path, lambda stream: stream.write(self.cfg.dump().encode()))
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector
@@ -220,7 +213,7 @@ class Trainer(DefaultTrainer):
             MovingAverage(self._average, self.bare_model) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
-            PeriodicWriter(self._open_writers, period) if main else None,
+            PeriodicWriter(period) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
@@ -232,13 +225,14 @@ class Trainer(DefaultTrainer):
         return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluates ``evaluated_model`` on the test sets; empty results but on the main process."""
+        """Evaluates ``evaluated_model``; returns empty results but on the main process."""
         self._last_eval_results = self._evaluation(self.evaluated_model)
         return self._last_eval_results
 
     def save(self, name: str) -> None:
         """Writes all that the run needs to continue to ``OUTPUT_DIR/<name>.pth``."""
-        self.checkpointer.save(name, iteration=self.iter, info=self._describe_weights().to_dict())
+        info = dataclasses.replace(self._weights_info, iteration=self.iter).to_dict()
+        self.checkpointer.save(name, iteration=self.iter, info=info)
 
     def export(self, name: str) -> None:
         """Writes the evaluated weights, and what is needed to use them, to a safetensors file."""
@@ -246,7 +240,8 @@ class Trainer(DefaultTrainer):
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
             state = self.evaluated_model.state_dict()
             state = without_children(state, train_only_modules(self.bare_model))
-            save_weights(str(path), state, self._describe_weights())
+            info = dataclasses.replace(self._weights_info, iteration=self.iter)
+            save_weights(str(path), state, info)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs to resume, besides the weights."""
@@ -271,25 +266,17 @@ class Trainer(DefaultTrainer):
         self._trainer.seed = state_dict["seed"]
         before, now = state_dict["processes"], comm.get_world_size()
         logger.info(f"Continuing after iteration {self.iter}, with the same images")
-        if before != now:
-            logger.warning(
-                f"{now} processes instead of {before}: dropout and BatchNorm's batch statistics "
-                "differ from those of an uninterrupted run"
-            )
+        if before != now:  # dropout and BatchNorm's batch statistics will differ
+            logger.warning(f"The run continues with {now} processes instead of {before}")
 
-    def _open_writers(self, start_iter: int) -> list[EventWriter]:
-        per_epoch = self.data_loader.num_images / self.cfg.SOLVER.IMS_PER_BATCH
-        return open_writers(self.cfg, start_iter, self.max_iter, iterations_per_epoch=per_epoch)
-
-    def _describe_weights(self) -> WeightsInfo:
-        if self._info is None:  # the config's YAML is slow to write
-            self._info = WeightsInfo.from_config(
-                self.cfg,
-                iteration=0,
-                commit=find_commit(),
-                pretrain_only_modules=pretrain_only_modules(self.bare_model),
-            )
-        return dataclasses.replace(self._info, iteration=self.iter)
+    @cached_property  # the config's YAML is slow to write
+    def _weights_info(self) -> WeightsInfo:
+        return WeightsInfo.from_config(
+            self.cfg,
+            iteration=0,
+            commit=find_commit(),
+            pretrain_only_modules=pretrain_only_modules(self.bare_model),
+        )
 
     def _stop_at_failure(
         self, batches: list[BatchedInputs], losses: dict[str, float], normalizers: Tensor | None

@@ -19,13 +19,7 @@ from qbheat_det.analysis.detection_errors import (
     find_false_alarms,
     find_missed_boxes,
 )
-from qbheat_det.analysis.detection_scores import (
-    DetectionScores,
-    evaluate_boxes,
-    plot_ap_by_class,
-    plot_precision_recall,
-    score_detections,
-)
+from qbheat_det.analysis.detection_scores import DetectionScores, evaluate_boxes, score_detections
 
 A, B, C = [0, 0, 20, 20], [50, 50, 90, 90], [0, 60, 20, 80]
 FAR = [60, 60, 70, 70]
@@ -125,18 +119,6 @@ def test_faster_coco_eval_agrees_and_the_input_is_not_changed() -> None:
         step()
     ours = list(score_detections(evaluator).summary.values())
     np.testing.assert_allclose(np.nan_to_num(ours, nan=-100) / 100, reference.stats[:6], atol=1e-9)
-
-
-def test_charts_have_the_values_of_both_runs() -> None:
-    truth = make_truth([(1, 3, A), (1, 7, B)])
-    scores = {"good": score(truth, [(1, 3, A, 0.9), (1, 7, B, 0.8)]),
-              "half": score(truth, [(1, 7, B, 0.8)])}  # fmt: skip
-    bars = plot_ap_by_class(scores, ["eel", "ray"]).axes[0]
-    assert [label.get_text() for label in bars.get_yticklabels()] == ["ray (1)", "eel (1)"]
-    widths = [[bar.get_width() for bar in group] for group in bars.containers]
-    np.testing.assert_allclose(widths, [[100, 100], [100, 0]])
-    lines = plot_precision_recall(scores).axes[0].get_lines()
-    np.testing.assert_allclose(lines[1].get_ydata(), 0.5)
 
 
 def _iou(one: list[float], other: list[float]) -> float:

@@ -21,13 +21,7 @@ _ORDER = (RANDOM, "supervised", "moco_v2", "wasserstein_dual", "wasserstein_cont
 
 @dataclass(frozen=True)
 class Objective:
-    """One row of a comparison.
-
-    Attributes:
-        name: of the row and of its folder.
-        config_file: that trains it; for ``random``, whose backbone is initialized.
-        cfg: of that file, with the overrides of all objectives.
-    """
+    """One row of a comparison; ``cfg`` is of ``config_file``, with the overrides of all."""
 
     name: str
     config_file: str
