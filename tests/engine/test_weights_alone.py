@@ -50,7 +50,7 @@ def test_safetensors_alone_are_enough_to_predict(tmp_path: Path) -> None:
         ("_BASE_: /etc/hostname", "refers to other files"),
         ("MODEL: {CLASS_NAMES: &a [x], CATEGORY_IDS: *a}", "refers to other files or to itself"),
         ("[" * 1000, "the config inside"),
-        ("MODEL: {LOAD_PROPOSALS: true}", "sets MODEL.LOAD_PROPOSALS, and precomputed proposals"),
+        ("MODEL: {LOAD_PROPOSALS: true}", "sets MODEL.LOAD_PROPOSALS"),
         ("DATASETS: {PROPOSAL_FILES_TEST: ['http://a/p.pkl']}", "sets DATASETS.PROPOSAL_FILES_TE"),
     ],
 )
