@@ -54,10 +54,7 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
                 {"name": name, "images": total, "correct": number}
                 for name, total, number in zip(names, totals, correct, strict=True)
             ],
-            "confusions": [
-                {"class": names[i], "taken_for": names[j], "images": n}
-                for i, j, n in find_confusions(counts)
-            ],
+            "matrix": counts,
         }
     return Figure(
         "classes",

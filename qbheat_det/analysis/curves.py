@@ -28,11 +28,7 @@ from .run import Run, read_metrics
 from .training_log import Curve, Quantity, find_quantities, flatten, has_step, read_series
 
 Axis = Literal["epochs", "images", "steps"]
-AXES: dict[Axis, str] = {
-    "epochs": "epochs",
-    "images": "images seen",
-    "steps": "steps",
-}
+AXES: dict[Axis, str] = {"epochs": "epochs", "images": "images seen", "steps": "steps"}
 _FEW_POINTS = 25  # are marked
 _LOG_SCALE_FROM = 100.0  # largest value by the smallest
 _MOST_LINES = 6
@@ -83,10 +79,6 @@ def draw_training_curves(
     metrics_json: str | os.PathLike[str], output_png: str | os.PathLike[str]
 ) -> bool:
     """Draws losses, AP, learning rate and norm of the gradients of one run.
-
-    Args:
-        metrics_json: as Detectron2 writes it.
-        output_png: image to write.
 
     Returns:
         Whether there was something to draw; otherwise no image is written.

@@ -30,14 +30,7 @@ def format_report(
     warnings: Sequence[str],
     cfg: CfgNode,
 ) -> str:
-    """Returns statistics, boxes of each class, warnings and errors as text.
-
-    Args:
-        inspections: of each dataset.
-        errors: of all datasets, and of their comparison.
-        warnings: likewise.
-        cfg: ``INPUT.MIN_SIZE_TEST`` and ``INPUT.MAX_SIZE_TEST`` resize images in evaluation.
-    """
+    """Returns statistics, boxes of each class, warnings and errors of all datasets as text."""
     columns = {one.source.name: measure(one, cfg) for one in inspections}
     names = list(next(iter(columns.values())))
     rows = [(name, *(own[name] for own in columns.values())) for name in names]
@@ -105,11 +98,8 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
 def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage | None:
     """Draws random images of a dataset after the config's training mapper, on one sheet.
 
-    Images without boxes, and those that cannot be read, are left out. ``SEED`` decides which
-    images are drawn and how each is augmented.
-
-    Returns:
-        None if no image is left.
+    Images without boxes, and those that cannot be read, are left out; None if no image is left.
+    ``SEED`` decides which images are drawn and how each is augmented.
     """
     seed = max(cfg.SEED, 0)
     records = [record for record in inspection.records if list_objects(record)]

@@ -73,11 +73,8 @@ def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSource]:
-    """Returns the datasets of flags, or else those of the config; training sets come first.
-
-    Args:
-        cfg: ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
-        flags: train-json, train-images, val-json, val-images.
+    """Returns the datasets of the flags (train-json, train-images, val-json, val-images), or else
+    those of the config; training sets come first.
 
     Raises:
         UserError: a flag lacks its partner, or there is no dataset.
@@ -100,11 +97,8 @@ def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSourc
 def inspect_dataset(source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8) -> Inspection:
     """Checks the annotations, the records and every image file of a dataset.
 
-    Args:
-        source: of the dataset.
-        cfg: ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and
-            ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide what training needs.
-        num_threads: that read image files.
+    ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide
+    what training needs; ``num_threads`` read image files.
 
     Raises:
         UserError: there is no such dataset, annotation file or image folder.

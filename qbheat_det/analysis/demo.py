@@ -68,13 +68,13 @@ def run_demo(
     pretraining: Sequence[str] = (),
     detection: Sequence[str] = (),
 ) -> None:
-    """Trains, evaluates, predicts, and writes ``report.html``.
+    """Trains, evaluates, and writes ``report.html``.
 
     Args:
         output: folder of everything.
         export_backbone: that of ``qbheat_det.export``.
-        pretraining: config overrides of pre-training.
-        detection: config overrides of the detectors.
+        pretraining: config overrides.
+        detection: likewise, of the detectors.
 
     Raises:
         UserError: the folder has something else in it, or an override is not valid.

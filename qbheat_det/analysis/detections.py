@@ -160,8 +160,7 @@ def draw_predictions(
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     """Draws crops of the largest missed boxes, and of the false alarms with the highest scores.
 
-    Returns:
-        None if there are no errors, or their images cannot be read.
+    None if there are no errors, or their images cannot be read.
     """
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}

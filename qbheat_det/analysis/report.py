@@ -58,8 +58,7 @@ def build_report(
         runs: with different labels.
         options: of all figures.
         keywords: arguments of single figures, by name.
-        output: the page, ``.html``.
-        command: that makes the page again.
+        output: the page, ``.html``; ``command`` makes it again.
 
     Raises:
         UserError: a file cannot be written, which is found before the first figure is drawn.

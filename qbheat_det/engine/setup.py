@@ -75,8 +75,12 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     elif labelled:
         use_classes_of(cfg, labelled[0])
         _check_overrides(cfg, args)
-    if args.eval_only and cfg.MODEL.WEIGHTS:
-        _check_classes_of_weights(cfg)
+    trained = class_names_of(cfg.MODEL.WEIGHTS) if args.eval_only and cfg.MODEL.WEIGHTS else ()
+    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
+        raise UserError(
+            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data have "
+            f"{list(cfg.MODEL.CLASS_NAMES)}"
+        )
     if comm.is_main_process():
         _check_content(cfg, labelled)
     cfg.freeze()
@@ -247,15 +251,6 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
         file_names = [record["file_name"] for record in DatasetCatalog.get(name)]
         check_some_readable(f"data set '{name}'", file_names)
-
-
-def _check_classes_of_weights(cfg: CfgNode) -> None:
-    trained = class_names_of(cfg.MODEL.WEIGHTS)
-    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
-        raise UserError(
-            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data have "
-            f"{list(cfg.MODEL.CLASS_NAMES)}"
-        )
 
 
 def _suggest_flags(mapper: str) -> str:

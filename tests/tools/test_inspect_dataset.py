@@ -179,12 +179,6 @@ def test_every_error_is_found_at_once(inspect: Any, data: dict[str, Path], tmp_p
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda f: (f / "annotations.json").write_text("hello"), "JSON"),
-    "half": (
-        lambda f: (f / "annotations.json").write_bytes(
-            (f / "annotations.json").read_bytes()[:1000]
-        ),
-        "JSON",
-    ),
     "results": (lambda f: (f / "annotations.json").write_text("[]"), "COCO's format"),
     "no_images": (lambda f: change(f, lambda c: c.update(images=[])), "'images' is empty"),
     "no_boxes": (lambda f: change(f, lambda c: c.update(annotations=[])), "no box to train on"),

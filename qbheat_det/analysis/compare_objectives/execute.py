@@ -34,11 +34,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, str]]:
-    """Runs the jobs that are not done, and rewrites the report after each.
-
-    Args:
-        comparison: to run.
-        jobs: processes at once; each gets its share of the machine's threads.
+    """Runs the jobs that are not done, several at once, and rewrites the report after each.
 
     Returns:
         The tables, and the reason of each job that failed, by title.
@@ -89,10 +85,7 @@ def is_done(job: Job) -> bool:
 
 
 class _Pool:
-    """Runs the rows side by side, and the jobs of a row one after another.
-
-    ``failed`` has the reason of each job that failed, by title.
-    """
+    """Runs the rows side by side, and the jobs of a row one after another."""
 
     def __init__(self, comparison: Comparison, rows: list[Row], jobs: int) -> None:
         self.failed: dict[str, str] = {}
