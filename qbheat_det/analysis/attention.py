@@ -60,11 +60,8 @@ _BRIDGES: dict[Bridge, tuple[str, str, str]] = {
     "to_mobile": ("Mobile←Former", "spread", "entropy over tokens (1: uniform)"),
 }
 _EXPLANATION = (
-    "Mobile→Former is normalised over pixels and shows where each token attends (Fig. 13 of the "
-    "paper); Mobile←Former is normalised over tokens and shows which tokens each pixel attends to "
-    "(Fig. 14). A column is a token, a row a block; colours go from 0 to the number beside the "
-    "row, in multiples of uniform attention for Mobile→Former.",
-    "The charts measure the paper's \u201cmore diverse across tokens\u201d: overlap is 1 where all "
+    "Mobile→Former shows where each token attends (Fig. 13 of the paper), in multiples of uniform "
+    "attention; Mobile←Former which tokens each pixel attends to (Fig. 14). Overlap is 1 where all "
     "tokens attend to the same pixels, spread 1 where pixels attend to all tokens equally. Both "
     "are 1 for identical tokens, and for an untrained network, whose tokens attend everywhere.",
 )
@@ -144,11 +141,7 @@ def measure_spread(weights: Tensor, dim: int) -> Tensor:
 
 
 def measure_overlap(weights: Tensor) -> Tensor:
-    """Returns the attention that two tokens have in common, (...), as the mean over all pairs.
-
-    Of a pair it is the sum over pixels of the smaller weight of (..., M, H, W). "More diverse
-    across tokens" (Appendix E) is a smaller overlap.
-    """
+    """Returns the mean over pairs of tokens of what both attend to, (...), of (..., M, H, W)."""
     flat = weights.flatten(-2).double()
     # A token at a time: all pairs at once are M times the memory.
     common = [

@@ -64,10 +64,7 @@ _EXPLANATION = (
 
 @dataclass(frozen=True)
 class ClassActivation:
-    """Maps (N, H, W) of N images in logits; indices, scores, and what no position adds, (N,).
-
-    The mean of a map over positions and ``rest``, the bias and the first token, sum to the logit.
-    """
+    """Maps (N, H, W) whose mean and ``rest``, of bias and first token, (N,), sum to the logit."""
 
     maps: Tensor
     rest: Tensor

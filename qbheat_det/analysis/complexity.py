@@ -96,8 +96,7 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
 def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
     """Counts a Detectron2 model on the CPU, from one image (H, W) to its predictions.
 
-    The model pads the image to its backbone's size divisibility, and padding counts. What a
-    second stage costs depends on how many boxes the first one proposes.
+    The model pads the image to its backbone's size divisibility, and padding counts.
     """
     image = torch.zeros(3, height, width)
     counts = count_madds(_TensorsInTensorsOut(model), image).by_module

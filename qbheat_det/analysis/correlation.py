@@ -6,7 +6,7 @@ As there, the mean over the channels is subtracted. Histograms are of shares of 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, pstdev
 from typing import cast
@@ -46,10 +46,9 @@ _BINS = 24
 _ROUNDING = 1e-6  # relative
 _EXPLANATION = (
     "The spatial correlation of an image is the mean |correlation| over channels of two different "
-    "positions of the encoder's map, over all pairs: 1 where all positions are the same up to sign "
-    "and scale, 0 where they are unrelated. The paper reads it as a loss of spatial detail.",
-    "An untrained encoder is the control, with dotted lines; its BatchNorms, which have no "
-    "statistics yet, get those of these images. Different maps or image sizes are not comparable.",
+    "positions of the encoder's map: 1 where all are the same up to sign and scale. An untrained "
+    "encoder is the control, with dotted lines; its BatchNorms get statistics of these images. "
+    "Different maps or image sizes are not comparable.",
 )
 
 
@@ -73,17 +72,6 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
     off_diagonal = correlations.sum(dim=(1, 2))
     off_diagonal = off_diagonal - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)
     return (off_diagonal / (positions * (positions - 1))).clamp(0.0, 1.0)
-
-
-def correlate_images(
-    backbone: Callable[[Tensor], Mapping[str, Tensor]], name: str, batches: Iterable[Tensor]
-) -> list[float]:
-    """Returns the spatial correlation of each image in a backbone's named map."""
-    return [
-        value
-        for images in batches
-        for value in measure_spatial_correlation(backbone(images)[name]).tolist()
-    ]
 
 
 @dataclass(frozen=True)
@@ -151,9 +139,9 @@ def measure_in_training(
         raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)
     name = model.in_feature
-    values = correlate_images(
-        find_encoder(model), name, batch_images(model, entries, "correlation")
-    )
+    encoder, batches = find_encoder(model), batch_images(model, entries, "correlation")
+    found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
+    values = torch.cat(found).tolist()
     return Figure(
         "correlation",
         "Spatial correlation of feature maps",
@@ -207,6 +195,8 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     batches = batch_images(run.model, entries, f"correlation, {run.label}")
     try:
         with torch.no_grad():
-            return _Correlation(name, correlate_images(encoder.eval(), name, batches), untrained)
+            encoder.eval()
+            found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
+            return _Correlation(name, torch.cat(found).tolist(), untrained)
     except ValueError as error:
         raise NotApplicable(f"'{run.label}': {error}") from error

@@ -43,7 +43,7 @@ def list_linear_models(scales: Mapping[str, LinearModels]) -> Models:
 
 
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads the linear models of a checkpoint without building the model around them.
+    """Reads the linear models of a checkpoint.
 
     Raises:
         NotApplicable: the file has no linear models.
@@ -82,10 +82,7 @@ def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
 
 
 def draw_random_models(models: Models, seed: int = 0) -> Models:
-    """Returns matrices of independent normal entries, all of a scale with the mean learned norm.
-
-    Norms of their own would give the control the E(A)/E(B) that was learned.
-    """
+    """Returns matrices of independent normal entries, all of a scale with the mean learned norm."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
     for scale, (offset, matrices) in models.items():

@@ -103,7 +103,7 @@ def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
 
 
 def to_texts(names: Iterable[str], *, longest: int = _LONGEST_NAME) -> list[str]:
-    """Returns names as ``to_text`` does; all in full if two would be shortened to the same text."""
+    """Returns names as ``to_text`` does, in full if two would be shortened to the same text."""
     names = list(names)
     texts = [to_text(name, longest=longest) for name in names]
     if len(set(texts)) < len(set(names)):
@@ -228,10 +228,7 @@ def overlay_map(
 
 
 def enlarge(image: RGBImage, side: int = 160, *, exact: bool = False) -> RGBImage:
-    """Returns an image with sharp pixels, a whole number of times larger: ``side`` rows or more.
-
-    With ``exact`` it is a square of that side.
-    """
+    """Returns an image with sharp pixels, some times larger or a square of ``side``."""
     factor = max(1, -(-side // len(image)))
     size = (side, side) if exact else (image.shape[1] * factor, len(image) * factor)
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)

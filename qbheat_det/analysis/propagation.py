@@ -44,12 +44,10 @@ _FORMULAS = {"exact": "log(I + M) / Δx", "first": "M / Δx"}
 _GROWTH_AT = np.linspace(0, 2, 17).tolist()  # sides of the image
 _SIDE = 240  # pixels of a cell: the wider the margin, the smaller the image in it
 _EXPLANATION = (
-    "Around the image are its outermost features, propagated by e^{Ax} e^{By} (Eq. 3) and decoded "
-    "window by window. Where the loss normalises patches, their brightness and contrast are the "
-    "image's averages. The last column is the control: features continue unchanged, A = 0.",
-    "Growth is the norm of propagated features over that at distance 0. The error compares them "
-    "with the encoder's features inside the image: 1 is no better than the mean of the map. "
-    "Pre-training asks for agreement of decoded pixels, not of features.",
+    "Around the image are its outermost features, propagated by e^{Ax} e^{By} (Eq. 3) and decoded. "
+    "The last column is the control: features continue unchanged, A = 0. Growth is the norm of "
+    "propagated features over that at distance 0. The error compares them with the encoder's "
+    "features inside the image: 1 is no better than the mean of the map.",
 )
 
 
@@ -101,7 +99,7 @@ def _extend_axis(z: Tensor, forth: Tensor, back: Tensor, margin: int) -> Tensor:
 
 
 def decode_map(z: Tensor, decode: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    """Decodes a map larger than the image in windows of the image's size, G.
+    """Decodes a map (N, L, L, C) larger than the image in windows of the image's ``size``, G.
 
     The window in the middle is the image. Others are moved by half a window, further out until
     they end with the map; a position is decoded by the one that is moved least, along each axis.

@@ -23,7 +23,7 @@ from qbheat_det.engine.sample_images import read_spread
 from qbheat_det.layers import read_attention
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 
-from .attention import find_top, measure_spread
+from .attention import find_top
 from .figure import FigureOptions, SharedImages, run_each
 from .plotting import RGBImage, chart_image, overlay_map, plot_grid, shrink, to_rgb, to_text
 from .run import Run
@@ -33,9 +33,8 @@ _STRIDES = (32, 16, 8)
 _CELL = 200  # pixels
 _EXPLANATION = (
     "A row is a predicted box; the colours are the attention of its query in the last block of "
-    "each scale, the mean over heads. Each cell has its own colours. The table has the share of "
-    "attention inside the box beside the share of the image that the box covers, which are equal "
-    "for uniform attention.",
+    "each scale, the mean over heads. For uniform attention the share inside the box is the share "
+    "of the image that the box covers.",
 )
 
 
@@ -169,9 +168,7 @@ def _list_boxes(one: _Detected) -> list[list[dict[str, Any]]]:
     images = []
     for image, attention, classes in zip(one.images, one.attention, one.classes, strict=True):
         boxes = attention.found.pred_boxes.tensor
-        maps = attention.maps.items()
-        inside = {str(s): measure_inside(m, boxes, s) for s, m in maps}
-        spread = {str(s): measure_spread(m.flatten(2), dim=2).mean(dim=1) for s, m in maps}
+        inside = {str(s): measure_inside(m, boxes, s) for s, m in attention.maps.items()}
         area = attention.found.pred_boxes.area() / (image.shape[0] * image.shape[1])
         images.append(
             [
@@ -182,7 +179,6 @@ def _list_boxes(one: _Detected) -> list[list[dict[str, Any]]]:
                     "box": boxes[i].tolist(),
                     "share_of_image": float(area[i]),
                     "attention_inside": {s: float(share[i]) for s, share in inside.items()},
-                    "attention_spread": {s: float(share[i]) for s, share in spread.items()},
                 }
                 for i, name in enumerate(classes)
             ]

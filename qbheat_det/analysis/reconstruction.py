@@ -25,10 +25,8 @@ from .run import Run
 _GREY = 128
 _NORMALIZED = "Mean and contrast of each masked patch are those of the image."
 _EXPLANATION = (
-    "Grey is masked. From a corner, QB-Heat predicts the features of the three other quarters, "
-    "from the centre those of the twelve blocks around it (Fig. 2 and 4 of the paper, Eq. 5).",
-    "Losses are squared errors of the patches that the run's loss counts. For normalised patches "
-    "zero costs about 1; tools/reconstruction_baselines.py computes what ridge regression has.",
+    "Grey is masked. Losses are squared errors of the patches that the run's loss counts. For "
+    "normalised patches zero costs about 1; tools/reconstruction_baselines.py has that of ridge.",
 )
 
 

@@ -46,10 +46,7 @@ _MIRRORED = {"horizontal": ("right", "left"), "vertical": ("bottom", "top")}  # 
 
 @dataclass(frozen=True)
 class ReconstructionTask:
-    """What a config of QB-Heat predicts from what: sizes in pixels, statistics (3, 1, 1).
-
-    ``visible`` is where the visible quarter can be, ``flip`` how training flips images.
-    """
+    """What a config of QB-Heat predicts from what: sizes in pixels, statistics (3, 1, 1)."""
 
     image_size: int
     patch_size: int
@@ -144,7 +141,7 @@ class HeldOutLosses:
         return max(map(len, self._values.values()))
 
     def summarise(self) -> dict[str, tuple[float, float]]:
-        """Returns mean and standard error over images by view, and "mean" over an image's views."""
+        """Returns mean and standard error over images, by view and ("mean") over all views."""
         rows = {view: list(values.values()) for view, values in self._values.items() if values}
         by_image: dict[Any, list[float]] = {}
         for values in self._values.values():
@@ -166,10 +163,7 @@ class HeldOutLosses:
 
 @dataclass
 class BaselineReport:
-    """Losses by name of ``BASELINES``, penalties by place, and numbers of training images.
-
-    ``num_rows`` counts mirror images too; ``skipped`` has the errors of unreadable images.
-    """
+    """Losses by name of ``BASELINES``, penalties by place; ``num_rows`` counts mirror images."""
 
     losses: dict[str, HeldOutLosses] = field(
         default_factory=lambda: {name: HeldOutLosses() for name in BASELINES}

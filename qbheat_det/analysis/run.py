@@ -135,9 +135,7 @@ class Run:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Returns the name under which the run's first data set of a split is registered.
-
-        Sets that flags named are registered from ``run.json``, under a name of this run.
+        """Returns the registered name of the run's first data set of a split, see ``run.json``.
 
         Raises:
             NotApplicable: the run had none, or they are not on this machine.
@@ -190,11 +188,7 @@ def open_runs(
     device: str | None = None,
     opts: Sequence[str] = (),
 ) -> list[Run]:
-    """Opens several runs, see ``Run.open``; ``LABEL=PATH`` sets a label.
-
-    Raises:
-        UserError: also if two labels are equal, or no run can take ``config_file`` and ``opts``.
-    """
+    """Opens several runs with different labels, see ``Run.open``; ``LABEL=PATH`` sets a label."""
     runs, unnamed = [], []
     for path in paths:
         label, equals, behind = path.partition("=")
@@ -239,7 +233,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _make_labels_unique(runs: Sequence[Run]) -> None:
-    """Adds parent folders to equal labels until they differ, or the paths end."""
+    """Adds parent folders to equal labels."""
     for depth in range(2, 20):
         labels = [run.label for run in runs]
         for run in runs:

@@ -56,15 +56,12 @@ _COLUMNS = {
     "inverse_error": ("inverse error", ".3f"),
 }
 _EXPLANATION = (
-    "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x), at both "
-    "scales; each scale's magnitudes, divided by their sum, against the other's, where the paper "
-    "(Fig. 7) finds the diagonal.",
-    "Random matrices of the same size also lie on the diagonal and have E(A)/E(B) near 1 (Table "
+    "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x). Random "
+    "matrices of the same size also lie on the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table "
     "3): only what differs from them was learned. What rotated matrices, with the learned singular "
     "values, share with the learned ones is due to size and rank.",
-    "The commutator ‖AB - BA‖ / (‖A‖‖B‖) is 0 where the order of right and down makes no "
-    "difference (Eq. 3), the inverse error 0 where left undoes right. Of several matrices the "
-    "table has the smallest rank, the largest condition number, and the mean of everything else.",
+    "The commutator is 0 where the order of right and down makes no difference (Eq. 3), the "
+    "inverse error 0 where left undoes right. The table has the smallest rank, largest condition.",
 )
 
 

@@ -66,13 +66,6 @@ def test_the_bridges_of_an_image_sum_to_one_over_pixels_and_over_tokens(
         assert_close(block.to_mobile.sum(dim=2), torch.ones(1, 2, *half))
 
 
-def test_spread_is_the_normalised_entropy() -> None:
-    even, one = torch.full((10,), 0.1), torch.eye(10)[3]
-    half = torch.tensor([0.5, 0.5] + [0.0] * 8)
-    spread = measure_spread(torch.stack([even, one, half]), dim=1)
-    assert_close(spread, torch.tensor([1.0, 0.0, math.log(2) / math.log(10)]).double())
-
-
 def test_equal_tokens_overlap_fully_and_disjoint_ones_not_at_all() -> None:
     same = torch.rand(2, 3).softmax(dim=0).expand(4, 2, 3) / 3
     assert float(measure_overlap(same)) == pytest.approx(float(same[0].sum()))
@@ -122,14 +115,6 @@ def test_query_attention_is_what_the_projections_give(detector: MFDETR) -> None:
         k = (key @ weight[16:].T + bias[16:]).unflatten(-1, (2, 8))
         naive = (torch.einsum("nqhd,nphd->nhqp", q, k) / 8**0.5).softmax(dim=-1)
         assert_close(maps.flatten(2), naive[0].transpose(0, 1)[order[:4]])
-
-
-def test_attention_inside_a_box_is_that_of_the_positions_with_centres_in_it() -> None:
-    maps = torch.arange(12.0).view(1, 1, 3, 4).expand(2, 2, 3, 4) / 66
-    # Centres at 4, 12, 20 and 4, 12, 20, 28: the first box holds rows 0, 1 and columns 1, 2.
-    boxes = torch.tensor([[4.5, 0.0, 21.0, 13.0], [5.0, 5.0, 6.0, 6.0]])
-    inside = measure_inside(maps, boxes, stride=8)
-    assert_close(inside, torch.tensor([(1 + 2 + 5 + 6) / 66, 0.0]))
 
 
 def test_the_paper_s_blocks_are_chosen_of_its_networks_and_the_last_of_each_stage_of_others(
@@ -182,3 +167,18 @@ def test_queries_of_two_detectors_are_drawn_in_the_same_images(
         assert all(0 <= share <= 1 for box in boxes for share in box["attention_inside"].values())
     with pytest.raises(NotApplicable, match="untrained"):
         draw_queries(runs[:1], options)
+
+
+def test_spread_is_the_normalised_entropy() -> None:
+    even, one = torch.full((10,), 0.1), torch.eye(10)[3]
+    half = torch.tensor([0.5, 0.5] + [0.0] * 8)
+    spread = measure_spread(torch.stack([even, one, half]), dim=1)
+    assert_close(spread, torch.tensor([1.0, 0.0, math.log(2) / math.log(10)]).double())
+
+
+def test_attention_inside_a_box_is_that_of_the_positions_with_centres_in_it() -> None:
+    maps = torch.arange(12.0).view(1, 1, 3, 4).expand(2, 2, 3, 4) / 66
+    # Centres at 4, 12, 20 and 4, 12, 20, 28: the first box holds rows 0, 1 and columns 1, 2.
+    boxes = torch.tensor([[4.5, 0.0, 21.0, 13.0], [5.0, 5.0, 6.0, 6.0]])
+    inside = measure_inside(maps, boxes, stride=8)
+    assert_close(inside, torch.tensor([(1 + 2 + 5 + 6) / 66, 0.0]))

@@ -65,16 +65,6 @@ def test_the_mean_of_a_map_and_the_rest_are_the_logit(normalize: bool, tokens: b
         assert_close(sums, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_position_has_what_its_features_alone_add() -> None:
-    model = make_model(tokens=False)
-    images = torch.randn(2, 3, 80, 80)
-    found = compute_class_activation(model, images, 1)
-    with torch.no_grad():
-        features = model.backbone(images)["s16_expanded"]
-        alone = model.decoder({"s16_expanded": features[:, :, 3:4, 2:3]})[:, 1]
-    assert_close(found.maps[:, 3, 2] + found.rest, alone)
-
-
 def sample(function: Callable[[FloatMap, FloatMap], FloatMap], rows: int, columns: int) -> FloatMap:
     y, x = np.mgrid[0:rows, 0:columns].astype(np.float64)
     return np.asarray(function(x, y))

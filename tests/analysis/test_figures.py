@@ -11,12 +11,7 @@ import torch
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.plotting import (
-    add_legend,
-    chart_image,
     overlay_map,
-    start_chart,
-    to_text,
-    to_texts,
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import (
@@ -113,19 +108,3 @@ def test_an_overlay_is_brightest_at_the_peak_of_the_map_in_the_image_s_frame() -
     # viridis begins at (68, 1, 84), and values beyond its ends have the colours of the ends.
     dark = overlay_map(grey, -np.ones((3, 5)), stride=8, high=1.0)[0, 0]
     np.testing.assert_allclose(dark, 0.65 * np.array([68, 1, 84]) + 0.35 * 128, atol=1.01)
-
-
-def test_a_chart_is_the_same_bytes_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw() -> Image:
-        figure, axes = start_chart(height=2)
-        for name in ("_first", "$x^$"):
-            axes.plot([1, 2], [1, 2], label=to_text(name))
-        add_legend(figure, axes)
-        return chart_image(figure, caption="a chart")
-
-    image = draw()
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # another day
-    assert draw().content == image.content
-    assert (image.media_type, image.alt) == ("image/svg+xml", "a chart")
-    assert all(f"<!-- {name} -->".encode() in image.content for name in ("$x^$", " _first"))
-    assert len(set(to_texts([f"{'a' * 30}{x}{'b' * 30}" for x in "xy"], longest=20))) == 2

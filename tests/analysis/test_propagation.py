@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.analysis.figure import FigureOptions, crop_squares
+from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.propagation import (
-    decode_beyond,
     decode_map,
     draw_beyond,
     extend_map,
@@ -85,18 +84,6 @@ def test_every_position_is_that_of_a_double_loop() -> None:
             )
 
 
-def test_a_step_of_the_offset_is_the_predictor_s() -> None:
-    steps = {name: 0.3 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
-    generators = {name: find_generator(step, 0.5) for name, step in steps.items()}
-    z = draw(9, 1, SIZE, SIZE, DIM)
-    half = SIZE // 2
-    found = extend_map(z, generators, half)
-    # The lower right quarter, as a visible block in the upper left corner of twice its side.
-    others = {name: torch.zeros(DIM, DIM).double() for name in ("C11", "C12", "C21", "C22")}
-    whole = extend(z[:, half:, half:], 0, steps | others)
-    torch.testing.assert_close(found[:, -1, -half - 1], whole[:, -1, half - 1])
-
-
 @pytest.mark.parametrize("margin", [0, 1, 2, 3, 4, 7])
 def test_each_position_is_decoded_once_by_the_nearest_window(margin: int) -> None:
     length = SIZE + 2 * margin
@@ -150,21 +137,6 @@ def test_a_map_that_obeys_the_equation_has_no_error() -> None:
     assert still["up"][1] == pytest.approx(float(expected))
 
 
-def test_the_image_keeps_its_pixels_inside_the_decoded_surroundings(
-    tiny: TinyRuns, photos: Path
-) -> None:
-    run = tiny.get("qb_heat")
-    with torch.no_grad():
-        images = run.model.preprocess_image(crop_squares(run.cfg, [str(photos / "0.png")]))
-        z = run.model.encode(images).float()
-        still = {name: torch.zeros(z.shape[-1], z.shape[-1]) for name in NAMES}
-        pixels = decode_beyond(run.model, images, z, still, 2)
-    assert pixels.shape == (1, 3, 128, 128)
-    original = images * run.model.pixel_std + run.model.pixel_mean
-    torch.testing.assert_close(pixels[..., 32:-32, 32:-32], original)
-    assert float(pixels[..., :32].std()) > 0
-
-
 def test_a_step_that_reverses_a_direction_has_a_complex_generator() -> None:
     a = find_generator(torch.diag(torch.tensor([-1.5, 0.2])), 0.5)  # I + M: -0.5 and 1.2
     found = propagate(torch.tensor([[2.0, 1.0]]), a, 1.0).real.float()
@@ -189,3 +161,15 @@ def test_propagation_is_drawn_at_every_distance_beside_the_control(
     for runs, folder in (([detector], photos), ([run], None)):
         with pytest.raises(NotApplicable):
             draw_beyond(runs, FigureOptions(images=folder))
+
+
+def test_a_step_of_the_offset_is_the_predictor_s() -> None:
+    steps = {name: 0.3 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
+    generators = {name: find_generator(step, 0.5) for name, step in steps.items()}
+    z = draw(9, 1, SIZE, SIZE, DIM)
+    half = SIZE // 2
+    found = extend_map(z, generators, half)
+    # The lower right quarter, as a visible block in the upper left corner of twice its side.
+    others = {name: torch.zeros(DIM, DIM).double() for name in ("C11", "C12", "C21", "C22")}
+    whole = extend(z[:, half:, half:], 0, steps | others)
+    torch.testing.assert_close(found[:, -1, -half - 1], whole[:, -1, half - 1])

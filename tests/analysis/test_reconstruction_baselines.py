@@ -81,28 +81,6 @@ def check_losses(
     assert losses_of(report, name) == pytest.approx(expected, rel=1e-5)
 
 
-def test_zero_of_normalised_patches_is_their_own_variance(tmp_path: Path) -> None:
-    # A patch of 48 values, normalised by the variance with 47 in the denominator.
-    board = (np.indices((SIZE, SIZE)).sum(axis=0) % 2 * 255).astype(np.uint8)
-    board = np.repeat(board[..., None], 3, axis=2)
-    train = write(tmp_path / "train", [board, board])
-    val = write(tmp_path / "val", [board, 255 - board])
-    grey = ["MODEL.PIXEL_MEAN", "[0., 0., 0.]", "MODEL.PIXEL_STD", "[255., 255., 255.]"]
-    cfg = make_config("MODEL.QB_HEAT.NORM_PIXEL_LOSS", "True", *grey)
-    report = compute_baselines(cfg, train, val)
-    check_losses(report, "zero", [47 / 48], [47 / 48])
-    # The mean image is the board: the first is met exactly, the other missed by twice its height.
-    check_losses(report, "mean image", [0, 4 * 47 / 48], [0, 4 * 47 / 48])
-
-
-def test_zero_of_raw_pixels_is_the_mean_colour(tmp_path: Path) -> None:
-    flat = [np.full((SIZE, SIZE, 3), value, dtype=np.uint8) for value in (0, 100, 80)]
-    train, val = write(tmp_path / "train", flat[:2]), write(tmp_path / "val", flat[2:])
-    cfg = make_config("MODEL.PIXEL_STD", "[10., 20., 30.]")
-    loss = np.mean([(30 / std) ** 2 for std in (10, 20, 30)])
-    check_losses(compute_baselines(cfg, train, val), "zero", [loss], [loss])
-
-
 def predict_naively(
     cfg: CfgNode, train: list[Pixels], image: Pixels, place: str, penalty: float
 ) -> NDArray[np.float64]:
@@ -216,3 +194,17 @@ def test_too_few_images_and_overlapping_sets_are_refused(tmp_path: Path) -> None
 def test_a_config_that_does_not_fit_is_refused(key: str, value: str) -> None:
     with pytest.raises(UserError):
         compute_baselines(make_config(key, value), [], [])
+
+
+def test_zero_of_normalised_patches_is_their_own_variance(tmp_path: Path) -> None:
+    # A patch of 48 values, normalised by the variance with 47 in the denominator.
+    board = (np.indices((SIZE, SIZE)).sum(axis=0) % 2 * 255).astype(np.uint8)
+    board = np.repeat(board[..., None], 3, axis=2)
+    train = write(tmp_path / "train", [board, board])
+    val = write(tmp_path / "val", [board, 255 - board])
+    grey = ["MODEL.PIXEL_MEAN", "[0., 0., 0.]", "MODEL.PIXEL_STD", "[255., 255., 255.]"]
+    cfg = make_config("MODEL.QB_HEAT.NORM_PIXEL_LOSS", "True", *grey)
+    report = compute_baselines(cfg, train, val)
+    check_losses(report, "zero", [47 / 48], [47 / 48])
+    # The mean image is the board: the first is met exactly, the other missed by twice its height.
+    check_losses(report, "mean image", [0, 4 * 47 / 48], [0, 4 * 47 / 48])
