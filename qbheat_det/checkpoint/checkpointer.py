@@ -243,12 +243,12 @@ class SafeCheckpointer(DetectionCheckpointer):
             )
         if info.value_of("MODEL.META_ARCHITECTURE") != type(self.model).__name__:
             return
-        for key, values in equivalent_configs(self.model).items():
+        for key, same in equivalent_configs(self.model).items():
             trained = info.value_of(key)
-            if trained is not None and trained not in values:
+            if trained is not None and trained not in same:
                 self.logger.warning(
                     "The weights were trained with %s %s, but this model's scores are for %s",
-                    *(key, trained, " and ".join(values)),
+                    *(key, trained, " and ".join(same)),
                 )
 
 

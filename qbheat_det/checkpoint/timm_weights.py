@@ -41,8 +41,21 @@ class TimmWeights(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         name = _complete_name(path.removeprefix(_PREFIX))
         file = Path(get_cache_dir()) / "timm" / f"{name}.safetensors"
-        if force or not file.is_file():
-            _download(name, file)
+        if file.is_file() and not force:
+            return str(file)
+        logger.info("Downloading timm's weights '%s' to '%s'", name, file)
+        try:
+            model = timm.create_model(name, pretrained=True)
+        except Exception as error:  # of the hub, the network or the file
+            reason = " ".join(str(error).split("\n", 1)[0].split())
+            raise UserError(
+                f"timm's weights '{name}' could not be downloaded ({reason}): copy '{file}' from "
+                "another machine"
+            ) from error
+        own = model.pretrained_cfg
+        mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))
+        info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
+        save_weights(str(file), model.state_dict(), info)
         return str(file)
 
 
@@ -60,21 +73,6 @@ def _complete_name(name: str) -> str:
             f"{', '.join(published) or 'none: leave MODEL.WEIGHTS empty'}"
         )
     return name
-
-
-def _download(name: str, file: Path) -> None:
-    logger.info("Downloading timm's weights '%s' to '%s'", name, file)
-    try:
-        model = timm.create_model(name, pretrained=True)
-    except Exception as error:  # of the hub, the network or the file
-        reason = " ".join(str(error).split("\n", 1)[0].split())
-        raise UserError(
-            f"timm's weights '{name}' could not be downloaded ({reason}): copy '{file}' from "
-            "another machine"
-        ) from error
-    mean, std = (tuple(255 * float(v) for v in model.pretrained_cfg[k]) for k in ("mean", "std"))
-    info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
-    save_weights(str(file), model.state_dict(), info)
 
 
 def names_for_timm(

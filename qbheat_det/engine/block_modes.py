@@ -45,9 +45,19 @@ def apply_step_keys(cfg: CfgNode, model: nn.Module) -> None:
         compile_blocks(model)
 
 
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the blocks of a model by their names in it, in its order."""
-    return dict(_find(model, "", inside_list=False))
+def find_blocks(
+    module: nn.Module, name: str = "", *, inside_list: bool = False
+) -> dict[str, nn.Module]:
+    """Returns the blocks of a module by their names in the model, in its order."""
+    is_list = isinstance(module, _LISTS)
+    has_children = next(module.children(), None) is not None
+    if isinstance(module, RetinaNetHead) or (inside_list and has_children and not is_list):
+        return {name: module}
+    blocks = {}
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}".lstrip(".")
+        blocks.update(find_blocks(child, path, inside_list=is_list))
+    return blocks
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
@@ -135,16 +145,6 @@ def call_of(block: nn.Module) -> BlockCall:
     if not isinstance(found, BlockCall):
         found = block._compiled_call_impl = BlockCall(block)
     return found
-
-
-def _find(module: nn.Module, name: str, *, inside_list: bool) -> Iterator[tuple[str, nn.Module]]:
-    is_list = isinstance(module, _LISTS)
-    has_children = next(module.children(), None) is not None
-    if isinstance(module, RetinaNetHead) or (inside_list and has_children and not is_list):
-        yield name, module
-        return
-    for child_name, child in module.named_children():
-        yield from _find(child, f"{name}.{child_name}".lstrip("."), inside_list=is_list)
 
 
 @contextlib.contextmanager

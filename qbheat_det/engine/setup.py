@@ -30,8 +30,7 @@ from qbheat_det.data import (
 from qbheat_det.engine.cacheable import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .class_folders import use_classes_of_folders
-from .data_flags import use_data_flags
+from .data_flags import use_classes_of_folders, use_data_flags
 from .hooks import check_neighbours, scores_neighbours
 from .resume import check_start, name_last_checkpoint
 
@@ -75,8 +74,12 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     elif labelled:
         use_classes_of(cfg, labelled[0])
         _check_overrides(cfg, args)
-    if args.eval_only and cfg.MODEL.WEIGHTS:
-        _check_classes_of_weights(cfg)
+    trained = class_names_of(cfg.MODEL.WEIGHTS) if args.eval_only and cfg.MODEL.WEIGHTS else ()
+    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
+        raise UserError(
+            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data have "
+            f"{list(cfg.MODEL.CLASS_NAMES)}"
+        )
     if comm.is_main_process():
         _check_content(cfg, labelled)
     cfg.freeze()
@@ -247,15 +250,6 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
         file_names = [record["file_name"] for record in DatasetCatalog.get(name)]
         check_some_readable(f"data set '{name}'", file_names)
-
-
-def _check_classes_of_weights(cfg: CfgNode) -> None:
-    trained = class_names_of(cfg.MODEL.WEIGHTS)
-    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
-        raise UserError(
-            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data have "
-            f"{list(cfg.MODEL.CLASS_NAMES)}"
-        )
 
 
 def _suggest_flags(mapper: str) -> str:

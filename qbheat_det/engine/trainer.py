@@ -5,10 +5,8 @@ Its data stream starts at any step, its step accumulates gradients, its weights 
 its checkpoints hold all that a run needs to continue to the same bits.
 """
 
-import dataclasses
 import logging
 import weakref
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -231,8 +229,7 @@ class Trainer(DefaultTrainer):
 
     def save(self, name: str) -> None:
         """Writes all that the run needs to continue to ``OUTPUT_DIR/<name>.pth``."""
-        info = dataclasses.replace(self._weights_info, iteration=self.iter).to_dict()
-        self.checkpointer.save(name, iteration=self.iter, info=info)
+        self.checkpointer.save(name, iteration=self.iter, info=self._describe_weights().to_dict())
 
     def export(self, name: str) -> None:
         """Writes the evaluated weights, and what is needed to use them, to a safetensors file."""
@@ -240,8 +237,7 @@ class Trainer(DefaultTrainer):
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
             state = self.evaluated_model.state_dict()
             state = without_children(state, train_only_modules(self.bare_model))
-            info = dataclasses.replace(self._weights_info, iteration=self.iter)
-            save_weights(str(path), state, info)
+            save_weights(str(path), state, self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs to resume, besides the weights."""
@@ -269,11 +265,10 @@ class Trainer(DefaultTrainer):
         if before != now:  # dropout and BatchNorm's batch statistics will differ
             logger.warning(f"The run continues with {now} processes instead of {before}")
 
-    @cached_property  # the config's YAML is slow to write
-    def _weights_info(self) -> WeightsInfo:
+    def _describe_weights(self) -> WeightsInfo:
         return WeightsInfo.from_config(
             self.cfg,
-            iteration=0,
+            iteration=self.iter,
             commit=find_commit(),
             pretrain_only_modules=pretrain_only_modules(self.bare_model),
         )

@@ -46,12 +46,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
         super().__init__([], period)
 
     def before_train(self) -> None:
-        """Opens the writers."""
-        run = self.trainer
-        per_epoch = run.data_loader.num_images / run.cfg.SOLVER.IMS_PER_BATCH
-        self._writers = open_writers(
-            run.cfg, run.start_iter, run.max_iter, iterations_per_epoch=per_epoch
-        )
+        self._writers = open_writers(self.trainer)
 
     def after_train(self) -> None:
         """Writes what is left if the run is complete, and closes the writers."""
@@ -62,20 +57,20 @@ class PeriodicWriter(hooks.PeriodicWriter):
             writer.close()
 
 
-def open_writers(
-    cfg: CfgNode, start_iter: int, max_iter: int, *, iterations_per_epoch: float
-) -> list[EventWriter]:
-    """Returns the writers of a run; to be called on the main process when training starts.
+def open_writers(run: TrainingRun) -> list[EventWriter]:
+    """Returns the writers of a run, for its main process, when training starts.
 
     The lines of ``metrics.json`` that will be written again are removed.
 
     Raises:
         UserError: Weights & Biases is asked for and cannot start.
     """
+    cfg, start_iter = run.cfg, run.start_iter
+    per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
     folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
     drop_metrics_from(folder / METRICS_FILE, start_iter)
     writers: list[EventWriter] = [
-        ProgressPrinter(max_iter, iterations_per_epoch=iterations_per_epoch, window_size=window),
+        ProgressPrinter(run.max_iter, iterations_per_epoch=per_epoch, window_size=window),
         JSONWriter(str(folder / METRICS_FILE), window),
         # purge_step hides the steps that a resumed run repeats
         TensorboardXWriter(str(folder), window, purge_step=start_iter),
@@ -172,7 +167,6 @@ class WandbWriter(EventWriter):
             self._last_write = iteration
 
     def close(self) -> None:
-        """Ends the run; as failed while an exception is being handled."""
         self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
 
 

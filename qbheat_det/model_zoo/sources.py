@@ -1,15 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Finds the weights of an entry, or downloads them, from the first source that has them:
 
-1. the folders in ``$QBHEAT_ZOO`` (several as in ``$PATH``);
-2. the weights shipped with the package, ``qbheat_det/model_zoo/weights``;
-3. earlier downloads, in Detectron2's cache (``$FVCORE_CACHE``);
-4. the address ``$QBHEAT_ZOO_URL``, to which the file name is appended;
-5. the repositories of the Hugging Face hub in ``$QBHEAT_ZOO_HUB``, ``OWNER/NAME`` or
-   ``OWNER/NAME@REVISION``, separated by commas (``$HF_ENDPOINT`` for another hub).
+the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, the address
+``$QBHEAT_ZOO_URL``, and the hub's repositories ``OWNER/NAME[@REVISION]`` in ``$QBHEAT_ZOO_HUB``.
 
-Only a file with the SHA-256 of the index is used. A file of the same name with another content is
-an error and not skipped. Processes that ask at the same time download once.
+Only a file with the SHA-256 of the index is used; one of the same name with another content is an
+error and not skipped.
 """
 
 import http.client

@@ -39,8 +39,7 @@ AUXILIARY = (
 FAMILIES: dict[str, tuple[str, tuple[Any, ...], tuple[str, ...]]] = {
     "MF-DETR": (MF_DETR, (), ("no box in one process", "a frozen backbone")),
     "MF-DETR, focal": (MF_DETR, ("MODEL.MF_DETR.CLASSIFICATION", "focal"), ("no box at all",)),
-    "MF-DETR, softmax_focal": (MF_DETR, ("MODEL.MF_DETR.CLASSIFICATION", "softmax_focal"), ()),
-    "MF-DETR with auxiliary queries": (MF_DETR, AUXILIARY, ("no box in one process",)),
+    "MF-DETR with auxiliary queries": (MF_DETR, AUXILIARY, ()),
     "fast MF-DETR": (MF_DETR, FAST_WITHOUT_NOISE, ("no box at all",)),
     "RetinaNet": (RETINANET, (), ("no box in one process", "no box at all")),
     "ImageClassifier": (CLASSIFIER, (), ("a frozen backbone",)),

@@ -206,7 +206,7 @@ def test_two_processes_find_the_loss_and_the_score_of_one(
         (("--eval-only",), {"DATASETS.TEST": "()"}, "--val-image-folder"),
         (("--image-folder", "val"), {"DATASETS.TEST": "('qbheat_toy_val',)"}, "'qbheat_toy_val'"),
         (("--knn-train-folder", "voters"), {}, "--knn-val-folder"),
-        (("--knn-train-folder", "judged", "--knn-val-folder", "voters"), {}, r"\(b\)"),
+        (("--knn-train-folder", "judged", "--knn-val-folder", "voters"), {}, "images of b"),
         (
             ("--knn-train-folder", "voters", "--knn-val-folder", "judged"),
             {"TEST.KNN.K": "0"},

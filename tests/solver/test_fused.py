@@ -3,6 +3,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_clipping_leaves_the_bits_that_torch_leaves(max_norm: float, value: floa
     for group in (found, expected):
         group[0].grad, group[1].grad = torch.tensor([value]), torch.tensor([-4.0])
     norm = clip_norm(found, max_norm=max_norm, norm_type=2.0)
-    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    same: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected, max_norm), **same)
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, **same)

@@ -208,8 +208,10 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"WARMUP_FACTOR": -0.1}, "WARMUP_FACTOR"),
     ({"WARMUP_METHOD": "burnin"}, "WARMUP_METHOD"),
     ({"LR_SCHEDULER_NAME": "CosineLR"}, "WarmupCosineLR"),
-    *[({key: -1}, key) for key in ("TEST.EVAL_PERIOD", "VIS.PERIOD")],
-    *[({key: -1.0}, key) for key in ("TEST.EVAL_EPOCHS", "VIS.EPOCHS")],
+    ({"TEST.EVAL_PERIOD": -1}, r"TEST\.EVAL_PERIOD"),
+    ({"TEST.EVAL_EPOCHS": -1.0}, r"TEST\.EVAL_EPOCHS"),
+    ({"VIS.PERIOD": -1}, r"VIS\.PERIOD"),
+    ({"VIS.EPOCHS": -1.0}, r"VIS\.EPOCHS"),
 ]
 
 

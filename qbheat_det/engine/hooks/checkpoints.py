@@ -63,7 +63,6 @@ class PeriodicCheckpointer(HookBase):
         self.seconds = 0.0
 
     def after_step(self) -> None:
-        """Saves if it is due."""
         self.seconds = 0.0
         if not is_due(self.trainer, self._period):
             return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure
 from qbheat_det.data import ImageBatches, build_mapper, join_messages, load_labelled_sets
-from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
+from qbheat_det.evaluation import TopAccuracy, extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class NeighbourScorer:
         self._batches: list[ImageBatches] = []  # of both sets, once loaded
         self._has_warned = False
 
-    def __call__(self, model: nn.Module) -> KnnScore:
+    def __call__(self, model: nn.Module) -> TopAccuracy:
         """Returns the score of a model in eval mode; each process goes through all images."""
         keys = self._cfg.TEST.KNN
         if not self._batches:

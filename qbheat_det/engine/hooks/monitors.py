@@ -72,7 +72,6 @@ class DataTimeMonitor(HookBase):
         self._warned = False
 
     def before_step(self) -> None:
-        """Starts the clock."""
         self._start = time.perf_counter()
 
     def after_step(self) -> None:

@@ -34,11 +34,9 @@ class SkippedImages(HookBase):
         """By the image, the same on all processes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The images known so far."""
         return {"errors": [[error.kind, error.where, error.reason] for error in self._sorted()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` returned."""
         self._add(DataError(*words) for words in state_dict["errors"])
 
     def after_step(self) -> None:
@@ -60,8 +58,8 @@ class SkippedImages(HookBase):
         if self.errors and comm.is_main_process():
             images = self.trainer.data_loader.num_images
             logger.warning(
-                f"{len(self.errors):,} of {images:,} images were skipped, as {SKIPPED_FILE} in "
-                f"OUTPUT_DIR lists: {join_messages(self._sorted())}"
+                f"{len(self.errors):,} of {images:,} images were skipped: "
+                f"{join_messages(self._sorted())} (all are in {SKIPPED_FILE})"
             )
 
     def _add(self, errors: Iterable[DataError]) -> None:

@@ -85,7 +85,6 @@ class VisualizationHook(HookBase):
         return {"run_seconds": self._run_seconds(), "costs": costs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``."""
         self._started = perf_counter()
         self._earlier_seconds = state_dict["run_seconds"]
         for name in self.costs.keys() & state_dict["costs"].keys():
