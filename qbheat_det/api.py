@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What the command-line tools do, as functions."""
+"""Prediction on files, as ``tools/predict.py`` does it."""
 
 import sys
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.engine.classify import ClassifiedFiles, classify_files, is_classifier
-from qbheat_det.engine.media import Image, MediaFile, find_media
+from qbheat_det.engine.media import Image, find_media
 from qbheat_det.engine.predict import (
     MediaPredictor,
     PredictionReport,
@@ -64,7 +64,11 @@ def predict_files(
         raise UserError(f"--json '{json_file}' is a folder: name a file")
     exported = None
     if is_exported(weights):
-        _check_exported(weights, fast=fast, overrides=bool(config_file or opts))
+        if fast or config_file or opts:
+            raise UserError(
+                f"'{weights}' is exported with its config: leave out --fast, --config-file and "
+                "config overrides"
+            )
         exported = ExportedModel.open(weights, device=device)
         cfg = exported.load_config()
     else:
@@ -77,7 +81,10 @@ def predict_files(
                 f"'{weights}' is a classifier, which finds no boxes: leave out --output and "
                 "--image-ids-from, and name --json FILE for the classes"
             )
-        classified = _classify(exported, cfg, media)
+        if exported:
+            classified = classify_exported(exported, media)
+        else:
+            classified = classify_files(_build_predictor(weights, cfg).model, cfg, media)
         write_json(json_file, classified.results)
         return classified
     image_ids = read_image_ids(image_ids_from, media) if image_ids_from else None
@@ -100,32 +107,13 @@ def _build_predictor(weights: str, cfg: CfgNode) -> DefaultPredictor:
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
         raise UserError(
             f"'{weights}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), which "
-            "predict neither boxes nor classes: train a detector or a classifier on them "
-            "(MODEL.WEIGHTS of tools/train_net.py), or probe them with tools/probe_backbone.py"
+            "predict neither boxes nor classes: train a detector or a classifier on them"
         )
     if not cfg.MODEL.DEPLOY.ENABLED:
         return build_predictor(cfg)
     predictor = build_predictor(cfg, lambda model: deploy_by_config(model, cfg.MODEL.DEPLOY))
     print(predictor.model.report, file=sys.stderr)
     return predictor
-
-
-def _classify(
-    exported: ExportedModel | None, cfg: CfgNode, media: Sequence[MediaFile]
-) -> ClassifiedFiles:
-    if exported:
-        return classify_exported(exported, media)
-    return classify_files(_build_predictor("", cfg).model, cfg, media)
-
-
-def _check_exported(weights: str, *, fast: bool, overrides: bool) -> None:
-    if fast:
-        raise UserError(f"'{weights}' is exported already: leave out --fast, which is for weights")
-    if overrides:
-        raise UserError(
-            f"'{weights}' was exported with its config inside, which is fixed: leave out "
-            "--config-file and config overrides, or export the weights again with them"
-        )
 
 
 def _draw(image: Image, instances: Instances, class_names: Sequence[str]) -> Image:

@@ -4,8 +4,8 @@
 
 Each objective is pre-trained under each seed; its frozen encoder is probed (nearest neighbors,
 linear, tran-k) and, with annotations, gets detectors. Every step is a command in a process of its
-own that continues where it was stopped: repeat this command to go on. OUTPUT/comparison.md, .svg,
-.png and .json are rewritten after each step.
+own that continues where it was stopped: repeat this command to go on. OUTPUT/comparison.md
+and .json are rewritten after each step.
 
 examples:
   # the commands, and which are done
@@ -16,11 +16,11 @@ examples:
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
       --epochs 20 --seeds 1 2 3 --output-dir output/comparison --jobs 2
 
-  # two objectives and a config file on unlabelled images, with probes and frozen detectors
+  # two objectives and a config file on unlabelled images, with frozen detectors
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
-      --image-folder photos/ --objectives qb_heat moco_v2 mine.yaml --epochs 20 --seeds 1 2 \\
+      --image-folder photos/ --objectives qb_heat moco_v2 mine.yaml --epochs 20 \\
       --train-json train.json --train-images images/ --val-json val.json --val-images images/ \\
-      --detectors retinanet mf-dec-211 --output-dir output/comparison SOLVER.IMS_PER_BATCH 128
+      --detectors retinanet mf-dec-211 --output-dir output/comparison
 """
 
 import argparse
@@ -28,24 +28,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import add_data_flags
 
-if TYPE_CHECKING:
-    from qbheat_det.analysis.compare_objectives import Comparison
-
 # Keys that flags or the tool itself set for every run.
-_RESERVED = {
-    "SEED": "--seeds",
-    "SOLVER.EPOCHS": "--epochs",
-    "SOLVER.MAX_ITER": "--epochs",
-    "OUTPUT_DIR": "--output-dir",
-    "MODEL.WEIGHTS": "the configs of the objectives",
-    "MODEL.META_ARCHITECTURE": "--objectives",
-    "DATASETS.TRAIN": "--train-folder and --image-folder",
-}
+_RESERVED = {"SEED", "SOLVER.EPOCHS", "SOLVER.MAX_ITER", "OUTPUT_DIR", "MODEL.WEIGHTS",
+             "MODEL.META_ARCHITECTURE", "DATASETS.TRAIN"}  # fmt: skip
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -79,7 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if len(args.opts) % 2 or len(args.detector_opts) % 2:
         parser.error("overrides are pairs of KEY VALUE, but one has no partner")
     if reserved := [key for key in args.opts[::2] if key in _RESERVED]:
-        parser.error(f"{reserved[0]} is set by {_RESERVED[reserved[0]]}")
+        parser.error(f"{reserved[0]} is set by a flag, or by the config of the objective")
     if not args.epochs > 0 or args.jobs < 1 or args.recalibrate_bn < 1:
         parser.error("--epochs must be above 0, --jobs and --recalibrate-bn at least 1")
     if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
@@ -101,30 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs or lists the commands; returns the exit code."""
-    from qbheat_det.analysis.compare_objectives import compare, is_done, list_jobs
-
-    comparison = build_comparison(args)
-    if args.plan:
-        for job in (job for row in list_jobs(comparison) for job in row.jobs):
-            print(f"{job.title}: {'done' if is_done(job) else shlex.join(job.command)}")
-        return 0
-    table, failed = compare(comparison, jobs=args.jobs)
-    print(table)
-    for title, reason in failed.items():
-        print(f"failed: {title}: {reason}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def build_comparison(args: argparse.Namespace) -> "Comparison":
-    """
-    Raises:
-        UserError: a probe, an objective or a config is not valid.
-    """
-    from qbheat_det.analysis.compare_objectives import Comparison, load_objectives
+    from qbheat_det.analysis.compare_objectives import (
+        Comparison,
+        compare,
+        is_done,
+        list_jobs,
+        load_objectives,
+    )
     from qbheat_det.probing import check_probes
 
     check_probes(args.probes)
-    return Comparison(
+    comparison = Comparison(
         objectives=load_objectives(args.objectives, args.opts),
         seeds=args.seeds,
         epochs=args.epochs,
@@ -140,6 +116,15 @@ def build_comparison(args: argparse.Namespace) -> "Comparison":
         opts=args.opts,
         detector_opts=args.detector_opts,
     )
+    if args.plan:
+        for job in (job for row in list_jobs(comparison) for job in row.jobs):
+            print(f"{job.title}: {'done' if is_done(job) else shlex.join(job.command)}")
+        return 0
+    table, failed = compare(comparison, jobs=args.jobs)
+    print(table)
+    for title, reason in failed.items():
+        print(f"failed: {title}: {reason}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

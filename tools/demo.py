@@ -7,8 +7,8 @@ backbone, and the same on the frozen random backbone that pre-training began wit
 statistics of both are estimated on the same whole images. Ends with an illustrated report.
 
 The set is drawn on first use, so nothing is downloaded. It takes minutes on two cores, and running
-the demo again trains again. It uses the training of tools/train_net.py and the prediction of
-tools/predict.py; the report shows the commands.
+the demo again trains again. It uses the training of tools/train_net.py and the page of
+tools/report.py.
 
 examples:
   python tools/demo.py

@@ -18,7 +18,7 @@ FIGURES = {
     "heat": "class activation of a classifier beside steady heat with the same border",
     "attention": "attention between global tokens and pixels, both ways",
     "queries": "cross-attention of the object queries of MF-DETR",
-    "detections": "AP by size and class, curves, errors, worst misses and false alarms",
+    "detections": "AP by size and class, curves, errors, missed boxes and false alarms",
     "classes": "confusion matrix of a classifier",
     "probes": "accuracies of probes by decoder, by its width and by images seen",
     "spectrum": "eigenvalues of A and B at both scales, and Table 3 over a run",
@@ -69,9 +69,8 @@ def text(value: str) -> str:
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "curves": {
         "axis": {
-            "choices": ("epochs", "images", "minutes", "steps"),
-            "help": "x axis: epochs (default); images, for runs with different batches or data; "
-            "minutes of training, without evaluation; steps",
+            "choices": ("epochs", "images", "steps"),
+            "help": "x axis: epochs (default); images, for different batches or data; steps",
         },
     },
     "correlation": {
@@ -95,10 +94,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "type": text,
             "help": "name or index of the class (default: the predicted class of each image)",
         },
-        "heat_images": {
-            "type": integer(),
-            "help": "images that are averaged over, those drawn included (default: 64)",
-        },
         "heat_size": {
             "type": integer(),
             "help": "side of the images in pixels; twice the side gives maps with four times the "
@@ -115,15 +110,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "nargs": "+",
             "help": "blocks to draw, counted from 1 (default: the paper's 3, 6, 10 and 12; the "
             "last at each resolution of other networks)",
-        },
-        "attention_images": {
-            "type": integer(),
-            "help": "images that are averaged over, those drawn included (default: 16)",
-        },
-        "attention_size": {
-            "type": integer(),
-            "help": "side of the images in pixels, the same for all runs (default: that of the "
-            "first run's training; of detectors the paper's 256)",
         },
     },
     "queries": {

@@ -2,18 +2,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Check the datasets of a config before hours of training: what they contain, and what is wrong.
 
-Counts images, boxes and classes, measures boxes in the images and at the network's input, reads
-every image file, searches for images that are in training and in evaluation, and draws training
-images after the augmentation of the config. Prints a summary and writes report.html, a page that
-holds all its images, and errors.txt, a line for each error.
+Counts images, boxes and classes, measures boxes, reads every image file, and searches for images
+that are in training and in evaluation. Prints a summary, and writes errors.txt, a line for each
+error, and samples.jpg, training images after the augmentation of the config.
 
 examples:
   python tools/inspect_dataset.py --config-file configs/demo/toy_retinanet.yaml
   python tools/inspect_dataset.py --config-file configs/custom/mf_detr_211_285M_scratch.yaml \\
       --train-json train.json --train-images images --val-json val.json --val-images images
   python tools/inspect_dataset.py --train-json train.json --train-images images
-  python tools/inspect_dataset.py --config-file configs/coco/mf_detr_211_285M_probe.yaml \\
-      --num-samples 24 --output output/coco INPUT.MIN_SIZE_TRAIN "(320,)"
 
 exit code: 0 if nothing is wrong; 1 if there are errors; 2 if a file or key does not exist.
 Warnings are no errors: training can handle what they name.
@@ -37,13 +34,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="YAML (default: Detectron2's defaults)")
     add_data_flags(parser)
-    add(
-        "--output",
-        type=Path,
-        default=Path("output/inspect_dataset"),
-        metavar="DIR",
-        help="folder of the page (default: output/inspect_dataset)",
-    )
+    add("--output", type=Path, default=Path("output/inspect_dataset"), metavar="DIR",
+        help="folder of the files (default: output/inspect_dataset)")  # fmt: skip
     add("--num-samples", type=int, default=12, metavar="N", help="images to draw (default: 12)")
     add("--num-threads", type=int, default=8, metavar="N", help="that read files (default: 8)")
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
@@ -61,39 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Prints and writes the reports; returns the exit code."""
-    from qbheat_det.analysis.dataset_report import (
-        DatasetReport,
-        build_page,
-        draw_samples,
-        format_report,
-    )
+    """Prints the summary and writes the files; returns the exit code."""
+    from qbheat_det.analysis.dataset_report import draw_samples, format_report
     from qbheat_det.analysis.datasets import compare_datasets, inspect_dataset, list_sources
-    from qbheat_det.analysis.page import write_page
     from qbheat_det.config import load_config
+    from qbheat_det.core.figures import Image
+    from qbheat_det.core.files import write_atomically
 
     logging.disable(logging.WARNING)  # the summary has what loaders and mappers log
     cfg = load_config(args.config_file, args.opts)
     flags = (args.train_json, args.train_images, args.val_json, args.val_images)
     inspections = [
-        inspect_dataset(source, cfg, num_threads=args.num_threads, progress=True)
+        inspect_dataset(source, cfg, num_threads=args.num_threads)
         for source in list_sources(cfg, flags)
     ]
     errors, warnings = compare_datasets(inspections)
-    report = DatasetReport(
-        title=f"Datasets of {args.config_file or 'the given files'}",
-        inspections=inspections,
-        errors=[error for one in inspections for error in one.errors] + errors,
-        warnings=[text for one in inspections for text in one.warnings] + warnings,
-        cfg=cfg,
-    )
-    write_page(build_page(report, draw_samples(report, args.num_samples)),
-               args.output / "report.html")  # fmt: skip
-    lines = "".join(f"{error.message}\n" for error in report.errors)
-    (args.output / "errors.txt").write_text(lines, encoding="utf-8", errors="backslashreplace")
-    print(format_report(report))
-    print(f"\nopen  {(args.output / 'report.html').resolve()}")
-    return 1 if report.errors else 0
+    errors = [error for one in inspections for error in one.errors] + errors
+    warnings = [text for one in inspections for text in one.warnings] + warnings
+    text = "".join(f"{error.message}\n" for error in errors)
+    files = {"errors.txt": text.encode(errors="backslashreplace")}
+    if (sheet := draw_samples(inspections[0], cfg, args.num_samples)) is not None:
+        files["samples.jpg"] = Image.from_rgb(sheet, alt="").content
+    for name, content in files.items():
+        write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
+    print(format_report(inspections, errors, warnings, cfg))
+    print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def compare(args: argparse.Namespace) -> None:
     target = "normalised patches" if node.NORM_PIXEL_LOSS else "raw pixels"
     print(
         f"\nSquared error of {target} at {node.LOSS_ON} positions, {size} x {size} pixels; mean "
-        f"and standard error over {losses['zero'].num_images:,} held-out images. Learned from "
+        f"and standard error over {len(losses['zero']):,} held-out images. Learned from "
         f"{report.num_images:,} images ({report.num_rows:,} with mirror images)."
     )
     if report.skipped:
@@ -231,7 +231,7 @@ def write_json(
                 for name, values in losses.items()
             },
             "settings": settings,
-            "held_out_images": losses["zero"].num_images,
+            "held_out_images": len(losses["zero"]),
             "training_images": report.num_images,
             "training_rows": report.num_rows,
             "ridge_penalties": report.penalties,

@@ -7,7 +7,7 @@ examples:
   python tools/visualize.py --list
 
   # losses, AP and learning rate of two runs on one axis
-  python tools/visualize.py curves output/run_a output/run_b --axis minutes --output output/figures
+  python tools/visualize.py curves output/run_a output/run_b --axis images --output output/figures
 
   # the flags of one figure
   python tools/visualize.py curves --help

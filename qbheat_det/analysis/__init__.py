@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _MODULES = (
-    "attention_figure",
+    "attention",
     "class_activation",
     "confusion_matrix",
     "correlation",
@@ -28,7 +28,7 @@ _MODULES = (
     "propagation",
     "queries",
     "reconstruction",
-    "spectrum_figure",
+    "spectrum",
 )
 
 

@@ -26,11 +26,6 @@ HEADING: Color = (226, 228, 232)
 _GOLDEN_ANGLE = 0.618034  # of hues: neighbouring classes differ clearly
 
 
-def get_class_name(class_names: Sequence[str], index: int) -> str:
-    """Returns a class's name, or ``"class 3"`` where there are fewer names."""
-    return class_names[index] if index < len(class_names) else f"class {index}"
-
-
 def get_class_color(index: int) -> Color:
     """Returns the RGB color that a class has in every image."""
     red, green, blue = colorsys.hls_to_rgb((0.12 + _GOLDEN_ANGLE * index) % 1, 0.6, 0.9)
@@ -42,19 +37,15 @@ def draw_instances(
 ) -> RGBImage:
     """Draws predictions (``pred_boxes``) or ground truth (``gt_boxes``) of one image.
 
-    Args:
-        image: (H, W, 3) RGB.
-        instances: on any device, with ``pred_classes`` and ``scores``, or ``gt_classes``; masks
-            are shaded where there are some.
-        class_names: in contiguous order.
-        min_side: see ``draw_boxes``.
+    Masks are shaded where there are some. ``class_names`` are in contiguous order; see
+    ``draw_boxes`` for ``min_side``.
     """
     instances = instances.to("cpu")
     fields = instances.get_fields()
     kind = "pred" if "pred_boxes" in fields else "gt"
     boxes = fields[f"{kind}_boxes"].tensor.detach().double().numpy()
     classes = fields[f"{kind}_classes"].tolist()
-    labels = [get_class_name(class_names, k) for k in classes]
+    labels = [class_names[k] if k < len(class_names) else f"class {k}" for k in classes]
     if "scores" in fields:
         scores = fields["scores"].tolist()
         labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
@@ -79,14 +70,9 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes with their labels above them.
+    """Draws boxes (n, 4) XYXY, in pixels of the image, with their n labels above them.
 
-    Args:
-        image: (H, W, 3) RGB.
-        boxes: (n, 4) XYXY, pixels of ``image``.
-        labels: n of them; "" for a box without one.
-        colors: n of them.
-        min_side: a smaller image is enlarged first, so that labels are legible; 0 never enlarges.
+    An image with a side below ``min_side`` is enlarged first, so that labels are legible.
     """
     height, width = image.shape[:2]
     scale = max(1.0, min_side / min(height, width))
@@ -119,13 +105,7 @@ def draw_boxes(
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
-    """Returns one image of several, row by row, each centered in an equal cell.
-
-    Raises:
-        ValueError: there are no images, or no columns.
-    """
-    if not images or columns < 1:
-        raise ValueError("at least one image and one column are needed")
+    """Returns one image of several, at least one, row by row, each centered in an equal cell."""
     cell_height = max(image.shape[0] for image in images)
     cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))

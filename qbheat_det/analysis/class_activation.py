@@ -7,17 +7,20 @@ first token, which has no position, is not in it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import cast
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from matplotlib.figure import Figure as Chart
+from scipy import sparse
+from scipy.sparse.csgraph import laplacian
+from scipy.sparse.linalg import splu
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
-from qbheat_det.core.text import join_first
 from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder
 
 from .figure import FigureOptions, SharedImages, batch_images, crop_squares, run_each
@@ -35,37 +38,33 @@ from .plotting import (
     to_text,
 )
 from .run import Run
-from .steady_heat import Agreement, FloatMap, HeatComparison, average, compare_with_heat
 
+FloatMap = npt.NDArray[np.float64]
+BoolMap = npt.NDArray[np.bool_]
+Agreement = Mapping[str, float]
+""""correlation" (Pearson's) and "relative_error", ‖predicted - true‖ / ‖true - its mean‖."""
+
+_NUM_IMAGES = 64  # that are averaged over
+_SHUFFLES = 8  # of one map
+_ROUNDING = 1e-9  # relative; below it, a map is constant
 _COLORS = "inferno"
 _LABELS = {
     "steady": "steady heat",
     "with_source": "with a source",
     "corners": "between corners",
-    "border_mean": "mean of border",
     "shuffled": "shuffled map",
 }
 _EXPLANATION = (
-    "The paper starts from the similarity of a classifier's class activation map (CAM) to heat "
-    "that spreads over a plate. Here the plate has the CAM's own border, and heat inside it is "
-    "steady, u_xx + u_yy = 0. It has no peak inside the border (the maximum principle), so that "
-    "the last map also fixes the CAM's largest value inside, as a source.",
-    "Controls are a bilinear map between the corners, the border's mean, and the CAM with its "
-    "positions shuffled. Relative error is 0 for the same map, 1 for the mean of the CAM. "
-    "Agreement shows that a CAM is smooth, not that features obey the heat equation.",
+    "The paper starts from the similarity of a classifier's class activation map (CAM) to heat. "
+    "Here heat inside the CAM's own border is steady, u_xx + u_yy = 0; the last map also fixes the "
+    "CAM's largest value inside, as a source. Relative error is 0 for the same map, 1 for the mean "
+    "of the CAM. Agreement shows that a CAM is smooth, not that features obey the heat equation.",
 )
 
 
 @dataclass(frozen=True)
 class ClassActivation:
-    """Class activation maps of N images, one class each.
-
-    Attributes:
-        maps: (N, H, W), in logits: their mean over positions, and ``rest``, sum to the logit.
-        rest: (N,), what no position adds: the bias, and the first token if it is read.
-        scores: (N,), softmax over all classes, in [0, 1].
-        classes: (N,), index.
-    """
+    """Maps (N, H, W) whose mean and ``rest``, of bias and first token, (N,), sum to the logit."""
 
     maps: Tensor
     rest: Tensor
@@ -77,17 +76,14 @@ class ClassActivation:
 def compute_class_activation(
     model: ImageClassifier, images: Tensor, chosen: int | None = None
 ) -> ClassActivation:
-    """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one.
-
-    The model has a linear decoder and is in eval mode.
-    """
+    """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one."""
     decoder = cast(LinearDecoder, model.decoder)
     features = model.backbone(images)
     logits = decoder(features).float()
     classes = logits.argmax(dim=1)
     if chosen is not None:
         classes = torch.full_like(classes, chosen)
-    weights, bias = fold_normalization(decoder)
+    weights, bias = _fold_normalization(decoder)
     channels = decoder.pool.channels
     pooled = features[decoder.pool.in_feature].float()
     maps = torch.einsum("nchw,nc->nhw", pooled, weights[classes, :channels])
@@ -95,44 +91,133 @@ def compute_class_activation(
     if decoder.pool.token_dim:
         first = features["tokens"][:, 0].float()
         rest = rest + (first * weights[classes, channels:]).sum(dim=1)
-    return ClassActivation(
-        maps=maps,
-        rest=rest,
-        scores=logits.softmax(dim=1).gather(1, classes[:, None])[:, 0],
-        classes=classes,
-    )
+    scores = logits.softmax(dim=1).gather(1, classes[:, None])[:, 0]
+    return ClassActivation(maps, rest, scores, classes)
 
 
-def fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
-    """Returns weights (K, C + D) and bias (K,) for features as they come from the pool.
-
-    Behind a BatchNorm of mean m and variance v these are w / sqrt(v + eps) and
-    b - w m / sqrt(v + eps), else those of the linear layer.
-    """
+def _fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
+    """Returns weights (K, C + D) and bias (K,) for features as they come from the pool."""
     weights, bias = decoder.classifier.weight.float(), decoder.classifier.bias.float()
     norm = decoder.norm
     if not isinstance(norm, nn.BatchNorm1d):
         return weights, bias
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    folded = weights * torch.rsqrt(norm.running_var.float() + norm.eps)
-    return folded, bias - folded @ norm.running_mean.float()
+    mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+    folded = weights * torch.rsqrt(variance.float() + norm.eps)
+    return folded, bias - folded @ mean.float()
 
 
-@dataclass(frozen=True)
-class _Heat:
-    """One run: class, score, map and comparison of each image, and the pixels of the drawn ones."""
+def mark_border(height: int, width: int) -> BoolMap:
+    """Returns (H, W), True at the outermost positions.
 
+    Raises:
+        ValueError: there is nothing inside the border.
+    """
+    if height < 3 or width < 3:
+        raise ValueError(f"a map of {height} x {width} has no position inside its border")
+    border = np.ones((height, width), dtype=np.bool_)
+    border[1:-1, 1:-1] = False
+    return border
+
+
+def solve_steady_heat(values: npt.ArrayLike, fixed: BoolMap) -> FloatMap:
+    """Solves Laplace's equation on maps (..., H, W) by the five-point stencil.
+
+    Values are given where ``fixed`` (H, W) is True. Elsewhere the temperature is the mean of its
+    neighbours', and no heat flows across the edge of the map.
+
+    Raises:
+        ValueError: nothing is fixed, or a fixed value is not finite.
+    """
+    maps = np.asarray(values, dtype=np.float64)
+    flat, given = maps.reshape(-1, fixed.size), fixed.ravel()
+    if not given.any() or not np.isfinite(flat[:, given]).all():
+        raise ValueError("steady heat needs fixed temperatures that are finite")
+    # Number of neighbours on the diagonal, -1 for each of them: of a grid, the sum of two paths'.
+    height, width = (
+        laplacian(sparse.diags([1.0, 1.0], [1, -1], shape=(n, n)).tocsr()) for n in fixed.shape
+    )
+    stencil = sparse.kronsum(width, height).tocsr()[~given]
+    solved = np.where(given, flat, 0.0)
+    inflow = -(stencil[:, given] @ flat[:, given].T)
+    solved[:, ~given] = splu(stencil[:, ~given].tocsc()).solve(inflow).T
+    return solved.reshape(maps.shape)
+
+
+def interpolate_corners(values: npt.ArrayLike) -> FloatMap:
+    """Returns (H, W), bilinear between the four corners of ``values`` (H, W)."""
+    corners = np.asarray(values, dtype=np.float64)[np.ix_((0, -1), (0, -1))]
+    down, along = (np.stack([1 - t, t]) for t in (np.linspace(0, 1, n) for n in np.shape(values)))
+    return np.asarray(down.T @ corners @ along)
+
+
+def compare_maps(predicted: npt.ArrayLike, true: npt.ArrayLike, where: BoolMap) -> Agreement:
+    """Compares maps (H, W) at the positions of ``where`` (H, W); nan where undefined."""
+    first, second = (np.asarray(values, dtype=np.float64)[where] for values in (predicted, true))
+    if not first.size:
+        return {"correlation": np.nan, "relative_error": np.nan}
+    spreads = [np.linalg.norm(values - values.mean()) for values in (first, second)]
+    norms = [_ROUNDING * np.linalg.norm(values) for values in (first, second)]
+    vary = [spread > norm for spread, norm in zip(spreads, norms, strict=True)]
+    return {
+        "correlation": float(np.corrcoef(first, second)[0, 1]) if all(vary) else np.nan,
+        "relative_error": float(np.linalg.norm(first - second) / spreads[1]) if vary[1] else np.nan,
+    }
+
+
+class HeatComparison(NamedTuple):
+    """Steady heat (H, W) with a map's border fixed, and with ``source`` (row, column) fixed too.
+
+    ``agreements`` compare both, and the controls, with the map; keys as those of ``_LABELS``.
+    """
+
+    steady: FloatMap
+    with_source: FloatMap
+    source: tuple[int, int]
+    agreements: Mapping[str, Agreement]
+
+
+def compare_with_heat(values: npt.ArrayLike, *, seed: int = 0) -> HeatComparison:
+    """Compares a map (H, W) with the steady heat inside its border, and with controls.
+
+    Raises:
+        ValueError: the map has nothing inside its border, or a value is not finite.
+    """
+    true = np.asarray(values, dtype=np.float64)
+    border = mark_border(*true.shape)
+    inside = ~border
+    hottest = np.unravel_index(np.argmax(np.where(inside, true, -np.inf)), true.shape)
+    source = int(hottest[0]), int(hottest[1])
+    fixed = border.copy()
+    fixed[source] = True
+    steady = solve_steady_heat(true, border)
+    with_source = true if fixed.all() else solve_steady_heat(true, fixed)
+    generator = np.random.default_rng(seed)
+    shuffled = [generator.permuted(true.ravel()).reshape(true.shape) for _ in range(_SHUFFLES)]
+    pairs = zip(solve_steady_heat(np.stack(shuffled), border), shuffled, strict=True)
+    agreements = {
+        "steady": compare_maps(steady, true, inside),
+        "with_source": compare_maps(with_source, true, ~fixed),
+        "corners": compare_maps(interpolate_corners(true), true, inside),
+        "shuffled": average([compare_maps(*pair, inside) for pair in pairs]),
+    }
+    return HeatComparison(steady, with_source, source, agreements)
+
+
+def average(agreements: Sequence[Agreement]) -> Agreement:
+    """Returns the mean of the values that are defined; nan where there are none."""
+    means = {}
+    for key in ("correlation", "relative_error"):
+        known = [one[key] for one in agreements if not np.isnan(one[key])]
+        means[key] = float(np.mean(known)) if known else np.nan
+    return means
+
+
+class _Heat(NamedTuple):
     classes: list[str]
     scores: list[float]
     maps: list[FloatMap]
     comparisons: list[HeatComparison]
     images: list[RGBImage]
-
-    @property
-    def agreements(self) -> dict[str, list[Agreement]]:
-        """Of all images, by the keys of ``_LABELS``."""
-        return {kind: [one.agreements[kind] for one in self.comparisons] for kind in _LABELS}
 
 
 @register_figure("heat")
@@ -141,57 +226,49 @@ def draw_heat(
     options: FigureOptions,
     *,
     heat_class: str | None = None,
-    heat_images: int = 64,
     heat_size: int | None = None,
 ) -> Figure:
-    """Draws CAM and steady heat of images, and how close they are beside controls.
+    """Draws CAM and steady heat of images ``heat_size`` pixels a side, and how close they are.
 
-    Args:
-        runs: to compare.
-        options: ``images``, ``num_images``, and ``seed`` of the shuffles.
-        heat_class: name or index of the class; None takes the predicted class of each image.
-        heat_images: images that are averaged over, at least those drawn.
-        heat_size: side of the images in pixels; None takes the run's.
+    ``heat_class`` is the name or index of a class, None for the predicted one of each image.
     """
-    shared = SharedImages(runs, max(options.num_images, heat_images), options.images)
+    shared = SharedImages(runs, max(options.num_images, _NUM_IMAGES), options.images)
 
-    def compute(run: Run) -> _Heat:
-        return _compute(run, shared, options, heat_class, heat_size)
-
-    results = run_each(runs, compute, nothing="no class activation maps")
+    results = run_each(
+        runs,
+        lambda run: _compute(run, shared, options, heat_class, heat_size),
+        nothing="no class activation maps",
+    )
     found = results.found
     images = {
         f"maps_{i}": _draw_maps(label, one) for i, (label, one) in enumerate(found.items(), 1)
     }
+    agreements = {
+        label: {kind: [c.agreements[kind] for c in one.comparisons] for kind in _LABELS}
+        for label, one in found.items()
+    }
     images["agreement"] = chart_image(
-        plot_agreements({label: one.agreements for label, one in found.items()}),
+        plot_agreements(agreements),
         caption="Median and quartiles over the images, over positions inside the border.",
     )
     rows = []
-    for label, one in found.items():
-        for kind, agreements in one.agreements.items():
-            mean = average(agreements)
-            numbers = (f"{mean.correlation:.2f}", f"{mean.relative_error:.2f}")
-            rows.append((f"{label}, {_LABELS[kind]}", *numbers))
+    for label, kinds in agreements.items():
+        for kind, text in _LABELS.items():
+            mean = average(kinds[kind])
+            rows.append((f"{label}, {text}", *(f"{value:.2f}" for value in mean.values())))
+    data = {
+        label: [
+            {"class": name, "score": score, "source": heat.source, **heat.agreements}
+            for name, score, heat in zip(one.classes, one.scores, one.comparisons, strict=True)
+        ]
+        for label, one in found.items()
+    }
     return Figure(
         "heat",
         "Class activation and steady heat",
         [*_EXPLANATION, *shared.explain(), *results.explain()],
         images,
-        {
-            "images": shared.files,
-            "runs": {
-                label: [
-                    {"class": name, "score": score, "source": heat.source}
-                    | {kind: asdict(agreement) for kind, agreement in heat.agreements.items()}
-                    for name, score, heat in zip(
-                        one.classes, one.scores, one.comparisons, strict=True
-                    )
-                ]
-                for label, one in found.items()
-            },
-            "left_out": results.left_out,
-        },
+        {"images": shared.files, "runs": data, "left_out": results.left_out},
         Table(("Mean over images", "correlation", "relative error"), rows),
     )
 
@@ -204,7 +281,11 @@ def _compute(
     if not isinstance(model, ImageClassifier) or not isinstance(model.decoder, LinearDecoder):
         raise NotApplicable(f"'{run.label}' has no linear layer over the mean of a map")
     names = [str(name) for name in run.cfg.MODEL.CLASS_NAMES]
-    chosen = None if wanted is None else _find_class(run.label, names, model.num_classes, wanted)
+    chosen = names.index(wanted) if wanted in names else None
+    if wanted is not None and chosen is None:
+        if not wanted.isdecimal() or int(wanted) >= model.num_classes:
+            raise UserError(f"--heat-class '{wanted}' is no class of '{run.label}'")
+        chosen = int(wanted)
     entries = crop_squares(run.cfg, shared.choose(run), size)
     activations = [
         compute_class_activation(model, images, chosen)
@@ -216,48 +297,32 @@ def _compute(
     except ValueError as error:
         raise NotApplicable(f"'{run.label}': {error}") from error
     classes = [i for batch in activations for i in batch.classes.tolist()]
+    drawn = entries[: options.num_images]
     return _Heat(
-        classes=[names[i] if i < len(names) else str(i) for i in classes],
-        scores=[score for batch in activations for score in batch.scores.tolist()],
-        maps=maps,
-        comparisons=comparisons,
-        images=[
-            to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
-            for entry in entries[: options.num_images]
-        ],
-    )
-
-
-def _find_class(label: str, names: Sequence[str], num_classes: int, wanted: str) -> int:
-    if wanted in names:
-        return names.index(wanted)
-    if wanted.isdecimal() and int(wanted) < num_classes:
-        return int(wanted)
-    raise UserError(
-        f"--heat-class '{wanted}' is no class of '{label}', which has {join_first(names, 8)} and "
-        f"the indices 0 to {num_classes - 1}"
+        [names[i] if i < len(names) else str(i) for i in classes],
+        [score for batch in activations for score in batch.scores.tolist()],
+        maps,
+        comparisons,
+        [to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8) for entry in drawn],
     )
 
 
 def _draw_maps(label: str, one: _Heat) -> Image:
     rows, names = [], []
     for index, image in enumerate(map(enlarge, one.images)):
-        values, comparison = one.maps[index], one.comparisons[index]
-        low, high = float(values.min()), float(values.max())
-        side = image.shape[0]
-        maps = (values, comparison.steady, comparison.with_source)
+        values, heat = one.maps[index], one.comparisons[index]
+        low, high, side = float(values.min()), float(values.max()), len(image)
+        maps = (values, heat.steady, heat.with_source)
         cells = [enlarge(color_map(m, low, high, _COLORS), side, exact=True) for m in maps]
         stride = side / len(values)
         overlay = overlay_map(image, values, stride=stride, low=low, high=high, colors=_COLORS)
         rows.append([image, overlay, *cells])
-        names.append(
-            f"{to_text(one.classes[index])} {one.scores[index]:.2f}\n{low:.3g} to {high:.3g}"
-        )
-    columns = ["image", "CAM over it", "CAM", "steady heat", "… with a source"]
+        score = f"{to_text(one.classes[index])} {one.scores[index]:.2f}"
+        names.append(f"{score}\n{low:.3g} to {high:.3g}")
+    columns = ["image", "CAM over it", "CAM", *list(_LABELS.values())[:2]]
     chart = plot_grid(rows, column_names=columns, row_names=names)
-    return chart_image(
-        chart, caption=f"{label}: class and score, range of colours in logits.", format="jpg"
-    )
+    caption = f"{label}: class and score, range of colours in logits."
+    return chart_image(chart, caption=caption, format="jpg")
 
 
 @themed
@@ -265,22 +330,16 @@ def plot_agreements(agreements: Mapping[str, Mapping[str, Sequence[Agreement]]])
     """Draws median and quartiles over images of correlation and relative error, a mark a run."""
     figure = start_figure(height=2.4 + 0.5 * len(agreements), width=7.6)
     panels = figure.subplots(1, 2, sharey=True)
-    measures = {"correlation": "correlation inside", "relative_error": "relative error inside"}
-    styles = list_styles(len(agreements))
-    for axes, (measure, text) in zip(panels, measures.items(), strict=True):
-        for index, ((label, kinds), style) in enumerate(
-            zip(agreements.items(), styles, strict=True)
-        ):
-            values = np.array([[asdict(a)[measure] for a in kinds[kind]] for kind in _LABELS])
+    for axes, measure in zip(panels, ("correlation", "relative_error"), strict=True):
+        for index, style in enumerate(list_styles(len(agreements))):
+            label, kinds = list(agreements.items())[index]
+            values = np.array([[one[measure] for one in kinds[kind]] for kind in _LABELS])
             known = ~np.isnan(values).all(axis=1)
             first, median, third = np.nanpercentile(values[known], (25, 50, 75), axis=1)
             rows = np.flatnonzero(known) + 0.16 * (index - (len(agreements) - 1) / 2)
-            errors = [median - first, third - median]
-            axes.errorbar(
-                median, rows, xerr=errors, label=to_text(label), **style | {"linestyle": "none"}
-            )
-        axes.set_xlabel(text)
-    panels[0].set_title("CAM and maps made from its border")
+            style = style | {"linestyle": "none", "label": to_text(label)}
+            axes.errorbar(median, rows, xerr=[median - first, third - median], **style)
+        axes.set_xlabel(f"{measure.replace('_', ' ')} inside")
     panels[0].set_yticks(range(len(_LABELS)), _LABELS.values())
     panels[0].invert_yaxis()
     if len(agreements) > 1:

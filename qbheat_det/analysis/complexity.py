@@ -8,7 +8,6 @@ names the two rules under which the figures of Mobile-Former papers can be compa
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -51,12 +50,7 @@ _NOT_CORE = {
 
 @dataclass(frozen=True)
 class MAdds:
-    """Counts of one forward pass, by module and operator.
-
-    Attributes:
-        by_module: for every dotted module name (``""`` is the whole model) the count of each
-            operator below that module.
-    """
+    """Counts of one forward pass: by dotted module name ("" is the model), then by operator."""
 
     by_module: Mapping[str, Mapping[str, int]]
 
@@ -72,23 +66,23 @@ class MAdds:
 def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
     """Traces ``model(*inputs)`` in evaluation mode and counts it; the mode is restored.
 
-    The trace runs the model for real: torch cannot trace on meta tensors.
-
-    Args:
-        model: any module whose forward takes and returns tensors, or tuples, lists and
-            dictionaries of them.
-        inputs: arguments of one forward call, for one image unless a batch is to be counted.
+    Forward takes and returns tensors, or tuples, lists and dictionaries of them. The trace runs the
+    model for real: torch cannot trace on meta tensors.
     """
     analysis = FlopCountAnalysis(model, inputs)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
     analysis.set_op_handle(**_ADDED_HANDLES)
+    logger = logging.getLogger("fvcore.nn.jit_analysis")
+    level = logger.level
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), _quiet_logger("fvcore.nn.jit_analysis"):
+        logger.setLevel(logging.ERROR)  # it logs every operator that is free by rule
+        with torch.no_grad():
             counts = analysis.by_module_and_operator()
     finally:
+        logger.setLevel(level)
         for module, training in modes.items():
             module.training = training
     return MAdds(
@@ -100,15 +94,9 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
 
 
 def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
-    """Counts a Detectron2 model on one image, from ``batched_inputs`` to its predictions.
+    """Counts a Detectron2 model on the CPU, from one image (H, W) to its predictions.
 
-    The model pads the image to its backbone's size divisibility, and padding counts. What a
-    second stage costs depends on how many boxes the first one proposes.
-
-    Args:
-        model: a model that takes ``list[dict]``, on the CPU.
-        height: rows of the image, in pixels.
-        width: columns of the image, in pixels.
+    The model pads the image to its backbone's size divisibility, and padding counts.
     """
     image = torch.zeros(3, height, width)
     counts = count_madds(_TensorsInTensorsOut(model), image).by_module
@@ -119,10 +107,8 @@ def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
 def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int:
     """Returns the number of parameters, each shared one once.
 
-    Args:
-        model: any module.
-        batch_norm_affine: whether BatchNorm's scale and offset count. A frozen backbone holds
-            them as buffers, and the paper's detection tables leave them out.
+    Without ``batch_norm_affine`` BatchNorm's scale and offset do not count, as in the paper's
+    tables of detection: a frozen backbone holds them as buffers.
     """
     skipped = {
         id(parameter)
@@ -153,24 +139,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         yield from _tensors(output.get_fields())
     elif isinstance(output, Boxes):
         yield output.tensor
-    elif isinstance(output, Mapping):
-        for value in output.values():
+    elif isinstance(output, Mapping | list | tuple):
+        for value in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-
-
-@contextmanager
-def _quiet_logger(name: str) -> Iterator[None]:
-    # fvcore logs every operator without a handler; here those are free by rule.
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _attention(inputs: list[Any], outputs: list[Any]) -> int:
@@ -186,11 +157,13 @@ def _baddbmm(inputs: list[Any], outputs: list[Any]) -> int:
 
 _ADDED_HANDLES: dict[str, Callable[[list[Any], list[Any]], int]] = {
     "aten::scaled_dot_product_attention": _attention,
-    "aten::_scaled_dot_product_attention_math": _attention,
-    "aten::_scaled_dot_product_flash_attention": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_efficient_attention": _attention,
-    "aten::_scaled_dot_product_cudnn_attention": _attention,
+    **{
+        f"aten::_scaled_dot_product_{kind}": _attention
+        for kind in (
+            *("attention_math", "flash_attention", "flash_attention_for_cpu"),
+            *("efficient_attention", "cudnn_attention"),
+        )
+    },
     "aten::baddbmm": _baddbmm,
     "aten::adaptive_avg_pool1d": elementwise_flop_counter(1, 0),
 }

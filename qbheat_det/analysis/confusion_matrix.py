@@ -4,7 +4,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +20,10 @@ from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
 from .figure import FigureOptions, run_each
 from .plotting import INK, chart_image, start_figure, themed, to_text, to_texts
 from .run import Run
-from .training_log import get_last_metric, read_evaluation
 
 Counts = npt.NDArray[np.int64]
-_MOST_NUMBERED, _MOST_NAMED = 16, 110  # classes whose cells, or rows, have room for text
+_MOST_NAMED = 110  # classes whose rows have room for text
 _MOST_LISTED = 30
-_LONGEST_NAME = 26
-_TOLERANCE = 1e-6  # percent
 _EXPLANATION = (
     "A row is a class, a column the class that its images were assigned; the color is the share "
     "of the row. Blue cells are correct and red ones wrong. Small shares are drawn stronger than "
@@ -44,7 +40,7 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """
     results = run_each(runs, _count_confusions, nothing="no confusion matrix")
     images, rows, data = {}, [], {}
-    for number, (label, (names, counts, source)) in enumerate(results.found.items(), start=1):
+    for number, (label, (names, counts)) in enumerate(results.found.items(), start=1):
         totals, correct = counts.sum(axis=1), counts.diagonal()
         used = totals > 0
         top1 = 100 * correct.sum() / max(1, totals.sum())
@@ -54,15 +50,11 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
         images[name] = chart_image(plot_confusion(counts, names, title=title), caption=title)
         rows.append((label, f"{top1:.2f}", f"{balanced:.2f}", f"{totals.sum():,}", f"{used.sum()}"))
         data[label] = {
-            "source": source,
             "classes": [
                 {"name": name, "images": total, "correct": number}
                 for name, total, number in zip(names, totals, correct, strict=True)
             ],
-            "confusions": [
-                {"class": names[i], "taken_for": names[j], "images": number}
-                for i, j, number in find_confusions(counts)
-            ],
+            "matrix": counts,
         }
     return Figure(
         "classes",
@@ -82,33 +74,25 @@ def draw_confusion(classification_json: Path, output_png: Path) -> None:
     """
     content = json.loads(classification_json.read_bytes())
     names = [entry["name"] for entry in content["classes"]]
-    counts = _rebuild_counts(content, names)
-    if counts is not None:
-        title = f"{content['dataset']}: top-1 {content['top1'] or 0:.1f} %"
-        image = chart_image(plot_confusion(counts, names, title=title), format="png")
-        write_atomically(output_png, lambda stream: stream.write(image.content))
+    index = {name: k for k, name in enumerate(names)}
+    correct = [entry["images"] * (entry["top1"] or 0.0) / 100 for entry in content["classes"]]
+    counts = np.diag(np.round(correct).astype(np.int64))
+    for pair in content["confusions"]:
+        counts[index[pair["class"]], index[pair["taken_for"]]] = pair["images"]
+    title = f"{content['dataset']}: top-1 {content['top1'] or 0:.1f} %"
+    image = chart_image(plot_confusion(counts, names, title=title), format="png")
+    write_atomically(output_png, lambda stream: stream.write(image.content))
 
 
 @themed
 def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "") -> MplFigure:
-    """Draws a confusion matrix beside a list of the most frequent confusions.
+    """Draws a confusion matrix (K, K), rows the classes, beside the most frequent confusions.
 
-    Cells have numbers, and rows names, where there is room for them; otherwise the list gives the
-    number of each class.
-
-    Args:
-        counts: (K, K), images of class i that were classified as j.
-        class_names: K names.
-        title: above the matrix.
-
-    Raises:
-        ValueError: the matrix does not belong to these classes.
+    With more than 110 classes rows have no names, and the list gives the number of each class.
     """
     number = len(class_names)
-    if counts.shape != (number, number) or not number:
-        raise ValueError(f"{number} classes do not have a matrix of shape {counts.shape}")
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
-    names = to_texts(printable, longest=_LONGEST_NAME)
+    names = to_texts(printable, longest=26)
     side = float(np.clip(0.11 * number, 3.6, 9.0))
     figure = start_figure(height=side + 1.8, width=side + 6.5)
     matrix, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
@@ -137,46 +121,13 @@ def _draw_matrix(axes: Axes, counts: Counts, names: Sequence[str]) -> None:
         size = 8 if len(names) <= 60 else 5
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size)
         axes.set_yticks(range(len(names)), names, fontsize=size)
-    if len(names) <= _MOST_NUMBERED:
-        for (row, column), count in np.ndenumerate(counts):
-            if count:
-                ink = "white" if shares[row, column] > 0.35 else INK
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=ink)
-
-
-def _count_confusions(run: Run) -> tuple[Sequence[str], Counts, str]:
-    """Returns class names, matrix and source of a run: its last evaluation, or inference."""
-    run.require_kind("classifier")
-    names = tuple(run.cfg.MODEL.CLASS_NAMES)
-    counts = _rebuild_counts(read_evaluation(run, "classification.json"), names)
-    if counts is not None and counts.sum():
-        top1 = 100 * counts.trace() / counts.sum()
-        if abs(top1 - get_last_metric(run, "classification/top1")) < _TOLERANCE:
-            return names, counts, "the run's last evaluation"
-    return names, _classify_test_set(run, names), "inference"
-
-
-def _rebuild_counts(content: Any, names: Sequence[str]) -> Counts | None:
-    """Returns the matrix of a ``classification.json``; None if it is not valid.
-
-    Images with scores of nan are in no cell, so the top-1 of the matrix is not the logged one.
-    """
-    index = {name: k for k, name in enumerate(names)}
-    counts = np.zeros((len(names), len(names)), dtype=np.int64)
-    try:
-        for entry in content["classes"]:
-            correct = round(entry["images"] * (entry["top1"] or 0.0) / 100)
-            counts[index[entry["name"]], index[entry["name"]]] = correct
-        for pair in content["confusions"]:
-            counts[index[pair["class"]], index[pair["taken_for"]]] = pair["images"]
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    return counts
 
 
 @torch.no_grad()
-def _classify_test_set(run: Run, names: Sequence[str]) -> Counts:
-    name = run.find_set("test")
+def _count_confusions(run: Run) -> tuple[Sequence[str], Counts]:
+    """Returns class names and matrix of a run on its test set."""
+    run.require_kind("classifier")
+    names, name = tuple(run.cfg.MODEL.CLASS_NAMES), run.find_set("test")
     evaluator = ClassificationEvaluator(name, class_names=names)
     evaluator.reset()
     model = run.model
@@ -184,4 +135,4 @@ def _classify_test_set(run: Run, names: Sequence[str]) -> Counts:
     for inputs in tqdm(loader, desc=f"classifying for {run.label}", unit="batch"):
         evaluator.process(inputs, model(inputs))
     evaluator.evaluate()
-    return evaluator.confusion
+    return names, evaluator.confusion

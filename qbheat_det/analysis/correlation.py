@@ -6,15 +6,14 @@ As there, the mean over the channels is subtracted. Histograms are of shares of 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean, pstdev
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.modeling import Backbone
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 from matplotlib.figure import Figure as Chart
 from matplotlib.markers import CARETUPBASE
@@ -23,12 +22,7 @@ from torch.nn import functional as F
 
 from qbheat_det.checkpoint import info_of
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import (
-    Figure,
-    NotApplicable,
-    Table,
-    register_figure,
-)
+from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 from qbheat_det.modeling.contracts import FixedSizeModel
 from qbheat_det.probing.backbones import find_feature
 from qbheat_det.probing.batch_norm import recalibrate_bn
@@ -40,7 +34,7 @@ from .figure import (
     batch_images,
     crop_squares,
     find_encoder,
-    find_sizes,
+    find_size,
     run_each,
 )
 from .plotting import chart_image, list_styles, start_chart, themed, to_texts
@@ -52,10 +46,9 @@ _BINS = 24
 _ROUNDING = 1e-6  # relative
 _EXPLANATION = (
     "The spatial correlation of an image is the mean |correlation| over channels of two different "
-    "positions of the encoder's map, over all pairs: 1 where all positions are the same up to sign "
-    "and scale, 0 where they are unrelated. The paper reads it as a loss of spatial detail.",
-    "An untrained encoder is the control, with dotted lines; its BatchNorms, which have no "
-    "statistics yet, get those of these images. Different maps or image sizes are not comparable.",
+    "positions of the encoder's map: 1 where all are the same up to sign and scale. An untrained "
+    "encoder is the control, with dotted lines; its BatchNorms get statistics of these images. "
+    "Different maps or image sizes are not comparable.",
 )
 
 
@@ -81,20 +74,9 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
     return (off_diagonal / (positions * (positions - 1))).clamp(0.0, 1.0)
 
 
-def correlate_images(
-    backbone: Callable[[Tensor], Mapping[str, Tensor]], name: str, batches: Iterable[Tensor]
-) -> list[float]:
-    """Returns the spatial correlation of each image (N, 3, S, S) in a backbone's named map."""
-    return [
-        value
-        for images in batches
-        for value in measure_spatial_correlation(backbone(images)[name]).tolist()
-    ]
-
-
 @dataclass(frozen=True)
 class _Correlation:
-    """Spatial correlation of each image, of one run; an untrained encoder is a control."""
+    """Of one run."""
 
     map: str
     values: list[float]
@@ -112,56 +94,39 @@ def draw_correlation(
 ) -> Figure:
     """Draws a histogram of spatial correlation for each run, in one chart a map.
 
-    Args:
-        runs: to compare.
-        options: ``images``.
-        correlated_images: how many images.
-        size: of the images; None takes that of the first run, or the paper's.
-        map: name of the feature map; None takes the one that each model reads.
+    ``size`` is the side of the images, None for that of the first run; ``map`` the name of the
+    feature map, None for the one that each model reads.
     """
-    side = size or next(iter(find_sizes(runs)), _PAPER_SIZE)
+    side = size or find_size(runs, _PAPER_SIZE)
     shared = SharedImages(runs, correlated_images, options.images)
-
-    def compute(run: Run) -> _Correlation:
-        return _correlate(run, map, shared.choose(run), side)
-
-    results = run_each(runs, compute, nothing="no spatial correlation")
+    results = run_each(
+        runs,
+        lambda run: _correlate(run, map, shared.choose(run), side),
+        nothing="no spatial correlation",
+    )
     found = results.found
     note = f"{len(shared.files):,} images, the centre square of each at {side} pixels."
-    maps = dict.fromkeys(one.map for one in found.values())
+    images = {}
+    for name in dict.fromkeys(one.map for one in found.values()):
+        chart = plot_histograms({k: one for k, one in found.items() if one.map == name}, name)
+        caption = f"Spatial correlation of the map {name}. Triangles are means."
+        images[f"histograms_{name}"] = chart_image(chart, caption=caption)
+    rows = []
+    for label, one in found.items():
+        means = (f"{fmean(one.values):.3f}", f"{pstdev(one.values):.3f}")
+        rows.append((label, one.map, *means, "untrained" if one.is_control else ""))
     return Figure(
         "correlation",
         "Spatial correlation of feature maps",
         [*_EXPLANATION, note, *shared.explain(), *results.explain()],
-        {
-            f"histograms_{name}": chart_image(
-                plot_histograms({k: one for k, one in found.items() if one.map == name}, name),
-                caption=f"Spatial correlation of the map {name}. Triangles are means.",
-            )
-            for name in maps
-        },
+        images,
         {
             "images": shared.files,
             "size": side,
-            "runs": {
-                label: {"map": one.map, "is_control": one.is_control, **_summarize(one.values)}
-                for label, one in found.items()
-            },
+            "runs": {k: asdict(one) | {"mean": fmean(one.values)} for k, one in found.items()},
             "left_out": results.left_out,
         },
-        Table(
-            ("Run", "map", "mean", "standard deviation", "control"),
-            [
-                (
-                    label,
-                    one.map,
-                    f"{fmean(one.values):.3f}",
-                    f"{pstdev(one.values):.3f}",
-                    "untrained" if one.is_control else "",
-                )
-                for label, one in found.items()
-            ],
-        ),
+        Table(("Run", "map", "mean", "standard deviation", "control"), rows),
     )
 
 
@@ -174,16 +139,16 @@ def measure_in_training(
         raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)
     name = model.in_feature
-    values = correlate_images(
-        find_encoder(model), name, batch_images(model, entries, "correlation")
-    )
+    encoder, batches = find_encoder(model), batch_images(model, entries, "correlation")
+    found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
+    values = torch.cat(found).tolist()
     return Figure(
         "correlation",
         "Spatial correlation of feature maps",
         data={
             "map": name,
             "images": [entry.get("file_name", "") for entry in entries],
-            **_summarize(values),
+            "values": values,
         },
         scalars={"correlation/mean": fmean(values)},
     )
@@ -212,7 +177,13 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
 
 def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) -> _Correlation:
     encoder = find_encoder(run.model)
-    name = _find_map(run, encoder, wanted)
+    if wanted is None and run.kind != "detector":
+        name = cast(FixedSizeModel, run.model).in_feature
+    else:  # of a detector the coarsest
+        try:
+            name = find_feature(encoder, wanted or "")
+        except UserError as error:
+            raise NotApplicable(f"'{run.label}': {error}") from error
     entries = crop_squares(run.cfg, files, size)
     info = info_of(str(run.weights))
     untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
@@ -224,20 +195,8 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     batches = batch_images(run.model, entries, f"correlation, {run.label}")
     try:
         with torch.no_grad():
-            return _Correlation(name, correlate_images(encoder.eval(), name, batches), untrained)
+            encoder.eval()
+            found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
+            return _Correlation(name, torch.cat(found).tolist(), untrained)
     except ValueError as error:
         raise NotApplicable(f"'{run.label}': {error}") from error
-
-
-def _find_map(run: Run, encoder: Backbone, wanted: str | None) -> str:
-    """Returns the wanted map, else the one that the model reads, of a detector the coarsest."""
-    if wanted is None and run.kind != "detector":
-        return cast(FixedSizeModel, run.model).in_feature
-    try:
-        return find_feature(encoder, wanted or "")
-    except UserError as error:
-        raise NotApplicable(f"'{run.label}': {error}") from error
-
-
-def _summarize(values: Sequence[float]) -> dict[str, Any]:
-    return {"mean": fmean(values), "deviation": pstdev(values), "values": list(values)}

@@ -1,12 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training curves of several runs over epochs, images seen, minutes or steps.
+"""Training curves of several runs over epochs, images seen or steps."""
 
-The paper compares schedules by their length in epochs (Fig. 6, 11). Images seen suit runs that
-differ in batch size or data, and minutes those whose steps differ in cost.
-"""
-
-import contextlib
-import json
 import math
 import os
 import re
@@ -33,31 +27,16 @@ from .plotting import (
 from .run import Run, read_metrics
 from .training_log import Curve, Quantity, find_quantities, flatten, has_step, read_series
 
-Axis = Literal["epochs", "images", "minutes", "steps"]
-AXES: dict[Axis, str] = {
-    "epochs": "epochs",
-    "images": "images seen",
-    "minutes": "minutes of training",
-    "steps": "steps",
-}
+Axis = Literal["epochs", "images", "steps"]
+AXES: dict[Axis, str] = {"epochs": "epochs", "images": "images seen", "steps": "steps"}
 _FEW_POINTS = 25  # are marked
 _LOG_SCALE_FROM = 100.0  # largest value by the smallest
-_SAME_LENGTH = 0.95  # shortest run by the longest, for schedules that count as one
 _MOST_LINES = 6
-# What may differ between two runs that differ in schedule alone, or does not matter.
-_SCHEDULE_KEYS = (
-    *("OUTPUT_DIR", "SEED", "VIS_PERIOD", "CUDNN_BENCHMARK", "MODEL.DEVICE", "TEST.EVAL_PERIOD"),
-    *("TEST.EVAL_EPOCHS", "SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.STEPS", "SOLVER.STEP_EPOCHS"),
-    *("SOLVER.WARMUP_EPOCHS", "SOLVER.WARMUP_ITERS", "SOLVER.CHECKPOINT_PERIOD"),
-    *("SOLVER.CHECKPOINT_EPOCHS", "SOLVER.CHECKPOINTS_KEPT", "SOLVER.LOG_PERIOD"),
-    "SOLVER.WANDB_PROJECT",
-)
 _EXPLANATION = (
     "Losses are comparable only between runs of one model, so each model has charts of its own. "
     "Training losses are medians of the last steps. Where points are marked, there are few, and "
     "the values between them are unknown."
 )
-_MINUTES = "Minutes add up the logged durations of steps, without evaluations and pauses."
 
 
 @register_figure("curves")
@@ -78,7 +57,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
     labels = [run.label for run in logged]
     images: dict[str, Image] = {}
     data: dict[str, dict[str, Any]] = {label: {} for label in labels}
-    for quantity in list_quantities(logged):
+    for quantity in find_quantities([record for run in logged for record in run.metrics]):
         for model, own in _split_by_model(quantity, logged).items():
             curves = {run.label: select_curve(run, quantity.key, axis) for run in own}
             curves = {label: curve for label, curve in curves.items() if curve[0]}
@@ -88,9 +67,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
                 name = re.sub(r"[^A-Za-z0-9]+", "-", f"{quantity.key} {model}").strip("-")
                 title = f"{quantity.title}, {model}" if model else quantity.title
                 images[name] = _draw_quantity(quantity, curves, axis, labels, title)
-    if (schedules := _draw_schedules(logged, axis)) is not None:
-        images["schedules"] = schedules
-    paragraphs = [_EXPLANATION, *([_MINUTES] if axis == "minutes" else [])]
+    paragraphs = [_EXPLANATION]
     if left_out:
         paragraphs.append(f"Left out: {'; '.join(left_out)}.")
     numbers = {"axis": axis, "runs": data, "left_out": left_out}
@@ -102,10 +79,6 @@ def draw_training_curves(
     metrics_json: str | os.PathLike[str], output_png: str | os.PathLike[str]
 ) -> bool:
     """Draws losses, AP, learning rate and norm of the gradients of one run.
-
-    Args:
-        metrics_json: as Detectron2 writes it.
-        output_png: image to write.
 
     Returns:
         Whether there was something to draw; otherwise no image is written.
@@ -136,45 +109,23 @@ def draw_training_curves(
     return True
 
 
-def list_quantities(runs: Sequence[Run]) -> list[Quantity]:
-    """Returns what the logs of several runs hold."""
-    return find_quantities([record for run in runs for record in run.metrics])
-
-
 def find_positions(run: Run, axis: Axis) -> dict[float, float]:
-    """Returns the position on the axis after each logged iteration; empty where it is unknown.
-
-    Minutes add up "time", the median duration of the last steps, over all iterations.
-    """
+    """Returns the position on the axis after each logged iteration; empty where it is unknown."""
     iterations = sorted({float(record["iteration"]) for record in run.metrics if has_step(record)})
     if axis == "steps":
         return {iteration: iteration + 1 for iteration in iterations}
     if axis == "images":
         batch = _read_config(run).get("SOLVER.IMS_PER_BATCH", 0)
         return {iteration: (iteration + 1) * batch for iteration in iterations if batch}
-    if axis == "epochs":
-        return dict(zip(*read_series(run.metrics, "epoch"), strict=True))
-    seconds = dict(zip(*read_series(run.metrics, "time"), strict=True))
-    known = [value for value in seconds.values() if math.isfinite(value)]
-    if not known:
-        return {}
-    step, done, total, positions = known[0], 0.0, 0.0, {}
-    for iteration in iterations:
-        value = seconds.get(iteration, math.nan)
-        step = value if math.isfinite(value) else step
-        total += step * (iteration + 1 - done) / 60
-        done = iteration + 1
-        positions[iteration] = total
-    return positions
+    return dict(zip(*read_series(run.metrics, "epoch"), strict=True))
 
 
 def select_curve(run: Run, key: str, axis: Axis) -> Curve:
     """Returns positions on the axis and values of a key."""
     positions = find_positions(run, axis)
-    points = zip(*read_series(run.metrics, key), strict=True)
-    placed = [(positions[iteration], value) for iteration, value in points
-              if iteration in positions]  # fmt: skip
-    return [x for x, _ in placed], [value for _, value in placed]
+    points = dict(zip(*read_series(run.metrics, key), strict=True))
+    points = {i: value for i, value in points.items() if i in positions}
+    return [positions[i] for i in points], list(points.values())
 
 
 def _draw_quantity(
@@ -217,47 +168,9 @@ def _split_by_model(quantity: Quantity, runs: Sequence[Run]) -> dict[str, list[R
     return groups if len(groups) > 1 else {"": [run for own in groups.values() for run in own]}
 
 
-@themed
-def _draw_schedules(runs: Sequence[Run], axis: Axis) -> Image | None:
-    """Draws the last score over the length of the run, if lengths differ.
-
-    A line joins runs that differ in schedule alone, as in Fig. 6 of the paper, and no others.
-    """
-    lengths = {run.label: max(find_positions(run, axis).values()) for run in runs}
-    if min(lengths.values()) > _SAME_LENGTH * max(lengths.values()):
-        return None
-    recipes: dict[str, list[Run]] = {}
-    for run in runs:
-        recipes.setdefault(_read_recipe(run) or run.label, []).append(run)
-    figure, axes = start_chart(height=3.2, width=5.2)
-    scores = [quantity for quantity in list_quantities(runs) if quantity.is_score]
-    for quantity, style in zip(scores, list_styles(len(scores)), strict=True):
-        label = to_text(quantity.key)
-        for own in recipes.values():
-            ends = [(lengths[run.label], _last(read_series(run.metrics, quantity.key)[1]), run)
-                    for run in own]  # fmt: skip
-            ends = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[0])
-            axes.plot([end[0] for end in ends], [end[1] for end in ends], label=label, **style)
-            label = "_nolegend_"
-            for x, score, run in ends:
-                axes.annotate(to_text(run.label), (x, score), xytext=(0, 6), ha="center",
-                              textcoords="offset points", fontsize=8)  # fmt: skip
-    if not scores:
-        return None
-    axes.set_title("Last score by length of the run")
-    axes.set_xlabel(AXES[axis])
-    axes.set_ylabel("percent")
-    axes.margins(x=0.15, y=0.2)
-    axes.set_ylim(bottom=0)
-    add_legend(figure, axes)
-    joined = any(len(own) > 1 for own in recipes.values())
-    text = "A line joins runs that differ in schedule alone." if joined else (
-        "No two of these runs differ in schedule alone, so no line joins them.")  # fmt: skip
-    return chart_image(figure, caption=f"Last score by length of the run. {text}")
-
-
 def _tabulate(runs: Sequence[Run]) -> Table:
-    keys = [quantity.key for quantity in list_quantities(runs)
+    records = [record for run in runs for record in run.metrics]
+    keys = [quantity.key for quantity in find_quantities(records)
             if quantity.is_score or quantity.key == "total_loss"]  # fmt: skip
     rows = []
     for run in runs:
@@ -283,12 +196,3 @@ def _read_config(run: Run) -> dict[str, Any]:
         return flatten(yaml.safe_load((run.path / "config.yaml").read_bytes()))
     except (OSError, yaml.YAMLError, AttributeError, RecursionError):
         return {}
-
-
-def _read_recipe(run: Run) -> str:
-    """Returns config and data of a run without its schedule; "" where they are unknown."""
-    config = _read_config(run)
-    recipe = {key: value for key, value in config.items() if key not in _SCHEDULE_KEYS}
-    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):
-        recipe["data"] = json.loads((run.path / "run.json").read_bytes())[-1].get("data")
-    return json.dumps(recipe, sort_keys=True, default=str) if config else ""

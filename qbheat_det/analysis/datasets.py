@@ -1,14 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Everything that is wrong with the datasets of a config, found without stopping at the first."""
+"""Everything that is wrong with the datasets of a config, beyond the first error."""
 
 import filecmp
 import itertools
 import json
 import os
 import tempfile
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,26 +19,19 @@ from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
+from qbheat_det.data.checks import find_image_errors, find_object_errors, find_record_errors
 from qbheat_det.data.datasets.coco import check_same_classes, read_coco_json
 from qbheat_det.data.datasets.coco_checks import CocoFile
 from qbheat_det.data.errors import DataError
-from qbheat_det.data.image_checks import find_image_errors
-from qbheat_det.data.record_checks import find_object_errors, find_record_errors
-
-from .dataset_statistics import DatasetStatistics
 
 Role = Literal["train", "val"]
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """An annotation file with its images, or a registered dataset.
+    """A registered dataset, or with ``json_file`` and ``image_root`` annotations in COCO's format.
 
-    Attributes:
-        name: as registered with Detectron2, or any name with ``json_file``.
-        role: what the config does with it.
-        json_file: annotations in COCO's format; None for a registered dataset.
-        image_root: folder of the images, with ``json_file``.
+    ``role`` is what the config does with it.
     """
 
     name: str
@@ -53,7 +47,7 @@ class Inspection:
     Attributes:
         source: of the dataset.
         records: those of valid entries, as Detectron2 loads them.
-        statistics: of ``records``.
+        class_names: (K,), in contiguous order.
         errors: everything that is wrong.
         warnings: what is unusual but does no harm.
         summary: of the annotation file, if there is one and it can be read.
@@ -61,18 +55,26 @@ class Inspection:
 
     source: DatasetSource
     records: list[dict[str, Any]]
-    statistics: DatasetStatistics
+    class_names: Sequence[str]
     errors: list[DataError]
     warnings: list[str] = field(default_factory=list)
     summary: CocoFile | None = None
 
+    @cached_property
+    def boxes_per_class(self) -> dict[str, int]:
+        """Boxes that are no crowds, by class."""
+        counts = Counter(a["category_id"] for record in self.records for a in list_objects(record))
+        return {name: counts[k] for k, name in enumerate(self.class_names)}
+
+
+def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the annotations of a record that are no crowds."""
+    return [one for one in record.get("annotations", ()) if not one.get("iscrowd", 0)]
+
 
 def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSource]:
-    """Returns the datasets of flags, or else those of the config; training sets come first.
-
-    Args:
-        cfg: ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
-        flags: train-json, train-images, val-json, val-images.
+    """Returns the datasets of the flags (train-json, train-images, val-json, val-images), or else
+    those of the config; training sets come first.
 
     Raises:
         UserError: a flag lacks its partner, or there is no dataset.
@@ -92,17 +94,11 @@ def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSourc
     return sources
 
 
-def inspect_dataset(
-    source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8, progress: bool = False
-) -> Inspection:
+def inspect_dataset(source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8) -> Inspection:
     """Checks the annotations, the records and every image file of a dataset.
 
-    Args:
-        source: of the dataset.
-        cfg: ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and
-            ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide what training needs.
-        num_threads: that read image files.
-        progress: show a bar on stderr while image files are read.
+    ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide
+    what training needs; ``num_threads`` read image files.
 
     Raises:
         UserError: there is no such dataset, annotation file or image folder.
@@ -116,7 +112,7 @@ def inspect_dataset(
         except UserError as error:
             reason = str(error).removeprefix(json_file).lstrip(": ")
             unusable = DataError("annotation file that cannot be used", json_file, reason)
-            return Inspection(source, [], DatasetStatistics.from_records([], ()), [unusable])
+            return Inspection(source, [], (), [unusable])
         errors += content.errors
         records = _load_valid(json_file, image_root, content)
         class_names: Sequence[str] = content.class_names
@@ -137,15 +133,9 @@ def inspect_dataset(
     if errors:  # which explain why nothing is left
         found = [error for error in found if error.kind not in ("empty dataset", "no boxes")]
     errors += found
-    errors += find_image_errors(records, num_threads=num_threads, progress=progress)
-    return Inspection(
-        source,
-        records,
-        DatasetStatistics.from_records(records, class_names),
-        errors,
-        list(content.warnings) if content else [],
-        content if content else None,
-    )
+    errors += find_image_errors(records, num_threads=num_threads, progress=True)
+    warnings = list(content.warnings) if content else []
+    return Inspection(source, records, class_names, errors, warnings, content)
 
 
 def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
@@ -161,8 +151,7 @@ def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError]
         names = f"'{train.source.name}' and '{val.source.name}'"
         same = train.source.name == val.source.name
         if train.summary and val.summary:
-            files = (os.path.realpath(one.summary.json_file) for one in (train, val) if one.summary)
-            same = len(set(files)) == 1
+            same = os.path.samefile(train.summary.json_file, val.summary.json_file)
             try:
                 check_same_classes(train.summary, val.summary)
             except UserError as error:
@@ -215,47 +204,36 @@ def _load_valid(json_file: str, image_root: str, content: CocoFile) -> list[dict
 
 def _drop_invalid_objects(record: dict[str, Any], num_classes: int) -> dict[str, Any]:
     valid = [
-        annotation
-        for annotation in record.get("annotations", ())
-        if annotation.get("iscrowd", 0)
-        or next(find_object_errors(annotation, record, num_classes, None), None) is None
+        one
+        for one in record.get("annotations", ())
+        if one.get("iscrowd", 0) or not any(find_object_errors(one, record, num_classes, None))
     ]
     return {**record, "annotations": valid}
 
 
 def _compare_class_counts(one: Inspection, other: Inspection) -> list[str]:
     """Warns of classes that one dataset has boxes of and the other has none of."""
-    counts, others = (
-        dict(zip(i.statistics.class_names, i.statistics.boxes_per_class.tolist(), strict=True))
-        for i in (one, other)
-    )
-    missing = [name for name, number in counts.items() if number and others.get(name) == 0]
-    if not missing:
-        return []
-    names = join_first(map(repr, missing))
-    total = sum(counts[name] for name in missing)
-    return [f"'{other.source.name}' has no box of {names}, '{one.source.name}' has {total:,}"]
+    missing = [name for name, number in one.boxes_per_class.items()
+               if number and other.boxes_per_class.get(name) == 0]  # fmt: skip
+    names = (one.source.name, other.source.name)
+    return [f"'{names[0]}' has boxes of {join_first(map(repr, missing))}, '{names[1]}' has none"
+            ] if missing else []  # fmt: skip
 
 
 def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
     """Compares the content of image files of equal size."""
     files: dict[int, list[str]] = defaultdict(list)
     for record in train.records:
-        files[_get_size(record["file_name"])].append(record["file_name"])
+        if os.path.isfile(record["file_name"]):
+            files[os.path.getsize(record["file_name"])].append(record["file_name"])
     errors = []
     for record in val.records:
         path = record["file_name"]
-        for other in files[_get_size(path)] if _get_size(path) else ():
+        size = os.path.getsize(path) if os.path.isfile(path) else 0
+        for other in files.get(size, ()) if size else ():
             if filecmp.cmp(path, other, shallow=False):  # reads no further than they agree
                 where = f"image {path!r} (image id {record['image_id']}) of '{val.source.name}'"
                 reason = f"'{train.source.name}' trains on the same image, as {other!r}"
                 errors.append(DataError("image in training and evaluation", where, reason))
                 break
     return errors
-
-
-def _get_size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except (OSError, ValueError):
-        return 0

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import io
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -12,29 +13,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.detection_utils import annotations_to_instances
 from detectron2.engine import HookBase
 
-from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Image
 from qbheat_det.core.text import format_duration
 from qbheat_det.engine import Trainer, build_config, setup
-from qbheat_det.engine.media import read_bgr, write_image
-from qbheat_det.engine.predict import build_predictor
 
 from . import load_figures
-from .box_drawing import add_heading, draw_instances, tile_images
-from .demo_report import NOTE, PRETRAINED, RANDOM, DemoReport, Probe, build_page, list_scores
-from .page import write_page
+from .figure import FigureOptions
+from .report import build_report
+from .run import Run
 
-CONFIGS = ("demo/toy_qb_heat.yaml", "demo/toy_probe.yaml")
-_NUM_IMAGES = 12
+NOTE = (
+    "One seed, minutes of training and a few hundred images: AP that differs by a point or two "
+    "between the backbones may be noise, and so may the order. docs/results.md has longer runs."
+)
+_CONFIGS = ("demo/toy_qb_heat.yaml", "demo/toy_probe.yaml")
+_FIGURES = ("curves", "reconstructions", "spectrum", "detections")
 _NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
-_SCORE_THRESHOLD = 0.2
 _MARKER = ".of_the_demo"  # in folders that the next demo may remove
 _PERIOD = 10.0  # seconds between two lines of progress
 
@@ -71,53 +68,45 @@ def run_demo(
     pretraining: Sequence[str] = (),
     detection: Sequence[str] = (),
 ) -> None:
-    """Trains, evaluates, predicts, and writes ``report.html``.
+    """Trains, evaluates, and writes ``report.html``.
 
     Args:
         output: folder of everything.
         export_backbone: that of ``qbheat_det.export``.
-        pretraining: config overrides of pre-training.
-        detection: config overrides of the detectors.
+        pretraining: config overrides.
+        detection: likewise, of the detectors.
 
     Raises:
         UserError: the folder has something else in it, or an override is not valid.
     """
-    load_figures()  # for the visualizations of pre-training
+    load_figures()
     start, page = time.monotonic(), output / "report.html"
-    if page.exists():
-        print(f"{page} exists: training again, and replacing it at the end")
     print(f"1/4  pre-training without boxes (full logs: {output}/*/log.txt)", flush=True)
-    trainer = _start_run(CONFIGS[0], output / "pretraining", pretraining)
+    trainer = _start_run(_CONFIGS[0], output / "pretraining", pretraining)
     trainer.export("model_random")
     trainer.train()
-    probes = {}
-    stems = {PRETRAINED: "model_final", RANDOM: "model_random"}
+    paths = {"pre-training": trainer.cfg.OUTPUT_DIR}
+    metrics: dict[str, dict[str, float]] = {}
+    stems = {"QB-Heat": "model_final", "random": "model_random"}
     for number, (name, stem) in enumerate(stems.items(), start=2):
         print(f"{number}/4  a decoder on the frozen backbone: {name}", flush=True)
         backbone = output / f"backbone_{stem}.safetensors"
         export_backbone(str(output / "pretraining" / f"{stem}.safetensors"), backbone,
                         overwrite=True, num_images=_NUM_RECALIBRATED)  # fmt: skip
         folder = output / f"probe_{name.lower().replace('-', '_')}"
-        probe = _start_run(CONFIGS[1], folder, ["MODEL.WEIGHTS", str(backbone), *detection])
-        probes[name] = Probe(probe.cfg, probe.train().get("bbox", {}))
-    print(f"4/4  predicting on {_NUM_IMAGES} new images for the report", flush=True)
-    cfg = probes[PRETRAINED].cfg
-    names = (trainer.cfg.DATASETS.TRAIN[0], cfg.DATASETS.TRAIN[0], cfg.DATASETS.TEST[0])
-    unlabelled, train, val = (len(DatasetCatalog.get(name)) for name in names)
-    images = _draw_predictions(cfg, output)
-    report = DemoReport(
-        pretraining=trainer.cfg,
-        probes=probes,
-        config_files=(get_config_path(CONFIGS[0]), get_config_path(CONFIGS[1])),
-        seconds=time.monotonic() - start,
-        num_images=(unlabelled, train, val),
-        score_threshold=_SCORE_THRESHOLD,
-    )
-    write_page(build_page(report, images), page)
-    print(f"\nCOCO metrics on {val} new images, decoder on a frozen backbone:")
-    for name, ap, ap50, _ in list_scores(probes):
-        print(f"{name:<8} AP {ap:>5}   AP50 {ap50:>5}")
-    print(f"{NOTE}\ntook  {format_duration(report.seconds)}\nopen  {page.resolve()}")
+        probe = _start_run(_CONFIGS[1], folder, ["MODEL.WEIGHTS", str(backbone), *detection])
+        paths[name], metrics[name] = probe.cfg.OUTPUT_DIR, probe.train().get("bbox", {})
+    print("4/4  drawing the report", flush=True)
+    runs = [Run.open(path, label=label, device=trainer.cfg.MODEL.DEVICE)
+            for label, path in paths.items()]  # fmt: skip
+    words = [f"{label}={path}" for label, path in paths.items()]
+    command = shlex.join(["python", "tools/report.py", *words, "--only", *_FIGURES])
+    build_report(_FIGURES, runs, FigureOptions(), {}, output=page, command=command)
+    print("\nCOCO metrics on new images, decoder on a frozen backbone:")
+    for name, own in metrics.items():
+        print(f"{name:<8} AP {own.get('AP', np.nan):>5.1f}   AP50 {own.get('AP50', np.nan):>5.1f}")
+    took = format_duration(time.monotonic() - start)
+    print(f"{NOTE}\ntook  {took}\nopen  {page.resolve()}")
 
 
 def _start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
@@ -144,29 +133,3 @@ def _start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
     trainer = DemoTrainer(cfg)
     trainer.resume_or_load(resume=False)
     return trainer
-
-
-def _draw_predictions(cfg: CfgNode, output: Path) -> list[Image]:
-    """Draws predictions beside ground truth on the first test images; writes the files too."""
-    weights = str(Path(cfg.OUTPUT_DIR) / "model_final.pth")
-    predictor = build_predictor(load_run_config(weights, device=cfg.MODEL.DEVICE))
-    names = MetadataCatalog.get(cfg.DATASETS.TEST[0]).thing_classes
-    drawn, images = [], []
-    for record in DatasetCatalog.get(cfg.DATASETS.TEST[0])[:_NUM_IMAGES]:
-        pixels = read_bgr(Path(record["file_name"]))
-        found = predictor(pixels)["instances"].to("cpu")
-        found = found[found.scores >= _SCORE_THRESHOLD]
-        truth = annotations_to_instances(record["annotations"], pixels.shape[:2])
-        rgb = np.ascontiguousarray(pixels[:, :, ::-1])
-        panels = [
-            add_heading(draw_instances(rgb, instances, names), title)
-            for title, instances in (("Prediction", found), ("Ground truth", truth))
-        ]
-        image = tile_images(panels, columns=2, gap=6)
-        stem = Path(record["file_name"]).stem
-        write_image(output / "images" / f"{stem}.png", image[:, :, ::-1])
-        caption = f"Image {stem}: {len(truth)} annotated, {len(found)} predicted"
-        images.append(Image.from_rgb(image, alt=caption, caption=caption))
-        drawn.append(image)
-    write_image(output / "predictions.jpg", tile_images(drawn[:6], columns=2, gap=12)[:, :, ::-1])
-    return images

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Types of detection errors after TIDE (Bolya et al., arXiv:2008.08115, Sec. 2.2).
 
-A detection covers a box at IoU 0.5 or more, and is background at IoU 0.1 or less with every box.
 COCO's matching at IoU 0.50 decides which detection is correct. TIDE weighs an error type by the
 AP that fixing it would gain; here errors are counted, among the detections above a score.
 """
@@ -70,10 +69,7 @@ class DetectionErrors:
         scores: (D,).
         types: (D,), keys of ``ERROR_TYPES``, or ``IGNORED`` for a detection that COCO does not
             count: on a crowd of its class, or beyond the 100 highest scores of image and class.
-        nearest: (D,), the box that the type refers to; for background, the box with the highest
-            IoU; -1 in images without boxes.
-        ious: (D,), with that box.
-        highest_ious: (D,), with any box; 0 in images without boxes.
+        nearest: (D,), the box that the type refers to; -1 in images without boxes.
         truth: the boxes.
         matches: (B,), the correct detection of each box, whatever its score; -1 if there is none.
     """
@@ -82,15 +78,8 @@ class DetectionErrors:
     scores: Array
     types: npt.NDArray[np.str_]
     nearest: Indices
-    ious: Array
-    highest_ious: Array
     truth: Boxes
     matches: Indices
-
-    @property
-    def none_correct(self) -> bool:
-        """Whether there are detections, but none is correct at any score."""
-        return bool((self.types != IGNORED).any() and not (self.types == "correct").any())
 
 
 def find_errors(evaluator: Any) -> DetectionErrors:
@@ -102,33 +91,39 @@ def find_errors(evaluator: Any) -> DetectionErrors:
     Args:
         evaluator: of ``evaluate_boxes``.
     """
-    category_ids = evaluator.params.catIds
     annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
     detections = list(evaluator.cocoDt.anns.values())
-    found = Boxes.from_coco(detections, category_ids)
-    truth = Boxes.from_coco(annotations, category_ids)
-    ids, ignored = _read_matches(evaluator, len(detections))
+    found = Boxes.from_coco(detections, evaluator.params.catIds)
+    truth = Boxes.from_coco(annotations, evaluator.params.catIds)
+    # What COCO matched at IoU 0.50: the id of the box, 0 for none.
+    ids = np.zeros(len(detections), dtype=np.int64)
+    ignored = np.ones(len(detections), dtype=np.bool_)
+    all_areas = evaluator.params.areaRng[0]
+    for one in evaluator.evalImgs:  # of a class and an image; None where there is nothing
+        if one is not None and one["aRng"] == all_areas and one["dtIds"]:
+            rows = np.array(one["dtIds"]) - 1
+            ids[rows], ignored[rows] = one["dtMatches"][0], one["dtIgnore"][0]
     row = {entry["id"]: b for b, entry in enumerate(annotations)}  # crowds have none
     matched = np.array([row.get(int(identity), -1) for identity in ids], dtype=np.int64)
-    types, nearest, ious, highest = _assign_types(found, truth, matched)
+    types, nearest = _assign_types(found, truth, matched)
     types[ignored] = IGNORED
     matches = np.full(len(annotations), -1, dtype=np.int64)
     matches[matched[matched >= 0]] = np.flatnonzero(matched >= 0)
     scores = np.array([entry["score"] for entry in detections], dtype=np.float64)
-    return DetectionErrors(found, scores, types, nearest, ious, highest, truth, matches)
+    return DetectionErrors(found, scores, types, nearest, truth, matches)
 
 
-def choose_threshold(errors: DetectionErrors, *, default: float = 0.5) -> float:
+def choose_threshold(errors: DetectionErrors) -> float:
     """Returns the score threshold with the highest F1 over all classes, at IoU 0.50.
 
     Of equal F1 the highest threshold is taken. If no detection is correct, it is the threshold
-    that keeps as many detections as there are boxes; ``default`` if there are no detections.
+    that keeps as many detections as there are boxes; 0.5 without detections.
     """
     counted = errors.types != IGNORED
     scores, correct = errors.scores[counted], errors.types[counted] == "correct"
     num_boxes = len(errors.matches)
     if not len(scores):
-        return default
+        return 0.5
     order = np.argsort(-scores, kind="stable")
     scores, correct = scores[order], correct[order]
     if not correct.any():
@@ -148,40 +143,17 @@ def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
     return {**counts, MISSED: int(missed.sum())}
 
 
-def find_missed_boxes(
-    errors: DetectionErrors, threshold: float, image_areas: Mapping[int, float]
-) -> Indices:
-    """Returns the boxes without a correct detection, those that fill most of their image first.
-
-    Args:
-        errors: of a dataset.
-        threshold: lowest score that counts.
-        image_areas: pixels of each image, by id.
-    """
+def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
+    """Returns the boxes without a correct detection of at least that score, the largest first."""
     missed = np.flatnonzero(~_is_detected(errors, threshold))
     sides = errors.truth.xyxy[missed, 2:] - errors.truth.xyxy[missed, :2]
-    areas = [image_areas[int(image)] for image in errors.truth.image_ids[missed]]
-    share = sides.prod(axis=1) / np.array(areas, dtype=np.float64)
-    return missed[np.argsort(-share, kind="stable")]
+    return missed[np.argsort(-sides.prod(axis=1), kind="stable")]
 
 
 def find_false_alarms(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the detections that cover no box of any class, the highest scores first."""
-    # Not by type: an error of localization may cover a box of another class.
-    alarm = (errors.types != IGNORED) & (errors.highest_ious < FOREGROUND_IOU)
-    alarms = np.flatnonzero(alarm & (errors.scores >= threshold))
+    """Returns the detections of type "background" of at least that score, the highest first."""
+    alarms = np.flatnonzero((errors.types == "background") & (errors.scores >= threshold))
     return alarms[np.argsort(-errors.scores[alarms], kind="stable")]
-
-
-def find_best_cover(errors: DetectionErrors, box: int) -> tuple[int, float] | None:
-    """Returns the detection of any class with the highest score that covers a box, and its IoU."""
-    own = np.flatnonzero(errors.found.image_ids == errors.truth.image_ids[box])
-    ious = _measure_ious(errors.found.xyxy[own], errors.truth.xyxy[[box]])[:, 0]
-    covers = np.flatnonzero(ious >= FOREGROUND_IOU)
-    if not len(covers):
-        return None
-    best = covers[np.argmax(errors.scores[own[covers]])]
-    return int(own[best]), float(ious[best])
 
 
 def _is_detected(errors: DetectionErrors, threshold: float) -> npt.NDArray[np.bool_]:
@@ -190,32 +162,20 @@ def _is_detected(errors: DetectionErrors, threshold: float) -> npt.NDArray[np.bo
     return detected
 
 
-def _read_matches(evaluator: Any, number: int) -> tuple[Indices, npt.NDArray[np.bool_]]:
-    """Returns (D,) the id of the box that a detection matches, 0 if none, and (D,) ignored."""
-    first = int(np.argmin(np.abs(np.asarray(evaluator.params.iouThrs) - FOREGROUND_IOU)))
-    match, ignored = np.zeros(number, dtype=np.int64), np.ones(number, dtype=np.bool_)
-    all_areas = evaluator.params.areaRng[0]
-    for one in evaluator.evalImgs:  # of a class and an image; None where there is nothing
-        if one is not None and one["aRng"] == all_areas and one["dtIds"]:
-            rows = np.array(one["dtIds"]) - 1
-            match[rows], ignored[rows] = one["dtMatches"][first], one["dtIgnore"][first]
-    return match, ignored
-
-
 def _assign_types(
     found: Boxes, truth: Boxes, matched: Indices
-) -> tuple[npt.NDArray[np.str_], Indices, Array, Array]:
-    """Returns ``types``, ``nearest``, ``ious`` and ``highest_ious`` of ``DetectionErrors``."""
-    number = len(matched)
-    types = np.full(number, "background", dtype="U16")
-    nearest, ious = np.full(number, -1, dtype=np.int64), np.zeros(number)
-    highest = np.zeros(number)
+) -> tuple[npt.NDArray[np.str_], Indices]:
+    """Returns ``types`` and ``nearest`` of ``DetectionErrors``."""
+    types = np.full(len(matched), "background", dtype="U16")
+    nearest = np.full(len(matched), -1, dtype=np.int64)
     for image in np.unique(found.image_ids):
         rows = np.flatnonzero(truth.image_ids == image)
         own = np.flatnonzero(found.image_ids == image)
         if not len(rows):
             continue
-        overlap = _measure_ious(found.xyxy[own], truth.xyxy[rows])
+        xywh = [np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]])
+                for boxes in (found.xyxy[own], truth.xyxy[rows])]  # fmt: skip
+        overlap = np.asarray(mask.iou(*xywh, [0] * len(rows)))
         same = found.classes[own][:, None] == truth.classes[rows]
         same_class, other_class = np.where(same, overlap, -1.0), np.where(same, -1.0, overlap)
         is_correct = matched[own] >= 0
@@ -231,14 +191,4 @@ def _assign_types(
         to_same, to_other, to_any = (v.argmax(1) for v in (same_class, other_class, overlap))
         chosen = np.select(conditions, [to_same, to_same, to_other, to_same, to_any], to_other)
         nearest[own] = np.where(is_correct, matched[own], rows[chosen])
-        column = np.searchsorted(rows, nearest[own])
-        ious[own], highest[own] = overlap[np.arange(len(own)), column], best
-    return types, nearest, ious, highest
-
-
-def _measure_ious(one: Array, other: Array) -> Array:
-    """Returns the IoU (n, m) of boxes (n, 4) and (m, 4), XYXY, as COCO computes it."""
-    if not len(one) or not len(other):
-        return np.zeros((len(one), len(other)))
-    xywh = [np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]]) for boxes in (one, other)]
-    return np.asarray(mask.iou(*map(np.ascontiguousarray, xywh), [0] * len(other)))
+    return types, nearest

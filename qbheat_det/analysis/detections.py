@@ -1,23 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The figure "detections": how good the boxes of detectors are, and where they are worst."""
+"""The figure "detections": AP, precision-recall, errors, and boxes beside ground truth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, Table, register_figure
+import numpy as np
+from detectron2.data.detection_utils import read_image
 
-from .detection_charts import (
-    plot_ap_by_class,
-    plot_ap_by_size,
-    plot_class_precision_recall,
-    plot_precision_recall,
-)
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.engine.data_sources import register_source
+
+from .box_drawing import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
 from .detection_errors import (
     ERROR_TYPES,
     MISSED,
     MISSED_MEANING,
+    Array,
     DetectionErrors,
     choose_threshold,
     count_errors,
@@ -25,41 +25,31 @@ from .detection_errors import (
     find_false_alarms,
     find_missed_boxes,
 )
-from .detection_images import draw_false_alarms, draw_missed_boxes, draw_predictions
-from .detection_results import (
-    DetectionSet,
-    evaluate_run,
-    read_detection_set,
-    register_given,
-)
 from .detection_scores import (
     CURVE_IOUS,
     DetectionScores,
-    average_over_classes,
+    DetectionSet,
+    detect,
+    evaluate_boxes,
+    plot_ap_by_class,
+    plot_precision_recall,
     score_detections,
 )
 from .figure import FigureOptions, run_each
-from .plotting import chart_image
+from .plotting import chart_image, shrink
 from .run import Run
 
-_CELLS_PER_IMAGE = 2  # crops of errors for each image that is drawn
-_LISTED = 50  # errors in the JSON
+TRUTH_COLOR: Color = (64, 156, 255)
+FOUND_COLOR: Color = (255, 150, 30)
+_PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
+_CELLS = 8  # crops of missed boxes, and of false alarms
 
 
 @dataclass(frozen=True)
 class RunDetections:
-    """The detections of one run on a test set.
-
-    Attributes:
-        label: of the run.
-        from_run: whether the run's last evaluation wrote them; otherwise they are new.
-        scores: COCO's metrics.
-        errors: type of each detection.
-        threshold: lowest score of detections that are counted as errors or drawn.
-    """
+    """The detections of one run; ``threshold`` is the lowest score that is counted or drawn."""
 
     label: str
-    from_run: bool
     scores: DetectionScores
     errors: DetectionErrors
     threshold: float
@@ -74,10 +64,10 @@ def draw_detections(
     images_root: str | None = None,
     score: float | None = None,
 ) -> Figure:
-    """Evaluates the boxes of detectors; runs with the same test set share charts.
+    """Evaluates the boxes of detectors on the test set of the first.
 
     Args:
-        runs: that are no detectors are left out.
+        runs: that are no detectors, or have another test set, are left out.
         options: ``images`` is not used, because evaluation needs annotations.
         json: annotations in COCO's format; None takes the test set of each run.
         images_root: folder of the images of ``json``.
@@ -89,104 +79,141 @@ def draw_detections(
     """
     if bool(json) != bool(images_root):
         raise UserError("--json and --images-root go together")
-    given = register_given(json, images_root) if json and images_root else None
+    given = f"{json} with {images_root}" if json else None
+    if given:
+        source = {"json_file": json, "image_root": images_root, "labelled": True}
+        register_source(given, source)
 
-    def evaluate(run: Run) -> tuple[DetectionSet, RunDetections]:
+    sets: list[DetectionSet] = []
+
+    def evaluate(run: Run) -> RunDetections:
         run.require_kind("detector")
-        dataset = read_detection_set(given or run.find_set("test"))
-        return dataset, _evaluate(run, dataset, score)
+        dataset = DetectionSet.read(given or run.find_set("test"))
+        if sets and not dataset.json_file.samefile(sets[0].json_file):
+            raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
+        evaluator = evaluate_boxes(dataset.content, detect(run, dataset))
+        sets.append(dataset)
+        errors = find_errors(evaluator)
+        threshold = choose_threshold(errors) if score is None else score
+        return RunDetections(run.label, score_detections(evaluator), errors, threshold)
 
     results = run_each(runs, evaluate, nothing="no detections")
-    groups: dict[str, tuple[DetectionSet, list[RunDetections]]] = {}
-    for dataset, found in results.found.values():
-        groups.setdefault(str(dataset.json_file.resolve()), (dataset, []))[1].append(found)
-    images: dict[str, Image] = {}
-    for number, (dataset, own) in enumerate(groups.values(), start=1):
-        suffix = f"_set{number}" if len(groups) > 1 else ""
-        drawn = _draw_charts(dataset, own) | _draw_images(dataset, own, options.num_images)
-        images |= {f"{name}{suffix}": image for name, image in drawn.items()}
-    everyone = [found for _, own in groups.values() for found in own]
-    paragraphs = _explain(list(groups.values()), everyone) + results.explain()
-    data = {
-        "sets": [_collect(dataset, own) for dataset, own in groups.values()],
-        "left_out": results.left_out,
-    }
-    return Figure("detections", "Detections", paragraphs, images, data, _tabulate(everyone))
+    dataset, found = sets[0], list(results.found.values())
+    images = draw_charts(dataset, found) | draw_predictions(dataset, found, options.num_images)
+    for index, run in enumerate(found, start=1):
+        name = f"errors_{index}" if len(found) > 1 else "errors"
+        images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
+    data = {**_collect(dataset, found), "left_out": results.left_out}
+    paragraphs = [*_explain(found), *results.explain()]
+    return Figure("detections", "Detections", paragraphs, images, data, _tabulate(found))
 
 
-def _evaluate(run: Run, dataset: DetectionSet, score: float | None) -> RunDetections:
-    evaluator, from_run = evaluate_run(run, dataset)
-    errors = find_errors(evaluator)
-    threshold = choose_threshold(errors) if score is None else score
-    return RunDetections(run.label, from_run, score_detections(evaluator), errors, threshold)
-
-
-def _draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
+def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
+    """Draws precision over recall and, of several classes, AP by class."""
     scores = {run.label: run.scores for run in runs}
-    names = dataset.class_names
     charts = {
-        "sizes": (plot_ap_by_size(scores), "Small is below 32 x 32 pixels, large above 96 x 96."),
         "precision_recall": (plot_precision_recall(scores), "The area is AP50, or AP75."),
     }
-    if len(names) > 1:
-        charts |= {
-            "classes": (plot_ap_by_class(scores, names), "Average precision of each class."),
-            "class_precision_recall": (
-                plot_class_precision_recall(scores, names),
-                "Precision over recall of each class at IoU 0.50; in brackets, its boxes.",
-            ),
-        }
+    if len(dataset.class_names) > 1:
+        chart = plot_ap_by_class(scores, dataset.class_names)
+        charts["classes"] = chart, "Average precision of each class."
     return {name: chart_image(chart, caption=caption) for name, (chart, caption) in charts.items()}
 
 
-def _draw_images(
+def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    sources = dataset.content["images"], dataset.image_root, dataset.class_names
-    errors = {run.label: (run.errors, run.threshold) for run in runs}
-    images = draw_predictions(*sources, errors, number)
-    for index, run in enumerate(runs, start=1):
-        suffix = f"_{index}" if len(runs) > 1 else ""
-        missed, alarms = _find_worst(dataset, run)
-        cells = _CELLS_PER_IMAGE * number
-        sheets = {
-            "missed": draw_missed_boxes(*sources, run.errors, missed[:cells], run.label),
-            "false_alarms": draw_false_alarms(*sources, run.errors, alarms[:cells], run.label),
-        }
-        images |= {f"{name}{suffix}": sheet for name, sheet in sheets.items() if sheet}
+    """Draws ground truth and the detections of each run on so many images of the dataset.
+
+    They are spread over its ids; images that cannot be read are left out.
+    """
+    records = sorted(dataset.content["images"], key=lambda record: record["id"])
+    number = min(number, len(records))
+    images: dict[str, Image] = {}
+    for record in (records[index * len(records) // number] for index in range(number)):
+        pixels = _read(dataset, record)
+        if pixels is None:
+            continue
+        scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
+        small = shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
+        panels = []
+        truth = runs[0].errors.truth
+        sources = [("Ground truth", truth, np.full(len(truth.classes), np.inf), 0.0)]
+        sources += [(f"{run.label}, scores from {run.threshold:.2g}", run.errors.found,
+                     run.errors.scores, run.threshold) for run in runs]  # fmt: skip
+        for title, boxes, scores, threshold in sources:
+            kept = (boxes.image_ids == record["id"]) & (scores >= threshold)
+            classes = boxes.classes[kept].tolist()
+            labels = [dataset.class_names[k] + (f" {score:.2f}" if np.isfinite(score) else "")
+                      for k, score in zip(classes, scores[kept], strict=True)]  # fmt: skip
+            colors = [get_class_color(k) for k in classes]
+            drawn = draw_boxes(small, boxes.xyxy[kept] * scale, labels, colors)
+            panels.append(add_heading(drawn, title))
+        name = str(record["file_name"])
+        sheet = tile_images(panels, columns=3 if len(panels) % 2 else 2)
+        images[f"predictions_{len(images) + 1}"] = Image.from_rgb(
+            sheet, alt=f"Boxes on {name}", caption=name, quality=82
+        )
     return images
 
 
-def _find_worst(dataset: DetectionSet, run: RunDetections) -> tuple[list[int], list[int]]:
-    """Returns missed boxes and false alarms, the worst first."""
-    areas = {image["id"]: image["width"] * image["height"] for image in dataset.content["images"]}
-    missed = find_missed_boxes(run.errors, run.threshold, areas)
-    return missed.tolist(), find_false_alarms(run.errors, run.threshold).tolist()
+def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
+    """Draws crops of the largest missed boxes, and of the false alarms with the highest scores.
+
+    None if there are no errors, or their images cannot be read.
+    """
+    errors, names = run.errors, dataset.class_names
+    records = {record["id"]: record for record in dataset.content["images"]}
+    missed = find_missed_boxes(errors, run.threshold)[:_CELLS].tolist()
+    alarms = find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
+    crops = [(errors.truth, b, f"missed: {names[errors.truth.classes[b]]}", TRUTH_COLOR)
+             for b in missed]  # fmt: skip
+    crops += [
+        (errors.found, d, f"{names[errors.found.classes[d]]} {errors.scores[d]:.2f}", FOUND_COLOR)
+        for d in alarms
+    ]
+    cells, texts = [], []
+    for boxes, index, text, color in crops:
+        pixels = _read(dataset, records[int(boxes.image_ids[index])])
+        if pixels is not None:
+            cells.append(add_heading(crop_box(pixels, boxes.xyxy[index], color), text))
+            texts.append(text)
+    if not cells:
+        return None
+    sheet = tile_images(cells, columns=4)
+    caption = f"{run.label}: largest missed boxes, and false alarms with the highest scores"
+    return Image.from_rgb(sheet, alt="; ".join(texts), caption=caption, quality=82)
 
 
-def _explain(
-    groups: Sequence[tuple[DetectionSet, Sequence[RunDetections]]], runs: Sequence[RunDetections]
-) -> list[str]:
+def crop_box(image: RGBImage, box: Array, color: Color) -> RGBImage:
+    """Returns a box (4,) XYXY of an image, drawn, with half its length around it."""
+    height, width = image.shape[:2]
+    margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
+    low = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
+    high = np.clip(np.ceil(box[2:] + margin), low + 1, [width, height]).astype(int)
+    part = image[low[1] : high[1], low[0] : high[0]]
+    scale = _CROP_SIDE / max(part.shape[:2])
+    shifted = (box - np.tile(low, 2))[None] * scale
+    return draw_boxes(shrink(part, _CROP_SIDE), shifted, [""], [color], min_side=0)
+
+
+def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage | None:
+    path = dataset.image_root / record["file_name"]
+    try:
+        return np.ascontiguousarray(read_image(str(path), format="RGB"))
+    except (OSError, SyntaxError, ValueError):  # what Pillow raises for broken files
+        return None
+
+
+def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
     types = "; ".join(f"{n}: {text}" for n, text in {**ERROR_TYPES, MISSED: MISSED_MEANING}.items())
-    paragraphs = [
+    return [
         "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
         f"score upwards: {thresholds}. Unless --score sets it, it is the score with the best F1 at "
         "IoU 0.50; if no detection is correct, the one that keeps as many detections as boxes.",
         f"Types of errors, after TIDE (arXiv:2008.08115): {types}.",
-        "Missed boxes that fill most of their image come first; the orange box is the detection "
-        "with the highest score that covers it. False alarms are detections below IoU 0.5 with "
-        "every box of any class, the highest scores first. Blue boxes are ground truth.",
     ]
-    if lost := [run.label for run in runs if run.errors.none_correct]:
-        paragraphs.append(f"No detection is correct at any score: {', '.join(lost)}.")
-    if len(groups) > 1:
-        listed = "; ".join(
-            f"set {number} ({dataset.json_file.name}): {', '.join(run.label for run in own)}"
-            for number, (dataset, own) in enumerate(groups, start=1)
-        )
-        paragraphs.append(f"Metrics on different test sets are not comparable: {listed}.")
-    return paragraphs
 
 
 def _tabulate(runs: Sequence[RunDetections]) -> Table:
@@ -203,44 +230,20 @@ def _tabulate(runs: Sequence[RunDetections]) -> Table:
 
 def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Any]:
     first, names = runs[0].scores, dataset.class_names
+
+    def collect_run(run: RunDetections) -> dict[str, Any]:
+        return {
+            **run.scores.summary,
+            "class_ap": dict(zip(names, run.scores.class_ap, strict=True)),
+            "errors_from_score": run.threshold,
+            "errors": count_errors(run.errors, run.threshold),
+            "precision": dict(zip(CURVE_IOUS, run.scores.precision, strict=True)),
+        }
+
     return {
         "annotations": dataset.json_file.name,
         "images": len(dataset.content["images"]),
         "boxes": dict(zip(names, first.num_boxes.tolist(), strict=True)),
         "recall": first.recall,
-        "error_types": {**ERROR_TYPES, MISSED: MISSED_MEANING},
-        "runs": {run.label: _collect_run(dataset, run) for run in runs},
+        "runs": {run.label: collect_run(run) for run in runs},
     }
-
-
-def _collect_run(dataset: DetectionSet, run: RunDetections) -> dict[str, Any]:
-    names, scores, errors = dataset.class_names, run.scores, run.errors
-    missed, alarms = _find_worst(dataset, run)
-
-    def describe(boxes: Any, index: int, **more: Any) -> Mapping[str, Any]:
-        own = {"image_id": boxes.image_ids[index], "class": names[boxes.classes[index]]}
-        return {**own, "xyxy": boxes.xyxy[index], **more}
-
-    return {
-        "detections_from": "the run's last evaluation" if run.from_run else "inference",
-        **scores.summary,
-        "class_ap": dict(zip(names, scores.class_ap, strict=True)),
-        "class_ap50": dict(zip(names, scores.class_ap50, strict=True)),
-        "errors_from_score": run.threshold,
-        "errors": count_errors(errors, run.threshold),
-        "num_missed": len(missed),
-        "missed": [describe(errors.truth, b) for b in missed[:_LISTED]],
-        "num_false_alarms": len(alarms),
-        "false_alarms": [
-            describe(errors.found, d, score=errors.scores[d], type=errors.types[d],
-                     iou=errors.ious[d])
-            for d in alarms[:_LISTED]
-        ],
-        "precision": {
-            f"IoU {iou:.2f}": {
-                "mean": average_over_classes(scores.precision[t]),
-                "classes": dict(zip(names, scores.precision[t].T, strict=True)),
-            }
-            for t, iou in enumerate(CURVE_IOUS)
-        },
-    }  # fmt: skip

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What all figures of runs share: options, the loop over runs, and the images for all runs."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,12 +33,9 @@ _BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """What every figure takes.
+    """What every figure takes: a folder of images, how many are drawn, and a seed of controls.
 
-    Attributes:
-        images: folder of images to use; None for the run's own data.
-        num_images: how many are drawn; figures that average may use more.
-        seed: of everything random, such as controls.
+    Without a folder the images are those of the run's own data.
     """
 
     images: Path | None = None
@@ -47,12 +45,7 @@ class FigureOptions:
 
 @dataclass(frozen=True)
 class RunResults(Generic[Found]):
-    """Results of several runs.
-
-    Attributes:
-        found: by label, in the order of the runs; at least one.
-        left_out: why each of the other runs has none.
-    """
+    """Results by label, at least one, and why each of the other runs has none."""
 
     found: dict[str, Found]
     left_out: list[str]
@@ -71,11 +64,7 @@ def run_each(
 ) -> RunResults[Found]:
     """Calls a function for each run, and leaves out the runs for which it fails.
 
-    Args:
-        runs: with different labels.
-        compute: raises ``NotApplicable`` or ``UserError``.
-        nothing: begins the message if no run is left, such as "no reconstructions".
-        needs_weights: leave out runs without a checkpoint.
+    ``nothing`` begins the message if no run is left, such as "no reconstructions".
 
     Raises:
         NotApplicable: all runs were left out, none because of an error.
@@ -107,11 +96,7 @@ class SharedImages:
     """Image files that all runs are compared on, chosen when the first run needs them."""
 
     def __init__(self, runs: Sequence[Run], number: int, folder: Path | None) -> None:
-        """Takes so many images of ``folder``; without, of the data of the first run that has any.
-
-        Raises:
-            UserError: the folder does not exist or has no image.
-        """
+        """Takes so many images of ``folder``, else of the data of the first run that has any."""
         self._runs = runs
         self._number = number
         self._folder = folder
@@ -131,32 +116,26 @@ class SharedImages:
             NotApplicable: no folder is given, and no run has data on this machine.
             UserError: none of the images of the folder can be read.
         """
-        reasons: list[str] = []
-        for candidate in () if self._entries else (run, *self._runs):
-            try:
-                self._entries = candidate.load_images(self._number, self._folder)
-            except (NotApplicable, UserError) as reason:
-                reasons.append(str(reason))
-            else:
-                break
+        reasons: dict[str, None] = {}
+        for candidate in (run, *self._runs):
+            if not self._entries:
+                try:
+                    self._entries = candidate.load_images(self._number, self._folder)
+                except (NotApplicable, UserError) as reason:
+                    reasons[str(reason)] = None
         if not self._entries:
-            message = "; ".join(dict.fromkeys(reasons))
+            message = "; ".join(reasons)
             raise UserError(message) if self._folder else NotApplicable(message)
         return self.files
 
     def explain(self) -> list[str]:
         """Returns a paragraph about unreadable images, if there were any."""
         broken = [Path(name).name for name in self._entries.unreadable]
-        if not broken:
-            return []
-        return [f"Unreadable and replaced by the next image: {join_first(broken)}."]
+        return [f"Unreadable and replaced by the next image: {join_first(broken)}."] * bool(broken)
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries with "image" (3, S, S) as the run's mapper, or pre-training's, crops them.
-
-    S is ``INPUT.PRETRAIN.SIZE`` if ``size`` is None.
-    """
+    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's."""
     cfg = cfg.clone()
     cfg.defrost()
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
@@ -167,16 +146,13 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
     return read_spread(records, build_mapper(cfg, is_train=False), len(records))
 
 
-def find_sizes(runs: Sequence[Run]) -> list[int]:
-    """Returns the image side in pixels of each run that takes squares."""
-    sizes = []
+def find_size(runs: Sequence[Run], default: int) -> int:
+    """Returns the image side in pixels of the first run that takes squares."""
     for run in runs:
-        try:
+        with contextlib.suppress(NotApplicable, UserError):  # reported where the run is used
             if run.kind != "detector":
-                sizes.append(int(run.cfg.INPUT.PRETRAIN.SIZE))
-        except (NotApplicable, UserError):  # reported where the run is used
-            continue
-    return sizes
+                return int(run.cfg.INPUT.PRETRAIN.SIZE)
+    return default
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:

@@ -18,15 +18,6 @@ from qbheat_det.core.files import write_atomically
 
 
 @dataclass(frozen=True)
-class Fact:
-    """One of the few numbers at the top of the page."""
-
-    value: str
-    label: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Section:
     """A heading with any of: paragraphs, images, a table, lines of code."""
 
@@ -43,7 +34,6 @@ class Page:
 
     title: str
     lead: str
-    facts: Sequence[Fact]
     sections: Sequence[Section]
     footer: str
 

@@ -79,13 +79,10 @@ def classifier_counts(variant: str, depth: int) -> Counts:
     """Counts encoder and 1000-class decoder at 224x224; with ``depth`` 0 the decoder is linear."""
     backbone = _build_backbone(variant)
     shape = backbone.output_shape()
-    decoder = (
-        TransformerDecoder(
-            input_shape=shape, num_classes=1000, dim=DECODER_DIMS[variant], depth=depth
-        )
-        if depth
-        else LinearDecoder(input_shape=shape, num_classes=1000)
-    )
+    decoder: nn.Module = LinearDecoder(input_shape=shape, num_classes=1000)
+    if depth:
+        dim = DECODER_DIMS[variant]
+        decoder = TransformerDecoder(input_shape=shape, num_classes=1000, dim=dim, depth=depth)
     model = nn.Sequential(OrderedDict(encoder=backbone, decoder=decoder))
     return _count(model, torch.zeros(1, 3, *CLASSIFICATION_SIZE))
 
@@ -105,22 +102,17 @@ def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
 
 @cache
 def retinanet_counts(variant: str) -> Counts:
-    """Counts pyramid and head of RetinaNet (80 classes, 9 anchors), without P6's multiply-adds.
+    """Counts pyramid and head of RetinaNet in closed form, without P6's multiply-adds.
 
-    Its convolutions are counted in closed form at the exact sizes of an 800x1333 image, which
-    Detectron2 would pad. The parameters include P6 (256 to 256 channels).
+    Sizes are those of an 800x1333 image, which Detectron2 would pad.
     """
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     cfg.MODEL.MOBILE_FORMER.VARIANT = variant
     cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
     pyramid = build_mobile_former_fpn_backbone(cfg, ShapeSpec(channels=3))
-    head = RetinaNetHead(
-        input_shape=[ShapeSpec(channels=256)] * 5,
-        num_classes=80,
-        num_anchors=9,
-        conv_dims=[256] * 4,
-    )
+    levels = [ShapeSpec(channels=256)] * 5
+    head = RetinaNetHead(input_shape=levels, num_classes=80, num_anchors=9, conv_dims=[256] * 4)
     p3, p4, p5, p6, p7 = pyramid_positions(DETECTION_SIZE)
     to_p5, _, to_p7 = pyramid.top_block.convs
     madds = (
@@ -149,18 +141,9 @@ def convolution_madds(modules: Iterable[nn.Module], positions: int) -> int:
 
 @dataclass(frozen=True)
 class PaperCell:
-    """One printed cell.
+    """One printed cell of a table, our count in its unit by ``rule``, and whether they match.
 
-    Attributes:
-        table: number of the paper's table.
-        cell: what the number belongs to.
-        unit: "G" (10^9) or "M" (10^6).
-        paper: the printed number.
-        ours: the count in that unit, not rounded.
-        match: whether ours rounds to the printed digits.
-        rule: how ours was counted.
-        match_one_rule: whether it would also match with EXT and all parameters, the same rule
-            for every cell.
+    ``match_one_rule`` says whether they would with EXT and all parameters for every cell.
     """
 
     table: int

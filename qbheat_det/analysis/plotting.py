@@ -41,7 +41,6 @@ themed = matplotlib.rc_context(
         "axes.spines.right": False,
         "axes.spines.top": False,
         "axes.edgecolor": LINE,
-        "axes.titlecolor": INK,
         "axes.titlelocation": "left",
         "axes.titlesize": 10,
         "figure.facecolor": "#ffffff",
@@ -49,16 +48,15 @@ themed = matplotlib.rc_context(
         "grid.color": LINE,
         "legend.fontsize": 8,
         "legend.frameon": False,
-        "legend.labelcolor": INK,
         "lines.linewidth": 1.6,
         "lines.markersize": 4,
         "savefig.facecolor": "#ffffff",
         "svg.hashsalt": "qbheat_det",  # the same figure is the same bytes
         "text.color": INK,
         "xtick.color": QUIET,
+        "ytick.color": QUIET,
         "xtick.major.size": 0,
         "xtick.minor.size": 0,
-        "ytick.color": QUIET,
         "ytick.major.size": 0,
         "ytick.minor.size": 0,
     }
@@ -68,10 +66,7 @@ themed = matplotlib.rc_context(
 
 @themed
 def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
-    """Returns an empty figure of that many inches.
-
-    Matplotlib arranges its axes if ``constrained``, which for several takes longer than drawing.
-    """
+    """Returns an empty figure of that many inches, whose layout is ``constrained`` (slow)."""
     figure = Figure(figsize=(width, height))  # without pyplot, which keeps global state
     if constrained:
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
@@ -98,20 +93,17 @@ def list_styles(number: int) -> list[dict[str, Any]]:
 
 
 def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
-    """Returns a name as text that matplotlib draws as it is; long names lose their middle.
-
-    It would read text between dollar signs as a formula and hide names with a leading underscore.
-    """
+    """Returns a name as text that matplotlib draws as it is; long names lose their middle."""
     text = " ".join(name.encode(errors="backslashreplace").decode().split())
     if len(text) > longest:
         end = (longest - 1) // 2
         text = f"{text[: longest - 1 - end]}…{text[-end:]}"
-    text = text.replace("$", r"\$")
+    text = text.replace("$", r"\$")  # else a formula; and a leading underscore hides a name
     return f" {text}" if text.startswith("_") else text
 
 
 def to_texts(names: Iterable[str], *, longest: int = _LONGEST_NAME) -> list[str]:
-    """Returns names as ``to_text`` does; all in full if two would be shortened to the same text."""
+    """Returns names as ``to_text`` does, in full if two would be shortened to the same text."""
     names = list(names)
     texts = [to_text(name, longest=longest) for name in names]
     if len(set(texts)) < len(set(names)):
@@ -137,7 +129,6 @@ def plot_grid(
     *,
     column_names: Sequence[str],
     row_names: Sequence[str] = (),
-    title: str = "",
     note: str = "",
 ) -> Figure:
     """Draws images of one size in rows and columns, a pixel a dot; short rows end with blanks."""
@@ -158,8 +149,6 @@ def plot_grid(
     axes.set_xticks([j * step_x + width / 2 for j in range(len(names))], names)
     axes.set_yticks([i * step_y + height / 2 for i in range(len(row_names))], row_names)
     axes.tick_params(length=0, labelsize=8, labelcolor=INK)
-    if title:
-        axes.set_title(title, pad=12)
     if note:
         axes.set_xlabel(note, loc="left", fontsize=8)
     return figure
@@ -171,11 +160,11 @@ def chart_image(
     *,
     alt: str = "",
     caption: str = "",
-    format: Literal["svg", "png", "jpg"] = "svg",
+    format: Format = "svg",
 ) -> Image:
-    """Encodes a matplotlib figure; the same figure is the same bytes each time.
+    """Encodes a matplotlib figure, the same figure as the same bytes; ``alt`` is the caption's.
 
-    Without ``alt`` it is the caption. SVG is for pages, PNG for TensorBoard, JPEG for photographs.
+    SVG is for pages, PNG for TensorBoard, JPEG for photographs.
     """
     buffer = io.BytesIO()
     options: dict[str, Any] = {"dpi": _DPI[format]}
@@ -200,9 +189,9 @@ def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
 def shrink(image: RGBImage, longest: int) -> RGBImage:
     """Returns an image (H, W, 3) resized to that many pixels on the longer side."""
     factor = longest / max(image.shape[:2])
-    size = (max(1, round(image.shape[1] * factor)), max(1, round(image.shape[0] * factor)))
+    height, width = (max(1, round(length * factor)) for length in image.shape[:2])
     way = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
-    return np.asarray(cv2.resize(image, size, interpolation=way), dtype=np.uint8)
+    return np.asarray(cv2.resize(image, (width, height), interpolation=way), dtype=np.uint8)
 
 
 def color_map(values: npt.ArrayLike, low: float, high: float, colors: str) -> RGBImage:
@@ -223,8 +212,7 @@ def overlay_map(
 ) -> RGBImage:
     """Returns an image in grey with a feature map (h, w) in colours over it, interpolated.
 
-    Positions are ``stride`` pixels apart, the first half a stride from the corner. Values below
-    ``low`` and above ``high`` have the first and last colour.
+    Positions are ``stride`` pixels apart, the first half a stride from the corner.
     """
     x, y = (
         (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)
@@ -232,23 +220,15 @@ def overlay_map(
     )
     columns, rows = np.meshgrid(x, y)
     # Outside the outermost positions their value continues, as at the edge of a padded map.
-    smooth = cv2.remap(
-        np.asarray(values, dtype=np.float32),
-        columns,
-        rows,
-        cv2.INTER_LINEAR,
-        borderMode=cv2.BORDER_REPLICATE,
-    )
+    small, edge = np.asarray(values, dtype=np.float32), cv2.BORDER_REPLICATE
+    smooth = cv2.remap(small, columns, rows, cv2.INTER_LINEAR, borderMode=edge)
     grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
     mixed = cv2.addWeighted(color_map(smooth, low, high, colors), 0.65, grey, 0.35, 0)
     return np.asarray(mixed, dtype=np.uint8)
 
 
 def enlarge(image: RGBImage, side: int = 160, *, exact: bool = False) -> RGBImage:
-    """Returns an image with sharp pixels, a whole number of times larger: ``side`` rows or more.
-
-    With ``exact`` it is a square of that side.
-    """
+    """Returns an image with sharp pixels, some times larger or a square of ``side``."""
     factor = max(1, -(-side // len(image)))
     size = (side, side) if exact else (image.shape[1] * factor, len(image) * factor)
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)

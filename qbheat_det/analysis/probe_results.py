@@ -14,13 +14,7 @@ RANDOM = "random"
 
 
 class Decoder(NamedTuple):
-    """What a probe is trained with; sorts by its power.
-
-    Attributes:
-        power: 0 for nearest neighbors, 1 for a linear classifier, 2 for transformer blocks.
-        depth: k of tran-k; 0 for others.
-        width: of its blocks; 0 for others.
-    """
+    """Nearest neighbors (power 0), a linear classifier (1) or tran-k (2) of depth k and a width."""
 
     power: int
     depth: int = 0
@@ -58,23 +52,8 @@ class ProbeResult:
     error: float
 
 
-@dataclass(frozen=True)
-class ProbeFile:
-    """The results in one file, and the settings that they share."""
-
-    results: Sequence[ProbeResult]
-    setting: Mapping[str, Any]
-
-    @property
-    def task(self) -> str:
-        """Identifies the images: only results of the same ones can be compared."""
-        return json.dumps([self.setting.get(key) for key in ("contents", "num_classes")])
-
-
-def read_probes(file: Path) -> ProbeFile:
-    """Reads what ``tools/probe_backbone.py --json`` or a comparison of objectives wrote.
-
-    Results that are not numbers are left out.
+def read_probes(file: Path) -> tuple[dict[str, Any], list[ProbeResult]]:
+    """Reads settings and results that ``tools/probe_backbone.py --json`` or a comparison wrote.
 
     Raises:
         UserError: the file cannot be read, or has no results.
@@ -85,7 +64,7 @@ def read_probes(file: Path) -> ProbeFile:
         raise UserError(f"'{file}' has no results of probes: {error!r}") from error
     if not results:
         raise UserError(f"'{file}' has no results of probes")
-    return ProbeFile(results, setting)
+    return setting, results
 
 
 def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
@@ -104,7 +83,7 @@ def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
 
 
 def parse_results(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[ProbeResult]]:
-    """Returns setting and results of a file's content."""
+    """Returns setting and results of a file's content; those that are not numbers are left out."""
     setting = dict(content["setting"])
     return setting, list(_read_rows(list(content["rows"]), setting))
 

@@ -2,6 +2,7 @@
 """Accuracy of probes of frozen backbones: by decoder (Fig. 8) and by images seen (Fig. 6)."""
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 
 from .figure import FigureOptions, run_each
 from .plotting import (
@@ -25,7 +26,6 @@ from .plotting import (
     to_text,
 )
 from .probe_results import (
-    ProbeFile,
     ProbeResult,
     choose_statistics,
     parse_results,
@@ -36,58 +36,53 @@ from .run import PROBE_FILES, Run
 _Key = TypeVar("_Key", bound=Hashable)
 _SPREAD = 0.5  # of a decoder's place, over which the points of all series are spread
 _EXPLANATION = (
-    "Top-1 of decoders trained on the frozen backbone, from nearest neighbors and a linear "
-    "classifier to transformer blocks of growing width: backbones that are equal under a weak "
+    "Top-1 of decoders trained on the frozen backbone: backbones that are equal under a weak "
     "decoder may differ under a strong one (Fig. 8 of the paper). Bars are one standard error "
     "over the classified images. Of several seeds the mean is drawn, with the mean of their bars.",
     "Charts show backbones with BatchNorm statistics of whole images where they were recalibrated, "
-    "and random backbones also as initialized; the table has all. A line over images seen joins "
-    "the checkpoints of one run, so all but the last were taken before the end of its schedule.",
+    "and random backbones also as initialized; the table has all.",
 )
 
 
 @register_figure("probes")
 def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws results of probes from files, in common charts where the images are the same.
+    """Draws results of probes on the images of the first file.
 
     Raises:
         NotApplicable: there are no results of probes.
         UserError: there are only files that cannot be read.
     """
-    files = run_each(runs, _read_file_of, nothing="no results of probes", needs_weights=False)
-    tasks: dict[str, list[ProbeResult]] = {}
-    names: dict[str, list[str]] = {}
+    tasks: list[str] = []
+
+    def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
+        if run.probe_file is None:
+            flag = "tools/probe_backbone.py --json"
+            raise NotApplicable(f"'{run.label}' has no {PROBE_FILES[0]} ({flag})")
+        setting, results = read_probes(run.probe_file)
+        tasks.append(json.dumps([setting.get(key) for key in ("contents", "num_classes")]))
+        if tasks[-1] != tasks[0]:
+            raise NotApplicable(f"'{run.label}' was probed on other images")
+        return setting, results
+
+    files = run_each(runs, read, nothing="no results of probes", needs_weights=False)
     data, everything = {}, []
-    for label, file in files.found.items():
-        alone = len({result.series for result in file.results}) == 1
+    for label, (setting, found) in files.found.items():
+        alone = len({result.series for result in found}) == 1
         prefix = f"{label}: " if len(files.found) > 1 else ""
-        results = [
-            replace(result, series=label if alone or not result.series else prefix + result.series)
-            for result in file.results
-        ]
-        tasks.setdefault(file.task, []).extend(results)
-        names.setdefault(file.task, []).append(label)
+        results = [replace(r, series=label if alone else prefix + r.series) for r in found]
         everything += results
-        data[label] = {
-            "setting": file.setting,
-            "results": [asdict(r) | {"decoder": r.decoder.title} for r in results],
-        }
-    images: dict[str, Image] = {}
+        rows = [asdict(r) | {"decoder": r.decoder.title} for r in results]
+        data[label] = {"setting": setting, "results": rows}
+    chosen = choose_statistics(everything)
+    caption = "Top-1 under each decoder; of a run, its last checkpoint."
+    images = {"decoders": chart_image(plot_by_decoder(chosen), caption=caption)}
+    if len({result.images_seen for result in chosen if result.images_seen}) > 1:
+        caption = "Top-1 by images seen in pre-training; random backbones are level lines."
+        images["images_seen"] = chart_image(plot_by_images(chosen), caption=caption)
     paragraphs = [*_EXPLANATION, *files.explain()]
-    for number, results in enumerate(tasks.values(), start=1):
-        suffix = f"_{number}" if len(tasks) > 1 else ""
-        images |= {f"{name}{suffix}": image for name, image in _draw_task(results).items()}
-    if len(tasks) > 1:
-        listed = "; ".join(f"{', '.join(own)} ({i})" for i, own in enumerate(names.values(), 1))
-        paragraphs.append(f"Results on different images are not comparable: {listed}.")
-    return Figure(
-        "probes",
-        "Probes of frozen backbones",
-        paragraphs,
-        images,
-        {"runs": data, "left_out": files.left_out},
-        _tabulate(everything),
-    )
+    numbers = {"runs": data, "left_out": files.left_out}
+    title = "Probes of frozen backbones"
+    return Figure("probes", title, paragraphs, images, numbers, _tabulate(everything))
 
 
 def plot_probes(content: Mapping[str, Any]) -> MplFigure:
@@ -97,10 +92,7 @@ def plot_probes(content: Mapping[str, Any]) -> MplFigure:
 
 @themed
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 under each decoder, the weakest on the left, with standard errors.
-
-    Of each series the backbones that saw most images are drawn. A line joins widths of one decoder.
-    """
+    """Draws top-1 under each decoder of the backbones that saw most images of each series."""
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)
     figure, axes = start_chart(height=3.2, width=5.2)
@@ -113,7 +105,8 @@ def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
         for _, same in itertools.groupby(sorted(points), key=lambda decoder: decoder.name):
             widths = list(same)
             x = [decoders.index(decoder) + shift for decoder in widths]
-            _draw_points(axes, x, [points[decoder] for decoder in widths], label, style)
+            y, errors = zip(*(points[decoder] for decoder in widths), strict=True)
+            axes.errorbar(x, y, yerr=errors, label=label, elinewidth=1, **style)
             label = "_nolegend_"
     ticks = [f"{one.name}\n{one.width}" if one.width else one.name for one in decoders]
     axes.set_xticks(range(len(decoders)), ticks)
@@ -126,7 +119,7 @@ def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
 
 @themed
 def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 over images seen in pre-training, one chart per decoder, with standard errors.
+    """Draws top-1 over images seen in pre-training, one chart per decoder.
 
     A line joins the checkpoints of a series; random backbones are level lines. Backbones that do
     not record how many images they have seen are left out.
@@ -146,7 +139,8 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
             points = _average(own, lambda result: result.images_seen)
             seen = sorted(number for number in points if number)
             if seen:
-                _draw_points(axes, seen, [points[n] for n in seen], to_text(name), styles[name])
+                y, errors = zip(*(points[number] for number in seen), strict=True)
+                axes.errorbar(seen, y, errors, label=to_text(name), elinewidth=1, **styles[name])
             else:
                 color = styles[name]["color"]
                 axes.axhline(points[0][0], label=to_text(name), color=color, lw=1.4, ls="--")
@@ -158,28 +152,6 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
         most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
         add_legend(figure, most)
     return figure
-
-
-def _draw_task(results: Sequence[ProbeResult]) -> dict[str, Image]:
-    chosen = choose_statistics(results)
-    caption = "Top-1 under each decoder; of a run, its last checkpoint."
-    images = {"decoders": chart_image(plot_by_decoder(chosen), caption=caption)}
-    if len({result.images_seen for result in chosen if result.images_seen}) > 1:
-        caption = "Top-1 by images seen in pre-training; random backbones are level lines."
-        images["images_seen"] = chart_image(plot_by_images(chosen), caption=caption)
-    return images
-
-
-def _draw_points(
-    axes: Axes,
-    x: Sequence[float],
-    points: Sequence[tuple[float, float]],
-    label: str,
-    style: Mapping[str, Any],
-) -> None:
-    """Draws points of mean and standard error, joined by a line."""
-    y, errors = zip(*points, strict=True)
-    axes.errorbar(x, y, yerr=errors, label=label, elinewidth=1, **style)
 
 
 def _finish(axes: Axes) -> None:
@@ -204,14 +176,6 @@ def _group(
     for result in results:
         groups.setdefault(key(result), []).append(result)
     return groups
-
-
-def _read_file_of(run: Run) -> ProbeFile:
-    if run.probe_file is None:
-        raise NotApplicable(
-            f"'{run.label}' has no {PROBE_FILES[0]} (tools/probe_backbone.py --json)"
-        )
-    return read_probes(run.probe_file)
 
 
 def _tabulate(results: Sequence[ProbeResult]) -> Table:

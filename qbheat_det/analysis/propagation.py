@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Figure "beyond": features propagated beyond the image by the exponential solution, and decoded.
 
-Paper: QB-Heat, arXiv:2211.13228, Eq. 1, 3 and 5. With ∂z/∂x = A z and ∂z/∂y = B z a feature is
+Paper: QB-Heat, arXiv:2211.13228, Eq. 1, 3 and 5. With ∂z/∂x = A z and ∂z/∂y = B z, a feature is
 z(x, y) = e^{Ax} e^{By} z(0, 0), x to the right and y down, in sides of the image (G positions). The
 paper stops at the border. Chosen here: A1 goes to the right, A2 to the left, B1 down and B2 up.
 """
@@ -15,7 +15,6 @@ import cv2
 import numpy as np
 import scipy.linalg
 import torch
-from matplotlib.ticker import LogFormatter
 from torch import Tensor
 
 from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
@@ -45,27 +44,19 @@ _FORMULAS = {"exact": "log(I + M) / Δx", "first": "M / Δx"}
 _GROWTH_AT = np.linspace(0, 2, 17).tolist()  # sides of the image
 _SIDE = 240  # pixels of a cell: the wider the margin, the smaller the image in it
 _EXPLANATION = (
-    "Around the image are its outermost features, propagated by e^{Ax} e^{By} (Eq. 3) and decoded "
-    "window by window. Where the loss normalises patches, their brightness and contrast are the "
-    "image's averages. The last column is the control: features continue unchanged, A = 0.",
-    "Growth is the norm of propagated features over that at distance 0. The error compares them "
-    "with the encoder's features inside the image: 1 is no better than the mean of the map. "
-    "Pre-training asks for agreement of decoded pixels, not of features.",
+    "Around the image are its outermost features, propagated by e^{Ax} e^{By} (Eq. 3) and decoded. "
+    "The last column is the control: features continue unchanged, A = 0. Growth is the norm of "
+    "propagated features over that at distance 0. The error compares them with the encoder's "
+    "features inside the image: 1 is no better than the mean of the map.",
 )
 
 
 def find_generator(step: Tensor, offset: float, *, order: Order = "exact") -> Tensor:
-    """Returns the A that belongs to a learned step, z(x + Δx) = (I + M) z(x).
+    """Returns A (C, C), float64, of a learned step M (C, C): z(x + Δx) = (I + M) z(x).
 
-    Args:
-        step: (C, C), M.
-        offset: Δx, in sides of the image.
-        order: "exact" for log(I + M) / Δx, whose exponential over Δx is the learned step; "first"
-            for M / Δx, the paper's first order of it (Eq. 5).
-
-    Returns:
-        (C, C), float64. The exact one is complex128 where an eigenvalue of I + M is negative:
-        no real A reverses a direction within one step.
+    The "exact" order is log(I + M) / Δx, whose exponential over Δx is the learned step; "first" is
+    M / Δx, as Eq. 5 has it. The exact one is complex where an eigenvalue of I + M is negative: no
+    real A reverses a direction within one step.
 
     Raises:
         ValueError: I + M is singular and has no logarithm.
@@ -108,18 +99,11 @@ def _extend_axis(z: Tensor, forth: Tensor, back: Tensor, margin: int) -> Tensor:
 
 
 def decode_map(z: Tensor, decode: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    """Decodes a map larger than the image in windows of the image's size, G.
+    """Decodes a map (N, L, L, C) larger than the image in windows of the image's ``size``, G.
 
     The window in the middle is the image. Others are moved by half a window, further out until
     they end with the map; a position is decoded by the one that is moved least, along each axis.
-
-    Args:
-        z: (N, L, L, C), L - G even.
-        decode: for windows, (n, G, G, C) to patches (n, G * G, P).
-        size: G, positions of a window.
-
-    Returns:
-        (N, L, L, P).
+    ``decode`` maps windows (n, G, G, C) to patches (n, G * G, P), the result is (N, L, L, P).
     """
     length = z.shape[1]
     starts = [_find_window(position, length, size) for position in range(length)]
@@ -128,11 +112,10 @@ def decode_map(z: Tensor, decode: Callable[[Tensor], Tensor], size: int) -> Tens
         cells = []
         for column in sorted(set(starts)):
             window = z[:, row : row + size, column : column + size]
+            first = [starts.index(start) - start for start in (row, column)]
             y, x = (
-                slice(
-                    starts.index(start) - start, starts.index(start) - start + starts.count(start)
-                )
-                for start in (row, column)
+                slice(one, one + starts.count(start))
+                for one, start in zip(first, (row, column), strict=True)
             )
             cells.append(decode(window).unflatten(1, (size, size))[:, y, x])
         rows.append(torch.cat(cells, dim=2))
@@ -151,17 +134,10 @@ def _find_window(position: int, length: int, size: int) -> int:
 def restore_pixels(
     patches: Tensor, predicted: Tensor, restore: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Puts the image into the middle of what was decoded, on the scale of its pixels.
+    """Puts patches (N, G, G, P) of the image into the middle of the decoded ones (N, L, L, P).
 
-    Patches outside get the average mean and deviation of the image's.
-
-    Args:
-        patches: (N, G, G, P), of the image.
-        predicted: (N, L, L, P), decoded.
-        restore: of ``ReconstructionLoss``: from predictions and true patches (N, K, P) to pixels.
-
-    Returns:
-        (N, L, L, P), float32.
+    Patches outside get the average mean and deviation of the image's, by ``restore`` of
+    ``ReconstructionLoss``: from predictions and true patches (N, K, P) to pixels.
     """
     size, length = patches.shape[1], predicted.shape[1]
     mean = patches.mean(dim=(1, 2, 3)).view(-1, 1, 1)
@@ -189,7 +165,7 @@ def measure_error(z: Tensor, generators: Generators) -> dict[str, list[float]]:
     """Returns how far propagated features (N, G, G, C) are from the encoder's, inside the image.
 
     By direction, for 1 to G - 1 positions: the norm of all errors over that of all deviations from
-    the mean feature, so that 1 is no better than the mean of the map.
+    the mean feature.
     """
     size = z.shape[1]
     z = z.double()
@@ -206,8 +182,6 @@ def measure_error(z: Tensor, generators: Generators) -> dict[str, list[float]]:
 
 
 class _Propagation(NamedTuple):
-    """Of one run: cells by the title of their column, a note, and numbers over the distance."""
-
     columns: Mapping[str, Sequence[RGBImage]]
     note: str
     data: dict[str, Any]
@@ -222,14 +196,9 @@ def draw_beyond(
     generator: Order = "exact",
     distances: Sequence[float] = (0.25, 0.5, 1.0),
 ) -> Figure:
-    """Propagates the features of whole images beyond their borders, and decodes them.
+    """Propagates the features of whole images by ``distances`` beyond their borders, and decodes.
 
-    Args:
-        runs: to compare.
-        options: ``images`` and ``num_images``.
-        scale: whose linear models are used, where a run has both.
-        generator: see ``find_generator``.
-        distances: margins around the image, in sides of the image.
+    ``scale`` says whose linear models are used, ``generator`` how A follows from them.
     """
     shared = SharedImages(runs, options.num_images, options.images)
     results = run_each(
@@ -241,9 +210,8 @@ def draw_beyond(
     for index, (label, one) in enumerate(results.found.items(), 1):
         rows = list(zip(*one.columns.values(), strict=True))
         chart = plot_grid(rows, column_names=list(one.columns), note=one.note)
-        images[f"{index}_images"] = chart_image(
-            chart, caption=f"{label}: images and their surroundings.", format="jpg"
-        )
+        caption = f"{label}: images and their surroundings."
+        images[f"{index}_images"] = chart_image(chart, caption=caption, format="jpg")
     data = {label: one.data for label, one in results.found.items()}
     return Figure(
         "beyond",
@@ -297,14 +265,9 @@ def _compute(
 def decode_beyond(
     model: ReconstructionModel, images: Tensor, z: Tensor, generators: Generators, margin: int
 ) -> Tensor:
-    """Returns images (N, 3, S, S) with decoded features around them, in the mapper's pixels.
+    """Returns normalised images (N, 3, S, S) with features (N, G, G, C) decoded around them.
 
-    Args:
-        model: decodes.
-        images: normalised.
-        z: (N, G, G, C), their features.
-        generators: of ``extend_map``.
-        margin: positions around the image.
+    The result is in the mapper's pixels, with so many positions of ``margin`` on each side.
     """
     size, patch = model.decoder.grid_size, model.decoder.patch_size
     large = extend_map(z.cpu(), generators, margin).to(z.device)
@@ -324,25 +287,21 @@ def _frame(pixels: Any, border: int) -> RGBImage:
 
 @themed
 def _draw_charts(data: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
-    """Draws growth and error over the distance: four directions of one run, means of several."""
+    """Draws growth and error over the distance, the means over the four directions."""
     charts = {}
     for measure in ("growth", "error"):
         lines: dict[str, tuple[Any, Any]] = {}
         for run, one in data.items():
             x, label = one[measure]["distances"], to_text(run)
-            ways = {way: one[measure][way] for way in DIRECTIONS}
-            ways = ways if len(data) == 1 else {label: np.mean(list(ways.values()), axis=0)}
+            lines[label] = x, np.mean([one[measure][way] for way in DIRECTIONS], axis=0)
             if measure == "error":
-                ways["A = 0"] = np.mean(list(one[measure]["unchanged"].values()), axis=0)
-            prefix = f"{label}, " if len(data) > 1 and measure == "error" else ""
-            lines |= {way if way == label else f"{prefix}{way}": (x, y) for way, y in ways.items()}
+                still = list(one[measure]["unchanged"].values())
+                lines[f"{label}, A = 0"] = x, np.mean(still, axis=0)
         figure, axes = start_chart(height=3.6)
         for (name, line), style in zip(lines.items(), list_styles(len(lines)), strict=True):
             axes.plot(*line, label=name, **style)
         axes.axhline(1, color=INK, lw=1, ls="--")
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter())
         axes.set_title(f"{measure.capitalize()} of propagated features")
         axes.set_xlabel("distance, sides of the image")
         add_legend(figure, axes)

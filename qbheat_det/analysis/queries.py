@@ -23,7 +23,7 @@ from qbheat_det.engine.sample_images import read_spread
 from qbheat_det.layers import read_attention
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 
-from .attention import find_top, measure_spread
+from .attention import find_top
 from .figure import FigureOptions, SharedImages, run_each
 from .plotting import RGBImage, chart_image, overlay_map, plot_grid, shrink, to_rgb, to_text
 from .run import Run
@@ -33,21 +33,17 @@ _STRIDES = (32, 16, 8)
 _CELL = 200  # pixels
 _EXPLANATION = (
     "A row is a predicted box; the colours are the attention of its query in the last block of "
-    "each scale, the mean over heads. Each cell has its own colours. The table has the share of "
-    "attention inside the box beside the share of the image that the box covers, which are equal "
-    "for uniform attention.",
+    "each scale, the mean over heads. For uniform attention the share inside the box is the share "
+    "of the image that the box covers.",
 )
 
 
 @dataclass(frozen=True)
 class QueryAttention:
-    """The most confident predictions of one image, and the attention of their queries.
+    """The n most confident predictions of one image, and the attention of their queries.
 
-    Attributes:
-        found: n predictions, most confident first, absolute XYXY of the image that the model got;
-            ``query`` holds the number of each one's query.
-        maps: by stride (32, 16, 8): (n, heads, H, W) of the last block's cross-attention, which
-            sums to 1 over the pixels. Its positions lie ``stride`` pixels apart, from the top left.
+    ``found`` has absolute XYXY boxes of the model's input and the number of each one's ``query``;
+    ``maps`` by stride (n, heads, H, W), of the last block at it, which sum to 1 over the pixels.
     """
 
     found: Instances
@@ -94,7 +90,7 @@ def measure_inside(maps: Tensor, boxes: Tensor, stride: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Detected:
-    """Of one run, for each image: pixels, attention and names of the predicted classes."""
+    """Of one run, for each image: pixels, attention, names of the predicted classes."""
 
     images: list[RGBImage]
     attention: list[QueryAttention]
@@ -103,26 +99,18 @@ class _Detected:
 
 @register_figure("queries")
 def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
-    """Draws the attention of the most confident queries of each image.
-
-    Args:
-        runs: to compare.
-        options: ``images`` and ``num_images``.
-        query_boxes: predictions of each image.
-    """
+    """Draws the attention of the queries of the most confident ``query_boxes`` of each image."""
     shared = SharedImages(runs, options.num_images, options.images)
     results = run_each(
         runs, lambda run: _detect(run, shared, query_boxes), nothing="no object queries"
     )
     data = {label: _list_boxes(one) for label, one in results.found.items()}
+    numbers = range(len(shared.files))
     return Figure(
         "queries",
         "Cross-attention of object queries",
         [*_EXPLANATION, *shared.explain(), *results.explain()],
-        {
-            f"image_{index + 1}": _draw_image(results.found, index)
-            for index in range(len(shared.files))
-        },
+        {f"image_{index + 1}": _draw_image(results.found, index) for index in numbers},
         {"images": shared.files, "runs": data, "left_out": results.left_out},
         _tabulate(data),
     )
@@ -138,19 +126,17 @@ def _detect(run: Run, shared: SharedImages, count: int) -> _Detected:
     bar = tqdm(entries, unit="image", desc=f"queries, {run.label}", delay=2, leave=False)
     attention = [read_queries(model, entry, count) for entry in bar]
     names = dict(enumerate(cfg.MODEL.CLASS_NAMES))
+    classes = [one.found.pred_classes.tolist() for one in attention]
     return _Detected(
-        images=[to_rgb(entry["image"], cfg.INPUT.FORMAT).astype(np.uint8) for entry in entries],
-        attention=attention,
-        classes=[
-            [names.get(c, f"class {c}") for c in one.found.pred_classes.tolist()]
-            for one in attention
-        ],
+        [to_rgb(entry["image"], cfg.INPUT.FORMAT).astype(np.uint8) for entry in entries],
+        attention,
+        [[names.get(number, f"class {number}") for number in row] for row in classes],
     )
 
 
 def _draw_image(found: Mapping[str, _Detected], index: int) -> Image:
     """Draws the boxes of one image, those of all runs below each other."""
-    grid, names, alt = [], [], []
+    grid, names = [], []
     for label, one in found.items():
         attention, classes = one.attention[index], one.classes[index]
         image = shrink(one.images[index], _CELL)
@@ -160,18 +146,15 @@ def _draw_image(found: Mapping[str, _Detected], index: int) -> Image:
             row = [_draw_box(image, box)]
             for stride, maps in attention.maps.items():
                 values = maps[i].mean(dim=0).numpy()
-                overlay = overlay_map(
-                    image, values, stride=stride * factor, high=find_top([values])
-                )
+                top = find_top([values])
+                overlay = overlay_map(image, values, stride=stride * factor, high=top)
                 row.append(_draw_box(overlay, box))
             grid.append(row)
             prefix = f"{to_text(label)}\n" if len(found) > 1 else ""
             names.append(f"{prefix}{to_text(name)}\n{float(attention.found.scores[i]):.2f}")
-        alt.append(f"{label}: {', '.join(classes)}")
     columns = ["prediction", *(f"stride {stride}" for stride in _STRIDES)]
     chart = plot_grid(grid, column_names=columns, row_names=names)
-    text = f"Attention of the queries of boxes in image {index + 1}, {'; '.join(alt)}"
-    return chart_image(chart, alt=text, caption=f"Image {index + 1}.", format="jpg")
+    return chart_image(chart, caption=f"Queries of image {index + 1}.", format="jpg")
 
 
 def _draw_box(image: RGBImage, box: Tensor) -> RGBImage:
@@ -182,15 +165,10 @@ def _draw_box(image: RGBImage, box: Tensor) -> RGBImage:
 
 
 def _list_boxes(one: _Detected) -> list[list[dict[str, Any]]]:
-    """Returns for each image, for each of its boxes, the numbers of the JSON."""
     images = []
     for image, attention, classes in zip(one.images, one.attention, one.classes, strict=True):
         boxes = attention.found.pred_boxes.tensor
         inside = {str(s): measure_inside(m, boxes, s) for s, m in attention.maps.items()}
-        spread = {
-            str(s): measure_spread(m.flatten(2), dim=2).mean(dim=1)
-            for s, m in attention.maps.items()
-        }
         area = attention.found.pred_boxes.area() / (image.shape[0] * image.shape[1])
         images.append(
             [
@@ -201,7 +179,6 @@ def _list_boxes(one: _Detected) -> list[list[dict[str, Any]]]:
                     "box": boxes[i].tolist(),
                     "share_of_image": float(area[i]),
                     "attention_inside": {s: float(share[i]) for s, share in inside.items()},
-                    "attention_spread": {s: float(share[i]) for s, share in spread.items()},
                 }
                 for i, name in enumerate(classes)
             ]

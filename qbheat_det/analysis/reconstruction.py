@@ -11,18 +11,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from detectron2.config import CfgNode
 from torch import nn
 
-from qbheat_det.core.figures import (
-    Figure,
-    Image,
-    NotApplicable,
-    Table,
-    register_figure,
-)
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.modeling.pretrain import ReconstructionModel
 
 from .figure import Entries, FigureOptions, SharedImages, crop_squares, run_each
@@ -32,34 +25,25 @@ from .run import Run
 _GREY = 128
 _NORMALIZED = "Mean and contrast of each masked patch are those of the image."
 _EXPLANATION = (
-    "Grey is masked. From a corner, QB-Heat predicts the features of the three other quarters, "
-    "from the centre those of the twelve blocks around it (Fig. 2 and 4 of the paper, Eq. 5).",
-    "Losses are squared errors of the patches that the run's loss counts. For normalised patches "
-    "zero costs about 1; tools/reconstruction_baselines.py computes what ridge regression has.",
+    "Grey is masked. Losses are squared errors of the patches that the run's loss counts. For "
+    "normalised patches zero costs about 1; tools/reconstruction_baselines.py has that of ridge.",
 )
 
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """N images (S, S, 3) by the title of their column, and losses of each by view."""
+    """N images (S, S, 3) by the title of their column, losses of each by view, and their means."""
 
     columns: Mapping[str, Sequence[RGBImage]]
     losses: Mapping[str, Sequence[Mapping[str, Any]]]
+    mean_losses: Mapping[str, float]
     note: str
-
-    @property
-    def mean_losses(self) -> dict[str, float]:
-        """By view, the mean over the images."""
-        return {view: fmean(row["loss"] for row in rows) for view, rows in self.losses.items()}
 
 
 def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
-    """Reconstructs images from every view; images take the quadrants of a view in turn.
-
-    The model is in eval mode; entries are those of a mapper in inference with that pixel format.
-    """
+    """Reconstructs images from every view; images take the quadrants of a view in turn."""
     inputs = [to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}
@@ -70,22 +54,20 @@ def reconstruct_images(
         for image, output in zip(inputs, outputs, strict=True):
             visible = output["visible"].cpu().numpy()[..., None]
             shown.append(np.where(visible, image, np.uint8(_GREY)))
-            completed.append(
-                np.where(visible, image, _round(to_rgb(output["reconstruction"], pixel_format)))
-            )
+            made = np.rint(to_rgb(output["reconstruction"], pixel_format).clip(0, 255))
+            completed.append(np.where(visible, image, made.astype(np.uint8)))
             place = {"place": output["place"]} if quadrants else {}
             losses[view].append({**place, "loss": float(output["loss_reconstruction"])})
         columns[f"visible {view}"] = shown
         columns[f"from the {view}"] = completed
-    return Reconstructions(columns, losses, _NORMALIZED if model.loss.normalize_patches else "")
+    means = {view: fmean(row["loss"] for row in rows) for view, rows in losses.items()}
+    note = _NORMALIZED if model.loss.normalize_patches else ""
+    return Reconstructions(columns, losses, means, note)
 
 
 @register_figure("reconstructions")
 def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws a row for each image and run: input, visible part and reconstruction of each view.
-
-    Runs with the same views and image size share a grid, with the rows of an image together.
-    """
+    """Draws a row for each image and run: input, visible part and reconstruction of each view."""
     shared = SharedImages(runs, options.num_images, options.images)
 
     def compute(run: Run) -> Reconstructions:
@@ -103,8 +85,9 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
         shape = (*one.columns, *one.columns["input"][0].shape)
         grids.setdefault(shape, {})[label] = one
     views = list(dict.fromkeys(view for one in found.values() for view in one.losses))
-    rows = []
+    data, rows = {}, []
     for label, one in found.items():
+        data[label] = {"losses": one.losses, "mean_losses": one.mean_losses, "note": one.note}
         means = one.mean_losses
         rows.append((label, *(f"{means[view]:.3f}" if view in means else "-" for view in views)))
     return Figure(
@@ -112,14 +95,7 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
         "Reconstructions",
         [*_EXPLANATION, *shared.explain(), *results.explain()],
         {f"grid_{i}": _draw_grid(group) for i, group in enumerate(grids.values(), 1)},
-        {
-            "images": shared.files,
-            "runs": {
-                label: {"note": one.note, "losses": one.losses, "mean_losses": one.mean_losses}
-                for label, one in found.items()
-            },
-            "left_out": results.left_out,
-        },
+        {"images": shared.files, "runs": data, "left_out": results.left_out},
         Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows),
     )
 
@@ -136,11 +112,7 @@ def draw_training_reconstructions(
         "reconstructions",
         "Reconstructions",
         images={"grid": _draw_grid({"": made})},
-        data={
-            "images": [entry.get("file_name", "") for entry in entries],
-            "note": made.note,
-            "losses": made.losses,
-        },
+        data={"losses": made.losses, "note": made.note},
         scalars={f"reconstructions/{view}": mean for view, mean in made.mean_losses.items()},
     )
 
@@ -149,10 +121,6 @@ def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
     if not isinstance(model, ReconstructionModel):
         raise NotApplicable(f"{type(model).__name__} has no decoder to pixels")
     return model
-
-
-def _round(pixels: npt.NDArray[np.float32]) -> RGBImage:
-    return np.rint(np.clip(pixels, 0, 255)).astype(np.uint8)
 
 
 def _draw_grid(group: Mapping[str, Reconstructions]) -> Image:
@@ -165,9 +133,6 @@ def _draw_grid(group: Mapping[str, Reconstructions]) -> Image:
     ]
     names = [to_text(label) for label in group] * number if len(group) > 1 else []
     notes = " ".join(dict.fromkeys(one.note for one in group.values() if one.note))
-    losses = "; ".join(
-        f"{label} {', '.join(f'{loss:.3f} from the {v}' for v, loss in one.mean_losses.items())}"
-        for label, one in group.items()
-    )
     chart = plot_grid(rows, column_names=titles, row_names=names, note=notes)
-    return chart_image(chart, caption=f"Mean loss: {losses.strip()}.", format="jpg")
+    caption = f"Images, what is visible, and what is predicted. {', '.join(group)}"
+    return chart_image(chart, caption=caption.strip(), format="jpg")

@@ -46,16 +46,7 @@ _MIRRORED = {"horizontal": ("right", "left"), "vertical": ("bottom", "top")}  # 
 
 @dataclass(frozen=True)
 class ReconstructionTask:
-    """What a config of QB-Heat predicts from what.
-
-    Attributes:
-        image_size: S, in pixels.
-        patch_size: side of a patch, in pixels.
-        visible: where the visible quarter can be, a key of ``QUADRANTS_OF``.
-        flip: "none", or "horizontal" or "vertical" where training flips images.
-        loss: compares patches.
-        pixel_mean, pixel_std: (3, 1, 1), in the mapper's pixel format.
-    """
+    """What a config of QB-Heat predicts from what: sizes in pixels, statistics (3, 1, 1)."""
 
     image_size: int
     patch_size: int
@@ -79,6 +70,7 @@ class ReconstructionTask:
         ):
             if value not in known:
                 raise UserError(f"{key} is '{value}', but must be one of {', '.join(known)}")
+        mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         try:
             with preserved_randomness():  # of weights that are not used
                 shapes = build_backbone(cfg).output_shape()
@@ -90,8 +82,8 @@ class ReconstructionTask:
                 loss=ReconstructionLoss(
                     positions=node.LOSS_ON, normalize_patches=node.NORM_PIXEL_LOSS
                 ),
-                pixel_mean=torch.tensor(cfg.MODEL.PIXEL_MEAN).view(-1, 1, 1),
-                pixel_std=torch.tensor(cfg.MODEL.PIXEL_STD).view(-1, 1, 1),
+                pixel_mean=torch.tensor(mean).view(-1, 1, 1),
+                pixel_std=torch.tensor(std).view(-1, 1, 1),
             )
         except ValueError as error:
             raise UserError(str(error)) from error
@@ -101,23 +93,13 @@ class ReconstructionTask:
         """Rows and columns of ``crop_inputs``."""
         return min(_INPUT_SIZE, self.image_size // 2)
 
-    @property
-    def num_outputs(self) -> int:
-        """P, values of a patch."""
-        return 3 * self.patch_size**2
-
-    @property
-    def places(self) -> list[str]:
-        """The places that ``align`` leaves."""
-        return list(dict.fromkeys(map(self._align_place, QUADRANTS_OF[self.visible])))
-
     def preprocess(self, entries: Sequence[Mapping[str, Any]]) -> Tensor:
         """Returns the normalised images of mapped entries."""
         images = torch.stack([entry["image"] for entry in entries])
         return (images - self.pixel_mean) / self.pixel_std
 
     def crop_inputs(self, images: Tensor, place: str) -> Tensor:
-        """Returns the visible quarter of all images, averaged to 16 x 16 pixels: (N, 768)."""
+        """Returns the visible quarter of all images, averaged to 16 x 16 pixels, as (N, 768)."""
         quarters = VisibleQuarters.at([place] * len(images), device=images.device)
         size = (self.input_size, self.input_size)
         return F.interpolate(quarters.crop(images), size, mode="area").flatten(1)
@@ -126,14 +108,13 @@ class ReconstructionTask:
         """Returns images flipped as training flips some."""
         return images.flip(_AXES[self.flip])
 
-    def align(self, images: Tensor, place: str) -> tuple[Tensor, str]:
-        """Mirrors images whose visible corner is on the right (or, flipped vertically, below).
+    def align(self, place: str) -> str:
+        """Returns the place whose regression, with its images mirrored, serves ``place``.
 
         In a set with the mirror image of every image, what is fitted for a right corner is the
         mirror image of what is fitted for the left one.
         """
-        partner = self._align_place(place)
-        return (images if partner == place else self.mirror(images)), partner
+        return place.replace(*_MIRRORED[self.flip]) if self.flip != "none" else place
 
     def find_counted(self, place: str) -> Tensor:
         """Returns the indices of the patches that the loss counts."""
@@ -141,9 +122,6 @@ class ReconstructionTask:
         visible = visible_positions(grid)[QUADRANTS.index(place)].flatten()
         counted = torch.ones_like(visible) if self.loss.positions == "all" else ~visible
         return counted.nonzero().flatten()
-
-    def _align_place(self, place: str) -> str:
-        return place.replace(*_MIRRORED[self.flip]) if self.flip != "none" else place
 
 
 class HeldOutLosses:
@@ -158,13 +136,12 @@ class HeldOutLosses:
             values = self._values["centre" if entry["place"] == "centre" else "corner"]
             values[entry["image_id"]] = values.get(entry["image_id"], 0.0) + loss
 
-    @property
-    def num_images(self) -> int:
-        """How many images were seen."""
+    def __len__(self) -> int:
+        """Returns how many images were seen."""
         return max(map(len, self._values.values()))
 
     def summarise(self) -> dict[str, tuple[float, float]]:
-        """Returns mean and standard error over images by view, and "mean" over an image's views."""
+        """Returns mean and standard error over images, by view and ("mean") over all views."""
         rows = {view: list(values.values()) for view, values in self._values.items() if values}
         by_image: dict[Any, list[float]] = {}
         for values in self._values.values():
@@ -186,10 +163,7 @@ class HeldOutLosses:
 
 @dataclass
 class BaselineReport:
-    """Losses by name of ``BASELINES``, penalties by place, and numbers of training images.
-
-    ``num_rows`` counts mirror images too; ``skipped`` has the errors of unreadable images.
-    """
+    """Losses by name of ``BASELINES``, penalties by place; ``num_rows`` counts mirror images."""
 
     losses: dict[str, HeldOutLosses] = field(
         default_factory=lambda: {name: HeldOutLosses() for name in BASELINES}
@@ -214,12 +188,6 @@ def compute_baselines(
     quarter, averaged to 16 x 16 pixels: one regression for each place of the quarter, with a
     penalty for each patch that a fifth of the training images choose.
 
-    Args:
-        cfg: of QB-Heat.
-        train: records with "file_name" and "image_id".
-        held_out: the same, of other images; the four corners take turns over them.
-        progress: show a bar on stderr.
-
     Raises:
         UserError: an image is in both sets, too few can be read, or the config is not valid.
     """
@@ -234,7 +202,8 @@ def compute_baselines(
     views = with_views(held_out, get_views(cfg).values())
     evaluation = ImageBatches(views, mapper=mapper, num_workers=workers)
     report = BaselineReport()
-    regressions = {place: _Regression(task, place) for place in task.places}
+    places = dict.fromkeys(map(task.align, QUADRANTS_OF[task.visible]))
+    regressions = {place: _Regression(task, place) for place in places}
     with tqdm(total=len(train) + len(views), unit=" images", disable=not progress) as bar:
         colour = _fit(task, training, regressions, report, bar)
         _evaluate(task, evaluation, regressions, colour, report, bar)
@@ -242,8 +211,6 @@ def compute_baselines(
 
 
 class _Regression:
-    """From the visible quarter at one place to the patches that count."""
-
     def __init__(self, task: ReconstructionTask, place: str) -> None:
         self._task = task
         self._place = place
@@ -252,14 +219,14 @@ class _Regression:
             RidgeSums(
                 num_inputs=3 * task.input_size**2,
                 num_groups=len(self.positions),
-                group_size=task.num_outputs,
+                group_size=3 * task.patch_size**2,
             )
             for _ in range(2)
         )
         self._coefficients: Tensor | None = None
 
     def add(self, images: Tensor, target: Tensor, held: Tensor) -> None:
-        """Adds images, targets (N, L, P) and (N,) which of them choose penalties."""
+        """Adds rows; ``held`` (N,) marks those that choose penalties."""
         x, y = self._task.crop_inputs(images, self._place), target[:, self.positions]
         for sums, rows in ((self.sums, ~held), (self._held, held)):
             sums.add(x[rows], y[rows])
@@ -277,7 +244,7 @@ class _Regression:
         assert self._coefficients is not None
         mean = self.sums.mean_outputs
         rows = with_constant(self._task.crop_inputs(images, self._place))
-        zero = colour.repeat_interleave(self._task.num_outputs // len(colour))
+        zero = colour.repeat_interleave(self._task.patch_size**2)
         predicted = (
             zero.expand(len(images), *mean.shape),
             mean.expand(len(images), *mean.shape),
@@ -326,11 +293,11 @@ def _evaluate(
     report: BaselineReport,
     bar: Any,
 ) -> None:
-    """Adds the losses of the patches that ``regressions`` predict."""
     for batch in evaluation:
         for place in sorted({entry["place"] for entry in batch}):
             entries = [entry for entry in batch if entry["place"] == place]
-            images, partner = task.align(task.preprocess(entries), place)
+            images, partner = task.preprocess(entries), task.align(place)
+            images = images if partner == place else task.mirror(images)
             regression = regressions[partner]
             patches = patchify(images, task.patch_size)[:, regression.positions]
             all_counted = torch.zeros(patches.shape[:2], dtype=torch.bool)
@@ -339,5 +306,5 @@ def _evaluate(
                 report.losses[name].add(entries, losses)
         bar.update(len(batch))
     report.skipped.update(evaluation.skipped)
-    if not report.losses["zero"].num_images:
+    if not len(report.losses["zero"]):
         raise UserError("none of the held-out images can be read")

@@ -2,14 +2,12 @@
 """One page with every figure of several runs, and the reason for each that is missing."""
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detectron2.config import CfgNode
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
@@ -21,10 +19,10 @@ from qbheat_det.core.figures import (
     remove_figure,
     write_figure,
 )
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import check_writable
 
 from .figure import FigureOptions
-from .page import Fact, Page, Section, write_page
+from .page import Page, Section, write_page
 from .run import Run
 from .training_log import has_step
 
@@ -60,29 +58,22 @@ def build_report(
         runs: with different labels.
         options: of all figures.
         keywords: arguments of single figures, by name.
-        output: the page, ``.html``.
-        command: that makes the page again.
+        output: the page, ``.html``; ``command`` makes it again.
 
     Raises:
         UserError: a file cannot be written, which is found before the first figure is drawn.
     """
     folder = output.with_suffix("")
-    stale = _list_figures(folder)
     results = {name: FigureResult(name) for name in names}
     about = Section("Runs", table=describe_runs(runs))
 
     def write() -> None:
         write_page(_build_page(about, [run.label for run in runs], results.values(), command),
                    output)  # fmt: skip
-        content = [
-            {"name": r.name, "drawn": r.figure is not None, "reason": "" if r.figure else r.reason}
-            for r in results.values()
-        ]
-        text = json.dumps({"figures": content}, indent=1)
-        write_atomically(folder / "report.json", lambda stream: stream.write(text.encode()))
 
+    check_writable(folder / "curves.json")
     write()
-    for name in stale:
+    for name in FIGURES:  # of an earlier report
         remove_figure(name, folder)
     with tqdm(names, unit="figure") as bar:
         for name in bar:
@@ -92,12 +83,6 @@ def build_report(
                 write_figure(figure, folder)
             write()
     return list(results.values())
-
-
-def describe_runs(runs: Iterable[Run]) -> Table:
-    """Returns what the files of each run tell: model, weights, and how long it was trained."""
-    header = ("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs", "Images seen")
-    return Table(header, [_describe(run) for run in runs])
 
 
 def _draw(
@@ -117,67 +102,38 @@ def _draw(
 def _build_page(
     about: Section, labels: Sequence[str], results: Iterable[FigureResult], command: str
 ) -> Page:
-    figures = [result.figure for result in results if result.figure is not None]
-    missing: dict[str, list[str]] = {}
+    sections, missing = [about], []
     for result in results:
-        if result.figure is None:
-            missing.setdefault(result.reason, []).append(result.name)
-    sections = [
-        about,
-        *(
-            Section(figure.title, figure.explanation, list(figure.images.values()), figure.table)
-            for figure in figures
-        ),
-    ]
+        if (figure := result.figure) is not None:
+            images = list(figure.images.values())
+            sections.append(Section(figure.title, figure.explanation, images, figure.table))
+        else:
+            missing.append((result.name, result.reason))
     if missing:
-        rows = [(", ".join(names), reason) for reason, names in missing.items()]
-        sections.append(Section("Missing figures", table=Table(("Figure", "Reason"), rows)))
+        sections.append(Section("Missing figures", table=Table(("Figure", "Reason"), missing)))
     sections.append(Section("Command", code=[command]))
     return Page(
         title=", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs",
         lead="Figures of trained models side by side. The folder beside this page has each image "
         "as a file, and the numbers behind it as JSON.",
-        facts=[
-            Fact(str(len(labels)), "Runs"),
-            Fact(str(len(figures)), "Figures"),
-            Fact(str(sum(len(figure.images) for figure in figures)), "Images"),
-            Fact(str(sum(map(len, missing.values()))), "Missing", "with the reason, at the end"),
-        ],
         sections=sections,
         footer="Written by tools/report.py of qbheat_det.",
     )
 
 
-def _describe(run: Run) -> tuple[str, ...]:
-    steps = [record for record in run.metrics if has_step(record)]
-    last = max(steps, key=lambda record: record["iteration"], default=None)
-    number = int(last["iteration"]) + 1 if last else 0
-    weights = kind = model = backbone = images = _UNKNOWN
-    with contextlib.suppress(NotApplicable, UserError):
-        weights = run.weights.name
-    with contextlib.suppress(NotApplicable, UserError):
-        kind, model = run.kind, run.cfg.MODEL.META_ARCHITECTURE
-        backbone = _name_backbone(run.cfg)
-        images = f"{number * run.cfg.SOLVER.IMS_PER_BATCH:,}" if number else _UNKNOWN
-    epochs = f"{last['epoch']:.1f}" if last and "epoch" in last else _UNKNOWN
-    steps_text = f"{number:,}" if number else _UNKNOWN
-    return run.label, kind, model, backbone, weights, steps_text, epochs, images
-
-
-def _name_backbone(cfg: CfgNode) -> str:
-    """Returns the name of the encoder, also below a feature pyramid."""
-    pyramids = {
-        "build_fpn_backbone": cfg.MODEL.FPN.BOTTOM_UP,
-        "build_mobile_former_fpn_backbone": "MobileFormer",
-    }
-    name = str(cfg.MODEL.BACKBONE.NAME)
-    return f"{pyramids[name]} + FPN" if name in pyramids else name
-
-
-def _list_figures(folder: Path) -> list[str]:
-    """Returns the figures of the report that an earlier call left in the folder."""
-    try:
-        figures = json.loads((folder / "report.json").read_bytes())["figures"]
-        return [str(figure["name"]) for figure in figures if figure["drawn"]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return []
+def describe_runs(runs: Iterable[Run]) -> Table:
+    """Returns model, weights and length of each run, as far as its files are there."""
+    rows = []
+    for run in runs:
+        steps = [record for record in run.metrics if has_step(record)]
+        last = max(steps, key=lambda record: record["iteration"], default={})
+        number = f"{int(last['iteration']) + 1:,}" if last else _UNKNOWN
+        epochs = f"{last['epoch']:.1f}" if "epoch" in last else _UNKNOWN
+        weights = kind = model = backbone = _UNKNOWN
+        with contextlib.suppress(NotApplicable, UserError):
+            weights = run.weights.name
+        with contextlib.suppress(NotApplicable, UserError):
+            kind, model = run.kind, run.cfg.MODEL.META_ARCHITECTURE
+            backbone = run.cfg.MODEL.BACKBONE.NAME
+        rows.append((run.label, kind, model, backbone, weights, number, epochs))
+    return Table(("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs"), rows)

@@ -20,19 +20,13 @@ class RidgeSums:
     """
 
     def __init__(self, *, num_inputs: int, num_groups: int, group_size: int) -> None:
-        """
-        Args:
-            num_inputs: D.
-            num_groups: G, each of which has a penalty of its own.
-            group_size: P.
-        """
         inputs = num_inputs + 1  # the last one is the constant 1
         self._xx = torch.zeros(inputs, inputs, dtype=torch.float64)
         self._xy = torch.zeros(num_groups, inputs, group_size, dtype=torch.float64)
 
     @property
     def num_rows(self) -> int:
-        """How many rows were added."""
+        """N of all rows."""
         return int(self._xx[-1, -1])
 
     @property
@@ -57,12 +51,7 @@ class RidgeSums:
         self._xy += other._xy
 
     def choose_penalties(self, held: "RidgeSums", penalties: Sequence[float]) -> Tensor:
-        """Returns (G,): of ``penalties``, that with the least squared error on other rows.
-
-        Args:
-            held: the other rows.
-            penalties: relative ones.
-        """
+        """Returns (G,), the relative penalties with the least squared error on ``held``."""
         values, vectors = self._decompose()
         grid = torch.tensor(penalties, dtype=torch.float64)
         shrinkage = 1 / (values[:, None] + grid * _scale(values))  # (D, penalties)
@@ -80,11 +69,7 @@ class RidgeSums:
         return torch.stack(chosen)
 
     def solve(self, penalties: Tensor) -> Tensor:
-        """Returns coefficients (G, D + 1, P), to be multiplied with ``with_constant(x)``.
-
-        Args:
-            penalties: (G,), relative ones.
-        """
+        """Returns coefficients (G, D + 1, P) for relative penalties (G,), see ``with_constant``."""
         values, vectors = self._decompose()
         mean_x = self._mean_inputs
         coefficients = torch.empty_like(self._xy)

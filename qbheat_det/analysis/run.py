@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A run or a checkpoint, each part of it loaded on first use: config, metrics, model, images."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,15 +34,7 @@ _SUFFIXES = (".safetensors", ".pth")
 
 @dataclass
 class Run:
-    """A run's folder, a checkpoint, or a file with results of probes; see ``open``.
-
-    Attributes:
-        label: for legends and headings.
-        path: as the user named it.
-        folder: ``OUTPUT_DIR`` of a run; None for a file.
-        checkpoint: None where there is none yet.
-        probe_file: results of probes; None where there are none.
-    """
+    """A run's folder, a checkpoint, or a file with results of probes; see ``open``."""
 
     label: str
     path: Path
@@ -66,9 +59,9 @@ class Run:
 
         Args:
             path: ``OUTPUT_DIR`` of a run, whose checkpoint is ``model_final`` or else the last one;
-                a checkpoint (``.safetensors``, ``.pth``, or an address such as ``qbheat://NAME``);
-                results of probes (``.json``); or the folder of a comparison of objectives.
-            label: None takes the names of folder and file.
+                a checkpoint or an address such as ``qbheat://NAME``; results of probes (``.json``);
+                or the folder of a comparison of objectives.
+            label: for legends and headings; None takes the names of folder and file.
             config_file: YAML of the model; None takes the one in or beside the checkpoint.
             device: "cpu" or "cuda"; None takes the GPU if there is one.
             opts: alternating keys and values that override the config.
@@ -87,8 +80,11 @@ class Run:
             config_file = str(own_config)
         if given.is_dir():
             name, files = given.resolve().name, _search_folder(given)
+        elif given.suffix in (*_SUFFIXES, ".json"):
+            name = f"{given.resolve().parent.name}/{given.stem}"
+            files = (None, None, given) if given.suffix == ".json" else (None, given, None)
         else:
-            name, files = f"{given.resolve().parent.name}/{given.stem}", _identify_file(given)
+            raise UserError(f"'{given}' is neither a checkpoint nor a .json file")
         return cls(label or name, given, *files, config_file, device, opts)
 
     @property
@@ -139,16 +135,14 @@ class Run:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Returns the name under which the run's first data set of a split is registered.
-
-        Sets that flags named are registered from ``run.json``, under a name of this run.
+        """Returns the registered name of the run's first data set of a split, see ``run.json``.
 
         Raises:
             NotApplicable: the run had none, or they are not on this machine.
         """
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
-            raise NotApplicable(f"the config of '{self.label}' names no {split} set")
+            raise NotApplicable(f"'{self.label}' has no {split} set: use --images")
         name = str(names[0])
         folder = self.folder or self.weights.parent
         try:
@@ -157,19 +151,17 @@ class Run:
                 name = f"{name} of {folder.resolve()}"
                 register_source(name, source)
             if name not in DatasetCatalog:
-                raise NotApplicable(f"the {split} set '{name}' is not registered")
+                raise UserError(f"'{name}' is not registered")
             DatasetCatalog.get(name)  # raises where files are gone
         except (UserError, OSError) as error:
-            raise NotApplicable(f"the {split} set cannot be read: {error}") from error
+            text = f"the {split} set of '{self.label}' cannot be read ({error}): use --images"
+            raise NotApplicable(text) from error
         return name
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
         """Returns entries of the run's mapper in inference, spread evenly over all images.
 
-        Args:
-            number: how many; all, where there are fewer.
-            images: folder to search, with its subfolders; None takes the run's test set, or else
-                its training set.
+        These are of the folder ``images``, else of the run's test set, else of its training set.
 
         Raises:
             NotApplicable: no folder is given, and the run's data are not on this machine.
@@ -178,23 +170,15 @@ class Run:
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"
         else:
-            name = self._find_any_set()
+            try:
+                name = self.find_set("test")
+            except NotApplicable:
+                name = self.find_set("train")
             records, source = DatasetCatalog.get(name), f"the data set '{name}'"
         entries = read_spread(records, build_mapper(self.cfg, is_train=False), number)
         if not entries:
             raise UserError(f"{source} has no readable image")
         return entries
-
-    def _find_any_set(self) -> str:
-        try:
-            return self.find_set("test")
-        except NotApplicable as test:
-            try:
-                return self.find_set("train")
-            except NotApplicable as train:
-                raise NotApplicable(
-                    f"no images for '{self.label}' ({test}; {train}): use --images"
-                ) from train
 
 
 def open_runs(
@@ -204,19 +188,15 @@ def open_runs(
     device: str | None = None,
     opts: Sequence[str] = (),
 ) -> list[Run]:
-    """Opens several runs, see ``Run.open``; ``LABEL=PATH`` sets a label.
-
-    Raises:
-        UserError: also if two labels are equal, or no run can take ``config_file`` and ``opts``.
-    """
+    """Opens several runs with different labels, see ``Run.open``; ``LABEL=PATH`` sets a label."""
     runs, unnamed = [], []
     for path in paths:
         label, equals, behind = path.partition("=")
-        named = bool(equals) and not Path(path).exists()
-        settings: dict[str, Any] = {"config_file": config_file, "device": device, "opts": opts}
-        run = Run.open(behind if named else path, label=label if named else None, **settings)
+        if not equals or Path(path).exists():
+            label, behind = "", path
+        run = Run.open(behind, label=label, config_file=config_file, device=device, opts=opts)
         runs.append(run)
-        if not (named and label):
+        if not label:
             unnamed.append(run)
     _make_labels_unique(unnamed)
     labels = [run.label for run in runs]
@@ -224,22 +204,19 @@ def open_runs(
         twice = next(label for label in labels if labels.count(label) > 1)
         raise UserError(f"two runs are called '{twice}': label them as LABEL=PATH")
     if config_file or opts:  # a misspelt key is an error; one damaged run of several is not
-        _check_configs(runs)
+        errors = [_find_error(run) for run in runs]
+        if all(errors):
+            raise next(filter(None, errors))
     return runs
 
 
-def _check_configs(runs: Sequence[Run]) -> None:
-    errors = []
-    for run in runs:
+def _find_error(run: Run) -> UserError | None:
+    with contextlib.suppress(NotApplicable):
         try:
             _ = run.cfg
-            return
-        except NotApplicable:
-            continue
         except UserError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+            return error
+    return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -256,13 +233,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _make_labels_unique(runs: Sequence[Run]) -> None:
-    """Adds parent folders to equal labels until they differ, or the paths end."""
+    """Adds parent folders to equal labels."""
     for depth in range(2, 20):
         labels = [run.label for run in runs]
         for run in runs:
             if labels.count(run.label) > 1:
                 path = run.path.resolve()
-                parts = path.parts if path.is_dir() else path.with_suffix("").parts
+                parts = path.with_suffix("").parts if path.is_file() else path.parts
                 run.label = "/".join(parts[-min(depth, len(parts) - 1) :])
 
 
@@ -273,14 +250,6 @@ def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
     if not is_run and probe_file is None:
         raise UserError(f"'{given}' is not a run's folder: it has no config.yaml or checkpoint")
     return given if is_run else None, _find_checkpoint(given), probe_file
-
-
-def _identify_file(given: Path) -> tuple[None, Path | None, Path | None]:
-    if given.suffix in _SUFFIXES:
-        return None, given, None
-    if given.suffix == ".json":
-        return None, None, given
-    raise UserError(f"'{given}' is neither a checkpoint ({', '.join(_SUFFIXES)}) nor a .json file")
 
 
 def _find_checkpoint(folder: Path) -> Path | None:

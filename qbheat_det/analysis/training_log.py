@@ -1,14 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a run logged: quantities in ``metrics.json`` by iteration, and its last evaluation."""
+"""What a run logged: quantities in ``metrics.json`` by iteration."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from .run import Run
 
 Curve = tuple[list[float], list[float]]
 """Positions on an axis, rising, and values; nan is a gap."""
@@ -80,32 +77,3 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
         else:
             leaves[key] = value
     return leaves
-
-
-def read_evaluation(run: Run, file_name: str) -> Any:
-    """Returns the JSON that the last evaluation on the first test set wrote, unchecked.
-
-    It belongs to these weights only if its metric is that of ``get_last_metric``: an earlier or
-    interrupted evaluation gives another.
-
-    Args:
-        run: in a folder.
-        file_name: below ``inference/<test set>``.
-
-    Returns:
-        None where there is no such file, or the weights are not the run's last.
-    """
-    if run.folder is None or run.weights.stem != "model_final" or not run.cfg.DATASETS.TEST:
-        return None
-    path = run.folder / "inference" / run.cfg.DATASETS.TEST[0] / file_name
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def get_last_metric(run: Run, key: str) -> float:
-    """Returns a metric that was logged with the run's last iteration; nan if it was not."""
-    last = max((record["iteration"] for record in run.metrics if has_step(record)), default=-1)
-    found = [r[key] for r in run.metrics if r.get("iteration") == last and key in r]
-    return float(found[-1]) if found else math.nan

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Detectron2's checkpointer, restricted to tensors, with atomic files and a strict account.
 
-Detectron2 unpickles ``.pkl`` files, and a pickle can run code; here they are refused. Detectron2
-logs what does not fit and continues; here that is an error unless partial loading is requested.
+Pickles, which can run code, are refused; what does not fit is an error unless partial loading is
+requested.
 """
 
 import os
@@ -96,12 +96,7 @@ class SafeCheckpointer(DetectionCheckpointer):
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path leaves the model as it is.
 
-        Args:
-            path: ``.safetensors`` or PyTorch's format; a path or an address.
-            checkpointables: names of those to load besides the model; all if None.
-
-        Returns:
-            The rest of the file, such as "iteration" and "info".
+        Returns the rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``.
 
         Raises:
             UserError: the file cannot be read or does not fit; the model is unchanged.
@@ -133,11 +128,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return list(super().get_all_checkpoint_files()) if os.path.isdir(self.save_dir) else []
 
     def find_checkpoint_to_resume(self) -> str:
-        """Returns the path of the last checkpoint, or else of the newest whole one.
-
-        Raises:
-            UserError: none is whole.
-        """
+        """Returns the path of the last checkpoint, or of the newest whole one; or a UserError."""
         last, error = self.get_checkpoint_file(), f"'{self.save_dir}' has no 'last_checkpoint'"
         if last:
             try:
@@ -149,8 +140,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         other = self._find_newest_whole()
         if not other:
             raise UserError(
-                f"cannot resume: {error}, and '{self.save_dir}' has no other whole checkpoint; "
-                "start again in another OUTPUT_DIR, or move this one away"
+                f"cannot resume: {error}, and '{self.save_dir}' has no other whole checkpoint"
             )
         self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", error, other)
         return other
@@ -186,8 +176,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         lacks = [key for key in self.checkpointables if key not in file.rest]
         if resuming and lacks:
             raise UserError(
-                f"cannot resume from '{path}': it holds no {' and no '.join(lacks)}, so it is no "
-                "checkpoint of this run; start a new run from its weights with MODEL.WEIGHTS"
+                f"cannot resume from '{path}', which holds no {' and no '.join(lacks)}: start a "
+                "new run from its weights with MODEL.WEIGHTS"
             )
         self._fill_model(path, file, resuming=resuming)
         rest = dict(file.rest)
@@ -201,9 +191,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         stored, own_state = file.state if resuming else file.evaluated, model.state_dict()
         # A model of the same objective loads its parts; all others skip them.
         own_parts = pretrain_only_modules(model)
-        skip = [] if info is None or info.pretrain_only_modules == own_parts else [
-            *info.pretrain_only_modules
-        ]  # fmt: skip
+        skip = [*info.pretrain_only_modules] if info else []
+        skip = [] if tuple(skip) == own_parts else skip
         train_only = [] if resuming else self._find_train_only(stored)
         fitting, report = fit_weights(
             stored,
@@ -228,8 +217,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         if self.allow_partial and (errors := report.find_errors(new_parts=True)):
             self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(errors))
         if info is not None:
-            self._compare_pixels(info)
-            self._compare_config(info)
+            self._warn_of_other_settings(info)
 
     def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
         # A new run initialises its train-only modules, from a checkpoint as from an export.
@@ -238,8 +226,8 @@ class SafeCheckpointer(DetectionCheckpointer):
     def _check(self, report: LoadReport) -> None:
         check_complete(report, allow_partial=self.allow_partial)
 
-    def _compare_pixels(self, info: WeightsInfo) -> None:
-        """Warns if the model normalises images otherwise than the weights were trained with."""
+    def _warn_of_other_settings(self, info: WeightsInfo) -> None:
+        """Warns if the weights were trained with other pixels, or for other scores."""
         stored = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
         for name, now in get_pixel_statistics(self.model).items():
             values = now.detach().cpu().double().flatten()
@@ -249,22 +237,18 @@ class SafeCheckpointer(DetectionCheckpointer):
             ):
                 continue
             self.logger.warning(
-                "The weights were trained with %s %s in format %s, but the model has %s: set "
-                "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD to those of the weights",
+                "The weights were trained with %s %s in format %s, but the model has %s: check "
+                "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD",
                 *(name, list(stored[name]), info.pixel_format or "unknown", values.tolist()),
             )
-
-    def _compare_config(self, info: WeightsInfo) -> None:
-        """Warns if the weights were trained under a config that gives other scores."""
         if info.value_of("MODEL.META_ARCHITECTURE") != type(self.model).__name__:
             return
-        for key, values in equivalent_configs(self.model).items():
+        for key, same in equivalent_configs(self.model).items():
             trained = info.value_of(key)
-            if trained is not None and trained not in values:
+            if trained is not None and trained not in same:
                 self.logger.warning(
-                    "The weights were trained with %s %s, but the scores of this model are for "
-                    "%s: train it further, or set the key to the former to evaluate",
-                    *(key, trained, " and ".join(values)),
+                    "The weights were trained with %s %s, but this model's scores are for %s",
+                    *(key, trained, " and ".join(same)),
                 )
 
 
@@ -284,11 +268,7 @@ class ExactCheckpointer(SafeCheckpointer):
 
 
 def _read_whole(path: str) -> dict[str, Any]:
-    """Returns a checkpoint's content, its tensors mapped from the disk.
-
-    Raises:
-        UserError: it cannot be read, or a checksum inside is wrong.
-    """
+    """Returns a checkpoint's content, mapped from the disk, its checksums tested."""
     check_weights_file(path)
     content = load_pytorch(path, mmap=True)
     damaged = zipfile.ZipFile(path).testzip() if zipfile.is_zipfile(path) else None

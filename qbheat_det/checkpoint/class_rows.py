@@ -74,8 +74,7 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise UserError(
-                f"'{file}' was trained on other classes, and rows cannot be kept by name: {where} "
-                f"has two classes named '{twice[0]}'"
+                f"rows of '{file}' cannot be kept by name: {where} has two classes '{twice[0]}'"
             )
     return ClassChange(tuple(old), tuple(now))
 
@@ -88,15 +87,9 @@ def is_class_layer(name: str) -> bool:
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
     """Returns the model's tensor with the rows of the kept classes taken from a file.
 
-    Args:
-        name: of the tensor in the model.
-        stored: (R_old, …), rows of the file's classes.
-        fresh: (R_new, …), the model's initialisation, kept for new classes.
-        change: the classes of both.
-
-    Returns:
-        A tensor like ``fresh``; ``stored`` itself if all classes share the rows; None if the rows
-        of either tensor are not those of its classes.
+    ``stored`` (R_old, …) has the rows of the file's classes, ``fresh`` (R_new, …) the model's
+    initialisation. The result is ``stored`` itself if all classes share the rows, and None if the
+    rows of either tensor are not those of its classes.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:

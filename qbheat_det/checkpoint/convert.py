@@ -92,7 +92,7 @@ def convert_weights(
         to: an encoder, see ``find_target``; or ``MOBILE_FORMER`` or ``TIMM``.
         overwrite: whether ``output`` may exist.
         pixel_mean: of the training images, RGB in [0, 255]; empty for the encoder's default.
-        pixel_std: likewise.
+        pixel_std: as ``pixel_mean``.
 
     Raises:
         UserError: the file cannot be read, is of another network, or cannot be written.
@@ -120,22 +120,17 @@ def convert_weights(
 
 
 def find_target(name: str) -> Target:
-    """Builds an encoder.
+    """Builds an encoder: "detectron2:resnet50" or another of ``RESNETS``, or "timm:<model>".
 
-    Args:
-        name: "detectron2:resnet50" or another of ``RESNETS``; or "timm:<model>", optionally with
-            the tag whose pixel statistics are meant.
-
-    Raises:
-        UserError: there is no such encoder.
+    A tag after timm's model names the pixel statistics.
     """
     if name.startswith(D2_PREFIX):
         return _build_resnet(name)
     if name.startswith(TIMM_PREFIX):
         return _build_timm(name)
     raise UserError(
-        f"'{name}' is no encoder to convert weights for: name timm:<model>, such as timm:resnet18, "
-        f"or {D2_PREFIX}<ResNet>, such as {D2_PREFIX}resnet50"
+        f"'{name}' is no encoder to convert weights for, such as timm:resnet18 or "
+        f"{D2_PREFIX}resnet50"
     )
 
 
@@ -181,27 +176,23 @@ def _build_timm(name: str) -> Target:
     check_timm_name(model)
     tags = [found.partition(".")[2] for found in timm.list_models(f"{model}.*", pretrained=True)]
     if tag and tag not in tags:
-        raise UserError(
-            f"timm knows no weights '{model}.{tag}' to take pixel statistics from, but "
-            f"{join_first(tags, 9) or 'none'}"
-        )
-    keys = {"MODEL.BACKBONE.NAME": f"{TIMM_PREFIX}{model}"}
-    encoder = _build_to_coarsest_map(model, keys)
+        raise UserError(f"timm has no weights '{model}.{tag}' but {join_first(tags, 9) or 'none'}")
+    encoder = _build_to_coarsest_map(model)
     settings = timm.get_pretrained_cfg(f"{model}.{tag}" if tag else model)
     return Target(
         name=name,
         encoder=encoder,
         foreign_name=lambda own: own.removeprefix("net."),
         unused=tuple(child.removeprefix("net.") for child in optional_modules(encoder)),
-        keys=keys,
+        keys={"MODEL.BACKBONE.NAME": f"{TIMM_PREFIX}{model}"},
         pixel_mean=tuple(round(255 * v, 6) for v in settings.mean) if settings else _MEAN,
         pixel_std=tuple(round(255 * v, 6) for v in settings.std) if settings else _STD,
     )
 
 
-def _build_to_coarsest_map(model: str, keys: Mapping[str, Any]) -> Backbone:
+def _build_to_coarsest_map(model: str) -> Backbone:
     cfg = get_cfg()
-    cfg.merge_from_list([item for pair in keys.items() for item in pair])
+    cfg.MODEL.BACKBONE.NAME = f"{TIMM_PREFIX}{model}"
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     for stride in reversed(_STRIDES):
         cfg.MODEL.TIMM.OUT_FEATURES = [stride]
@@ -227,10 +218,7 @@ def _fit(
     empty = [name for name, group in report.groups.items() if group.num_tensors and group.is_new]
     errors = report.find_errors(new_parts=True) + ([f"no {', '.join(empty)}"] if empty else [])
     if errors:
-        raise UserError(
-            f"'{weights}' is no {target.name}: {'; '.join(errors)}; name the network that it was "
-            "saved from"
-        )
+        raise UserError(f"'{weights}' is no {target.name}: {'; '.join(errors)}")
     return {name: fitting[key] for name, key in foreign.items() if key in fitting}, report
 
 
@@ -241,19 +229,16 @@ def _rename(
         renamed = names_for_package(state)
     elif info is not None and info.pixel_format == "BGR":
         raise UserError(
-            f"'{weights}' was trained on BGR images, and timm's tools read RGB: load it in timm by "
+            f"'{weights}' was trained on BGR images, and timm reads RGB: load it in timm by "
             "pretrained_cfg_overlay={'file': …, 'custom_load': True}, which flips the channels"
         )
     else:
-        renamed = _names_in_timm(state)
+        inside = bare_backbone(state) or {name: name for name in state}
+        if all(short.startswith("net.") for short in inside.values()):  # of ``TimmBackbone``
+            renamed = {short.removeprefix("net."): state[name] for name, short in inside.items()}
+        else:
+            renamed = names_for_timm(state) if "tokens" in inside.values() else {}
     if not renamed:
         source = "timm's Mobile-Former" if to == MOBILE_FORMER else "an encoder of this package"
         raise UserError(f"'{weights}' holds no weights of {source}")
     return renamed
-
-
-def _names_in_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    inside = bare_backbone(state) or {name: name for name in state}
-    if all(short.startswith("net.") for short in inside.values()):  # of ``TimmBackbone``
-        return {short.removeprefix("net."): state[name] for name, short in inside.items()}
-    return names_for_timm(state) if "tokens" in inside.values() else {}

@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Matches the tensors of a file with those of a model, and accounts for each.
 
-Detectron2's heuristic matches each tensor by the end of its own name, so that a few tensors of
-another architecture can slip in. Here one change of prefix holds for the whole file: it was saved
-from a wrapper, is a bare backbone, or its backbone stood below a feature pyramid.
+Unlike in Detectron2's heuristic, one change of prefix holds for the whole file: it was saved from
+a wrapper, is a bare backbone, or its backbone stood below a feature pyramid.
 """
 
 from collections import Counter
@@ -42,7 +41,7 @@ def fit_weights(
     """Matches the tensors of a file with a model's; changes neither.
 
     Args:
-        stored: the file's tensors by name.
+        stored: the tensors by name of ``file``.
         model_state: the model's, freshly initialised.
         file: path of the file, for messages.
         old_classes: class names in the file, contiguous order; empty if unknown.
@@ -50,9 +49,6 @@ def fit_weights(
         optional_modules: paths of modules that the model's config leaves out.
         skip: children in the file that are not loaded.
         private: see ``match_names``.
-
-    Returns:
-        Tensors for ``load_state_dict``, and the report for ``check_complete`` or ``check_exact``.
 
     Raises:
         UserError: a tensor holds NaN or infinity, or names are ambiguous.
@@ -121,8 +117,7 @@ def match_names(
         whole = [p for p in added if _num_matched(("", p), model, names) == len(names)]
         if len(whole) > 1:
             raise UserError(
-                f"'{file}' fits in more than one part of the model ({', '.join(whole)}): name its "
-                "tensors in full, as the model does"
+                f"'{file}' fits in more than one part of the model ({', '.join(whole)})"
             )
         added = whole  # partial agreement with several parts means none of them
     changes = [
@@ -196,8 +191,7 @@ def _check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
-                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged; take an "
-                "earlier checkpoint"
+                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged"
             )
 
 

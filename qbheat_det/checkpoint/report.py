@@ -115,13 +115,12 @@ def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
     if report.is_of_another_architecture:
         raise UserError(
             f"'{report.file}' is of another architecture: {report.num_loaded} of its "
-            f"{report.num_stored} tensors fit the model ({errors}); use the config that belongs to "
-            "these weights"
+            f"{report.num_stored} tensors fit the model ({errors})"
         )
     if report.find_errors(new_parts=True) and not allow_partial:
         raise UserError(
-            f"'{report.file}' does not fit the model: {errors}; use the config that belongs to "
-            "these weights, or load what fits with --allow-partial"
+            f"'{report.file}' does not fit the model: {errors}; use the weights' own config, or "
+            "load what fits with --allow-partial"
         )
 
 
@@ -135,7 +134,7 @@ def check_exact(report: LoadReport, advice: str) -> None:
     if change is not None:
         raise UserError(
             f"'{report.file}' was trained on the classes {list(change.old)}, but the model's are "
-            f"{list(change.now)}, and scores belong to a name and an order; {advice}"
+            f"{list(change.now)}; {advice}"
         )
     if errors := report.find_errors(new_parts=False):
         raise UserError(

@@ -31,12 +31,9 @@ def load_run_config(
 ) -> CfgNode:
     """Returns the config of trained weights, with ``MODEL.WEIGHTS`` set to them.
 
-    Args:
-        weights: path or address of the weights.
-        config_file: YAML; None takes the config inside the weights, or else ``config.yaml`` in
-            their folder.
-        device: "cpu" or "cuda"; None takes ``MODEL.DEVICE`` of ``opts``, else the GPU if any.
-        opts: alternating keys and values that override the file.
+    Without a ``config_file`` it is the config inside the weights, or ``config.yaml`` beside them;
+    without a ``device``, "cpu" or "cuda", ``MODEL.DEVICE`` of ``opts`` or the GPU if there is one.
+    ``opts`` are keys and values that override the file.
 
     Raises:
         UserError: a file is missing, the config is invalid, or there is no such device.
@@ -60,10 +57,7 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
         return cfg
     beside = Path(local_weights(weights)).parent / "config.yaml"
     if not beside.is_file():
-        raise UserError(
-            f"no config inside '{weights}' and no config.yaml beside it: name one with "
-            "--config-file"
-        )
+        raise UserError(f"no config inside '{weights}' or beside it: name one with --config-file")
     cfg = load_config(beside, opts)
     _refuse_pickles(cfg, f"'{beside}'", opts)
     return cfg
@@ -100,7 +94,5 @@ def _refuse_pickles(cfg: CfgNode, where: str, opts: Sequence[str]) -> None:
         group, name = key.split(".")
         if cfg[group][name] and key not in opts[::2]:
             raise UserError(
-                f"{where} is refused: it sets {key}, and precomputed proposals are pickles, which "
-                "may run any code; name a config of your own with --config-file, or override the "
-                "key"
+                f"{where} is refused: it sets {key}, whose files are pickles, which can run code"
             )

@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Weights from timm and for timm: ``timm://`` addresses, and names of a Mobile-Former's tensors.
 
-Importing this module lets Detectron2's path manager resolve addresses such as
-``timm://resnet18.a1_in1k``. timm downloads the weights once; they are then kept in Detectron2's
-cache as a file that states its pixel statistics, so that loading them into a model with other ones
-gives a warning.
+Importing this module lets Detectron2's path manager resolve ``timm://resnet18.a1_in1k``. Weights
+are downloaded once, and kept in Detectron2's cache with their pixel statistics.
 """
 
 import logging
@@ -43,8 +41,21 @@ class TimmWeights(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         name = _complete_name(path.removeprefix(_PREFIX))
         file = Path(get_cache_dir()) / "timm" / f"{name}.safetensors"
-        if force or not file.is_file():
-            _download(name, file)
+        if file.is_file() and not force:
+            return str(file)
+        logger.info("Downloading timm's weights '%s' to '%s'", name, file)
+        try:
+            model = timm.create_model(name, pretrained=True)
+        except Exception as error:  # of the hub, the network or the file
+            reason = " ".join(str(error).split("\n", 1)[0].split())
+            raise UserError(
+                f"timm's weights '{name}' could not be downloaded ({reason}): copy '{file}' from "
+                "another machine"
+            ) from error
+        own = model.pretrained_cfg
+        mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))
+        info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
+        save_weights(str(file), model.state_dict(), info)
         return str(file)
 
 
@@ -62,21 +73,6 @@ def _complete_name(name: str) -> str:
             f"{', '.join(published) or 'none: leave MODEL.WEIGHTS empty'}"
         )
     return name
-
-
-def _download(name: str, file: Path) -> None:
-    logger.info("Downloading timm's weights '%s' to '%s'", name, file)
-    try:
-        model = timm.create_model(name, pretrained=True)
-    except Exception as error:  # of the hub, the network or the file
-        reason = " ".join(str(error).split("\n", 1)[0].split())
-        raise UserError(
-            f"timm's weights '{name}' could not be downloaded ({reason}): without a network, copy "
-            f"'{file}' from another machine, or name a file of weights in MODEL.WEIGHTS"
-        ) from error
-    mean, std = (tuple(255 * float(v) for v in model.pretrained_cfg[k]) for k in ("mean", "std"))
-    info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
-    save_weights(str(file), model.state_dict(), info)
 
 
 def names_for_timm(
@@ -124,12 +120,8 @@ def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def load_into_timm_model(model: nn.Module, settings: dict[str, Any] | None, path: str) -> None:
     """Loads a file of this package into timm's Mobile-Former, which takes RGB images in [0, 1].
 
-    The classifier is loaded if the file has one of the same shape, and else left as it is.
-
-    Args:
-        model: a Mobile-Former with timm's names.
-        settings: timm's ``pretrained_cfg``, whose mean and std become those of the file.
-        path: of the weights.
+    The classifier is loaded if the file has one of the same shape, and else left as it is; mean and
+    std of ``settings``, timm's ``pretrained_cfg``, become those of the file.
 
     Raises:
         UserError: the file cannot be read, or its backbone does not fit.

@@ -52,7 +52,7 @@ class WeightsFile:
 
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
-    """Returns tensors, the moving average if stored, and description; see ``read_weights_file``."""
+    """Returns the tensors, or their moving average if stored, and the description."""
     file = read_weights_file(path)
     return file.evaluated, file.info
 
@@ -128,15 +128,11 @@ def class_names_beside(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Checks that a path can hold weights, without reading it; an address is downloaded.
-
-    Raises:
-        UserError: it does not exist, cannot be downloaded, is a folder, empty or a pickle.
-    """
+    """Refuses a path that is missing, a folder, empty or a pickle; an address is downloaded."""
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
-            f"'{weights}' is refused: unpickling a file can run code hidden in it; convert it to "
-            ".pth where you trust it, with torch.save({'model': …})"
+            f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
+            "with torch.save({'model': …})"
         )
     path = Path(local_weights(weights))
     if path.is_dir():
@@ -149,11 +145,7 @@ def check_weights_file(weights: str) -> None:
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """Calls ``torch.load`` with ``weights_only=True``; maps tensors from the disk with ``mmap``.
-
-    Raises:
-        UserError: the file is damaged, of another kind, or holds more than tensors.
-    """
+    """Calls ``torch.load`` with ``weights_only=True``; ``mmap`` maps tensors from the disk."""
     try:
         # PyTorch's format before 1.6 was no zip file and cannot be mapped.
         mapped = mmap and zipfile.is_zipfile(path)
@@ -163,12 +155,12 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
     except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
-                f"'{path}' is refused: it holds objects besides tensors, and building these can "
-                "run code hidden in the file; save only its state_dict() where you trust it"
+                f"'{path}' is refused: it holds objects besides tensors, which can run code; save "
+                "only its state_dict() where you trust it"
             ) from error
         raise UserError(
-            f"'{path}' cannot be read as PyTorch weights; it may be truncated, another kind of "
-            f"file, or a pickle of other objects, whose code is never run ({type(error).__name__})"
+            f"'{path}' cannot be read as PyTorch weights: it is truncated, or another kind of file "
+            f"({type(error).__name__})"
         ) from error
 
 
@@ -198,7 +190,7 @@ def _open_safetensors(path: str) -> Any:
         return safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise UserError(
-            f"'{path}' cannot be read as safetensors; it may be truncated or another kind of file "
+            f"'{path}' cannot be read as safetensors: it is truncated, or another kind of file "
             f"({error})"
         ) from error
 

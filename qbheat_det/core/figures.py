@@ -4,11 +4,10 @@
 ``qbheat_det.analysis.load_figures()`` fills both registries, so that the trainer imports no figure.
 """
 
-import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,14 +57,8 @@ class Table:
 class Figure:
     """One result, of one run or of several side by side.
 
-    Attributes:
-        name: of its files; letters, digits, hyphens and underscores, like the images' names.
-        title: one line.
-        explanation: paragraphs of plain text.
-        images: by name, in the order in which they are shown.
-        data: the numbers behind the images, as ``to_json`` takes them.
-        table: the few numbers to compare by eye, if any.
-        scalars: numbers for the training log, by name.
+    ``name`` and the images' names are parts of file names; ``explanation`` has paragraphs of plain
+    text, ``data`` the numbers behind the images, ``scalars`` numbers for the training log.
     """
 
     name: str
@@ -99,10 +92,7 @@ def register_figure(name: str, *, training: bool = False) -> Callable[[_Function
 def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path]:
     """Writes ``<name><suffix>.json`` and ``<name>_<image><suffix>.<svg, jpg or png>``.
 
-    Images of an earlier figure of the same name that are not written again are removed.
-
-    Returns:
-        The paths, JSON first.
+    Returns the paths, JSON first; stale images of an earlier figure of that name are removed.
 
     Raises:
         UserError: a file cannot be written.
@@ -125,7 +115,8 @@ def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path
     stale = set(_list_images(about)) - set(files)
     for name, data in {about.name: f"{text}\n".encode(), **files}.items():
         write_atomically(folder / name, lambda stream, data=data: stream.write(data))  # type: ignore[misc]
-    _remove(folder / name for name in stale)
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
     return [about, *(folder / name for name in files)]
 
 
@@ -133,13 +124,12 @@ def remove_figure(name: str, folder: Path) -> None:
     """Removes the files that ``write_figure`` wrote for a figure, and no others."""
     about = folder / f"{name}.json"
     if images := _list_images(about):
-        _remove([*(folder / image for image in images), about])
+        for path in [*(folder / image for image in images), about]:
+            path.unlink(missing_ok=True)
 
 
 def to_json(value: Any) -> Any:
-    """Copies nested values as strict JSON.
-
-    Tensors and arrays become lists, complex numbers pairs, and numbers that are not finite null.
+    """Copies nested values as strict JSON: complex numbers as pairs, those not finite as null.
 
     Raises:
         TypeError: a value is neither a number, a string, an array nor a container of those.
@@ -170,9 +160,3 @@ def _list_images(about: Path) -> list[str]:
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
     return [name for name in names if own.fullmatch(name)]  # the file may have been edited
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            path.unlink()

@@ -4,9 +4,8 @@
 Importing this package registers the built-in sets, see ``register_builtin_sets``.
 """
 
-from .cached_views import CachedViews
+from .checks import check_image_files, check_some_readable, find_record_errors
 from .datasets import register_builtin_sets
-from .datasets.classes import list_classes, load_classes, load_labelled_sets, unite_labels
 from .datasets.coco import (
     check_coco_json,
     check_same_classes,
@@ -18,22 +17,22 @@ from .datasets.coco_checks import CocoFile
 from .datasets.image_folder import (
     IMAGE_SUFFIXES,
     check_image_folder,
+    list_classes,
     list_images,
+    load_classes,
     load_image_folders,
+    load_labelled_sets,
     register_image_folders,
+    unite_labels,
 )
-from .datasets.toy import TOY_SETS, ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
-from .disk_space import check_space
+from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 from .errors import DataError, join_messages, printable, raise_first
-from .feature_store import FORMAT_VERSION, VIEWS_PER_CHUNK, FeatureStore, Stored, View
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
-from .image_checks import check_image_files, check_some_readable, find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
 from .mappers import (
     DATASET_MAPPERS,
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
-    VIEW_ROW,
     ClassificationMapper,
     DetrDatasetMapper,
     FixedViews,
@@ -44,34 +43,25 @@ from .mappers import (
     build_mapper,
     number_records,
 )
-from .record_checks import find_object_errors, find_record_errors
 from .seeding import STEP, preserved_randomness, seed_place
 
 __all__ = [
     "DATASET_MAPPERS",
-    "FORMAT_VERSION",
     "IMAGE_SUFFIXES",
     "MAPPERS_OF_CLASSES",
     "MAPPERS_OF_IMAGES",
     "STEP",
-    "TOY_SETS",
-    "VIEWS_PER_CHUNK",
-    "VIEW_ROW",
-    "CachedViews",
     "ClassificationMapper",
     "CocoFile",
     "DataError",
     "DetrDatasetMapper",
-    "FeatureStore",
     "FixedViews",
     "ImageBatches",
     "Mapper",
     "PretrainingMapper",
-    "Stored",
     "ToySpec",
     "TrainStream",
     "TwoViewMapper",
-    "View",
     "build_class_batches",
     "build_detr_crop",
     "build_image_batches",
@@ -82,10 +72,7 @@ __all__ = [
     "check_image_folder",
     "check_same_classes",
     "check_some_readable",
-    "check_space",
     "cut",
-    "find_image_errors",
-    "find_object_errors",
     "find_record_errors",
     "fingerprint_records",
     "get_cache_dir",

@@ -2,8 +2,8 @@
 """The outputs of a frozen encoder for every view of a data set, on the disk.
 
 A folder of safetensors files of 32 views each. A file takes its name when it is complete, so that
-an interrupted build resumes where it stopped, and processes share the work and the result: each
-file is claimed with a lock, which the system frees when its holder ends, however that happens.
+an interrupted build resumes where it stopped; each is claimed with a lock, so that processes share
+the work.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import format_bytes
 
-from .disk_space import explain_full_disk
 from .errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ class FeatureStore:
         """
         Args:
             folder: its name is that of the cache, which every file repeats.
-            num_views: of all images.
-            dtype: that features are written in.
+            num_views: of all images together.
+            dtype: of the features in the files.
         """
         self.folder = Path(folder)
         self.num_views = num_views
@@ -117,11 +118,7 @@ class FeatureStore:
             chunk = self._open.pop(number, None) or self._load(number)
             view = chunk.read(view_index)
         except ValueError as error:
-            raise UserError(
-                f"the cached features in '{self.folder}' are incomplete: {error}; remove that "
-                "file, if it is there, and start the run again, with --resume to continue it: the "
-                "file is written anew"
-            ) from error
+            raise UserError(f"{error}: remove it and start again with --resume") from error
         self._open[number] = chunk  # the last to go
         if len(self._open) > _OPEN_CHUNKS:
             self._open.popitem(last=False)
@@ -131,8 +128,7 @@ class FeatureStore:
         """Writes the views of a file, complete or not at all.
 
         Raises:
-            UserError: the disk is full, the folder cannot be written, or a feature is not finite
-                in the store's dtype.
+            UserError: the disk is full, the folder cannot be written, or a feature is not finite.
         """
         by_index = dict(zip(self.views_of(chunk), views, strict=True))
         content = _pack(by_index, cache=self.folder.name, dtype=self.dtype)
@@ -142,7 +138,7 @@ class FeatureStore:
             reason = getattr(error.__cause__, "errno", None)
             if reason in (errno.ENOSPC, errno.EDQUOT):
                 left = self.num_chunks - len(self._complete)
-                raise UserError(explain_full_disk(self.folder, left * len(content))) from error
+                raise UserError(_explain_full_disk(self.folder, left * len(content))) from error
             raise UserError(f"{error}: {_OTHER_FOLDER}") from error
         self._open.pop(chunk, None)
         self._complete.add(chunk)
@@ -169,9 +165,7 @@ class FeatureStore:
             pass
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(
-                f"cannot write to '{path.parent}' ({reason}): {_OTHER_FOLDER}"
-            ) from error
+            raise UserError(f"cannot write '{path}' ({reason}): {_OTHER_FOLDER}") from error
         try:
             yield not self._is_complete(chunk)  # another may have written it since
         finally:
@@ -190,14 +184,32 @@ class FeatureStore:
         return chunk in self._complete
 
     def _load(self, chunk: int) -> "_Chunk":
-        views = self.views_of(chunk)
-        return _Chunk(self.path_of(chunk), cache=self.folder.name, views=views, dtype=self.dtype)
+        return _Chunk(self.path_of(chunk), self.folder.name, self.views_of(chunk), self.dtype)
+
+
+def check_space(folder: Path, needed: float) -> None:
+    """Raises a ``UserError`` if a folder's disk has no room for ``needed`` further bytes."""
+    if _free_bytes(folder) < needed:
+        raise UserError(_explain_full_disk(folder, needed))
+
+
+def _explain_full_disk(folder: Path, needed: float) -> str:
+    return (
+        f"the features to cache need {format_bytes(needed)}, but the disk of '{folder}' has "
+        f"{format_bytes(_free_bytes(folder))} free: set MODEL.CACHE_FEATURES.FOLDER to another "
+        "disk, or lower INPUT.FIXED_VIEWS.COUNT"
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 class _Chunk:
     """A file of views, whose header is in memory."""
 
-    def __init__(self, path: Path, *, cache: str, views: range, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, cache: str, views: range, dtype: torch.dtype) -> None:
         self._path = path
         self._dtype = dtype
         try:
@@ -210,13 +222,12 @@ class _Chunk:
         text = header.pop("__metadata__", {}).get(_METADATA_KEY, "")
         checksum, text = text[:8], text[8:]
         if checksum != f"{zlib.crc32(text.encode()):08x}":
-            raise ValueError(f"'{path}' does not belong there, or is damaged")
+            raise ValueError(f"'{path}' is damaged or of another cache")
         about = json.loads(text)
-        if (about["format"], about["cache"]) != (FORMAT_VERSION, cache):
-            raise ValueError(f"'{path}' does not belong there")
         self._views: dict[str, dict[str, Any] | None] = about["views"]
-        if list(self._views) != [str(index) for index in views]:
-            raise ValueError(f"'{path}' holds other views than its name says")
+        found = about["format"], about["cache"], list(self._views)
+        if found != (FORMAT_VERSION, cache, [str(index) for index in views]):
+            raise ValueError(f"'{path}' is of another cache")
         self._tensors: dict[str, dict[str, Any]] = header
         end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         if self._begin + end != size:
@@ -249,9 +260,13 @@ class _Chunk:
         }
         height, width = about["image_size"]
         full = about["full_size"]
-        return View(
-            features, (height, width), _read_truth(about["ground_truth"]), full and tuple(full)
-        )
+        stored = about["ground_truth"]
+        truth = {name: torch.tensor(stored[name]) for name in stored if name == "label"}
+        if "gt_boxes" in stored:  # empty lists have neither shape nor dtype
+            boxes = torch.tensor(stored["gt_boxes"], dtype=torch.float32)
+            truth["gt_boxes"] = boxes.reshape(-1, 4)
+            truth["gt_classes"] = torch.tensor(stored["gt_classes"], dtype=torch.int64)
+        return View(features, (height, width), truth, full and tuple(full))
 
     def _find_layout(self, index: int, outputs: Sequence[str]) -> "_Layout":
         """Returns where a view is: its tensors lie side by side, and are read as one block."""
@@ -309,21 +324,7 @@ def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
     extremes = torch.stack(feature.detach().aminmax()) if feature.numel() else feature.detach()
     if extremes.to(dtype).isfinite().all():
         return rounded
+    hint = "check the weights and MODEL.PIXEL_MEAN"
     if extremes.isfinite().all():
-        raise UserError(
-            f"{named} reaches {float(extremes.abs().max()):.4g}, beyond the range of "
-            f"{str(dtype).removeprefix('torch.')}: set MODEL.CACHE_FEATURES.DTYPE to bfloat16 or "
-            "float32"
-        )
-    raise UserError(
-        f"{named} is not finite: check the weights, or that they were trained for images "
-        "normalised as here (MODEL.PIXEL_MEAN, MODEL.PIXEL_STD, INPUT.FORMAT)"
-    )
-
-
-def _read_truth(truth: Mapping[str, Any]) -> dict[str, Tensor]:
-    found = {name: torch.tensor(truth[name]) for name in truth if name == "label"}
-    if "gt_boxes" in truth:
-        found["gt_boxes"] = torch.tensor(truth["gt_boxes"], dtype=torch.float32).reshape(-1, 4)
-        found["gt_classes"] = torch.tensor(truth["gt_classes"], dtype=torch.int64)
-    return found
+        hint = "set MODEL.CACHE_FEATURES.DTYPE to bfloat16 or float32"
+    raise UserError(f"{named} reaches {float(extremes.abs().max()):.4g}, beyond {dtype}: {hint}")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from qbheat_det.modeling.contracts import get_views
 
-from .datasets.classes import load_classes
+from .datasets.image_folder import load_classes
 from .errors import DataError
 from .mappers import Mapper, build_mapper
 
@@ -89,10 +89,9 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 
 
 def build_image_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set of images, from all views that the model trains on.
+    """Builds the batches of a registered set, each image once for each view of the model.
 
-    See ``get_views`` of the model's contracts: QB-Heat with a corner and the centre visible gets
-    every image twice, a model without views once.
+    See ``get_views`` of the model's contracts; a model without views gets each image once.
     """
     return ImageBatches(
         with_views(DatasetCatalog.get(dataset_name), get_views(cfg).values()),

@@ -8,7 +8,6 @@ whole image by 1.0 to 2.5 of 255 grey levels on average; bilinear and box resizi
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,32 +37,11 @@ _UPRIGHT = {  # as in Detectron2's reading of images
 }
 
 
-class ReadableImage(Protocol):
-    """An image that can be cropped, in a file or in memory."""
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def height(self) -> int: ...
-
-    def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns the part in a box: (h, w, 3), uint8, RGB.
-
-        Args:
-            box: the part.
-            at_least: h and w may be smaller than those of the box, but not than this.
-        """
-
-
 class ImageFile:
     """An open image file, rotated as its EXIF orientation says."""
 
     def __init__(self, image: Image.Image) -> None:
-        """
-        Args:
-            image: opened and not decoded.
-        """
+        """``image`` is opened and not decoded."""
         if image.format not in ("JPEG", "MPO"):
             image.load()  # a PNG may have its EXIF last, and a TIFF turns itself
         self._image = image
@@ -72,7 +50,10 @@ class ImageFile:
         self.width, self.height = image.size[::-1] if turned else image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """See ``ReadableImage``; to be called once."""
+        """Returns the part in a box: (h, w, 3), uint8, RGB; to be called once.
+
+        h and w may be smaller than those of the box, but not than ``at_least``.
+        """
         stored = _find_stored(box, self._orientation, (self.width, self.height))
         side = min(stored[2] - stored[0], stored[3] - stored[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
@@ -96,23 +77,16 @@ def open_image(path: str) -> Iterator[ImageFile]:
 
 
 class ImageInMemory:
-    """A decoded image, which may have fewer pixels than its file.
-
-    Boxes are in pixels of the file.
-    """
+    """A decoded image, which may have fewer pixels than its file; boxes are in the file's."""
 
     def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
-        """
-        Args:
-            pixels: (h, w, 3), uint8, RGB.
-            width, height: of the image in its file, upright.
-        """
+        """``pixels`` is (h, w, 3), uint8, RGB; width and height are those of the upright file."""
         self._pixels = pixels
         self.width = width
         self.height = height
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """See ``ReadableImage``; a view of all pixels that there are."""
+        """As ``ImageFile.read``; a view of all pixels that there are."""
         height, width = self._pixels.shape[:2]
         left, top, right, bottom = _scale(box, width / self.width, height / self.height)
         return self._pixels[top:bottom, left:right]
@@ -147,14 +121,12 @@ def _find_stored(box: Box, orientation: int, size: tuple[int, int]) -> Box:
 
 def _scale(box: Box, horizontally: float, vertically: float) -> Box:
     """Returns a box in whole pixels of a smaller image, never empty."""
-    left, right = _scale_side(box[0], box[2], horizontally)
-    top, bottom = _scale_side(box[1], box[3], vertically)
+    right, bottom = max(1, round(box[2] * horizontally)), max(1, round(box[3] * vertically))
+    left, top = (
+        min(round(box[0] * horizontally), right - 1),
+        min(round(box[1] * vertically), bottom - 1),
+    )
     return left, top, right, bottom
-
-
-def _scale_side(low: int, high: int, factor: float) -> tuple[int, int]:
-    end = max(1, round(high * factor))
-    return min(round(low * factor), end - 1), end
 
 
 def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:

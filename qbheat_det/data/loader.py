@@ -27,15 +27,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
 
-from .datasets.classes import list_classes, load_classes
+from .checks import check_some_readable
+from .datasets.image_folder import list_classes, load_classes
 from .errors import DataError
-from .image_checks import check_some_readable
 from .mappers import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     FixedViews,
     Mapper,
-    NamingMapper,
     build_mapper,
     number_records,
 )
@@ -85,8 +84,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             raise UserError("the training set has no images")
         if batch_size < comm.get_world_size():
             raise UserError(
-                f"SOLVER.IMS_PER_BATCH is {batch_size}, but each of the {comm.get_world_size()} "
-                "processes needs an image in every step"
+                f"SOLVER.IMS_PER_BATCH is {batch_size}, below the {comm.get_world_size()} processes"
             )
         self.num_images = len(dataset)
         self.batch_size = batch_size
@@ -160,7 +158,7 @@ class _SeededImages(Dataset[dict[str, Any]]):
         return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-        # Once a batch: keeping the generators takes longer than seeding them for an image.
+        # Once a batch: keeping the generators takes longer than seeding them.
         with preserved_randomness():
             return [self._draw(position, index) for position, index in entries]
 
@@ -174,9 +172,7 @@ class _SeededImages(Dataset[dict[str, Any]]):
             elif mapped is not None:
                 return {**mapped, _SKIPPED: errors} if errors else mapped
         last = f"; the last error is {errors[-1].message}" if errors else ""
-        raise UserError(
-            f"the mapper wanted none of {MAX_TRIES} images drawn from {len(self._dataset)}{last}"
-        )
+        raise UserError(f"the mapper skipped {MAX_TRIES} images in a row{last}")
 
     def _choose(self, position: int, index: int) -> Iterator[int]:
         """Yields the image that is wanted, and then those that can take its place."""
@@ -194,21 +190,20 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 
 
 def build_train_stream(cfg: CfgNode) -> TrainStream:
-    """Builds the stream of ``DATASETS.TRAIN`` through the mapper and the sampler of the config.
-
-    With ``INPUT.FIXED_VIEWS.COUNT`` its mapper is a ``FixedViews``.
+    """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``.
 
     Raises:
         UserError: no image is left to train on, or the sampler is not known.
     """
     dataset = _load_training_set(cfg)
-    mapper: NamingMapper | FixedViews = build_mapper(cfg, is_train=True)
+    naming = build_mapper(cfg, is_train=True)
+    mapper: Mapper = naming
     if cfg.INPUT.FIXED_VIEWS.COUNT:
         mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
         dataset = number_records(dataset)
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         check_some_readable("the training set", [entry["file_name"] for entry in dataset])
-    mapper.prepare(dataset)
+    naming.prepare(dataset)
     return TrainStream(
         dataset,
         mapper=mapper,
@@ -265,10 +260,7 @@ def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[li
 def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
     """Returns (len(dataset),): whether each image is wider than tall, as Detectron2 groups."""
     if any("width" not in entry or "height" not in entry for entry in dataset):
-        raise UserError(
-            "DATALOADER.ASPECT_RATIO_GROUPING needs the width and the height of every image in "
-            "the dataset's dicts: add them, or set it to False"
-        )
+        raise UserError("DATALOADER.ASPECT_RATIO_GROUPING needs every image's width and height")
     return np.array([entry["width"] > entry["height"] for entry in dataset])
 
 

@@ -30,11 +30,7 @@ class DecodedImages:
     """Images by file name; those that cannot be decoded are left out."""
 
     def __init__(self, sizes: Mapping[str, Size], *, shorter_side: int) -> None:
-        """
-        Args:
-            sizes: width and height by file name, upright or not.
-            shorter_side: that images are scaled down to, in pixels; smaller ones stay.
-        """
+        """``sizes`` are (width, height), upright or not; larger images are scaled down."""
         self._shorter_side = shorter_side
         starts, self.num_bytes = {}, 0
         for file_name, size in sizes.items():
@@ -111,8 +107,8 @@ def decode_if_small(
         if sum(_count_bytes(size, shorter_side) for size in sizes.values()) <= budget:
             decoded = DecodedImages(sizes, shorter_side=shorter_side)
             logger.info(
-                f"{len(decoded):,} of {len(file_names):,} images are kept decoded in "
-                f"{decoded.num_bytes / 1e9:.2f} GB of memory (INPUT.PRETRAIN.MEMORY_GB)"
+                f"{len(decoded):,} of {len(file_names):,} images stay decoded in memory: "
+                f"{decoded.num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
             )
             _IN_USE[key] = decoded
             return decoded

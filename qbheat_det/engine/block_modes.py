@@ -34,29 +34,34 @@ _GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image o
 def apply_step_keys(cfg: CfgNode, model: nn.Module) -> None:
     """Applies ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
 
-    Args:
-        cfg: of the run.
-        model: on its device, before it is wrapped for distributed training.
+    The model is on its device, and not yet wrapped for distributed training.
     """
     on_cpu = next(model.parameters()).device.type == "cpu"
     if cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory():
-        logger.info(
-            "This process keeps the memory that a step frees for the next one "
-            "(SOLVER.KEEP_MEMORY False returns it)"
-        )
+        logger.info("Steps reuse freed memory (SOLVER.KEEP_MEMORY False returns it)")
     if cfg.MODEL.ACTIVATION_CHECKPOINTING:
         logger.info(f"Activation checkpointing of {checkpoint_blocks(model)} blocks")
     if cfg.SOLVER.COMPILE:
         compile_blocks(model)
 
 
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the blocks of a model by their names in it, in its order."""
-    return dict(_find(model, "", inside_list=False))
+def find_blocks(
+    module: nn.Module, name: str = "", *, inside_list: bool = False
+) -> dict[str, nn.Module]:
+    """Returns the blocks of a module by their names in the model, in its order."""
+    is_list = isinstance(module, _LISTS)
+    has_children = next(module.children(), None) is not None
+    if isinstance(module, RetinaNetHead) or (inside_list and has_children and not is_list):
+        return {name: module}
+    blocks = {}
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}".lstrip(".")
+        blocks.update(find_blocks(child, path, inside_list=is_list))
+    return blocks
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
-    """Makes each block store only its inputs for the backward pass; returns the number of blocks.
+    """Makes each block store only its inputs for the backward pass; returns their number.
 
     Gradients are equal to the bit, dropout included, if the block itself is deterministic.
     BatchNorm's statistics are updated once a step.
@@ -70,8 +75,7 @@ def checkpoint_blocks(model: nn.Module) -> int:
 def compile_blocks(model: nn.Module) -> int:
     """Makes the blocks run compiled in training, and returns their number; 0 without a compiler.
 
-    Models of images of one size are compiled for that size, others for all sizes. A block that
-    PyTorch cannot compile runs as it is.
+    Models of images of one size are compiled for that size, others for all sizes.
     """
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
@@ -88,10 +92,7 @@ def compile_blocks(model: nn.Module) -> int:
     dynamic = not isinstance(model, FixedSizeModel)
     for block in blocks.values():
         call_of(block).compiled = torch.compile(block._call_impl, dynamic=dynamic)
-    logger.info(
-        f"{len(blocks)} blocks are compiled at their first calls, which takes minutes; PyTorch "
-        "caches the results on disk"
-    )
+    logger.info(f"{len(blocks)} blocks are compiled at their first calls, which takes minutes")
     return len(blocks)
 
 
@@ -129,11 +130,13 @@ class BlockCall:
         call = self.compiled or block._call_impl
         if not (self.checkpointed and torch.is_grad_enabled()):
             return call(*args, **kwargs)
-        return checkpoint(call, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
-
-    def _contexts(self) -> tuple[contextlib.AbstractContextManager[Any], ...]:
-        """Returns the contexts of the forward pass and of the recomputation."""
-        return contextlib.nullcontext(), _preserved_statistics(self._norms)
+        return checkpoint(
+            call,
+            *args,
+            use_reentrant=False,  # the contexts are of the forward pass and the recomputation
+            context_fn=lambda: (contextlib.nullcontext(), _preserved_statistics(self._norms)),
+            **kwargs,
+        )
 
 
 def call_of(block: nn.Module) -> BlockCall:
@@ -144,27 +147,13 @@ def call_of(block: nn.Module) -> BlockCall:
     return found
 
 
-def _find(module: nn.Module, name: str, *, inside_list: bool) -> Iterator[tuple[str, nn.Module]]:
-    is_list = isinstance(module, _LISTS)
-    has_children = next(module.children(), None) is not None
-    if isinstance(module, RetinaNetHead) or (inside_list and has_children and not is_list):
-        yield name, module
-        return
-    for child_name, child in module.named_children():
-        yield from _find(child, f"{name}.{child_name}".lstrip("."), inside_list=is_list)
-
-
 @contextlib.contextmanager
 def _preserved_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Lets BatchNorms update copies of their statistics, which the forward pass has updated."""
-    kept = []
-    for norm in norms:
-        for name in _STATISTICS:
-            buffer = norm._buffers.get(name)
-            if norm.training and buffer is not None:
-                kept.append((norm, name, buffer))
-                # The recomputation must save as many tensors as the forward pass did.
-                norm._buffers[name] = buffer.clone()
+    pairs = [(norm, name) for norm in norms for name in _STATISTICS if norm.training]
+    kept = [(norm, name, norm._buffers[name]) for norm, name in pairs if name in norm._buffers]
+    for norm, name, buffer in kept:  # not dropped: as many tensors as in the forward pass are saved
+        norm._buffers[name] = buffer.clone() if buffer is not None else None
     try:
         yield
     finally:

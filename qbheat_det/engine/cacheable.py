@@ -34,28 +34,21 @@ def check_cacheable(cfg: CfgNode) -> None:
     """
     if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
         raise UserError(
-            "MODEL.CACHE_FEATURES encodes a fixed number of views of each image: set "
-            f"INPUT.FIXED_VIEWS.COUNT, to 4 for example and {_MAX_VIEWS} at most"
+            "MODEL.CACHE_FEATURES needs a number of views of each image: set "
+            f"INPUT.FIXED_VIEWS.COUNT, to {_MAX_VIEWS} at most"
         )
     dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
     if dtype not in DTYPES:
-        raise UserError(
-            f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', but must be one of {', '.join(DTYPES)}"
-        )
+        raise UserError(f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', not one of {', '.join(DTYPES)}")
     classifies = cfg.MODEL.META_ARCHITECTURE == "ImageClassifier"
     mixes = "mixes images before the encoder, anew in every step"
     for key, is_on, reason in (
         ("MODEL.CLASSIFIER.MIXUP", classifies and cfg.MODEL.CLASSIFIER.MIXUP > 0, mixes),
         ("MODEL.CLASSIFIER.CUTMIX", classifies and cfg.MODEL.CLASSIFIER.CUTMIX > 0, mixes),
-        ("MODEL.MASK_ON", cfg.MODEL.MASK_ON, "needs masks, and the cache has boxes and classes"),
-        ("MODEL.KEYPOINT_ON", cfg.MODEL.KEYPOINT_ON, "needs keypoints, and the cache has boxes"),
+        ("MODEL.MASK_ON", cfg.MODEL.MASK_ON, "needs masks, which are not cached"),
+        ("MODEL.KEYPOINT_ON", cfg.MODEL.KEYPOINT_ON, "needs keypoints, which are not cached"),
         ("MODEL.LOAD_PROPOSALS", cfg.MODEL.LOAD_PROPOSALS, "needs proposals, which are not cached"),
-        (
-            "TEST.KNN",
-            bool(cfg.TEST.KNN.TRAIN or cfg.TEST.KNN.VAL),
-            "scores the encoder, which does not change while it is frozen (score it once with "
-            "tools/probe_backbone.py)",
-        ),
+        ("TEST.KNN", cfg.TEST.KNN.TRAIN or cfg.TEST.KNN.VAL, "scores an encoder that stays frozen"),
         ("VIS_PERIOD", cfg.VIS_PERIOD > 0, "draws training images, which are not loaded"),
     ):
         if is_on:
@@ -70,10 +63,7 @@ def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
     """
     backbone = get_backbone(model)
     if backbone is None:
-        raise UserError(
-            f"MODEL.CACHE_FEATURES needs a model with a backbone, and {type(model).__name__} has "
-            f"none: {_OFF}"
-        )
+        raise UserError(f"{type(model).__name__} has no backbone to cache: {_OFF}")
     has_pyramid = isinstance(backbone, FPN)
     encoder = backbone.bottom_up if has_pyramid else backbone
     check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
@@ -90,12 +80,7 @@ def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
 
 
 def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
-    """Checks that a model's encoder gives the same features in every step.
-
-    Args:
-        model: that it is a part of.
-        encoder: the network below the head.
-        freeze_at: ``MODEL.BACKBONE.FREEZE_AT``, for the message.
+    """Checks that the encoder of a model gives the same features in every step.
 
     Raises:
         UserError: the model pre-trains its encoder or reads pixels alone, or part of the encoder
@@ -103,31 +88,22 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     """
     kind, name = type(model).__name__, type(encoder).__name__
     if isinstance(model, PretrainingObjective):
-        raise UserError(
-            f"MODEL.CACHE_FEATURES is for heads on a frozen encoder, but {kind} pre-trains its "
-            f"encoder: {_OFF}"
-        )
+        raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {_OFF}")
     if isinstance(model, GeneralizedRCNN):
-        raise UserError(
-            "MODEL.CACHE_FEATURES is for MF-DETR, RetinaNet, FCOS and classifiers, but "
-            f"Detectron2's {kind} reads pixels alone: {_OFF}"
-        )
+        raise UserError(f"Detectron2's {kind} reads pixels alone, not cached features: {_OFF}")
     learning = [path for path, p in encoder.named_parameters() if p.requires_grad]
     stays_in_eval = keeps_backbone_in_eval(model) and not learning
     modules = [] if stays_in_eval else list(encoder.named_modules())
     moving = learning or [path for path, module in modules if isinstance(module, _BatchNorm)]
     if moving:
         raise UserError(
-            f"MODEL.CACHE_FEATURES needs a {name} that is entirely frozen, but '{moving[0]}' and "
-            f"{len(moving) - 1} more change in training (MODEL.BACKBONE.FREEZE_AT is {freeze_at}): "
-            f"set MODEL.BACKBONE.FREEZE_AT {get_freeze_all(encoder)}, or {_OFF}"
+            f"'{moving[0]}' and {len(moving) - 1} more of {name} change in training: set "
+            f"MODEL.BACKBONE.FREEZE_AT to {get_freeze_all(encoder)} instead of {freeze_at}, or "
+            f"{_OFF}"
         )
     for path, module in modules:
         if _get_drop_rate(module):
-            raise UserError(
-                f"MODEL.CACHE_FEATURES needs a {name} without random numbers, but '{path}' drops "
-                f"values in training: build it without {type(module).__name__}, or {_OFF}"
-            )
+            raise UserError(f"'{path}' of {name} drops values in training: {_OFF}")
 
 
 def _get_drop_rate(module: nn.Module) -> float:

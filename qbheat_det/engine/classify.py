@@ -16,8 +16,7 @@ from qbheat_det.data import MAPPERS_OF_CLASSES, ImageBatches, build_mapper
 
 from .media import MediaFile
 
-TOP_CLASSES = 5
-"""How many classes of an image are named."""
+_TOP_CLASSES = 5
 _BATCH_SIZE = 16  # small, so that the bar moves
 _DELAY = 2.0  # seconds without a bar
 
@@ -42,23 +41,16 @@ def is_classifier(cfg: CfgNode) -> bool:
 
 
 @torch.no_grad()
-def classify_files(
-    model: nn.Module, cfg: CfgNode, media: Sequence[MediaFile], *, top: int = TOP_CLASSES
-) -> ClassifiedFiles:
+def classify_files(model: nn.Module, cfg: CfgNode, media: Sequence[MediaFile]) -> ClassifiedFiles:
     """Classifies images, cropped as in evaluation; videos are skipped.
 
     Args:
         model: with its weights; from a batch of dicts to "scores" (K,) of each image.
         cfg: of the model; ``MODEL.CLASS_NAMES`` is read, of which there may be none.
         media: files, of any number.
-        top: classes that are named for each image.
     """
-    found = ClassifiedFiles()
-    found.skipped += [
-        (str(file.path), "a classifier takes images, and no videos")
-        for file in media
-        if file.is_video
-    ]
+    videos = [str(file.path) for file in media if file.is_video]
+    found = ClassifiedFiles(skipped=[(path, "a classifier takes no videos") for path in videos])
     images = [file for file in media if not file.is_video]
     batches = ImageBatches(
         [{"file_name": str(file.path), "image_id": i} for i, file in enumerate(images)],
@@ -73,7 +65,7 @@ def classify_files(
             scores = torch.stack([output["scores"] for output in model(batch)]).float()
             for entry, row in zip(batch, scores.cpu(), strict=True):
                 file_name = images[entry["image_id"]].name
-                likeliest = name_likeliest(row.numpy(), names, top)
+                likeliest = name_likeliest(row.numpy(), names)
                 found.results.append({"file_name": file_name, "classes": likeliest})
             bar.update(len(batch))
     for file in images:
@@ -84,16 +76,15 @@ def classify_files(
 
 
 def name_likeliest(
-    scores: npt.NDArray[np.floating[Any]], names: Sequence[str], top: int = TOP_CLASSES
+    scores: npt.NDArray[np.floating[Any]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns "name" and "score" of the likeliest classes of an image, the likeliest first.
+    """Returns "name" and "score" of the five likeliest classes, the likeliest first.
 
     Args:
         scores: (K,).
-        names: of the K classes; where there are none, their numbers stand for them.
-        top: how many are named.
+        names: of the K classes; where there are none, their numbers replace them.
     """
-    order = np.argsort(-scores, kind="stable")[:top].tolist()
+    order = np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
     return [
         {"name": names[index] if names else str(index), "score": float(scores[index])}
         for index in order

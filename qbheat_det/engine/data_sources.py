@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Where the data sets of a run are: recorded in ``run.json``, and registered again from there.
+"""The paths of a run's custom data sets: recorded in ``run.json``, and registered from there.
 
-Sets that flags such as ``--val-json`` name are registered for one process; ``config.yaml`` has only
-their names. A source has the absolute paths of a set: ``json_file`` and ``image_root``, or
-``image_folders``; and ``labelled``, whether its boxes or the names of its folders are read.
+A source has ``json_file`` and ``image_root``, or ``image_folders``; and ``labelled``, whether boxes
+or the names of folders are read.
 """
 
 from typing import Any
@@ -26,11 +25,10 @@ def find_sources(cfg: CfgNode) -> dict[str, Source]:
     """
     knn = cfg.TEST.KNN
     used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
-    return {name: find_source(name) for name in used if name in CUSTOM_SETS}
+    return {name: _find_source(name) for name in used if name in CUSTOM_SETS}
 
 
-def find_source(name: str) -> Source:
-    """Returns the source of a registered set."""
+def _find_source(name: str) -> Source:
     metadata = MetadataCatalog.get(name)
     if metadata.get("image_folders"):
         folders = list(metadata.image_folders)

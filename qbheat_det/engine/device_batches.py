@@ -20,17 +20,12 @@ BatchedInputs = list[dict[str, Any]]
 class BatchSource:
     """Takes batches from an iterator, on a GPU one ahead.
 
-    Copies are asynchronous if the loader gives pinned memory, see ``TrainStream``. A batch stays in
-    memory until the next is taken: by then the losses of its step have been read back, so nothing
-    on the GPU needs it.
+    Copies are asynchronous if the loader gives pinned memory. A batch stays in memory until the
+    next is taken: by then the losses of its step have been read back, so no GPU needs it.
     """
 
     def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
-        """
-        Args:
-            next_batch: loads one; raises StopIteration after the last.
-            device: of the model.
-        """
+        """``next_batch`` loads a batch; raises StopIteration after the last."""
         self._next_batch = next_batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
@@ -77,10 +72,7 @@ class LossReading:
     """Losses of a micro-batch on their way to the CPU: one transfer, awaited when they are read."""
 
     def __init__(self, losses: Mapping[str, Tensor]) -> None:
-        """
-        Args:
-            losses: 0-d tensors by name; starts their exchange between processes and the transfer.
-        """
+        """Starts the exchange of 0-d tensors between processes, and the transfer."""
         own = torch.stack([loss.detach().float() for loss in losses.values()])
         mean = own.clone()
         if comm.get_world_size() > 1:
@@ -100,11 +92,8 @@ class LossReading:
         """Returns losses of this process, and their means over all."""
         if self.is_late:
             self._arrived.synchronize()
-        here, everywhere = self._values.tolist()
-        return (
-            dict(zip(self._names, here, strict=True)),
-            dict(zip(self._names, everywhere, strict=True)),
-        )
+        here, everywhere = (dict(zip(self._names, row)) for row in self._values.tolist())  # noqa: B905
+        return here, everywhere
 
 
 def _move(value: Any, device: torch.device) -> Any:

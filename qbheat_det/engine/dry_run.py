@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A dry run: a few steps, one small evaluation and one checkpoint, and a forecast of the rest.
 
-It works in a temporary folder beside ``OUTPUT_DIR``, so that the same disk is tested, and leaves
-nothing behind.
+It uses a temporary folder beside ``OUTPUT_DIR``, on the same disk, which it removes.
 """
 
 import contextlib
@@ -10,10 +9,10 @@ import itertools
 import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import nn
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 
-from .dry_run_report import Cost, DryRunReport, measure_loader
+from .dry_run_report import Cost, DryRunReport, measure_loader, share_waited
 from .hooks.checkpoints import PeriodicCheckpointer
 from .hooks.evaluation import EvalHook
 from .hooks.monitors import MOST_WAITING, describe_waiting
@@ -39,7 +38,6 @@ from .writers import check_wandb
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
-_LOADER_SECONDS = 3.0
 
 
 def dry_run(
@@ -63,7 +61,14 @@ def dry_run(
         check_wandb()
     start = time.perf_counter()
     with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as test_sets:
-        trainer = build_trainer(_shrink(cfg, folder, test_sets.names))
+        names, num_tried, num_images = test_sets
+        small = cfg.clone()
+        small.defrost()
+        small.OUTPUT_DIR, small.SOLVER.WANDB_PROJECT = str(folder), ""
+        small.DATASETS.TEST = names
+        small.TEST.KNN.TRAIN = small.TEST.KNN.VAL = ()  # the score takes as long as in the run
+        small.MODEL.CACHE_FEATURES.ENABLED = False  # the forecast is of training without a cache
+        trainer = build_trainer(small)
         planned, iterations = trainer.cfg, trainer.max_iter
         trainer.resume_or_load(resume=False)
         timer = _Timer(trainer)
@@ -75,38 +80,26 @@ def dry_run(
         disk = _measure_disk(trainer, folder)
         loader = _measure_loader(trainer, timer.compute_seconds)
     num_checkpoints, num_kept = _count_checkpoints(planned, iterations)
-    evaluation = timer.forecast_evaluation(test_sets.num_images, test_sets.num_tried)
     costs = [
         Cost("Set-up", timer.first_step_end - start, 1),
         Cost(f"Step of {planned.SOLVER.IMS_PER_BATCH} images", timer.step_seconds, iterations),
         Cost("Checkpoint", checkpoint_seconds, num_checkpoints),
     ]
-    if test_sets.num_images:
-        name = f"Evaluation of {test_sets.num_images:,} images"
-        costs.insert(-1, Cost(name, evaluation, _count_evaluations(planned, iterations)))
+    if num_images:
+        period = planned.TEST.EVAL_PERIOD
+        times = max(1, math.ceil(iterations / period)) if period > 0 else 1
+        seconds = timer.forecast_evaluation(num_images, num_tried)
+        costs.insert(-1, Cost(f"Evaluation of {num_images:,} images", seconds, times))
     parameters = list(trainer.bare_model.parameters())
     return DryRunReport(
         costs=tuple(costs),
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_checkpoints_kept=num_kept,
-        memory_bytes=timer.memory_bytes,
-        memory_total_bytes=total_memory(),
+        **timer.get_memory(),
         **disk,
         **loader,
-        **_measure_gpu(),
     )
-
-
-def _shrink(cfg: CfgNode, folder: Path, test_sets: tuple[str, ...]) -> CfgNode:
-    small = cfg.clone()
-    small.defrost()
-    small.OUTPUT_DIR = str(folder)
-    small.DATASETS.TEST = test_sets
-    small.TEST.KNN.TRAIN = small.TEST.KNN.VAL = ()  # the score would take its whole time
-    small.SOLVER.WANDB_PROJECT = ""
-    small.MODEL.CACHE_FEATURES.ENABLED = False  # the forecast is of training without a cache
-    return small
 
 
 class _Timer(HookBase):
@@ -115,7 +108,7 @@ class _Timer(HookBase):
     trainer: TrainingRun
 
     def __init__(self, trainer: Trainer) -> None:
-        self.memory_bytes = 0
+        self._memory_bytes = 0
         self.first_step_end = 0.0
         self._evaluator = trainer.find_hook(EvalHook)
         self._checkpointer = trainer.find_hook(PeriodicCheckpointer)
@@ -131,28 +124,30 @@ class _Timer(HookBase):
     @property
     def step_seconds(self) -> float:
         """Mean, not median: a long run has images of all sizes, the slow ones too."""
-        return self._mean([seconds for seconds, _ in self._steps])
+        return statistics.fmean(seconds for seconds, _ in self._steps[1:] or self._steps)
 
     @property
     def compute_seconds(self) -> float:
         """As ``step_seconds``, without waiting for data."""
-        return self._mean([seconds - waited for seconds, waited in self._steps])
+        steps = self._steps[1:] or self._steps
+        return statistics.fmean(seconds - waited for seconds, waited in steps)
 
-    @staticmethod
-    def _mean(values: list[float]) -> float:
-        counted = values[1:] or values
-        return sum(counted) / len(counted)
+    def get_memory(self) -> dict[str, int]:
+        """Returns fields of the report."""
+        found = {"memory_bytes": self._memory_bytes, "memory_total_bytes": total_memory()}
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            found["gpu_bytes"] = int(torch.cuda.max_memory_allocated())
+            found["gpu_total_bytes"] = int(properties.total_memory)
+        return found
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
-        """Returns the seconds that ``num_images`` take, of all processes together.
-
-        If those tried came as one batch, the time to begin counts for each of them too.
-        """
+        """Returns the seconds that ``num_images`` take, of all processes together."""
         starts = self._image_starts
-        gaps = sorted(after - before for before, after in itertools.pairwise(starts))
-        if not gaps:
+        gaps = [after - before for before, after in itertools.pairwise(starts)]
+        if not gaps:  # one batch: its start-up time cannot be told apart
             return self._evaluation * num_images / max(1, num_tried)
-        each = gaps[len(gaps) // 2]
+        each = statistics.median_high(gaps)
         once = max(0.0, self._evaluation - each * len(starts))
         return once + each * num_images / comm.get_world_size()
 
@@ -172,7 +167,7 @@ class _Timer(HookBase):
         self._steps.append((now - self._begin - evaluation - saving, waited))
         self._evaluation = evaluation or self._evaluation
         self.first_step_end = self.first_step_end or now
-        self.memory_bytes = max(self.memory_bytes, resident_with_workers())
+        self._memory_bytes = max(self._memory_bytes, resident_with_workers())
         self._begin = time.perf_counter()
 
     def _note_image(self, model: nn.Module, _: Any) -> None:
@@ -182,13 +177,13 @@ class _Timer(HookBase):
 
 def _measure_loader(trainer: Trainer, compute_seconds: float) -> dict[str, Any]:
     """Runs the data loader alone; returns fields of the report, of all processes together."""
-    loader = measure_loader(trainer.data_loader, seconds=_LOADER_SECONDS)
-    share = loader.share_waited(compute_seconds)
+    workers = trainer.data_loader.num_workers
+    speed, batch_seconds = measure_loader(trainer.data_loader)
+    share = share_waited(compute_seconds, batch_seconds, workers)
     step = compute_seconds / (1 - share)
     share = max(comm.all_gather(share))
-    workers = loader.num_workers
     return {
-        "loader_images_per_second": sum(comm.all_gather(loader.images_per_second)),
+        "loader_images_per_second": sum(comm.all_gather(speed)),
         "wanted_images_per_second": trainer.cfg.SOLVER.IMS_PER_BATCH / compute_seconds,
         "waiting": describe_waiting(share, step, workers) if share > MOST_WAITING else "",
     }
@@ -212,16 +207,6 @@ def _measure_disk(trainer: Trainer, folder: Path) -> dict[str, int]:
     }
 
 
-def _measure_gpu() -> dict[str, int]:
-    if not torch.cuda.is_available():
-        return {}
-    device = torch.cuda.current_device()
-    return {
-        "gpu_bytes": int(torch.cuda.max_memory_allocated()),
-        "gpu_total_bytes": int(torch.cuda.get_device_properties(device).total_memory),
-    }
-
-
 def _compare_with_file(trainer: Trainer, path: Path) -> int:
     """Reads a checkpoint into a new model; returns the number of tensors, all equal bit for bit."""
     fresh = trainer.build_model(trainer.cfg)
@@ -240,11 +225,6 @@ def _count_checkpoints(cfg: CfgNode, iterations: int) -> tuple[int, int]:
     periodic, kept = written - 1, cfg.SOLVER.CHECKPOINTS_KEPT
     # The oldest is removed after the next is written; the last one is kept besides.
     return written, 1 + (min(kept + 1, periodic) if kept else periodic)
-
-
-def _count_evaluations(cfg: CfgNode, iterations: int) -> int:
-    period = cfg.TEST.EVAL_PERIOD
-    return max(1, math.ceil(iterations / period)) if period > 0 else 1
 
 
 @contextlib.contextmanager
@@ -268,32 +248,26 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-@dataclass
-class _TestSets:
-    names: tuple[str, ...] = ()
-    num_tried: int = 0
-    num_images: int = 0  # of the whole sets
-
-
 @contextlib.contextmanager
-def _few_test_images(cfg: CfgNode) -> Iterator[_TestSets]:
-    """Registers small test sets in place of ``DATASETS.TEST`` and removes them afterwards."""
-    sets = _TestSets()
+def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """Registers small test sets; yields their names, number of images, and that of the whole."""
+    names: list[str] = []
+    num_tried = num_images = 0
     try:
         for name in cfg.DATASETS.TEST:
             records = DatasetCatalog.get(name)
             few = records[:: max(1, len(records) // _NUM_TEST_IMAGES)][:_NUM_TEST_IMAGES]
             small = name + _SUFFIX
             DatasetCatalog.register(small, lambda few=few: few)
-            sets.names += (small,)
-            sets.num_images += len(records)
-            sets.num_tried += len(few)
+            names.append(small)
+            num_images += len(records)
+            num_tried += len(few)
             known = MetadataCatalog.get(name).as_dict()
             # Without its json file, Detectron2's evaluator writes one for the images at hand.
             dropped = {"name", "json_file", "drawn_on_first_use"}
             MetadataCatalog.get(small).set(**{k: v for k, v in known.items() if k not in dropped})
-        yield sets
+        yield tuple(names), num_tried, num_images
     finally:
-        for name in sets.names:
-            DatasetCatalog.remove(name)
-            MetadataCatalog.remove(name)
+        for small in names:
+            DatasetCatalog.remove(small)
+            MetadataCatalog.remove(small)

@@ -13,7 +13,7 @@ _MIN_BATCHES = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one kind in a whole run: the seconds of one time, and how often it is done."""
+    """Work of one kind in a whole run: seconds each time, and the number of times."""
 
     name: str
     seconds: float
@@ -21,7 +21,6 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Seconds of all times together."""
         return self.seconds * self.times
 
 
@@ -29,52 +28,37 @@ class Cost:
 class DryRunReport:
     """Measured on a few steps and images; ``str`` gives the table.
 
-    Attributes:
-        costs: forecast for the whole run.
-        num_parameters: of the model.
-        num_trainable: those that are not frozen.
-        num_tensors_compared: read back from the checkpoint, and equal bit for bit.
-        num_checkpoints_kept: most that lie on the disk at a time.
-        checkpoint_bytes: size of one checkpoint.
-        weights_bytes: size of the best and the final weights together.
-        free_bytes: on the disk of ``OUTPUT_DIR``.
-        memory_bytes: peak resident memory of this process and its workers.
-        memory_total_bytes: of this machine.
-        gpu_bytes: peak memory of tensors on this process's GPU; 0 without one.
-        gpu_total_bytes: of that GPU.
-        loader_images_per_second: of the data loaders of all processes alone.
-        wanted_images_per_second: that steps would take if they never waited.
-        waiting: advice where steps will wait for data, else empty.
+    Memory is the peak of this process and its workers, GPU memory that of tensors (0 without a
+    GPU), loaders those of all processes together.
     """
 
     costs: tuple[Cost, ...]
     num_parameters: int
     num_trainable: int
-    num_tensors_compared: int
-    num_checkpoints_kept: int
-    checkpoint_bytes: int
-    weights_bytes: int
-    free_bytes: int
+    num_tensors_compared: int  # read back from the checkpoint, and equal bit for bit
+    num_checkpoints_kept: int  # most that lie on the disk at a time
+    checkpoint_bytes: int  # of one
+    weights_bytes: int  # of the best and the final weights together
+    free_bytes: int  # on the disk of OUTPUT_DIR
     memory_bytes: int
     memory_total_bytes: int
     loader_images_per_second: float
-    wanted_images_per_second: float
-    waiting: str = ""
+    wanted_images_per_second: float  # by steps that never wait
+    waiting: str = ""  # advice where steps will wait for data
     gpu_bytes: int = 0
     gpu_total_bytes: int = 0
 
     @property
     def total_seconds(self) -> float:
-        """Forecast for the whole run."""
+        """Of the whole run."""
         return sum(cost.total for cost in self.costs)
 
     @property
     def disk_bytes(self) -> int:
-        """Forecast for all files of weights that lie on the disk at a time."""
+        """Of all files of weights that lie on the disk at a time."""
         return self.num_checkpoints_kept * self.checkpoint_bytes + self.weights_bytes
 
     def __str__(self) -> str:
-        compared = f"{self.num_tensors_compared} tensors of a checkpoint read back bit for bit"
         rows = [
             f"{cost.name:<32}{format_duration(cost.seconds):>18}{cost.times:>10,}"
             f"{format_duration(cost.total):>16}"
@@ -82,7 +66,7 @@ class DryRunReport:
         ]
         return "\n".join(
             [
-                f"Dry run: {compared}.",
+                f"{self.num_tensors_compared} tensors of a checkpoint read back bit for bit.",
                 f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trained.",
                 "",
                 f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}",
@@ -115,40 +99,13 @@ class DryRunReport:
             yield f"{self.waiting}."
         if self.disk_bytes >= self.free_bytes:
             yield "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space."
-        yield "Larger images than those of these steps take more memory and time."
+        yield "Larger images take more memory and time."
 
 
-@dataclass(frozen=True)
-class LoaderSpeed:
-    """Speed of a data loader alone.
+def measure_loader(stream: TrainStream, *, seconds: float = 3.0) -> tuple[float, float]:
+    """Returns images per second and seconds per batch of a data loader alone.
 
-    Attributes:
-        images_per_second: of this process.
-        batch_seconds: time of a batch.
-        num_workers: processes that load; 0 if the training process itself does.
-    """
-
-    images_per_second: float
-    batch_seconds: float
-    num_workers: int
-
-    def share_waited(self, compute_seconds: float) -> float:
-        """Returns the share of a step's time that it will wait for data, in [0, 1].
-
-        Args:
-            compute_seconds: of a step, without waiting.
-        """
-        if self.num_workers == 0:  # one after the other
-            return self.batch_seconds / (self.batch_seconds + compute_seconds)
-        return max(0.0, 1 - compute_seconds / self.batch_seconds)
-
-
-def measure_loader(stream: TrainStream, *, seconds: float = 3.0) -> LoaderSpeed:
-    """Takes batches as fast as they come; those prefetched before the first are not counted.
-
-    Args:
-        stream: from which a new iterator is taken.
-        seconds: to measure for; the batch that is under way then is counted.
+    Batches prefetched before the first are not counted.
     """
     batches = iter(stream)
     prefetched = 1 + 2 * stream.num_workers  # PyTorch's loaders work two batches ahead
@@ -165,4 +122,11 @@ def measure_loader(stream: TrainStream, *, seconds: float = 3.0) -> LoaderSpeed:
     finally:
         if isinstance(batches, Generator):
             batches.close()  # otherwise workers wait for the garbage collector
-    return LoaderSpeed(images / elapsed, elapsed / count, stream.num_workers)
+    return images / elapsed, elapsed / count
+
+
+def share_waited(compute_seconds: float, batch_seconds: float, num_workers: int) -> float:
+    """Returns the share of a step's time that it waits for data, in [0, 1]."""
+    if num_workers == 0:  # one after the other
+        return batch_seconds / (batch_seconds + compute_seconds)
+    return max(0.0, 1 - compute_seconds / batch_seconds)

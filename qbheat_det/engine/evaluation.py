@@ -10,7 +10,7 @@ from detectron2.data import MetadataCatalog, build_detection_test_loader
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
@@ -36,12 +36,7 @@ class Evaluation:
         build_loader: Callable[[CfgNode, str], TestLoader],
         build_evaluator: Callable[[CfgNode, str], DatasetEvaluator],
     ) -> None:
-        """
-        Args:
-            cfg: names the test sets.
-            build_loader: from config and data set to this process's part of the images.
-            build_evaluator: from config and data set to its evaluator.
-        """
+        """Both functions get the config and a data set; the loader gives this process's part."""
         self._cfg = cfg
         self._build_loader = build_loader
         self._build_evaluator = build_evaluator
@@ -64,7 +59,7 @@ class Evaluation:
 
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
         if name not in self._parts:
-            loader = with_persistent_workers(self._build_loader(self._cfg, name))
+            loader = _with_persistent_workers(self._build_loader(self._cfg, name))
             self._parts[name] = loader, self._build_evaluator(self._cfg, name)
         loader, evaluator = self._parts[name]
         results = dict(inference_on_dataset(model, loader, evaluator) or {})
@@ -76,24 +71,18 @@ class Evaluation:
 
     def _warn_of_skipped_images(self, name: str, skipped: dict[str, DataError]) -> None:
         """Names the images that all processes left out, once for each data set."""
-        everywhere: dict[str, DataError] = {}
-        for part in comm.all_gather(skipped):
-            everywhere.update(part)
-        if not everywhere or name in self._warned:
-            return
-        self._warned.add(name)
-        if comm.is_main_process():
+        everywhere = {k: error for part in comm.all_gather(skipped) for k, error in part.items()}
+        if everywhere and name not in self._warned and comm.is_main_process():
+            self._warned.add(name)
             logger.warning(
                 f"{len(everywhere):,} images are left out of the evaluation on '{name}': "
                 f"{join_messages([everywhere[where] for where in sorted(everywhere)])}"
             )
 
 
-def with_persistent_workers(loader: TestLoader) -> TestLoader:
+def _with_persistent_workers(loader: TestLoader) -> TestLoader:
     """Returns the same loader with workers that wait for the next pass instead of ending."""
-    if isinstance(loader, ImageBatches):
-        return loader
-    if loader.num_workers == 0 or isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader, ImageBatches) or loader.num_workers == 0:
         return loader
     return DataLoader(
         loader.dataset,

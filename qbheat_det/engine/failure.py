@@ -48,11 +48,9 @@ class NonFiniteLoss(UserError):
         replay = f"'python tools/train_net.py --replay {path}' names the first module that fails"
         super().__init__(
             f"a loss is not finite at iteration {iteration} ({join_first(bad)}): "
-            f"{replay if os.path.isfile(path) else path}. Usual remedies: a lower SOLVER.BASE_LR, "
-            "SOLVER.CLIP_GRADIENTS.ENABLED True, SOLVER.AMP.PRECISION bfloat16 instead of float16"
+            f"{replay if os.path.isfile(path) else path}; try a lower SOLVER.BASE_LR or "
+            "SOLVER.CLIP_GRADIENTS.ENABLED True"
         )
-        self.iteration = iteration
-        self.losses = dict(losses)
         self.path = str(path)
 
 
@@ -62,16 +60,12 @@ class FailedStep:
 
     Attributes:
         config: YAML of the resolved config.
-        iteration: of the step.
-        seed: of the run.
-        rank: of the process.
-        num_processes: of the run.
-        device: type of the device, such as "cpu".
+        device: its type, such as "cpu".
         scale: factor on the loss before the backward pass (float16).
         losses: of the last micro-batch on this process, weighted as in the sum, by name.
         normalizers: second argument of the model's ``forward``, if any.
-        batches: micro-batches of this process up to the one that failed. The earlier ones are
-            needed because they draw random numbers.
+        batches: micro-batches of this process up to the one that failed; the earlier ones draw
+            random numbers.
         weights: state dict from before the step.
         buffers: those that are not in ``weights``.
         gradients: by parameter, the last ones; None where there are none.
@@ -127,13 +121,13 @@ def dump_failure(
     content = {
         "format": _FORMAT,
         "config": dump_config(cfg),
-        "iteration": int(iteration),
-        "seed": int(seed),
-        "rank": int(rank),
+        "iteration": iteration,
+        "seed": seed,
+        "rank": rank,
         "num_processes": comm.get_world_size(),
         "device": next((p.device.type for p in model.parameters()), "cpu"),
-        "scale": float(scale),
-        "losses": {name: float(value) for name, value in (losses or {}).items()},
+        "scale": scale,
+        "losses": dict(losses or {}),
         "normalizers": _to_storable(normalizers),
         "batches": [_to_storable(batch) for batch in batched_inputs],
         "weights": _to_storable(dict(weights)),
@@ -155,18 +149,13 @@ def read_failure(path: str | os.PathLike[str]) -> FailedStep:
         with torch.serialization.safe_globals(_ALLOWED):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can raise anything while it is unzipped
-        raise UserError(
-            f"'{path}' cannot be read: it is truncated, or no failure_*.pt ({type(error).__name__})"
-        ) from error
-    if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
-        raise UserError(
-            f"'{path}' is no failed step: --replay takes the failure_*.pt that training writes to "
-            "OUTPUT_DIR"
-        )
+        raise UserError(f"'{path}' cannot be read ({type(error).__name__})") from error
     try:
-        return FailedStep(**content)
-    except TypeError as error:
-        raise UserError(f"'{path}' does not contain a failed step: {error}") from error
+        if content.pop("format") == _FORMAT:
+            return FailedStep(**content)
+    except (AttributeError, KeyError, TypeError):
+        pass
+    raise UserError(f"'{path}' is no failure_*.pt, as training writes to OUTPUT_DIR")
 
 
 def _to_storable(value: Any) -> Any:
@@ -176,7 +165,7 @@ def _to_storable(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.generic):
-        return _to_storable(value.item())
+        return value.item()
     if isinstance(value, np.ndarray) and type(value.dtype) in _ARRAYS:
         return value.copy()
     if isinstance(value, dict):

@@ -2,8 +2,7 @@
 """Encodes the views of a set of images and fills a store with them, in one or many processes.
 
 Views of one size are encoded together, as many at once as a step of training has: how matrix
-products are rounded depends on the number of images, while an image's place in the batch and the
-other images do not matter. (On CPUs batches of 1, 2, a few and 16 or more were seen to differ.)
+products are rounded depends on the number of images, but not on which these are.
 """
 
 import contextlib
@@ -25,7 +24,8 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers
-from qbheat_det.data import DataError, FeatureStore, FixedViews, Stored, View, check_space, cut
+from qbheat_det.data import DataError, FixedViews, cut
+from qbheat_det.data.feature_store import FeatureStore, Stored, View, check_space
 from qbheat_det.modeling.backbone import CachedBackbone
 
 Mapped = dict[str, Any] | DataError | None
@@ -63,39 +63,32 @@ class ViewEncoder:
         Raises:
             UserError: an entry holds what a store does not keep.
         """
-        was_training = self.model.training
-        self.model.train(self.is_train)
-        try:
-            return self._encode_by_size(entries)
-        finally:
-            self.model.train(was_training)
-
-    def _encode_by_size(self, entries: Sequence[Mapped]) -> list[Stored]:
         views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
         images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
         of_size: dict[tuple[int, ...], list[int]] = {}
         for index, entry in images.items():
             check_keepable(entry)
             of_size.setdefault(tuple(entry["image"].shape), []).append(index)
-        for indices in of_size.values():
-            is_filled = self.is_exact and len(of_size) == 1
-            for part in cut(indices, -(-len(indices) // self.at_once)):
-                filled = self.at_once if is_filled else len(part)
-                batch = [images[i] for i in islice(cycle(part), filled)]
-                outputs = self.backbone.encode(self.model, batch)
-                outputs = {name: v.float().cpu().contiguous() for name, v in outputs.items()}
-                for position, index in enumerate(part):
-                    features = {name: value[position] for name, value in outputs.items()}
-                    views[index] = make_view(images[index], features)
+        was_training = self.model.training
+        self.model.train(self.is_train)
+        try:
+            for indices in of_size.values():
+                is_filled = self.is_exact and len(of_size) == 1
+                for part in cut(indices, -(-len(indices) // self.at_once)):
+                    filled = self.at_once if is_filled else len(part)
+                    batch = [images[i] for i in islice(cycle(part), filled)]
+                    outputs = self.backbone.encode(self.model, batch)
+                    outputs = {name: v.float().cpu().contiguous() for name, v in outputs.items()}
+                    for position, index in enumerate(part):
+                        features = {name: value[position] for name, value in outputs.items()}
+                        views[index] = make_view(images[index], features)
+        finally:
+            self.model.train(was_training)
         return views
 
 
 def check_keepable(entry: Mapping[str, Any]) -> None:
-    """Checks that a mapper's entry holds no more than boxes, classes and a label.
-
-    Raises:
-        UserError: it holds others, such as masks.
-    """
+    """Raises a ``UserError`` if a mapper's entry holds more than boxes, classes and a label."""
     instances = entry.get("instances")
     fields = instances.get_fields() if isinstance(instances, Instances) else {}
     others = [*(entry.keys() & _NOT_KEPT), *sorted(fields.keys() - _BOX_FIELDS)]
@@ -103,20 +96,13 @@ def check_keepable(entry: Mapping[str, Any]) -> None:
         others.append(type(fields["gt_boxes"]).__name__)
     if others:
         raise UserError(
-            f"image '{entry.get('file_name', '')}' comes with '{others[0]}', but "
-            "MODEL.CACHE_FEATURES keeps boxes, classes and labels alone: set "
-            "MODEL.CACHE_FEATURES.ENABLED False"
+            f"image '{entry.get('file_name', '')}' comes with '{others[0]}', which the cache does "
+            "not keep: set MODEL.CACHE_FEATURES.ENABLED False"
         )
 
 
 def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
-    """Returns a view of a mapper's entry.
-
-    Args:
-        entry: with "image" (3, H, W) and, if they are to be kept, "instances" or "label", and the
-            "height" and "width" of the whole image.
-        features: the encoder's outputs for that image.
-    """
+    """Returns a view of a mapper's entry from the encoder's outputs for its "image" (3, H, W)."""
     height, width = entry["image"].shape[-2:]
     truth: dict[str, Tensor] = {}
     if "instances" in entry:
@@ -129,7 +115,7 @@ def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
 
 
 class AllViews(Dataset[Mapped]):
-    """All views of a set by number: that of a record's first view is the record's row times K.
+    """The K views of each numbered record; those of row r have the indices r * K to r * K + K - 1.
 
     Attributes:
         records: of the set.
@@ -137,11 +123,6 @@ class AllViews(Dataset[Mapped]):
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
-        """
-        Args:
-            records: numbered, see ``qbheat_det.data.number_records``.
-            views: draws them.
-        """
         # One array of bytes, which forked workers share instead of copying.
         self.records = (
             records
@@ -176,10 +157,7 @@ class CachedSet:
     """A set of images, and where the features of its views are.
 
     Attributes:
-        title: what is done to it, for the log.
-        views: of the images.
-        store: of as many views.
-        encoder: of the views.
+        title: for the log.
     """
 
     title: str
@@ -189,13 +167,9 @@ class CachedSet:
 
 
 def fill(cached: CachedSet, *, num_workers: int) -> None:
-    """Writes what is missing of a set; other processes that do so too share the work.
+    """Writes what is missing of a set, and shares the work with other processes that do so.
 
-    Returns when nothing is missing, whoever wrote it.
-
-    Args:
-        cached: the set.
-        num_workers: processes that load views ahead.
+    Returns when nothing is missing, whoever wrote it; ``num_workers`` processes load views ahead.
 
     Raises:
         UserError: the store cannot be written, or cannot hold what there is.

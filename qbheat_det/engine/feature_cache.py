@@ -27,12 +27,7 @@ from torch import Tensor, nn
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.files import hash_tensors, write_atomically
 from qbheat_det.data import (
-    FORMAT_VERSION,
     MAPPERS_OF_CLASSES,
-    VIEW_ROW,
-    VIEWS_PER_CHUNK,
-    CachedViews,
-    FeatureStore,
     FixedViews,
     ImageBatches,
     TrainStream,
@@ -41,6 +36,8 @@ from qbheat_det.data import (
     load_classes,
     number_records,
 )
+from qbheat_det.data.feature_store import FORMAT_VERSION, VIEWS_PER_CHUNK, FeatureStore
+from qbheat_det.data.mappers import VIEW_ROW, CachedViews
 from qbheat_det.modeling.backbone import CachedBackbone
 from qbheat_det.modeling.contracts import get_backbone
 
@@ -75,12 +72,7 @@ class CachedFeatures:
     """The cache of a run: made by ``prepare``, read by the stream and by test loaders."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
-        """
-        Args:
-            cfg: of the run.
-            model: that ``backbone`` is a part of.
-            backbone: gives the features.
-        """
+        """``backbone`` is a part of ``model`` and gives the features."""
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
@@ -89,22 +81,14 @@ class CachedFeatures:
         self._tests: dict[str, CachedSet] = {}
 
     @property
-    def folder(self) -> Path:
-        """That of all caches."""
-        named = self._cfg.MODEL.CACHE_FEATURES.FOLDER
-        return Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
-
-    @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
     def prepare(self, stream: TrainStream) -> None:
         """Encodes what the caches lack, and makes the stream read from them.
 
-        To be called on all processes, after the weights are loaded and before the first batch.
-
-        Args:
-            stream: of the run; its mapper is replaced.
+        To be called on all processes, after the weights are loaded and before the first batch. The
+        stream's mapper is replaced.
 
         Raises:
             UserError: the disk is too small, or the features cannot be kept.
@@ -174,7 +158,9 @@ class CachedFeatures:
             device=self._device,
             size_divisibility=whole.size_divisibility,
         )
-        folder = self.folder / name_cache(description)
+        named = self._cfg.MODEL.CACHE_FEATURES.FOLDER
+        caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
+        folder = caches / name_cache(description)
         about = folder / "meta.json"
         if not about.is_file():
             text = json.dumps(description, indent=2, sort_keys=True)
@@ -202,9 +188,7 @@ class CachedFeatures:
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
     """Replaces a model's encoder by a ``CachedBackbone``, if the config asks for it.
 
-    Args:
-        cfg: ``MODEL.CACHE_FEATURES`` and ``INPUT.FIXED_VIEWS``.
-        model: changed in place, before an optimizer, wrapper or copy is made of it.
+    The model is changed in place, before an optimizer, wrapper or copy is made of it.
 
     Raises:
         UserError: this cannot be trained from a cache; the message says why.
@@ -227,9 +211,8 @@ def describe_cache(
 ) -> dict[str, Any]:
     """Returns all that the features of a data set depend on, long things by their SHA-256.
 
-    Two descriptions that differ show by their keys why a cache is not used again. Threads and
-    versions of other libraries do not enter: caches are moved and shared, and what they change is
-    far below half precision.
+    Threads and versions of other libraries do not enter: caches are moved and shared, and what they
+    change is far below half precision.
 
     Args:
         cfg: of the run; of ``INPUT``, what the views of such a set depend on enters.

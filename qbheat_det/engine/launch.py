@@ -38,8 +38,8 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
         What ``main`` returned in this process; None if others were started for it.
 
     Raises:
-        UserError: these processes cannot be started, or one of them met bad input. Of several
-            processes under torchrun that met it, one raises and the rest exit with code 2.
+        UserError: these processes cannot be started, or one met bad input; under torchrun the
+            others that met it exit with code 2.
     """
     if all(name in os.environ for name in _RANK_VARIABLES):
         return _run_as_rank(main, args)
@@ -71,11 +71,10 @@ def _check_launch(args: argparse.Namespace) -> None:
         raise UserError("--num-gpus and --num-machines must be at least 1")
     if gpus * args.num_machines <= 1:
         return
-    if gpus > available or not _uses_gpus(args):
-        found = f"PyTorch finds {available}" if gpus > available else "MODEL.DEVICE is not 'cuda'"
-        raise UserError(
-            f"--num-gpus {gpus}, but {found}; processes on the CPU are started by {_TORCHRUN}"
-        )
+    if gpus > available:
+        raise UserError(f"--num-gpus is {gpus}, but PyTorch finds {available}")
+    if not _uses_gpus(args):
+        raise UserError(f"--num-gpus needs MODEL.DEVICE cuda; on the CPU use {_TORCHRUN}")
 
 
 def _uses_gpus(args: argparse.Namespace) -> bool:
@@ -86,9 +85,7 @@ def _uses_gpus(args: argparse.Namespace) -> bool:
 def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:
     missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
     if missing:
-        raise UserError(
-            f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}, or unset RANK"
-        )
+        raise UserError(f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}")
     store, rank, world_size = next(rendezvous("env://"))
     try:
         backend = _choose_backend(args)
@@ -105,7 +102,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
             raise
         time.sleep(1)  # torchrun ends all processes after the first exit, so let that one report
         raise SystemExit(2) from None
-    _leave_process_group()
+    dist.destroy_process_group()
     return result
 
 
@@ -119,8 +116,7 @@ def _choose_backend(args: argparse.Namespace) -> str:
     available = torch.cuda.device_count()
     if local_size > available:
         raise UserError(
-            f"torchrun started {local_size} processes, but PyTorch finds {available} GPUs on this "
-            f"machine: --nproc-per-node {available}, or MODEL.DEVICE cpu"
+            f"torchrun has --nproc-per-node {local_size}, but PyTorch finds {available} GPUs"
         )
     torch.cuda.set_device(local_rank)
     return "nccl"
@@ -139,26 +135,14 @@ def _create_local_process_group(size: int) -> None:
             comm._LOCAL_PROCESS_GROUP = group
 
 
-def _leave_process_group() -> None:
-    """Undoes everything, so that this Python process could join another group."""
-    dist.destroy_process_group()
-    comm._LOCAL_PROCESS_GROUP = None
-    for name in ("create_local_process_group", "_get_global_gloo_group"):
-        cached = getattr(comm, name, None)
-        if cached is not None:
-            cached.cache_clear()
-
-
 def distribute(model: nn.Module) -> nn.Module:
     """Wraps a model in ``DistributedDataParallel`` if there are several processes."""
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    # A model on the CPU has no device ids, but Detectron2 passes one by default.
-    device_ids = {} if on_gpu else {"device_ids": None}
+    on_cpu = next(model.parameters()).device.type == "cpu"
     return create_ddp_model(
         model,
         broadcast_buffers=False,
         find_unused_parameters=may_have_unused_parameters(model),
-        **device_ids,
+        **({"device_ids": None} if on_cpu else {}),  # Detectron2 passes one by default
     )
 
 

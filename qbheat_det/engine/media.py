@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Images and videos on disk: finding them, reading them, and names for what is written."""
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import cv2
 import numpy as np
@@ -23,7 +23,7 @@ Image = npt.NDArray[np.uint8]
 
 
 class UnreadableMedia(Exception):
-    """A file that is not the image or video that its name promises; the message says why."""
+    """A file that cannot be read as an image or video; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,16 @@ def find_media(inputs: Sequence[str], exclude: Path | None = None) -> list[Media
                 if path.is_file() and not (exclude and real.is_relative_to(exclude.resolve())):
                     found.setdefault(real, MediaFile(path, path.relative_to(root).as_posix()))
         else:
-            hint = "; config overrides go last, after another flag" if name.isupper() else ""
-            raise UserError(f"input '{name}' does not exist{hint}")
+            raise UserError(f"input '{name}' does not exist (config overrides go last)")
     if not found:
-        suffixes = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
-        raise UserError(f"no images or videos in {', '.join(inputs)} (looked for {suffixes})")
+        raise UserError(f"no images or videos in {', '.join(inputs)}")
     return list(found.values())
 
 
 def name_outputs(media: Sequence[MediaFile]) -> list[Path]:
-    """Returns a relative path for each file's drawn picture or video, no two of them equal.
+    """Returns distinct relative paths of the drawn images and videos.
 
-    JPEG stays JPEG, other images become PNG, videos become MP4. Where two inputs would meet, as
-    ``a.png`` and ``a.bmp`` would, the later gets a number: ``a-2.png``.
+    JPEG stays JPEG, other images become PNG, videos MP4. After ``a.png``, ``a.bmp`` is ``a-2.png``.
     """
     taken: set[str] = set()
     outputs = []
@@ -100,15 +97,14 @@ def read_bgr(path: Path) -> Image:
     """
     try:
         with open_image(path) as header:
-            if header.mode.startswith("I"):  # Pillow would turn all above 255 into white
-                raise UnreadableMedia("16 bits of grey: convert it to 8 first")
+            is_16_bit = header.mode.startswith("I")
         image: Image = read_image(str(path), format="BGR")
-    except UnreadableMedia:
-        raise
     except UnidentifiedImageError as error:
         raise UnreadableMedia("not an image") from error
     except Exception as error:  # what a broken file raises depends on its format's decoder
         raise UnreadableMedia(" ".join(str(error).split()) or type(error).__name__) from error
+    if is_16_bit:  # Pillow turns all values above 255 into white
+        raise UnreadableMedia("16 bits of grey: convert it to 8 first")
     return image
 
 
@@ -139,7 +135,6 @@ class VideoReader:
         self._capture = cv2.VideoCapture(str(path))
         found, self._first = self._capture.read()
         if not found:
-            self._capture.release()
             raise UnreadableMedia("not a video: no frame could be decoded")
         fps = self._capture.get(cv2.CAP_PROP_FPS)
         self.fps: float = fps if 0 < fps < 1000 else 25.0  # some containers do not say
@@ -154,44 +149,31 @@ class VideoReader:
         self._capture.release()
 
 
-class VideoWriter:
-    """Writes BGR frames of one size to an MP4, which appears under its name when complete.
+@contextlib.contextmanager
+def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
+    """Yields a function that appends a BGR frame to an MP4, which gets its name when complete.
 
-    MPEG-4 has even sizes only: OpenCV drops the last row or column of an odd one.
+    All frames have one size. MPEG-4 has even sizes only: OpenCV drops an odd last row or column.
+
+    Raises:
+        UserError: OpenCV on this machine cannot write MP4 there.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    writer = cv2.VideoWriter()
 
-    def __init__(self, path: Path, fps: float) -> None:
-        self._path = path
-        self._partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-        self._fps = fps
-        self._writer: cv2.VideoWriter | None = None
-
-    def __enter__(self) -> "VideoWriter":
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def write(self, frame: Image) -> None:
-        """Appends a frame.
-
-        Raises:
-            UserError: OpenCV on this machine cannot write MP4 there.
-        """
-        if self._writer is None:
+    def append(frame: Image) -> None:
+        if not writer.isOpened():
             height, width = frame.shape[:2]
             fourcc = cv2.VideoWriter.fourcc(*"mp4v")
-            self._writer = cv2.VideoWriter(str(self._partial), fourcc, self._fps, (width, height))
-            if not self._writer.isOpened():
-                raise UserError(f"OpenCV cannot write the video '{self._path}' on this machine")
-        self._writer.write(frame)
+            if not writer.open(str(partial), fourcc, fps, (width, height)):
+                raise UserError(f"OpenCV cannot write the video '{path}' on this machine")
+        writer.write(frame)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._writer is not None:
-            self._writer.release()
-            if kind is None:
-                os.replace(self._partial, self._path)
-        self._partial.unlink(missing_ok=True)
+    try:
+        yield append
+        writer.release()
+        os.replace(partial, path)
+    finally:
+        writer.release()
+        partial.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,10 +24,6 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Args:
-            device: of the model.
-        """
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -50,20 +45,14 @@ class PeakMemory:
 
 def total_memory() -> int:
     """Returns the bytes of the machine, or of the container if it is limited to less."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_group_limits()])
-
-
-def _group_limits() -> Iterator[int]:
-    """Yields the limits in bytes of Linux's control groups, of version 2."""
-    with contextlib.suppress(OSError, ValueError):
-        # A container may see its own group at the root, under the name that it has outside.
-        group = Path(
-            _GROUP.read_text(encoding="utf-8").splitlines()[-1].split(":", 2)[2].lstrip("/")
-        )
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError):
+        # A container may see its own control group at the root, under the name it has outside.
+        group = Path(_GROUP.read_text(encoding="utf-8").splitlines()[-1].split(":", 2)[2][1:])
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                yield int((_GROUPS_ROOT / folder / "memory.max").read_text(encoding="ascii"))
+                limits.append(int((_GROUPS_ROOT / folder / "memory.max").read_text()))
+    return min(limits)
 
 
 def resident_peak() -> int:

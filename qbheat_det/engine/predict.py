@@ -1,12 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction on images and videos with trained weights, through Detectron2's ``DefaultPredictor``.
+"""Prediction on images and videos with trained weights, by Detectron2's ``DefaultPredictor``."""
 
-The weights are all that is needed: those of the package's runs hold the config, and with it the
-names and the ids of the classes. For others' weights ``config.yaml`` beside them says both.
-"""
-
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,18 +18,17 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import join_first
 from qbheat_det.engine.media import (
     Image,
     MediaFile,
     UnreadableMedia,
     VideoReader,
-    VideoWriter,
     name_outputs,
+    open_video,
     read_bgr,
     write_image,
 )
-
-Draw = Callable[[Image, Instances], Image]
 
 
 def build_predictor(
@@ -42,8 +38,8 @@ def build_predictor(
 
     Args:
         cfg: as of ``load_run_config``.
-        prepare: is given the model with its weights and returns what predicts, such as its
-            deployed form.
+        prepare: from the model with its weights to the one that predicts, such as its deployed
+            form.
 
     Raises:
         UserError: the weights cannot be read, or do not fit the model of the config.
@@ -100,10 +96,7 @@ def read_image_ids(json_file: str, media: Sequence[MediaFile]) -> list[int]:
         else:
             unknown.append(file.name)
     if unknown:
-        raise UserError(
-            f"{json_file} has no single image for {len(unknown)} of the input files, such as "
-            f"'{unknown[0]}'"
-        )
+        raise UserError(f"'{json_file}' has no single image for {join_first(map(repr, unknown))}")
     if len(set(found)) < len(found):
         raise UserError(f"{json_file}: two of the input files are the same image there")
     return found
@@ -134,16 +127,16 @@ class MediaPredictor:
         cfg: CfgNode,
         score_threshold: float,
         output_dir: Path | None,
-        draw: Draw,
+        draw: Callable[[Image, Instances], Image],
     ) -> None:
         """
         Args:
-            predictor: a ``DefaultPredictor``, or what else takes a (H, W, 3) BGR image, whatever
-                ``cfg.INPUT.FORMAT`` is, and gives its {"instances"}.
-            cfg: ``MODEL.CATEGORY_IDS`` is read.
+            predictor: a ``DefaultPredictor``, or another function from a (H, W, 3) BGR image,
+                whatever ``cfg.INPUT.FORMAT`` is, to {"instances"}.
+            cfg: ``MODEL.CATEGORY_IDS`` and ``INPUT.MAX_SIZE_TEST`` are read.
             score_threshold: boxes below it are neither drawn nor collected.
-            output_dir: folder for the pictures; nothing is drawn if None.
-            draw: from a BGR image and its instances to a picture, also BGR.
+            output_dir: folder for the drawn images; nothing is drawn if None.
+            draw: from a BGR image and its instances to the drawn image, also BGR.
         """
         self._predictor = predictor
         self._cfg = cfg
@@ -178,52 +171,42 @@ class MediaPredictor:
         short, long = sorted(image.shape[:2])
         if short * self._cfg.INPUT.MAX_SIZE_TEST < long:
             raise UnreadableMedia(f"{long} x {short} pixels is too elongated to be resized")
-        instances = self._predict(image)
-        self._collect(instances, image_id, {"file_name": file.name})
+        instances = self._predict(image, image_id, {"file_name": file.name})
         self.report.num_images += 1
         if self._output_dir is not None:
             write_image(self._output_dir / output, self._draw(image, instances))
 
     def _run_video(self, file: MediaFile, output: Path) -> None:
         frames = VideoReader(file.path)
-        if self._output_dir is None:
-            for _ in self._predict_frames(file, frames):
-                pass
-            return
-        with VideoWriter(self._output_dir / output, frames.fps) as writer:
-            for frame, instances in self._predict_frames(file, frames):
-                writer.write(self._draw(frame, instances))
-
-    def _predict_frames(
-        self, file: MediaFile, frames: VideoReader
-    ) -> Iterator[tuple[Image, Instances]]:
         bar = tqdm(frames, total=frames.num_frames, unit="frame", desc=file.name, leave=False)
-        for index, frame in enumerate(bar):
-            instances = self._predict(frame)
-            self._collect(instances, None, {"file_name": file.name, "frame": index})
-            self.report.num_frames += 1
-            yield frame, instances
+        with contextlib.ExitStack() as stack:
+            append = None
+            if self._output_dir is not None:
+                append = stack.enter_context(open_video(self._output_dir / output, frames.fps))
+            for index, frame in enumerate(bar):
+                instances = self._predict(frame, None, {"file_name": file.name, "frame": index})
+                self.report.num_frames += 1
+                if append is not None:
+                    append(self._draw(frame, instances))
 
-    def _predict(self, image: Image) -> Instances:
+    def _predict(self, image: Image, image_id: int | None, origin: Mapping[str, Any]) -> Instances:
+        """Returns the boxes above the threshold, after collecting them as results."""
         instances = self._predictor(image)["instances"].to("cpu")
-        return instances[instances.scores >= self._score_threshold]
-
-    def _collect(
-        self, instances: Instances, image_id: int | None, origin: Mapping[str, Any]
-    ) -> None:
+        instances = instances[instances.scores >= self._score_threshold]
         if image_id is None:
             image_id, self._next_id = self._next_id, self._next_id + 1
         for found in instances_to_coco_json(instances, image_id):
             found["category_id"] = get_category_id(self._cfg, found["category_id"])
             self.results.append({"image_id": image_id, **origin, **found})
         self.report.num_boxes += len(instances)
+        return instances
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes JSON so that a reader finds either the whole new file or what was there before.
+    """Writes JSON, whole or not at all.
 
     Raises:
         UserError: the file cannot be written.
     """
-    text = json.dumps(content)
-    write_atomically(path, lambda stream: stream.write(text.encode("utf-8")))
+    text = json.dumps(content).encode()
+    write_atomically(path, lambda stream: stream.write(text))

@@ -30,55 +30,38 @@ from .failure import FailedStep, read_failure
 from .step import choose_precision, compute_losses, loss_weight, seed_step
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageReport:
-    """One image of the failed batch.
-
-    Attributes:
-        name: file and id.
-        size: (height, width) in pixels, as the model receives it.
-        num_boxes: of its ground truth.
-        defects: of the image or its ground truth.
-        losses: of the image alone, in training mode; empty if it was not run.
-        error: raised by the image alone, or "".
-    """
+    """One image of the failed batch, and its losses if it was run alone, in training mode."""
 
     name: str
-    size: tuple[int, int]
+    size: tuple[int, int]  # (height, width) in pixels, as the model receives it
     num_boxes: int
-    defects: tuple[str, ...] = ()
+    defects: tuple[str, ...] = ()  # of the image or its ground truth
     losses: dict[str, float] = field(default_factory=dict)
     error: str = ""
+
+    def __str__(self) -> str:
+        row = f"  {self.name}  {self.size[1]} x {self.size[0]}, {self.num_boxes} boxes"
+        row += f", loss {sum(self.losses.values()):.5g}" if self.losses else ""
+        row += f", raised {self.error}" if self.error else ""
+        return "; ".join([row, *self.defects])
 
 
 @dataclass
 class ReplayReport:
-    """Result of a replay; ``str`` gives it as text.
-
-    Attributes:
-        path: of the file.
-        failed: its content.
-        device: of the replay.
-        losses: of the last micro-batch, weighted as in training.
-        error: raised by the forward or backward pass, or "".
-        first_module: name and class of the first module whose output is not finite, if any.
-        first_module_values: number of its output's values that are not finite, and of all.
-        first_module_has_finite_inputs: whether its arguments are finite.
-        first_module_has_finite_weights: whether its parameters are.
-        not_finite: names of tensors with inf or nan, by where they were found: "weights" before
-            the step, "buffers" after it, "last gradients" in the file, "gradients" of the replay.
-        images: in the batch's order.
-    """
+    """Result of a replay; ``str`` gives it as text. Losses are of the last micro-batch."""
 
     path: str
     failed: FailedStep
     device: str
     losses: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    first_module: str | None = None
-    first_module_values: tuple[int, int] = (0, 0)
+    first_module: str | None = None  # name and class, of those whose output is not finite
+    first_module_values: tuple[int, int] = (0, 0)  # values of its output not finite, and all
     first_module_has_finite_inputs: bool = True
     first_module_has_finite_weights: bool = True
+    # "weights" before the step, "buffers" after it, "last gradients" of the file, "gradients".
     not_finite: dict[str, list[str]] = field(default_factory=dict)
     images: list[ImageReport] = field(default_factory=list)
 
@@ -105,10 +88,9 @@ class ReplayReport:
             values = (found.get(name, math.nan) for found in (failed.losses, self.losses))
             lines.append(f"{name:<20}  " + "  ".join(f"{value:>11.5g}" for value in values))
         if not self.is_same:
-            lines.append("The losses differ from those of training: the device, a library or the "
-                         "other processes of the run are not the same.")  # fmt: skip
+            lines.append("The losses differ: the device, a library or other processes differ.")
         lines += ["", *self._describe_values(), "", "Images of this process, each run alone:"]
-        return "\n".join([*lines, *map(_format_image, self.images)])
+        return "\n".join([*lines, *map(str, self.images)])
 
     def _describe_values(self) -> Iterator[str]:
         if self.error:
@@ -117,16 +99,10 @@ class ReplayReport:
             yield "Every module's output is finite."
         else:
             bad, total = self.first_module_values
-            inputs, weights = (
-                "finite" if finite else "not finite"
-                for finite in (
-                    self.first_module_has_finite_inputs,
-                    self.first_module_has_finite_weights,
-                )
-            )
             yield (
                 f"First output that is not finite: {self.first_module}, {bad:,} of {total:,} "
-                f"values; its inputs are {inputs}, its weights {weights}."
+                f"values; finite inputs: {self.first_module_has_finite_inputs}, finite weights: "
+                f"{self.first_module_has_finite_weights}."
             )
         for kind, names in self.not_finite.items():
             yield f"{kind:<15} {'not finite: ' + join_first(names) if names else 'all finite'}"
@@ -151,28 +127,35 @@ def replay_failure(
     cfg.MODEL.DEVICE = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
     model = _build_model(cfg, failed, path)
     report = ReplayReport(path=str(path), failed=failed, device=cfg.MODEL.DEVICE)
+    state = {**failed.weights, **failed.buffers}
+    parameters = failed.gradients.keys()
     report.not_finite = {
-        "weights": _not_finite({name: failed.weights[name] for name in failed.gradients}),
-        "buffers": _not_finite(
-            {
-                name: value
-                for name, value in {**failed.weights, **failed.buffers}.items()
-                if name not in failed.gradients
-            }
-        ),
+        "weights": _not_finite({k: v for k, v in state.items() if k in parameters}),
+        "buffers": _not_finite({k: v for k, v in state.items() if k not in parameters}),
         "last gradients": _not_finite(failed.gradients),
     }
     with EventStorage(failed.iteration):  # Detectron2's detectors write to it in training
-        _check_normalizers(model, failed, path)
+        if failed.normalizers is not None and isinstance(model, SupportsLossNormalizers):
+            wanted = model.loss_counts(failed.batches[0]).shape
+            if failed.normalizers.shape != wanted:
+                raise UserError(f"'{path}' was written by another version of qbheat_det: replay "
+                                "it with the version in the run's run.json")  # fmt: skip
         _run_step(cfg, model, failed, report)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         report.not_finite["gradients"] = _not_finite(gradients)
         _restore(model, failed)  # the forward pass changed BatchNorm's statistics
-        report.images = [
-            _replay_image(cfg, model, failed, entry, run=each_image)
-            for batch in failed.batches
-            for entry in batch
-        ]
+        entries = [entry for batch in failed.batches for entry in batch]
+        report.images = [_describe_image(entry) for entry in entries]
+        for image, entry in zip(report.images, entries, strict=True) if each_image else ():
+            seed_step(failed.seed, failed.iteration, failed.rank)
+            try:
+                with torch.no_grad():
+                    losses = compute_losses(model, [entry], precision=choose_precision(cfg))
+                image.losses = {name: float(value) for name, value in losses.items()}
+            except Exception as error:
+                image.error = f"{type(error).__name__}: {error}"
+            finally:
+                _restore(model, failed)
     return report
 
 
@@ -183,25 +166,10 @@ def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str])
         cached = replace_encoder(cfg, model) if cfg.MODEL.CACHE_FEATURES.ENABLED else None
         _restore(model, failed)
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"the model of '{path}' cannot be built again: {error}; the code may have changed, or "
-            "a model of your own is not imported"
-        ) from error
+        raise UserError(f"the model of '{path}' cannot be built again: {error}") from error
     if cached is not None:
         cached.trust()  # the entries of the batch contain their features
     return model.train()
-
-
-def _check_normalizers(model: nn.Module, failed: FailedStep, path: str | os.PathLike[str]) -> None:
-    if failed.normalizers is None or not isinstance(model, SupportsLossNormalizers):
-        return
-    wanted = model.loss_counts(failed.batches[0]).shape
-    if failed.normalizers.shape != wanted:
-        raise UserError(
-            f"'{path}' was written by another version of qbheat_det, with loss normalizers of "
-            f"shape {list(failed.normalizers.shape)} in place of {list(wanted)}: replay it with "
-            "that version, which run.json in the run's folder names"
-        )
 
 
 def _restore(model: nn.Module, failed: FailedStep) -> None:
@@ -269,26 +237,7 @@ def _watch_modules(model: nn.Module, report: ReplayReport) -> Iterator[None]:
             handle.remove()
 
 
-def _replay_image(
-    cfg: CfgNode, model: nn.Module, failed: FailedStep, entry: dict[str, Any], *, run: bool
-) -> ImageReport:
-    report = describe_image(entry)
-    if not run:
-        return report
-    seed_step(failed.seed, failed.iteration, failed.rank)
-    try:
-        with torch.no_grad():
-            losses = compute_losses(model, [entry], precision=choose_precision(cfg))
-        values = {name: float(value) for name, value in losses.items()}
-    except Exception as error:
-        return dataclasses.replace(report, error=f"{type(error).__name__}: {error}")
-    finally:
-        _restore(model, failed)
-    return dataclasses.replace(report, losses=values)
-
-
-def describe_image(entry: Mapping[str, Any]) -> ImageReport:
-    """Describes one entry of a batch, with its defects."""
+def _describe_image(entry: Mapping[str, Any]) -> ImageReport:
     image = entry.get("image")
     image = image if isinstance(image, Tensor) else torch.empty(3, 0, 0)
     height, width = (int(length) for length in image.shape[-2:])
@@ -312,13 +261,6 @@ def describe_image(entry: Mapping[str, Any]) -> ImageReport:
         num_boxes=0 if instances is None else len(instances),
         defects=tuple(defects),
     )
-
-
-def _format_image(image: ImageReport) -> str:
-    row = f"  {image.name}  {image.size[1]} x {image.size[0]}, {image.num_boxes} boxes"
-    row += f", loss {sum(image.losses.values()):.5g}" if image.losses else ""
-    row += f", raised {image.error}" if image.error else ""
-    return "; ".join([row, *image.defects])
 
 
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:

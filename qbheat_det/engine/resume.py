@@ -67,9 +67,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
     refused = [change for key, change in changed.items() if key not in free | {*_END}]
     if refused:
         raise UserError(
-            f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}. "
-            "Undo that, or start a new run from its weights with MODEL.WEIGHTS FILE and another "
-            "OUTPUT_DIR, without --resume"
+            f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
         )
     for key, change in changed.items():
         level = logging.WARNING if key in _END else logging.INFO
@@ -84,44 +82,36 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     """
     if "num_images" not in state:
         raise UserError(
-            "--resume continues runs of this package's trainer, which did not write the "
-            "checkpoint: start a new run from its weights with MODEL.WEIGHTS, without --resume"
+            "--resume needs a checkpoint of this package's trainer: start a new run with "
+            "MODEL.WEIGHTS"
         )
     before, now = state["num_images"], stream.num_images
     if (before, state["fingerprint"]) == (now, stream.fingerprint):
         return
     found = f"there are {now} now" if before != now else "their order or their boxes have changed"
-    raise UserError(
-        f"--resume continues a run on {before} training images, but {found}: restore the data, or "
-        "start a new run from its weights with MODEL.WEIGHTS"
-    )
+    raise UserError(f"--resume continues a run on {before} training images, but {found}")
 
 
 def check_start(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Checks that a command either resumes a run or starts one, before anything is written.
+    """Checks that a command either resumes a run or starts one.
 
     Raises:
         UserError: ``--resume`` with other weights than the run began with, or a new run in a
             folder that contains one.
     """
     given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in args.opts[::2] else ""
-    folder, last = Path(cfg.OUTPUT_DIR), _last_checkpoint(Path(cfg.OUTPUT_DIR))
+    folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))
     if args.eval_only:
         if args.resume and given:
-            raise UserError(
-                f"--resume evaluates the last checkpoint of OUTPUT_DIR, but MODEL.WEIGHTS '{given}'"
-                " names other weights: leave one of them out"
-            )
+            raise UserError(f"--resume evaluates a checkpoint, not MODEL.WEIGHTS '{given}'")
     elif last and not args.resume:
         raise UserError(
-            f"'{folder}' contains a run up to {last}: add --resume to continue it, or name another "
-            "OUTPUT_DIR for a new run"
+            f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it"
         )
     elif args.resume and given and not (last and given == _initial_weights(folder)):
-        found = f"continues the run in '{folder}'" if last else f"finds no run in '{folder}'"
         raise UserError(
-            f"--resume {found}, but MODEL.WEIGHTS '{given}' starts a new one: leave out "
-            "MODEL.WEIGHTS to continue a run, or --resume to start one"
+            f"--resume continues the run in OUTPUT_DIR '{folder}', but MODEL.WEIGHTS '{given}' "
+            "starts a new one: leave one of them out"
         )
 
 
@@ -134,23 +124,19 @@ def warn_of_random_encoder(model: nn.Module, weights: str) -> None:
     parameters = list(encoder.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         logger.warning(
-            f"The {type(encoder).__name__} is frozen with random weights, on which a head learns "
-            "little: set MODEL.WEIGHTS to pre-trained weights, unless this is a baseline"
+            f"The {type(encoder).__name__} is frozen with random weights: set MODEL.WEIGHTS, "
+            "unless this is a baseline"
         )
-
-
-def contains_run(folder: str) -> bool:
-    """Whether a folder has a checkpoint to resume from, with or without ``last_checkpoint``."""
-    return bool(_last_checkpoint(Path(folder)))
 
 
 def find_last_checkpoint(folder: str) -> str:
     """Returns the path of the newest checkpoint in a folder; empty if there is none."""
-    name = _last_checkpoint(Path(folder))
-    return str(Path(folder) / name) if name and (Path(folder) / name).is_file() else ""
+    path = Path(folder) / name_last_checkpoint(Path(folder))
+    return str(path) if path.is_file() else ""
 
 
-def _last_checkpoint(folder: Path) -> str:
+def name_last_checkpoint(folder: Path) -> str:
+    """Returns the name in ``last_checkpoint``, else the newest file's; empty if there is none."""
     try:
         return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -158,7 +144,6 @@ def _last_checkpoint(folder: Path) -> str:
 
 
 def _initial_weights(folder: Path) -> str:
-    """Returns the weights that the run in a folder began with, according to its config.yaml."""
     try:
         content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         return str(content["MODEL"]["WEIGHTS"])

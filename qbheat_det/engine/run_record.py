@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The record of a run's starts, ``OUTPUT_DIR/run.json``: command, data, code, versions, device."""
 
-import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -10,7 +9,6 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,6 @@ _CODE = ("qbheat_det", "configs", "tools")
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class CodeVersion:
-    """Commit of the checkout that the package is used from, and whether its code was changed."""
-
-    commit: str
-    dirty: bool
-
-
 def write_run_record(
     output_dir: str | os.PathLike[str],
     *,
@@ -45,8 +35,6 @@ def write_run_record(
     data: Mapping[str, Any] | None = None,
 ) -> None:
     """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
-
-    Versions are all that is written of the environment.
 
     Args:
         output_dir: folder of the run.
@@ -61,16 +49,18 @@ def write_run_record(
         UserError: the file cannot be written, or is no list of starts.
     """
     path = Path(output_dir) / RUN_FILE
-    code = find_code_version()
+    commit, dirty = find_code_version()
+    if device.startswith("cuda") and torch.cuda.is_available():
+        device = f"{device} ({torch.cuda.get_device_name()})"
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
         "data": dict(data or {}),
         "resumed_from": resumed_from,
-        "commit": code.commit if code else None,
-        "dirty": code.dirty if code else None,
+        "commit": commit,
+        "dirty": dirty,
         "versions": list_versions(),
-        "device": _describe_device(device),
+        "device": device,
         "processes": processes,
         "seed": seed,
     }
@@ -99,62 +89,52 @@ def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     except ValueError:
         starts = None
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise UserError(f"'{path}' is no list of starts: move it, or choose another OUTPUT_DIR")
+        raise UserError(f"'{path}' is no list of starts: move it")
     return starts
 
 
 def list_versions() -> dict[str, str]:
     """Returns the versions of Python and of the libraries that decide what a run computes."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # on the path without being installed
+            module = importlib.import_module(package)
+            versions[package] = str(getattr(module, "__version__", "unknown"))
+    return versions
 
 
 def find_commit() -> str:
     """Returns the commit of the code, with ``-dirty`` where it was changed; "" if unknown."""
-    code = find_code_version()
-    return f"{code.commit}{'-dirty' if code.dirty else ''}" if code else ""
+    commit, dirty = find_code_version()
+    return f"{commit}{'-dirty' if dirty else ''}" if commit else ""
 
 
 @functools.cache
-def find_code_version(checkout: Path = _CHECKOUT) -> CodeVersion | None:
-    """Returns the version of a checkout; None for an installed wheel, and without git."""
+def find_code_version(checkout: Path = _CHECKOUT) -> tuple[str | None, bool | None]:
+    """Returns the commit of a checkout, and whether its code was changed.
+
+    Both are None for an installed wheel, and without git.
+    """
+    # Inside a git hook, GIT_DIR and its kin name another repository.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", *arguments]
+        run = subprocess.run(
+            command, check=True, cwd=checkout, env=environment, capture_output=True, text=True,
+            timeout=20,
+        )  # fmt: skip
+        return run.stdout.strip()
+
     try:
-        _git(checkout, "ls-files", "--error-unmatch", "qbheat_det/__init__.py")
-        commit = _git(checkout, "rev-parse", "HEAD").strip()
-        changes = _git(checkout, "status", "--porcelain", "--", *_CODE)
+        git("ls-files", "--error-unmatch", "qbheat_det/__init__.py")
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", *_CODE))
     except (OSError, subprocess.SubprocessError):
-        return None
-    return CodeVersion(commit, bool(changes.strip()))
+        return None, None
 
 
 def _write(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
     text = json.dumps(starts, indent=2) + "\n"
     write_atomically(path, lambda stream: stream.write(text.encode()))
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    # Inside a git hook, GIT_DIR and its kin name another repository.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    return subprocess.run(
-        ["git", "--no-optional-locks", *arguments],
-        check=True,
-        cwd=folder,
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=20,
-    ).stdout
-
-
-def _describe_device(device: str) -> str:
-    if device.startswith("cuda") and torch.cuda.is_available():
-        return f"{device} ({torch.cuda.get_device_name()})"
-    return device
-
-
-def _version(package: str) -> str:
-    for name in (package, package.replace("_", "-")):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    # On the path without being installed.
-    return str(getattr(importlib.import_module(package), "__version__", "unknown"))

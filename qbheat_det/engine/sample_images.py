@@ -14,11 +14,7 @@ _MAX_TRIED = 10  # consecutive images that cannot be read before a position is l
 
 
 class SpreadEntries(list[dict[str, Any]]):
-    """Mapped images.
-
-    Attributes:
-        unreadable: file names of the images that could not be read.
-    """
+    """Mapped images, and in ``unreadable`` the names of the files that could not be read."""
 
     def __init__(self) -> None:
         super().__init__()

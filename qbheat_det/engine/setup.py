@@ -30,10 +30,9 @@ from qbheat_det.data import (
 from qbheat_det.engine.cacheable import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .class_folders import use_classes_of_folders
-from .data_flags import use_data_flags
+from .data_flags import use_classes_of_folders, use_data_flags
 from .hooks import check_neighbours, scores_neighbours
-from .resume import check_start, contains_run
+from .resume import check_start, name_last_checkpoint
 
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
 _MINIMUM = {
@@ -62,7 +61,7 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
         check_cacheable(cfg)
     _choose_device(cfg, is_given="MODEL.DEVICE" in args.opts[::2])
-    if cfg.SEED < 0 and not (args.resume and contains_run(cfg.OUTPUT_DIR)):
+    if cfg.SEED < 0 and not (args.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR))):
         cfg.SEED = comm.shared_random_seed()  # the same for all processes, and recorded
     if cfg.MODEL.WEIGHTS:
         check_weights_file(cfg.MODEL.WEIGHTS)
@@ -75,8 +74,12 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     elif labelled:
         use_classes_of(cfg, labelled[0])
         _check_overrides(cfg, args)
-    if args.eval_only and cfg.MODEL.WEIGHTS:
-        _check_classes_of_weights(cfg)
+    trained = class_names_of(cfg.MODEL.WEIGHTS) if args.eval_only and cfg.MODEL.WEIGHTS else ()
+    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
+        raise UserError(
+            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data have "
+            f"{list(cfg.MODEL.CLASS_NAMES)}"
+        )
     if comm.is_main_process():
         _check_content(cfg, labelled)
     cfg.freeze()
@@ -95,9 +98,7 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
     try:
         os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be made: {error.strerror}"
-        ) from error
+        raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}': {error.strerror}") from error
     if not os.access(cfg.OUTPUT_DIR, os.W_OK):
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
     config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
@@ -154,10 +155,7 @@ def _check_values(cfg: CfgNode) -> None:
     if cfg.INPUT.FORMAT not in _FORMATS:
         raise UserError(f"INPUT.FORMAT is '{cfg.INPUT.FORMAT}', but must be one of {_FORMATS}")
     if cfg.TEST.PRECISE_BN.ENABLED:
-        raise UserError(
-            "TEST.PRECISE_BN is not supported: recalibrate BatchNorm of the final weights instead "
-            "(tools/export_backbone.py)"
-        )
+        raise UserError("TEST.PRECISE_BN is not supported: use tools/export_backbone.py")
 
 
 def _choose_device(cfg: CfgNode, *, is_given: bool) -> None:
@@ -177,13 +175,11 @@ def _check_overrides(cfg: CfgNode, args: argparse.Namespace) -> None:
     given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
     names = [key for key in ("DATASETS.TRAIN", "DATASETS.TEST") if key in given]
     if args.val_json and names:
-        raise UserError(f"{' and '.join(names)} and the flags for data both name data: choose one")
+        raise UserError(f"{' and '.join(names)} and --val-json both name data: choose one")
     num_classes = len(cfg.MODEL.CLASS_NAMES)
     for key, value in given.items():
         if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
-            raise UserError(
-                f"{key} is {value}, but the data have {num_classes} classes: leave it out"
-            )
+            raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
 
 
 def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
@@ -198,14 +194,13 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
     for name in test:
         if mapper in MAPPERS_OF_IMAGES and not MetadataCatalog.get(name).get("unlabelled"):
             raise UserError(
-                f"DATASETS.TEST names '{name}', a data set with annotations, but mapper '{mapper}' "
-                f"is evaluated on images alone: {_suggest_flags(mapper)}, or name such a set"
+                f"DATASETS.TEST names '{name}', which has annotations, but mapper '{mapper}' is "
+                f"evaluated on images alone: {_suggest_flags(mapper)}"
             )
     name = cfg.MODEL.META_ARCHITECTURE
     if test and name in META_ARCH_REGISTRY and not has_held_out_loss(META_ARCH_REGISTRY.get(name)):
         raise UserError(
-            f"{name} has no loss for single images, as --val-image-folder and DATASETS.TEST need: "
-            "use --knn-train-folder and --knn-val-folder"
+            f"{name} has no loss for DATASETS.TEST: use --knn-train-folder and --knn-val-folder"
         )
     if scores_neighbours(cfg) and comm.is_main_process():
         check_neighbours(cfg)
@@ -219,21 +214,20 @@ def _check_dataset(name: str, *, mapper: str) -> None:
     metadata = MetadataCatalog.get(name)
     if metadata.get("unlabelled") and mapper not in MAPPERS_OF_IMAGES:
         raise UserError(
-            f"data set '{name}' has no annotations, which INPUT.DATASET_MAPPER_NAME '{mapper}' "
-            "needs: choose another data set, or a config for pre-training or classification"
+            f"data set '{name}' has no annotations, as INPUT.DATASET_MAPPER_NAME '{mapper}' needs"
         )
     for folder in metadata.get("image_folders", ()):
         try:
             check_image_folder(folder)
         except UserError as error:
             raise UserError(
-                f"data set '{name}' cannot be used: {error}; set $DETECTRON2_DATASETS, or {hint}"
+                f"data set '{name}': {error}; set $DETECTRON2_DATASETS, or {hint}"
             ) from error
     json_file = None if metadata.get("drawn_on_first_use") else metadata.get("json_file")
     if json_file and not os.path.isfile(json_file):
         raise UserError(
-            f"data set '{name}' has no annotations at '{json_file}': set $DETECTRON2_DATASETS "
-            f"(`python tools/doctor.py` shows the paths), or {hint}"
+            f"data set '{name}' has no annotations at '{json_file}': set $DETECTRON2_DATASETS, "
+            f"or {hint}"
         )
 
 
@@ -242,28 +236,20 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
     for name in labelled:
         records = DatasetCatalog.get(name)
         is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # several are filtered together
-        errors = find_record_errors(
-            name,
-            records,
-            num_classes=len(cfg.MODEL.CLASS_NAMES),
-            filter_empty=is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
-            mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+        raise_first(
+            find_record_errors(
+                name,
+                records,
+                num_classes=len(cfg.MODEL.CLASS_NAMES),
+                filter_empty=is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+                mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+            )
         )
-        raise_first(errors)
         if cfg.DATASETS.CHECK_IMAGES:
             check_image_files(records, progress=True)
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
         file_names = [record["file_name"] for record in DatasetCatalog.get(name)]
         check_some_readable(f"data set '{name}'", file_names)
-
-
-def _check_classes_of_weights(cfg: CfgNode) -> None:
-    trained = class_names_of(cfg.MODEL.WEIGHTS)
-    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
-        raise UserError(
-            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data to "
-            f"evaluate on have {list(cfg.MODEL.CLASS_NAMES)}, which would give another AP"
-        )
 
 
 def _suggest_flags(mapper: str) -> str:

@@ -9,7 +9,7 @@ whole. Only the statistics of BatchNorm stay local.
 import contextlib
 import math
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,7 @@ from torch.optim import Optimizer
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import STEP, cut, seed_place
-from qbheat_det.modeling.contracts import (
-    SupportsAfterStep,
-    SupportsLossNormalizers,
-    get_metrics,
-)
+from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
 
 from .device_batches import BatchedInputs, BatchSource, LossReading
 
@@ -58,10 +54,9 @@ class StepTrainer(SimpleTrainer):
     ) -> None:
         """
         Args:
-            model: a meta-architecture, wrapped for distributed training if there are several
-                processes.
+            model: a meta-architecture, wrapped if there are several processes.
             data_loader: gives this process's share of each batch.
-            optimizer: over the model's parameters.
+            optimizer: of the model's parameters.
             batch_size: images of a step over all processes.
             accumulate: micro-batches that a share is cut into.
             precision: of autocast; None computes in the type of the weights.
@@ -92,13 +87,18 @@ class StepTrainer(SimpleTrainer):
                 some process; then every process raises.
         """
         share, data_time = self._source.take()
-        batches = self._micro_batches(share)
+        if len(share) < self.accumulate:
+            raise UserError(
+                f"SOLVER.ACCUMULATE is {self.accumulate}, but a process has {len(share)} images of "
+                "a step"
+            )
+        batches = cut(share, self.accumulate)
         seed_step(self.seed, self.iter, comm.get_rank())
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         # The loss is the sum over micro-batches and the mean over processes.
         for index, batch in enumerate(batches):
-            with self._gradients_synchronized(last=index == len(batches) - 1):
+            with self._average_gradients(index == len(batches) - 1):
                 losses = compute_losses(self.model, batch, normalizers, precision=self.precision)
                 weight = loss_weight(
                     self._bare,
@@ -137,18 +137,8 @@ class StepTrainer(SimpleTrainer):
         return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``."""
         super().load_state_dict(state_dict)
-        if state_dict.get("grad_scaler"):
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-
-    def _micro_batches(self, share: BatchedInputs) -> list[BatchedInputs]:
-        if len(share) < self.accumulate:
-            raise UserError(
-                f"SOLVER.ACCUMULATE is {self.accumulate}, but a process has {len(share)} images "
-                "of a step: lower it, or raise SOLVER.IMS_PER_BATCH"
-            )
-        return cut(share, self.accumulate)
+        self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
         """Returns what each micro-batch divides its losses by, if the model must be told."""
@@ -169,33 +159,25 @@ class StepTrainer(SimpleTrainer):
     ) -> None:
         """Adds losses to those logged; ends training if one is not finite on some process."""
         here, everywhere = reading.values()
-        if not all(map(math.isfinite, everywhere.values())):
-            self._fail(batches, here, normalizers)
-        for name, value in everywhere.items():
-            logged[name] = logged.get(name, 0.0) + value
-
-    def _fail(
-        self,
-        batches: list[BatchedInputs],
-        losses: dict[str, float],
-        normalizers: tuple[Tensor, ...],
-    ) -> NoReturn:
-        """Raises on every process, after the failing ones have written their reports."""
+        if all(map(math.isfinite, everywhere.values())):
+            for name, value in everywhere.items():
+                logged[name] = logged.get(name, 0.0) + value
+            return
         failure: UserError | None = None
-        if self.on_failure is not None and not all(map(math.isfinite, losses.values())):
+        if self.on_failure is not None and not all(map(math.isfinite, here.values())):
             try:
-                self.on_failure(batches, losses, normalizers[0] if normalizers else None)
+                self.on_failure(batches, here, normalizers[0] if normalizers else None)
             except UserError as error:
                 failure = error
+        # Every process raises, after the failing ones have written their reports.
         messages = [message for message in comm.all_gather(str(failure or "")) if message]
-        nothing = f"a loss is not finite at iteration {self.iter}: {losses} on this process"
-        raise failure or UserError(messages[0] if messages else nothing)
+        unreported = f"a loss is not finite at iteration {self.iter}: {here} on this process"
+        raise failure or UserError(messages[0] if messages else unreported)
 
-    def _gradients_synchronized(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Averages gradients over processes once a step, with the last micro-batch."""
-        if last or not isinstance(self.model, DistributedDataParallel):
+    def _average_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        if is_last or not isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext()
-        return self.model.no_sync()
+        return self.model.no_sync()  # once a step is enough
 
     def _log(self, losses: dict[str, float], data_time: float) -> None:
         storage = get_event_storage()
@@ -216,8 +198,7 @@ class StepTrainer(SimpleTrainer):
 def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
 
-    Equal arguments give equal dropout, so that no checkpoint has to hold a random state. It takes
-    tens of microseconds and waits for no device.
+    Equal arguments give equal dropout, so that no checkpoint has to hold a random state.
     """
     seed_place(seed, STEP, iteration, rank)
     if torch.cuda.is_available():
@@ -264,20 +245,15 @@ def compute_losses(
 
 
 def loss_weight(
-    model: nn.Module,
-    batch: BatchedInputs,
-    *,
-    micro_batches: int,
-    processes: int,
-    batch_size: int,
+    model: nn.Module, batch: BatchedInputs, *, micro_batches: int, processes: int, batch_size: int
 ) -> float:
     """Returns the factor of a micro-batch's losses in the sum of a process.
 
     Args:
         model: without a wrapper.
         batch: the micro-batch.
-        micro_batches: number of them, in a step on each process.
-        processes: number of them.
+        micro_batches: of a step on each process.
+        processes: of the run.
         batch_size: images of the step, over all processes.
     """
     if isinstance(model, SupportsLossNormalizers):  # counts of all parts are divided by already

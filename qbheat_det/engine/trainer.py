@@ -5,7 +5,6 @@ Its data stream starts at any step, its step accumulates gradients, its weights 
 its checkpoints hold all that a run needs to continue to the same bits.
 """
 
-import dataclasses
 import logging
 import weakref
 from pathlib import Path
@@ -15,7 +14,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage, EventWriter
+from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
@@ -58,14 +57,10 @@ from .hooks import (
     build_visualization_hook,
 )
 from .launch import distribute
-from .resume import (
-    check_same_config,
-    check_same_images,
-    warn_of_random_encoder,
-)
+from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
 from .step import StepTrainer, choose_precision
-from .writers import PeriodicWriter, open_writers
+from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -82,10 +77,7 @@ class Trainer(DefaultTrainer):
     """
 
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """
-        Args:
-            cfg: what to train, and how.
-            allow_partial: start from weights even if some of them fit nowhere.
+        """Builds all parts; with ``allow_partial`` some of the weights may fit nowhere.
 
         Raises:
             UserError: the config describes no model, no optimizer, no schedule or no data.
@@ -122,12 +114,12 @@ class Trainer(DefaultTrainer):
             **({"ema": self._average.module} if self._average else {}),
         )
         self.resumed_from: str | None = None
-        self._info: WeightsInfo | None = None
         self.start_iter = 0
         self.max_iter = self.cfg.SOLVER.MAX_ITER
-        build_loader = (self.cached_features or self).build_test_loader
         self._evaluation = Evaluation(
-            self.cfg, build_loader=build_loader, build_evaluator=self.build_evaluator
+            self.cfg,
+            build_loader=(self.cached_features or self).build_test_loader,
+            build_evaluator=self.build_evaluator,
         )
         self._last_eval_results: dict[str, Any] = {}
         self.register_hooks(self.build_hooks())
@@ -181,9 +173,8 @@ class Trainer(DefaultTrainer):
             self._evaluation.close()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
         if comm.is_main_process():
-            text = self.cfg.dump().encode()
             path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
-            write_atomically(path, lambda stream: stream.write(text))
+            write_atomically(path, lambda stream: stream.write(self.cfg.dump().encode()))
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector
@@ -220,7 +211,7 @@ class Trainer(DefaultTrainer):
             MovingAverage(self._average, self.bare_model) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
-            PeriodicWriter(self._open_writers, period) if main else None,
+            PeriodicWriter(period) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
@@ -232,7 +223,7 @@ class Trainer(DefaultTrainer):
         return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluates ``evaluated_model`` on the test sets; empty results but on the main process."""
+        """Evaluates ``evaluated_model``; returns empty results but on the main process."""
         self._last_eval_results = self._evaluation(self.evaluated_model)
         return self._last_eval_results
 
@@ -271,25 +262,16 @@ class Trainer(DefaultTrainer):
         self._trainer.seed = state_dict["seed"]
         before, now = state_dict["processes"], comm.get_world_size()
         logger.info(f"Continuing after iteration {self.iter}, with the same images")
-        if before != now:
-            logger.warning(
-                f"{now} processes instead of {before}: dropout and BatchNorm's batch statistics "
-                "differ from those of an uninterrupted run"
-            )
-
-    def _open_writers(self, start_iter: int) -> list[EventWriter]:
-        per_epoch = self.data_loader.num_images / self.cfg.SOLVER.IMS_PER_BATCH
-        return open_writers(self.cfg, start_iter, self.max_iter, iterations_per_epoch=per_epoch)
+        if before != now:  # dropout and BatchNorm's batch statistics will differ
+            logger.warning(f"The run continues with {now} processes instead of {before}")
 
     def _describe_weights(self) -> WeightsInfo:
-        if self._info is None:  # the config's YAML is slow to write
-            self._info = WeightsInfo.from_config(
-                self.cfg,
-                iteration=0,
-                commit=find_commit(),
-                pretrain_only_modules=pretrain_only_modules(self.bare_model),
-            )
-        return dataclasses.replace(self._info, iteration=self.iter)
+        return WeightsInfo.from_config(
+            self.cfg,
+            iteration=self.iter,
+            commit=find_commit(),
+            pretrain_only_modules=pretrain_only_modules(self.bare_model),
+        )
 
     def _stop_at_failure(
         self, batches: list[BatchedInputs], losses: dict[str, float], normalizers: Tensor | None

@@ -3,14 +3,13 @@
 
 import copy
 import importlib
-import importlib.util
 import json
 import logging
 import os
 import sys
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from detectron2.utils.events import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 
-logger = logging.getLogger(__name__)
+from .hooks import TrainingRun
+
 METRICS_FILE = "metrics.json"
 _WANDB_ID_FILE = "wandb_run_id.txt"
 
@@ -40,18 +40,13 @@ class PeriodicWriter(hooks.PeriodicWriter):
     was not completed, and an error of a writer would hide the first one.
     """
 
-    def __init__(self, open_writers: Callable[[int], list[EventWriter]], period: int) -> None:
-        """
-        Args:
-            open_writers: takes the first iteration of this process.
-            period: iterations.
-        """
+    trainer: TrainingRun
+
+    def __init__(self, period: int) -> None:
         super().__init__([], period)
-        self._open_writers = open_writers
 
     def before_train(self) -> None:
-        """Opens the writers."""
-        self._writers = self._open_writers(self.trainer.start_iter)
+        self._writers = open_writers(self.trainer)
 
     def after_train(self) -> None:
         """Writes what is left if the run is complete, and closes the writers."""
@@ -62,35 +57,26 @@ class PeriodicWriter(hooks.PeriodicWriter):
             writer.close()
 
 
-def open_writers(
-    cfg: CfgNode, start_iter: int, max_iter: int, *, iterations_per_epoch: float
-) -> list[EventWriter]:
-    """Returns the writers of a run; to be called on the main process when training starts.
+def open_writers(run: TrainingRun) -> list[EventWriter]:
+    """Returns the writers of a run, for its main process, when training starts.
 
     The lines of ``metrics.json`` that will be written again are removed.
 
     Raises:
         UserError: Weights & Biases is asked for and cannot start.
     """
+    cfg, start_iter = run.cfg, run.start_iter
+    per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
     folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
     drop_metrics_from(folder / METRICS_FILE, start_iter)
     writers: list[EventWriter] = [
-        ProgressPrinter(max_iter, iterations_per_epoch=iterations_per_epoch, window_size=window),
+        ProgressPrinter(run.max_iter, iterations_per_epoch=per_epoch, window_size=window),
         JSONWriter(str(folder / METRICS_FILE), window),
+        # purge_step hides the steps that a resumed run repeats
+        TensorboardXWriter(str(folder), window, purge_step=start_iter),
     ]
-    if importlib.util.find_spec("tensorboard") is None:
-        logger.warning("tensorboard is not installed: no TensorBoard files are written")
-    else:  # purge_step hides the steps that a resumed run repeats
-        writers.append(TensorboardXWriter(str(folder), window, purge_step=start_iter))
     if cfg.SOLVER.WANDB_PROJECT:
-        config = yaml.safe_load(cfg.dump())
-        project = cfg.SOLVER.WANDB_PROJECT
-        writers.append(
-            WandbWriter(
-                project=project, output_dir=folder, config=config, resume=start_iter > 0,
-                window_size=window,
-            )
-        )  # fmt: skip
+        writers.append(WandbWriter(cfg, resume=start_iter > 0))
     return writers
 
 
@@ -119,7 +105,7 @@ class ProgressPrinter(CommonMetricPrinter):
         self.logger: Any = _EpochPrefix(self.logger, {"epochs": epochs})
 
     def write(self) -> None:
-        """Prints the line, and puts ``epoch`` into the storage for the writers that follow."""
+        """Prints the line, and puts ``epoch`` into the storage."""
         storage = get_event_storage()
         epoch = (storage.iter + 1) / self._iterations_per_epoch
         self.logger.extra["epoch"] = epoch
@@ -140,47 +126,33 @@ class WandbWriter(EventWriter):
     ``OUTPUT_DIR/wandb_run_id.txt`` keeps the id, so that a resumed run continues the same curves.
     """
 
-    def __init__(
-        self,
-        *,
-        project: str,
-        output_dir: Path,
-        config: Mapping[str, Any],
-        resume: bool = False,
-        window_size: int = 20,
-    ) -> None:
-        """
-        Args:
-            project: of Weights & Biases.
-            output_dir: folder of the run, whose name is the run's name.
-            config: of the run.
-            resume: continue the run whose id the folder keeps.
-            window_size: number of iterations whose median scalars are sent.
+    def __init__(self, cfg: CfgNode, *, resume: bool = False) -> None:
+        """Starts a run named as ``OUTPUT_DIR``, or resumes the one whose id the folder keeps.
 
         Raises:
             UserError: the library is missing or does not start.
         """
-        wandb = check_wandb()
-        id_file = Path(output_dir) / _WANDB_ID_FILE
+        wandb, folder = check_wandb(), Path(cfg.OUTPUT_DIR)
+        id_file = folder / _WANDB_ID_FILE
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else ""
         if not (resume and run_id):
             run_id = uuid.uuid4().hex[:12]
             write_atomically(id_file, lambda stream: stream.write(f"{run_id}\n".encode()))
         try:
             self._run = wandb.init(
-                project=project,
+                project=cfg.SOLVER.WANDB_PROJECT,
                 id=run_id,
-                name=Path(output_dir).resolve().name,
-                dir=str(output_dir),
-                config=dict(config),
+                name=folder.resolve().name,
+                dir=str(folder),
+                config=yaml.safe_load(cfg.dump()),
                 resume="allow" if resume else None,
             )
         except Exception as error:  # the library's own types change from release to release
             raise UserError(
-                f"Weights & Biases does not start ({error}): run 'wandb login', set "
-                "WANDB_MODE=offline, or leave SOLVER.WANDB_PROJECT empty"
+                f"Weights & Biases does not start ({error}): run 'wandb login', or set "
+                "WANDB_MODE=offline"
             ) from error
-        self._window_size = window_size
+        self._window_size = cfg.SOLVER.LOG_PERIOD
         self._last_write = -1
 
     def write(self) -> None:
@@ -195,7 +167,6 @@ class WandbWriter(EventWriter):
             self._last_write = iteration
 
     def close(self) -> None:
-        """Ends the run; as failed while an exception is being handled."""
         self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
 
 
@@ -209,14 +180,11 @@ def check_wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError as error:
         raise UserError(
-            "SOLVER.WANDB_PROJECT needs Weights & Biases, which is not installed: pip install "
-            "'qbheat_det[wandb]', or leave the key empty"
+            "SOLVER.WANDB_PROJECT needs Weights & Biases: pip install 'qbheat_det[wandb]'"
         ) from error
 
 
 class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """Puts the epoch before the printer's line."""
-
     def process(
         self, msg: str, kwargs: MutableMapping[str, Any]
     ) -> tuple[str, MutableMapping[str, Any]]:

@@ -1,15 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluation: COCO's metrics, classification, the loss of pre-training, nearest neighbours."""
+"""Evaluation: COCO metrics, classification, reconstruction loss, nearest neighbours."""
 
 from .build import build_evaluator
-from .classification import ClassificationEvaluator, find_confusions, rank_true_class
+from .classification import (
+    ClassificationEvaluator,
+    TopAccuracy,
+    find_confusions,
+    rank_true_class,
+)
 from .coco import CocoEvaluator, complete_annotations, resolve_coco_library
-from .knn import KnnScore, extract_features, score_neighbours
+from .knn import extract_features, score_neighbours
 
 __all__ = [
     "ClassificationEvaluator",
     "CocoEvaluator",
-    "KnnScore",
+    "TopAccuracy",
     "build_evaluator",
     "complete_annotations",
     "extract_features",

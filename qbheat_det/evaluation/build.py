@@ -41,8 +41,7 @@ def build_evaluator(
     if kind != "coco":
         said = f"has evaluator_type '{kind}'" if kind else "names no evaluator_type"
         raise UserError(
-            f"dataset '{dataset_name}' {said}, but only 'coco' and 'reconstruction' can be "
-            "evaluated here: register it as COCO-format boxes, or pass an evaluator of your own "
-            "to Detectron2's inference_on_dataset"
+            f"dataset '{dataset_name}' {said}, but must be 'coco' or 'reconstruction': register it "
+            "in COCO format"
         )
     return CocoEvaluator(dataset_name, output_dir=output_dir, library=cfg.TEST.COCO_EVAL_LIBRARY)

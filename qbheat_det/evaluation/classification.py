@@ -1,11 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""How often a classifier is right: over images, over classes, and which classes it confuses."""
+"""Accuracy of a classifier over images and over classes, and its confusion matrix."""
 
 import itertools
 import json
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,56 @@ from qbheat_det.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]
-_NAN = float("nan")
-_SHOWN = 5  # classes and confusions that the log names
+_SHOWN = 5  # classes and confusions in the log
+
+
+@dataclass(frozen=True)
+class TopAccuracy:
+    """Shares of images in per cent, with the standard errors of binomial counts; nan without any.
+
+    Attributes:
+        top1: images whose true class comes first.
+        top5: images whose true class is among the first five.
+        top1_standard_error: of ``top1``.
+        top5_standard_error: of ``top5``.
+        num_images: how many were classified.
+    """
+
+    top1: float
+    top5: float
+    top1_standard_error: float
+    top5_standard_error: float
+    num_images: int
+
+    @classmethod
+    def from_ranks(cls, ranks: Tensor) -> "TopAccuracy":
+        """Counts the ranks (N,) of the true classes, 0 for the first."""
+        num_images = len(ranks)
+        shares = [int((ranks < top).sum()) / max(1, num_images) for top in (1, 5)]
+        errors = [math.sqrt(share * (1 - share) / max(1, num_images)) for share in shares]
+        scale = 100.0 if num_images else math.nan
+        top1, top5, error1, error5 = (scale * value for value in (*shares, *errors))
+        return cls(top1, top5, error1, error5, num_images)
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns all but the number of images, by name."""
+        values = vars(self).items()
+        return {name: value for name, value in values if name != "num_images"}
 
 
 class ClassificationEvaluator(DatasetEvaluator):
-    """Counts how often the true class has the highest score of all, or one of the five highest.
+    """Top-1, top-5 and balanced accuracy: the mean over the classes that have images.
 
-    Results are ``{"classification": {"top1", "top5", "balanced", "top1_standard_error",
-    "top5_standard_error", "balanced_standard_error"}}``, shares in per cent.
-    "balanced" is the mean over classes of the share of each one's images that are right; classes
-    without images are left out. Standard errors are those of binomial counts, for "balanced" of
-    one for each class, nan where there is no image. Of classes with equal scores the first counts
-    as the highest, and an image with a score that is nan as wrong.
+    Results are ``{"classification": {"top1", "top5", "balanced", and each with
+    "_standard_error"}}`` in per cent, nan without images. Of equal scores the first class counts as
+    the highest, and an image with a score of nan as wrong.
 
-    With ``output_dir``, ``classification.json`` has the same, the number of images, the accuracy of
-    each class, and how often which class was taken for which other. Each image counts once,
-    whatever number of processes there are, and the results are those of one.
+    ``classification.json`` in ``output_dir`` adds the accuracy of each class and the confusions.
+    Results do not depend on the number of processes.
 
     Attributes:
         confusion: after ``evaluate``, on the main process: (K, K), images of class i that were
-            taken for class j; images with nan are in none.
+            classified as class j; images with nan are in none.
     """
 
     confusion: Counts
@@ -48,12 +78,6 @@ class ClassificationEvaluator(DatasetEvaluator):
     def __init__(
         self, dataset_name: str, *, class_names: Sequence[str], output_dir: str | None = None
     ) -> None:
-        """
-        Args:
-            dataset_name: of the set, for sentences.
-            class_names: K names.
-            output_dir: folder of ``classification.json``; nothing is written if None.
-        """
         self._dataset_name = dataset_name
         self.class_names = tuple(class_names)
         self.output_dir = output_dir
@@ -76,17 +100,16 @@ class ClassificationEvaluator(DatasetEvaluator):
         """
         if any("scores" not in output for output in outputs):
             raise UserError(
-                f"dataset '{self._dataset_name}' has images of classes, but the model gives no "
-                "'scores' of them: evaluate a classifier (MODEL.META_ARCHITECTURE ImageClassifier)"
+                f"dataset '{self._dataset_name}' has class labels, but the model gives no 'scores':"
+                " MODEL.META_ARCHITECTURE must be a classifier"
             )
         if not outputs:
             return
         scores = torch.stack([output["scores"] for output in outputs])
         if scores.shape[1] != len(self.class_names):
             raise UserError(
-                f"the model gives scores of {scores.shape[1]} classes, but there are "
-                f"{len(self.class_names)} on dataset '{self._dataset_name}': "
-                "MODEL.CLASSIFIER.NUM_CLASSES and MODEL.CLASS_NAMES do not belong together"
+                f"the model gives scores of {scores.shape[1]} classes, but MODEL.CLASS_NAMES has "
+                f"{len(self.class_names)}"
             )
         labels = [entry["label"] for entry in inputs]
         truth = torch.tensor(labels, device=scores.device)
@@ -123,7 +146,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             if total
         }
         hardest = sorted(shares, key=shares.__getitem__)[:_SHOWN]
-        parts = [f"'{names[i]}' taken for '{names[j]}' {n} times" for i, j, n in confused[:_SHOWN]]
+        parts = [f"'{names[i]}' as '{names[j]}' {n} times" for i, j, n in confused[:_SHOWN]]
         logger.info(
             f"'{self._dataset_name}': top-1 {results['top1']:.2f} +- "
             f"{results['top1_standard_error']:.2f} %, top-5 {results['top5']:.2f}, balanced "
@@ -187,29 +210,15 @@ def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
 
 
 def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
-    """Returns shares in per cent with their standard errors.
-
-    Args:
-        ranks: (N,), of the true classes.
-        right: (K,), images of each class that are right.
-        totals: (K,), images of each class.
-    """
-    num_images = len(ranks)
-    results: dict[str, float] = {}
-    for name, top in (("top1", 1), ("top5", 5)):
-        share = float((ranks < top).mean()) if num_images else _NAN
-        results[name] = 100 * share
-        results[f"{name}_standard_error"] = _binomial_error(share, num_images)
+    """From ranks (N,), and correct and all images of each class (K,), to the results."""
     has_images = totals > 0
     shares = right[has_images] / totals[has_images]
     errors = np.sqrt(shares * (1 - shares) / totals[has_images])
-    results["balanced"] = 100 * float(shares.mean()) if num_images else _NAN
-    results["balanced_standard_error"] = (
-        100 * float(np.sqrt((errors**2).sum())) / len(shares) if num_images else _NAN
-    )
-    return results
-
-
-def _binomial_error(share: float, number: int) -> float:
-    """Returns the standard error of a share, in per cent."""
-    return 100 * math.sqrt(share * (1 - share) / number) if number else _NAN
+    count = len(shares)
+    return {
+        **TopAccuracy.from_ranks(torch.as_tensor(ranks)).to_dict(),
+        "balanced": 100 * float(shares.mean()) if count else math.nan,
+        "balanced_standard_error": (
+            100 * float(np.sqrt((errors**2).sum())) / count if count else math.nan
+        ),
+    }

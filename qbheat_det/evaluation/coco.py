@@ -1,9 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """COCO metrics by faster-coco-eval where it is installed, else by pycocotools.
 
-Detectron2's own fast evaluation is a compiled op that a pure-Python build lacks, and the class
-that computes the metrics cannot be chosen from outside. So the one method that picks it is
-overridden here; everything around it, from gathering to the table of AP per class, is Detectron2's.
+Detectron2's own fast evaluation is a compiled op that a pure-Python build lacks.
 """
 
 import contextlib
@@ -23,13 +21,9 @@ COCO_LIBRARIES = ("auto", "faster-coco-eval", "pycocotools")
 
 
 class CocoEvaluator(COCOEvaluator):
-    """Detectron2's ``COCOEvaluator`` with a choice of library; both give the same figures.
+    """Detectron2's ``COCOEvaluator`` with a choice of library; both give the same results.
 
-    Results are Detectron2's: ``{"bbox": {"AP": …, "AP50": …, "AP-<class>": …}}`` in percent, and
-    ``"segm"`` where masks are predicted. What cannot be computed (no predictions, no ground
-    truth) is nan under its usual key, with a warning that says which of the two it is.
-
-    Annotation files that leave out ``iscrowd`` or ``area`` are read as 0 and the box's area.
+    Without predictions or ground truth all metrics are nan, with a warning.
     """
 
     def __init__(
@@ -60,9 +54,6 @@ class CocoEvaluator(COCOEvaluator):
             output_dir=output_dir,
             use_fast_impl=False,
         )
-        self._complete_annotations()
-
-    def _complete_annotations(self) -> None:
         complete_annotations(self._coco_api.dataset)
         with contextlib.redirect_stdout(io.StringIO()):
             self._coco_api.createIndex()
@@ -74,7 +65,7 @@ class CocoEvaluator(COCOEvaluator):
         self._check_classes(results)
         self._warn_if_empty(results, len(predictions))
         tasks = set(self._tasks or self._tasks_from_predictions(results))
-        # Keypoints need Detectron2's handling of their sigmas; they are not worth a second one.
+        # Keypoints need Detectron2's sigmas.
         if self._library == "pycocotools" or not results or "keypoints" in tasks:
             super()._eval_predictions(predictions, img_ids)
         else:
@@ -121,8 +112,7 @@ class CocoEvaluator(COCOEvaluator):
         if strange:
             raise UserError(
                 f"the model predicted class {min(strange)}, but '{self._metadata.name}' has "
-                f"{len(known)} classes (0 to {len(known) - 1}): the config's NUM_CLASSES and the "
-                "dataset do not belong together"
+                f"{len(known)} classes: NUM_CLASSES does not fit"
             )
 
     def _warn_if_empty(self, results: list[dict[str, Any]], num_images: int) -> None:
@@ -140,13 +130,9 @@ class CocoEvaluator(COCOEvaluator):
 
 
 def complete_annotations(dataset: dict[str, Any]) -> None:
-    """Adds to an annotation file's content, in place, what COCO's evaluation stumbles over.
-
-    ``iscrowd`` is 0 and ``area`` the box's where they are left out, and ids count from 1.
-    """
+    """Fills in ``iscrowd`` and ``area``, and numbers annotations from 1, in place."""
     dataset.setdefault("info", {})  # some releases of pycocotools fail without it
-    # The metrics never look at an annotation's id, but pycocotools takes id 0 for
-    # "unmatched" and drops one of two equal ids: number them afresh.
+    # pycocotools takes id 0 for "unmatched" and drops one of two equal ids.
     for index, annotation in enumerate(dataset.get("annotations", []), start=1):
         annotation["id"] = index
         annotation.setdefault("iscrowd", 0)
@@ -172,7 +158,6 @@ def resolve_coco_library(choice: str) -> str:
         if choice == "auto":
             return "pycocotools"
         raise UserError(
-            "TEST.COCO_EVAL_LIBRARY asks for faster-coco-eval, which is not installed: "
-            "'pip install faster-coco-eval', or set it to 'auto'"
+            "TEST.COCO_EVAL_LIBRARY is faster-coco-eval, which is not installed: set it to 'auto'"
         ) from error
     return "faster-coco-eval"

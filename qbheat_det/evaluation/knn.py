@@ -1,54 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Nearest neighbours: how well features separate classes, without training anything.
+"""k-nearest-neighbour classification of features, without training.
 
 "Unsupervised Feature Learning via Non-Parametric Instance Discrimination", arXiv:1805.01978: the
 k most similar training images vote, each with weight exp(cosine similarity / temperature).
 """
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from .classification import TopAccuracy, rank_true_class
+
+_TINY = torch.finfo(torch.float64).tiny
 _LEAST_VOTE = 1e-300  # of a neighbour, however far: less would round to none
 _CHUNK = 2**24  # similarities at a time: 128 MB
-
-
-@dataclass(frozen=True)
-class KnnScore:
-    """Shares of images in per cent, with their standard errors as of binomial counts.
-
-    Attributes:
-        top1: whose class has the most votes.
-        top5: whose class is one of the five with the most votes.
-        top1_standard_error: of ``top1``.
-        top5_standard_error: of ``top5``.
-        num_images: how many were classified.
-    """
-
-    top1: float
-    top5: float
-    top1_standard_error: float
-    top5_standard_error: float
-    num_images: int
-
-    @classmethod
-    def from_ranks(cls, ranks: Tensor) -> "KnnScore":
-        """Counts the ranks (N,) of the true classes, 0 for the most votes; nan without any."""
-        num_images = len(ranks)
-        shares = [int((ranks < top).sum()) / max(1, num_images) for top in (1, 5)]
-        errors = [math.sqrt(share * (1 - share) / max(1, num_images)) for share in shares]
-        scale = 100.0 if num_images else math.nan
-        top1, top5, *more = (scale * value for value in (*shares, *errors))
-        return cls(top1, top5, more[0], more[1], num_images)
-
-    def to_dict(self) -> dict[str, float]:
-        """Returns all but the number of images, by name."""
-        values = vars(self).items()
-        return {name: value for name, value in values if name != "num_images"}
 
 
 @torch.no_grad()
@@ -58,7 +26,7 @@ def score_neighbours(
     *,
     k: int = 20,
     temperature: float = 0.07,
-) -> KnnScore:
+) -> TopAccuracy:
     """Classifies images by the votes of others.
 
     Args:
@@ -67,7 +35,7 @@ def score_neighbours(
         k: neighbours that vote; all where there are fewer.
         temperature: the lower, the more the nearest count.
     """
-    return KnnScore.from_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
+    return TopAccuracy.from_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
 
 
 @torch.no_grad()
@@ -81,9 +49,8 @@ def rank_true_classes(
 ) -> Tensor:
     """Returns (N,), how many classes come before the true one; see ``score_neighbours``.
 
-    Similarities are rounded to float32, after float64, so that equal features have equal ones,
-    however the work is cut. Of equally similar images those that come first vote, of classes with
-    equal votes the lower label comes first, and a class without votes comes after all.
+    Of equally similar images the first vote, of classes with equal votes the lower label comes
+    first, and a class without votes comes last.
 
     Raises:
         ValueError: ``k`` or ``temperature`` is not positive, or nobody can vote.
@@ -96,11 +63,12 @@ def rank_true_classes(
         )
     k = min(k, len(train_features))
     num_classes = int(torch.cat([train_labels, labels]).max()) + 1
-    voters = _normalised(train_features).T
+    voters = F.normalize(train_features.double(), dim=1, eps=_TINY).T
     ranks = [torch.empty(0, dtype=torch.long, device=labels.device)]
     rows = max(1, chunk // len(train_features))
     for some, truth in zip(features.split(rows), labels.split(rows), strict=True):
-        similarities = (_normalised(some) @ voters).float()
+        # In float64 and rounded, equal features have equal similarities, whatever the chunks.
+        similarities = (F.normalize(some.double(), dim=1, eps=_TINY) @ voters).float()
         neighbours = _first_of_the_largest(similarities, k)
         nearest = similarities.gather(1, neighbours).double()
         # Relative to the largest: exp(1 / temperature) alone is infinite at a low temperature.
@@ -108,10 +76,8 @@ def rank_true_classes(
         weights = (nearest / temperature).exp().clamp(min=_LEAST_VOTE)
         votes = weights.new_zeros(len(some), num_classes)
         votes.scatter_add_(1, train_labels[neighbours], weights)
-        own = votes.gather(1, truth[:, None])
-        lower = torch.arange(num_classes, device=votes.device) < truth[:, None]
-        before = (votes > own) | ((votes == own) & lower)
-        ranks.append(torch.where(own[:, 0] > 0, before.sum(dim=1), num_classes + 5))
+        has_votes = votes.gather(1, truth[:, None])[:, 0] > 0
+        ranks.append(torch.where(has_votes, rank_true_class(votes, truth), num_classes + 5))
     return torch.cat(ranks)
 
 
@@ -130,12 +96,6 @@ def extract_features(
         features.append(describe(batch).float().cpu())
         labels += [entry["label"] for entry in batch]
     return torch.cat(features[1:] or features), torch.tensor(labels, dtype=torch.long)
-
-
-def _normalised(features: Tensor) -> Tensor:
-    features = features.double()
-    norm = features.norm(dim=1, keepdim=True)
-    return features / norm.clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _first_of_the_largest(values: Tensor, k: int) -> Tensor:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The loss of pre-training on images that it never saw."""
+"""The reconstruction loss of pre-training on held-out images."""
 
 import itertools
 import math
@@ -14,24 +14,17 @@ from detectron2.utils import comm
 from qbheat_det.core.errors import UserError
 
 _LOSS = "loss_reconstruction"
-_NAN = float("nan")
 
 
 class ReconstructionEvaluator(DatasetEvaluator):
     """Averages "loss_reconstruction" of a model's outputs over the images of a set.
 
     Results are ``{"reconstruction": {"loss_corner", "loss_centre", "loss",
-    "loss_standard_error"}}``: the means over all images that were seen from a corner and from the
-    centre, the mean over images of each one's mean over its views, and the standard error of
-    that. What no image was seen from is left out, as both are where outputs have no "place"; the
-    standard error of one image is nan.
+    "loss_standard_error"}}``: the means over corner views and over centre views, left out where
+    there are none; the mean over images of each one's mean over its views; and its standard error.
     """
 
     def __init__(self, dataset_name: str) -> None:
-        """
-        Args:
-            dataset_name: of the set, for sentences.
-        """
         self._dataset_name = dataset_name
         self._losses: list[tuple[str, str, float]] = []  # image, view, loss
 
@@ -47,12 +40,13 @@ class ReconstructionEvaluator(DatasetEvaluator):
         """
         if any(_LOSS not in output for output in outputs):
             raise UserError(
-                f"dataset '{self._dataset_name}' has images alone, for the loss of pre-training, "
-                "but the model reconstructs none: evaluate it on a dataset with annotations"
+                f"dataset '{self._dataset_name}' has no annotations, which the model needs: only "
+                "pre-training is evaluated on images alone"
             )
         losses = torch.stack([output[_LOSS] for output in outputs]).double().tolist()
         for entry, output, loss in zip(inputs, outputs, losses, strict=True):
-            view = "" if "place" not in output else _view_of(output["place"])
+            view = output.get("place", "")
+            view = "corner" if view not in ("", "centre") else view
             image = str(entry.get("image_id", entry.get("file_name")))
             self._losses.append((image, view, loss))
 
@@ -74,15 +68,11 @@ class ReconstructionEvaluator(DatasetEvaluator):
         return {"reconstruction": {**found, "loss": mean, "loss_standard_error": error}}
 
 
-def _view_of(place: str) -> str:
-    return "centre" if place == "centre" else "corner"
-
-
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     """Returns the mean of independent values, and its standard error; nan where undefined."""
     if not values or not all(map(math.isfinite, values)):
-        return _NAN, _NAN
+        return math.nan, math.nan
     mean = statistics.fmean(values)
     if len(values) == 1:
-        return mean, _NAN
+        return mean, math.nan
     return mean, statistics.stdev(values, xbar=mean) / math.sqrt(len(values))

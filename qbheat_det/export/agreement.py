@@ -34,24 +34,17 @@ Reference = Callable[[Images], Outputs]
 class Agreement:
     """Differences between a file and PyTorch, over all images at one batch size.
 
-    Attributes:
-        batch_size: N.
-        num_images: compared.
-        num_values: compared pairs of detections, class scores or feature values.
-        score: largest difference of a score; of feature maps, of a value relative to the largest
-            value of its map; infinite if either side is not finite.
-        box: largest difference of a box's side, in pixels of the image; ``relative_box`` is over
-            the image's longer side.
-        unmatched: detections above the threshold without a partner on the other side.
+    ``score`` is the largest difference of a score or, relative to the largest value of its map, of
+    a feature; infinite if either side is not finite.
     """
 
     batch_size: int
     num_images: int = 0
-    num_values: int = 0
+    num_values: int = 0  # compared pairs of detections, class scores or feature values
     score: float = 0.0
-    box: float = 0.0
-    relative_box: float = 0.0
-    unmatched: int = 0
+    box: float = 0.0  # largest difference of a box's side, in pixels of the image
+    relative_box: float = 0.0  # the same over the image's longer side
+    unmatched: int = 0  # detections above the threshold without a partner on the other side
 
     def holds(self, tolerance: float) -> bool:
         """Returns whether scores and relative boxes agree to ``tolerance``, and there are any."""
@@ -88,9 +81,8 @@ class ExportReport:
         """
         if not all(row.holds(self.tolerance) for row in self.rows):
             raise UserError(
-                "nothing is written: the exported file differs from PyTorch by more than "
-                "--tolerance, or neither detects anything on these images (name others with "
-                f"--images)\n{self}"
+                "nothing is written: the file differs from PyTorch by more than --tolerance, or "
+                f"neither detects anything on these --images\n{self}"
             )
 
 
@@ -104,14 +96,9 @@ def measure_agreement(
 ) -> ExportReport:
     """Compares a file with PyTorch at each of ``BATCH_SIZES``; at each, every image is in a batch.
 
-    Args:
-        model: the file.
-        reference: the model in PyTorch.
-        images: (H, W, 3) in the file's pixel format, of any sizes. The images of a batch are
-            brought to their median height and width, cropped or tiled.
-        tolerance: see ``Agreement.holds``; a detection this close to the threshold may be on one
-            side only.
-        source: where the images come from.
+    ``images`` are (H, W, 3) in the file's pixel format; those of a batch are brought to their
+    median height and width, cropped or tiled. For ``tolerance`` see ``Agreement.holds``; a
+    detection this close to the threshold may be on one side only.
     """
     rows = []
     for size in BATCH_SIZES:
@@ -125,8 +112,14 @@ def measure_agreement(
                 if model.info.task == "detection":
                     threshold = model.info.score_threshold
                     compare_detections(row, one, expected, threshold, image.shape[:2], tolerance)
-                else:
-                    _compare_values(row, one, expected, model.info.task)
+                    continue
+                for name, value in expected.items():
+                    largest = float(np.abs(value).max()) or 1.0
+                    scale = largest if model.info.task == "features" else 1.0
+                    fits = one[name].shape == value.shape and np.isfinite(scale)
+                    difference = _largest(one[name] - value) / scale if fits else np.inf
+                    row.score = max(row.score, difference)
+                    row.num_values += value.size
         rows.append(row)
     return ExportReport(rows, model.info.task, tolerance, source)
 
@@ -185,17 +178,9 @@ def _make_batches(images: Sequence[Images], size: int) -> list[Images]:
 
 
 def _vary(image: Images, bits: int) -> Images:
-    """Returns an image inverted (bit 1), flipped left to right (2), upside down (4)."""
+    """Inverts (bit 1), flips left to right (2) and upside down (4)."""
     flipped = image[:: -1 if bits & 4 else 1, :: -1 if bits & 2 else 1]
     return 255 - flipped if bits & 1 else flipped
-
-
-def _compare_values(row: Agreement, got: Outputs, expected: Outputs, task: Task) -> None:
-    for name, value in expected.items():
-        scale = 1.0 if task == "classification" else float(np.abs(value).max()) or 1.0
-        difference = _largest(got[name] - value) if got[name].shape == value.shape else np.inf
-        row.score = max(row.score, difference / scale if np.isfinite(scale) else np.inf)
-        row.num_values += value.size
 
 
 def compare_detections(

@@ -41,10 +41,9 @@ def export_model(
     """Writes a model with its weights to a file, and compares the two.
 
     Args:
-        cfg: as of ``load_run_config``.
+        cfg: of the weights, see ``load_run_config``.
         output: ``.onnx``, or ``.pt2`` for torch.export.
-        images: files and folders to compare on; by default the config's test set, or the toy set
-            if that is not available.
+        images: files and folders to compare on; by default the config's test set or the toy set.
         tolerance: see ``Agreement.holds``.
         overwrite: whether ``output`` may exist.
 
@@ -75,11 +74,7 @@ def export_model(
 
 
 def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
-    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
-
-    Raises:
-        UserError: the model cannot be exported, or a package is missing.
-    """
+    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison."""
     if path.suffix.lower() == ".pt2":
         exportable = build_exportable(model, cfg)
         write_torch_export(trace_images(exportable), path, exportable.info.to_json())
@@ -95,10 +90,7 @@ def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
 
 
 def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
-    """Reads a few images (H, W, 3), in the config's pixel format; see ``export_model``.
-
-    Returns:
-        The images, and where they come from.
+    """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from.
 
     Raises:
         UserError: no image can be read.

@@ -57,9 +57,7 @@ def export_backbone(
     state, info = read_weights(weights)
     names = bare_backbone(state)
     if not names:
-        raise UserError(
-            f"'{weights}' has no tensors named 'backbone.…', as checkpoints of training have"
-        )
+        raise UserError(f"'{weights}' has no tensors named 'backbone.…'")
     backbone = {short: state[name] for name, short in names.items()}
     images: list[Tensor] = []
     if num_images:

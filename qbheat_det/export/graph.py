@@ -41,13 +41,9 @@ class ExportableModel(nn.Module):
 def build_exportable(
     model: nn.Module, cfg: CfgNode, *, suppress: Suppress = suppress_overlaps
 ) -> ExportableModel:
-    """Builds the module around a trained model, whose parts it shares.
+    """Builds the module around a trained model, whose parts it shares, in evaluation mode.
 
-    Args:
-        model: MF-DETR, RetinaNet, FCOS, a classifier or a pre-training model; it is set to
-            evaluation mode.
-        cfg: of the model, with ``MODEL.CLASS_NAMES`` and ``MODEL.CATEGORY_IDS``.
-        suppress: ``suppress_overlaps``, or an operator that computes it.
+    ``suppress`` is ``suppress_overlaps``, or an operator that computes it.
 
     Raises:
         UserError: the model's boxes cannot be computed in a graph.
@@ -66,7 +62,22 @@ def build_exportable(
         std=cfg.MODEL.PIXEL_STD,
         size_divisibility=0 if head.task == "classification" else backbone.size_divisibility,
     )
-    return ExportableModel(preprocessing, backbone, head, _describe(cfg, head)).eval()
+    # The exporter's own paths mean nothing elsewhere, and may be private.
+    public, defaults = cfg.clone(), get_cfg()
+    public.defrost()
+    public.MODEL.WEIGHTS, public.OUTPUT_DIR = defaults.MODEL.WEIGHTS, defaults.OUTPUT_DIR
+    info = ExportInfo(
+        task=head.task,
+        outputs=head.outputs,
+        pixel_format=str(cfg.INPUT.FORMAT),
+        class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
+        category_ids=tuple(int(number) for number in cfg.MODEL.CATEGORY_IDS),
+        score_threshold=head.score_threshold,
+        model=str(cfg.MODEL.META_ARCHITECTURE),
+        config=dump_config(public),
+        version=importlib.import_module("qbheat_det").__version__,
+    )
+    return ExportableModel(preprocessing, backbone, head, info).eval()
 
 
 def trace(
@@ -90,21 +101,3 @@ def example_images() -> Tensor:
     # Of a size that no other number in a network is likely to have.
     values = torch.arange(2 * 253 * 311 * 3, dtype=torch.int64).view(2, 253, 311, 3) * 37 % 256
     return values.to(torch.uint8)
-
-
-def _describe(cfg: CfgNode, head: Head) -> ExportInfo:
-    # The exporter's own paths mean nothing elsewhere, and may be private.
-    public, defaults = cfg.clone(), get_cfg()
-    public.defrost()
-    public.MODEL.WEIGHTS, public.OUTPUT_DIR = defaults.MODEL.WEIGHTS, defaults.OUTPUT_DIR
-    return ExportInfo(
-        task=head.task,
-        outputs=head.outputs,
-        pixel_format=str(cfg.INPUT.FORMAT),
-        class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
-        category_ids=tuple(int(number) for number in cfg.MODEL.CATEGORY_IDS),
-        score_threshold=head.score_threshold,
-        model=str(cfg.MODEL.META_ARCHITECTURE),
-        config=dump_config(public),
-        version=importlib.import_module("qbheat_det").__version__,
-    )

@@ -81,28 +81,24 @@ class MFDETRHead(Head):
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         maps = [features[name] for name in self.in_features]
-        outputs = self.decoder(maps, self._padding(maps[0], sizes) if self._is_padded else None)
+        mask = None
+        if self._is_padded:
+            fine = maps[0]
+            whole = padding_mask(sizes[None, 2:], (8 * fine.shape[2], 8 * fine.shape[3]))
+            mask = halve(halve(halve(whole.expand(fine.shape[0], -1, -1, -1))))
+        outputs = self.decoder(maps, mask)
         scores, labels = self._read_scores(outputs["pred_logits"][-1].float()).max(dim=-1)
         extent = sizes[2:].flip(0).repeat(2).to(scores.dtype)
         boxes = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy") * extent
         return sort_detections(torch.minimum(boxes.clamp(min=0), extent), scores, labels, sizes)
 
-    def _padding(self, fine: Tensor, sizes: Tensor) -> Tensor | None:
-        padded = (8 * fine.shape[2], 8 * fine.shape[3])
-        mask = padding_mask(sizes[None, 2:], padded).expand(fine.shape[0], -1, -1, -1)
-        return halve(halve(halve(mask)))
-
 
 class DenseHead(Head):
-    """Top scores of each level and NMS, as in Detectron2's RetinaNet and FCOS.
-
-    R is ``TEST.DETECTIONS_PER_IMAGE``.
-    """
+    """Top scores and NMS of Detectron2's RetinaNet and FCOS; R is ``TEST.DETECTIONS_PER_IMAGE``."""
 
     task = "detection"
 
     def __init__(self, model: RetinaNet | FCOS, *, suppress: Suppress) -> None:
-        # ``suppress``: ``suppress_overlaps``, or an operator that computes it.
         super().__init__(list(model.head_in_features))
         self.head = model.head
         self.anchor_generator = model.anchor_generator
@@ -137,10 +133,7 @@ class DenseHead(Head):
     def _select_top(
         self, scores: Tensor, deltas: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Selects T candidates of a level: boxes (N, T, 4), scores (N, T) and labels (N, T).
-
-        From scores (N, HWA, K), deltas (N, HWA, 4) and anchors (HWA, 4).
-        """
+        """From (N, HWA, K), (N, HWA, 4), (HWA, 4) to boxes (N, T, 4), scores and labels (N, T)."""
         # Padded with empty rows, so that a small level has T of them too.
         flat = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)
         best, index = flat.topk(self._num_candidates, dim=1)
@@ -158,14 +151,9 @@ def sort_detections(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scales boxes to the input image, clips and sorts them; leaves out those without area.
 
-    Args:
-        boxes: (N, R, 4), XYXY in pixels of the resized image.
-        scores: (N, R); ``EMPTY`` if there is no box.
-        labels: (N, R).
-        sizes: (4,): H, W, H', W' of the images before and after the resize.
-
-    Returns:
-        "boxes" (N, R, 4), "scores" (N, R), "labels" (N, R) and "counts" (N,) of ``ExportInfo``.
+    From boxes (N, R, 4), XYXY in pixels of the resized image, scores (N, R), ``EMPTY`` if there is
+    no box, labels (N, R), and sizes (4,): H, W, H', W' before and after the resize, to "boxes",
+    "scores", "labels" and "counts" of ``ExportInfo``.
     """
     lengths = sizes.to(boxes.dtype)
     scale = (lengths[:2] / lengths[2:]).flip(0).repeat(2)
@@ -182,15 +170,9 @@ def suppress_overlaps(
 ) -> Tensor:
     """Non-maximum suppression of each image and class in a batch.
 
-    Args:
-        boxes: (N, M, 4), XYXY.
-        scores: (N, M); ``EMPTY`` if there is no box.
-        labels: (N, M), in [0, K).
-        num_classes: K.
-        iou_threshold: above which the box with the lower score is removed.
-
-    Returns:
-        (N, M): the scores, ``EMPTY`` for removed boxes.
+    From boxes (N, M, 4), XYXY, scores (N, M), ``EMPTY`` if there is no box, and labels (N, M) in
+    [0, K), to the scores (N, M), ``EMPTY`` for boxes whose overlap with a better one is above
+    ``iou_threshold``.
     """
     image, row = (scores > EMPTY).nonzero().unbind(dim=1)
     # Boxes of different images and classes are moved apart; in float64, because the coordinates
@@ -203,11 +185,7 @@ def suppress_overlaps(
 
 
 def build_head(model: nn.Module, suppress: Suppress) -> Head:
-    """Returns the exportable form of the part of a model that reads its backbone.
-
-    Raises:
-        UserError: the model's boxes cannot be computed in a graph.
-    """
+    """Returns the exportable form of the part of a model that reads its backbone."""
     if isinstance(model, MFDETR):
         return MFDETRHead(model)
     if isinstance(model, RetinaNet | FCOS):

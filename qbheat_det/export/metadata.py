@@ -35,28 +35,17 @@ class ExportInfo:
       first ``counts[n]`` are detections, the others are empty;
     - "classification": "scores" (N, K), which sum to one;
     - "features": the backbone's maps (N, C, H', W') and tokens (N, M, D), by its own names.
-
-    Attributes:
-        task: what the outputs are.
-        outputs: their names, in the file's order.
-        pixel_format: "RGB" or "BGR".
-        class_names: in the order of the labels; empty if unknown.
-        category_ids: the annotation file's id of each label; empty if unknown.
-        score_threshold: detections with this score or less are left out inside the file.
-        model: name of the meta-architecture.
-        config: the whole config, YAML.
-        version: of the package that exported it.
     """
 
     task: Task
-    outputs: tuple[str, ...]
-    pixel_format: str
-    class_names: tuple[str, ...] = ()
-    category_ids: tuple[int, ...] = ()
-    score_threshold: float = 0.0
-    model: str = ""
-    config: str = ""
-    version: str = ""
+    outputs: tuple[str, ...]  # their names, in the file's order
+    pixel_format: str  # "RGB" or "BGR"
+    class_names: tuple[str, ...] = ()  # in the order of the labels; empty if unknown
+    category_ids: tuple[int, ...] = ()  # the annotation file's id of each label
+    score_threshold: float = 0.0  # detections with this score or less are left out in the file
+    model: str = ""  # name of the meta-architecture
+    config: str = ""  # the whole config, YAML
+    version: str = ""  # of the package that exported it
 
     def to_json(self) -> str:
         """Returns what ``from_json`` reads."""
@@ -64,11 +53,7 @@ class ExportInfo:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Reads a description from a file that anyone may have written.
-
-        Args:
-            text: JSON; empty if the file has no description.
-            where: name of the file, for the error.
+        """Reads a description from ``where``, a file that anyone may have written.
 
         Raises:
             UserError: it is not a description of this version's exports.
@@ -83,8 +68,7 @@ class ExportInfo:
             is_known = False
         if not is_known:
             raise UserError(
-                f"'{where}' has no valid description of its outputs: export the weights with this "
-                "version's tools/export.py"
+                f"'{where}' has no valid description of its outputs: export the weights again"
             )
         return info
 

@@ -40,14 +40,9 @@ def write_onnx(
     outputs: Sequence[str],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a program as one ONNX file.
+    """Writes a program of a module built with ``suppress_operator`` as one ONNX file.
 
-    Args:
-        program: of a module built with ``suppress_operator``.
-        path: of the file.
-        inputs: names, in their order, as ``outputs``.
-        outputs: names.
-        metadata: entries of ``metadata_props``.
+    ``inputs`` and ``outputs`` are names in their order, ``metadata`` entries of ``metadata_props``.
 
     Raises:
         UserError: a package of the extra ``export`` is missing.

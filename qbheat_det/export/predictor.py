@@ -30,13 +30,7 @@ class ExportedPredictor:
         self._model = model
 
     def __call__(self, image: Image) -> dict[str, Instances]:
-        """
-        Args:
-            image: (H, W, 3), uint8, BGR whatever ``info.pixel_format`` is.
-
-        Returns:
-            {"instances"}, boxes XYXY in pixels of the image.
-        """
+        """From (H, W, 3), uint8, always BGR, to {"instances"}, XYXY in pixels of the image."""
         (found,) = self._model(_as_batch(image, self._model))
         return {"instances": found}
 

@@ -23,8 +23,6 @@ _HALF = 2.0**11
 class ShortestEdge:
     """Detectron2's ``ResizeShortestEdge`` with one length, as its ``DefaultPredictor`` applies it.
 
-    Sizes are integers throughout; Detectron2's floating point can differ only at exact halves.
-
     The shorter side becomes ``min_size`` pixels (0: unchanged), the longer ``max_size`` at most.
     """
 
@@ -32,13 +30,7 @@ class ShortestEdge:
     max_size: int
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            images: (N, H, W, 3), uint8.
-
-        Returns:
-            (N, 3, H', W'), float32, integral; and (4,), int64: H, W, H', W'.
-        """
+        """From (N, H, W, 3), uint8, to (N, 3, H', W'), integral, and int64 (4,): H, W, H', W'."""
         size = _size_of(images)
         planes = images.permute(0, 3, 1, 2).float()
         if not self.min_size:
@@ -81,13 +73,7 @@ class Preprocessing(nn.Module):
         std: Sequence[float],
         size_divisibility: int = 0,
     ) -> None:
-        """
-        Args:
-            resize: or crop.
-            mean: of each channel, as ``std``.
-            std: standard deviations.
-            size_divisibility: pad height and width to multiples of this; 0 for no padding.
-        """
+        """Pads height and width to multiples of ``size_divisibility``; 0 for no padding."""
         super().__init__()
         self.resize = resize
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
@@ -97,13 +83,7 @@ class Preprocessing(nn.Module):
         self.size_divisibility = size_divisibility if size_divisibility > 1 else 0
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            images: (N, H, W, 3), uint8.
-
-        Returns:
-            (N, 3, H'', W''), padded; and (4,), int64: H, W, H', W' before and after the resize.
-        """
+        """From (N, H, W, 3), uint8, to (N, 3, H'', W''), padded, and (4,): H, W, H', W'."""
         planes, sizes = self.resize(images)
         x = (planes - self.mean) / self.std
         if not self.size_divisibility:
@@ -140,7 +120,7 @@ def _weights(length: int, resized: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(high: Tensor, low: Tensor) -> Tensor:
-    """Returns (2048 high + low) / 2048 ** 2 to the nearest integer, exactly, in float32."""
+    """Computes (2048 high + low) / 2048 ** 2 to the nearest integer, exactly, in float32."""
     return ((high + (low / _HALF).floor() + _HALF / 2) / _HALF).floor()
 
 

@@ -31,12 +31,7 @@ _PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
 
 class ExportedModel:
-    """An exported file, opened for inference.
-
-    Attributes:
-        path: of the file.
-        info: its description.
-    """
+    """An exported file at ``path``, opened for inference; ``info`` is its description."""
 
     def __init__(self, path: Path, info: ExportInfo, run: Callable[[Images], Outputs]) -> None:
         # ``run``: from images (N, H, W, 3), uint8, contiguous, to the outputs by name.
@@ -48,10 +43,8 @@ class ExportedModel:
     def open(cls, path: str | Path, *, device: str | None = None) -> "ExportedModel":
         """Opens ``.onnx`` in onnxruntime or ``.pt2`` in PyTorch.
 
-        Args:
-            path: file; ``head_NAME.onnx`` of a shared-encoder export needs its encoder beside it.
-            device: "cpu" or "cuda"; by default the GPU if onnxruntime has one. A ``.pt2`` runs on
-                the CPU, where it was exported.
+        A ``head_NAME.onnx`` of a shared-encoder export needs its encoder beside it. ``device`` is
+        "cpu" or "cuda", by default the GPU if onnxruntime has one; a ``.pt2`` runs on the CPU.
 
         Raises:
             UserError: the file is missing, damaged or not an export, or its runtime is not
@@ -61,16 +54,14 @@ class ExportedModel:
         opener = openers.get(Path(path).suffix.lower())
         if opener is None:
             raise UserError(
-                f"'{path}' is not an exported file: they end in {' or '.join(EXPORTED_SUFFIXES)}"
+                f"'{path}' is no exported file, which end in {' or '.join(EXPORTED_SUFFIXES)}"
             )
         if device not in (None, "cpu", "cuda"):
             raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
         return opener(Path(path), device)
 
     def __call__(self, images: Images) -> Any:
-        """
-        Args:
-            images: (N, H, W, 3), uint8, in ``info.pixel_format``.
+        """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
 
         Returns:
             Of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
@@ -79,7 +70,7 @@ class ExportedModel:
 
         Raises:
             ValueError: the images have another shape or type, or no pixels.
-            UserError: the program does not run on them, or its outputs are not those it describes.
+            UserError: the program fails.
         """
         return _format(self.run(images), self.info, images)
 
@@ -115,10 +106,6 @@ class SharedEncoderModel:
 
     def __init__(self, folder: str | Path, *, device: str | None = None) -> None:
         """
-        Args:
-            folder: with ``encoder.onnx`` and ``head_NAME.onnx``.
-            device: see ``ExportedModel.open``.
-
         Raises:
             UserError: a file is missing, damaged or not an export, or a head belongs to another
                 encoder.
@@ -130,8 +117,7 @@ class SharedEncoderModel:
             session, info, own_hash = _open_part(path, device)
             if own_hash != encoder_hash:
                 raise UserError(
-                    f"'{path}' was exported with another encoder than the {ENCODER} beside it: "
-                    "export both again in one call of tools/export.py --shared-encoder"
+                    f"'{path}' was exported with another encoder than the {ENCODER} beside it"
                 )
             name = path.stem.removeprefix(HEAD_PREFIX)
             self._sessions[name] = session
@@ -140,11 +126,7 @@ class SharedEncoderModel:
             raise UserError(f"'{folder}' has no {HEAD_PREFIX}NAME.onnx beside its {ENCODER}")
 
     def __call__(self, images: Images) -> dict[str, Any]:
-        """Returns by the head's name what ``ExportedModel.__call__`` returns.
-
-        Raises:
-            ValueError: the images have another shape or type.
-        """
+        """Returns by the head's name what ``ExportedModel.__call__`` returns."""
         features = self.encode(_check_images(images))
         return {
             name: _format(_run_session(session, features), self.heads[name].info, images)
@@ -160,12 +142,7 @@ class SharedEncoderModel:
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
-    """Returns a detector's outputs, see ``ExportInfo``, as one ``Instances`` per image.
-
-    Args:
-        outputs: by name.
-        size: (H, W) of the images, in pixels.
-    """
+    """Returns a detector's outputs as one ``Instances`` per image, of ``size`` (H, W) in pixels."""
     found = []
     for index, count in enumerate(outputs["counts"].tolist()):
         boxes, scores, labels = (
@@ -206,7 +183,6 @@ def _open_onnx(path: Path, device: str | None) -> ExportedModel:
 
 
 def _open_part(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
-    """Returns a session, the description, and the hash of the encoder."""
     session, metadata = _open_session(path, device)
     if SHARED_ENCODER_KEY not in metadata:
         raise UserError(f"'{path}' is not part of a shared-encoder export")

@@ -41,22 +41,13 @@ class SharedEncoder(nn.Module):
     """Preprocessing and backbone of a model, with the outputs that any head reads."""
 
     def __init__(self, model: ExportableModel, names: Sequence[str]) -> None:
-        """
-        Args:
-            model: whose backbone gives ``names``.
-            names: of the outputs, in their order.
-        """
         super().__init__()
         self.preprocessing = model.preprocessing
         self.backbone = get_encoder(model.backbone)
         self.names = list(names)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Returns the maps (N, C, H', W') and tokens (N, M, D) of ``names``, and ``SIZES``.
-
-        Args:
-            images: (N, H, W, 3), uint8.
-        """
+        """From (N, H, W, 3), uint8, to maps (N, C, H', W'), tokens (N, M, D), and ``SIZES``."""
         x, sizes = self.preprocessing(images)
         features = self.backbone(x)
         return (*(features[name] for name in self.names), sizes)
@@ -84,12 +75,7 @@ class BranchHead(nn.Module):
             self.fpn = copy.deepcopy(fpn, {id(fpn.bottom_up): nn.Identity()})
 
     def forward(self, maps: list[Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
-        """Returns the outputs of the whole model, see ``ExportInfo``.
-
-        Args:
-            maps: the encoder's outputs in the order of ``names``.
-            sizes: see ``SIZES``.
-        """
+        """From the encoder's outputs in the order of ``names`` to those of the whole model."""
         features: Mapping[str, Tensor] = dict(zip(self.names, maps, strict=True))
         features = features if self.fpn is None else self.fpn(features)
         return cast(tuple[Tensor, ...], self.head(features, sizes))
@@ -110,7 +96,7 @@ def split_models(
         if differences := _find_differences(models[fullest], model):
             raise UserError(
                 f"'{fullest}' and '{name}' cannot share an encoder: {join_first(differences)} "
-                "differ. Train the heads on one frozen backbone (MODEL.BACKBONE.FREEZE_AT)"
+                "differ; freeze the backbone with MODEL.BACKBONE.FREEZE_AT"
             )
     heads = {name: BranchHead(model).eval() for name, model in models.items()}
     names = list(dict.fromkeys(name for head in heads.values() for name in head.names))
@@ -156,12 +142,9 @@ def export_shared_encoder(
     Args:
         configs: of each head's weights, by its name; see ``load_run_config``.
         folder: of the files.
-        images: see ``export_model``.
-        tolerance: see ``Agreement.holds``.
+        images: see ``export_model``, as for ``tolerance``.
+        tolerance: of all comparisons.
         overwrite: whether files of these names may exist.
-
-    Returns:
-        A report for each head, by its name.
 
     Raises:
         UserError: the models cannot be exported or share no encoder, a head does not agree with
@@ -185,7 +168,12 @@ def export_shared_encoder(
                 model, reference, examples, tolerance=tolerance, source=source
             )
             reports[name].check()
-        _install(Path(temporary), folder)
+        # All are on the folder's disk before any file is replaced.
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as staging:
+            shutil.copytree(temporary, staging, dirs_exist_ok=True)
+            for path in sorted(Path(staging).iterdir()):
+                os.replace(path, folder / path.name)
     return reports
 
 
@@ -194,8 +182,7 @@ def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> Non
     old = [path.name for path in (*folder.glob(ENCODER), *folder.glob(f"{HEAD_PREFIX}*.onnx"))]
     if others := sorted(set(old) - set(new)):
         raise UserError(
-            f"--output '{folder}' holds {others[0]}, which would not fit the new encoder: remove "
-            "it, or choose another folder"
+            f"--output '{folder}' holds {others[0]}, which would not fit the new encoder"
         )
     if old and not overwrite:
         raise UserError(f"--output '{folder}' holds {old[0]}: use another one, or --overwrite")
@@ -228,12 +215,3 @@ def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path
             outputs=head.info.outputs,
             metadata={METADATA_KEY: head.info.to_json(), **shared},
         )
-
-
-def _install(written: Path, folder: Path) -> None:
-    """Moves files into a folder: all are on its disk before any file is replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as staging:
-        shutil.copytree(written, staging, dirs_exist_ok=True)
-        for path in sorted(Path(staging).iterdir()):
-            os.replace(path, folder / path.name)

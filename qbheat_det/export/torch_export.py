@@ -30,10 +30,7 @@ def write_torch_export(program: ExportedProgram, path: Path, metadata: str) -> N
 
 
 def open_torch_export(path: Path) -> tuple[Callable[..., Any], str]:
-    """Opens a file for the CPU.
-
-    Returns:
-        From images to a tuple of outputs; and the metadata in the file, empty if there is none.
+    """Opens a file for the CPU; also returns the metadata in it, empty if there is none.
 
     Raises:
         Exception: of any kind, if the file is damaged or holds what is refused.
@@ -41,7 +38,10 @@ def open_torch_export(path: Path) -> tuple[Callable[..., Any], str]:
     # Registers torchvision's operators, which the program may call by name.
     import torchvision  # noqa: F401
 
-    _refuse_libraries(path)
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if "aotinductor" in name.lower():
+                raise ValueError(f"it holds compiled code ({name})")
     extra: dict[str, Any] = {METADATA_FILE: ""}
     with _without_pickles(), quiet("torch.export", "torch._export"):
         program = torch.export.load(str(path), extra_files=extra).module()
@@ -62,10 +62,3 @@ def _without_pickles() -> Iterator[None]:
             del os.environ[_WEIGHTS_ONLY]
         else:
             os.environ[_WEIGHTS_ONLY] = before
-
-
-def _refuse_libraries(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if "aotinductor" in name.lower():
-                raise ValueError(f"it holds compiled code ({name})")

@@ -61,9 +61,8 @@ def add_entry(
 
     Args:
         weights: of a trained model or a bare backbone, with its config inside or beside it.
-        description: fields of ``ZooEntry`` that the file does not hold: name, summary, config,
-            data, data_licence, licence and command; and commit and date, empty for those of the
-            file or the checkout, and for today.
+        description: fields of ``ZooEntry`` that the file does not hold; an empty commit is that of
+            the file or the checkout, an empty date today.
         metrics: measured with the weights.
         output: a folder with an index of its own; None ships the file with the package.
         replace: whether the entry may exist.
@@ -78,11 +77,14 @@ def add_entry(
     get_config_path(description["config"])
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / file_of(description["name"])
-        commit = _write_half_precision(weights, file)
+        state, info = read_weights(weights)
+        cfg = load_run_config(weights, device="cpu")
+        info = info or WeightsInfo.from_config(cfg, iteration=0, commit="")
+        save_weights(str(file), halve_precision(state), remove_machine_paths(info, cfg))
         trained = open_trained(str(file), device="cpu")
-        fields = {**_describe_origin(description, commit), **count_costs(trained)}
         entry = ZooEntry(
-            **fields,
+            **_describe_origin(description, info.commit),
+            **count_costs(trained),
             task=find_task(trained),
             file=file.name,
             sha256=hash_file(file),
@@ -109,7 +111,7 @@ def parse_metric(text: str) -> Metric:
     if match is None:
         raise UserError(
             f"--metric '{text}' is not NAME=VALUE:DATA or NAME=VALUE±SPREAD UNIT:DATA:NOTE, such "
-            "as 'AP=21.3%:Aquarium val' or 'top-1=61.2±0.4%:Caltech-101 val:3 seeds'"
+            "as 'top-1=61.2±0.4%:Caltech-101 val:3 seeds'"
         )
     parts = {name: (value or "").strip() for name, value in match.groupdict().items()}
     spread = f"±{parts.pop('spread')}" if parts["spread"] else parts.pop("spread")
@@ -119,11 +121,15 @@ def parse_metric(text: str) -> Metric:
 def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a model's tensors with matrices and filters in float16.
 
-    Vectors and numbers stay in float32: they are small, each acts on a whole channel, and float16
-    would turn some variances of BatchNorm into 0 or infinity. So do matrices with values beyond
-    the range of float16.
+    Vectors and numbers stay in float32: they are small, and float16 would turn some variances of
+    BatchNorm into 0 or infinity. So do matrices with values beyond the range of float16.
     """
-    return {name: _halve(tensor) for name, tensor in state.items()}
+    halved = {}
+    for name, tensor in state.items():
+        full = tensor.float() if tensor.is_floating_point() else tensor
+        fits = full.is_floating_point() and full.dim() > 1 and bool(full.half().isfinite().all())
+        halved[name] = full.half() if fits else full
+    return halved
 
 
 def remove_machine_paths(info: WeightsInfo, cfg: CfgNode) -> WeightsInfo:
@@ -146,15 +152,6 @@ def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry
     return [entry for entry in entries if entry.name != name]
 
 
-def _write_half_precision(weights: str, target: Path) -> str:
-    """Writes the file of the entry; returns the commit in the weights, or ""."""
-    state, info = read_weights(weights)
-    cfg = load_run_config(weights, device="cpu")
-    info = info or WeightsInfo.from_config(cfg, iteration=0, commit="")
-    save_weights(str(target), halve_precision(state), remove_machine_paths(info, cfg))
-    return info.commit
-
-
 def _describe_origin(description: Mapping[str, str], commit: str) -> dict[str, Any]:
     commit = description.get("commit") or commit or find_commit()
     clean = commit.removesuffix("-dirty")
@@ -169,12 +166,12 @@ def _describe_origin(description: Mapping[str, str], commit: str) -> dict[str, A
 
 def _check_shipped_size(entries: Sequence[ZooEntry]) -> None:
     new = entries[-1]
-    here = [entry for entry in entries if (sources.SHIPPED / entry.file).is_file()]
-    total = sum(entry.size for entry in {*here, new})
+    here = [entry for entry in entries[:-1] if (sources.SHIPPED / entry.file).is_file()]
+    total = sum(entry.size for entry in [*here, new])
     if total > MAX_SHIPPED:
         raise UserError(
-            f"with '{new.name}' the weights in the package would have {total / 1e6:.1f} MB of "
-            f"{MAX_SHIPPED / 1e6:.0f} MB: write it elsewhere with --output, or remove another one"
+            f"with '{new.name}' the package's weights would have {total / 1e6:.1f} MB of "
+            f"{MAX_SHIPPED / 1e6:.0f} MB: write it elsewhere with --output"
         )
 
 
@@ -190,14 +187,6 @@ def _write_both(file: Path, content: bytes, index_file: Path, index_content: byt
         else:
             write_atomically(file, lambda stream: stream.write(before))
         raise
-
-
-def _halve(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    full = tensor.float()
-    half = full.half()
-    return half if tensor.dim() > 1 and bool(half.isfinite().all()) else full
 
 
 def _reset_paths(node: CfgNode, fresh: CfgNode, prefix: str) -> None:

@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Configs, files and models by name, as in Detectron2's ``model_zoo``; addresses; timm's tags.
 
-Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, so that addresses
-work wherever Detectron2 takes weights: in ``MODEL.WEIGHTS``, ``DefaultPredictor`` and LazyConfigs.
-It also registers the zoo's Mobile-Formers as weights of timm's models, such as
-``mobile_former_285m.qb_heat_caltech101``.
+Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, and registers the
+zoo's Mobile-Formers as weights of timm's, such as ``mobile_former_285m.qb_heat_caltech101``.
 """
 
 import functools
@@ -64,14 +62,9 @@ def get_config_file(name: str) -> str:
 
 
 def get_config(name: str, *, trained: bool = True) -> CfgNode:
-    """Returns the config of an entry.
+    """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
 
-    Args:
-        name: of the entry, as in all functions here; an unknown one is a ``UserError``.
-        trained: True gives the config inside the weights, with the classes of its data and
-            ``MODEL.WEIGHTS`` set, as ``DefaultPredictor`` takes it. False gives the recipe as
-            shipped, without what the entry's command overrides.
-
+    If not ``trained``, it is the recipe as shipped, without what the entry's command overrides.
     """
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
 
@@ -89,10 +82,8 @@ def get_checkpoint(name: str) -> str:
 def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
     """Builds the model of an entry from the config inside its weights, in evaluation mode.
 
-    Args:
-        name: of the entry. If its file holds a backbone only, the model is the backbone.
-        trained: load the weights; every tensor of file and model must find its partner.
-        device: "cpu" or "cuda"; None takes the GPU if there is one.
+    If the file holds a backbone only, the model is the backbone. If ``trained``, every tensor of
+    file and model must find its partner. Without a ``device`` it is the GPU if there is one.
 
     Raises:
         UserError: there is no such entry or device, the weights cannot be downloaded, or they do
@@ -114,10 +105,7 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
 
 
 class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to a ``.pth`` file, which Detectron2's checkpointer reads.
-
-    Its releases cannot read ``.safetensors`` so far.
-    """
+    """Resolves ``qbheat://NAME`` to ``.pth``: Detectron2 cannot read ``.safetensors`` so far."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]

@@ -1,15 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Functional fingerprints: numbers that weights, pre-processing and code give together.
 
-A hash proves that a file is whole, not that today's code reads, resizes, normalises and computes
-as the code did that measured the metrics. So an entry also holds statistics of its model's outputs
-on synthetic images, drawn by integer arithmetic and read like any image file: through the config's
-mapper, the model's normalisation and its padding.
-
-Compared are raw outputs: maps, logits and boxes before any threshold, sort or suppression. The
-final detections are compared loosely.
+Statistics of a model's raw outputs (maps, logits and boxes before any threshold, sort or
+suppression) on synthetic images, drawn by integer arithmetic and read like any image file, show
+whether today's code computes what the code did that measured the metrics. Final detections are
+compared loosely.
 """
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,19 +75,16 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
         UserError: the model has no outputs to compare, or gives NaN.
     """
     batch = _read_images(cfg)
-    modes = {module: module.training for module in model.modules()}
+    was_training = model.training
     model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(),
-            torch.backends.cudnn.flags(enabled=True, allow_tf32=False),  # TF32 keeps 10 bits
-        ):
-            torch.manual_seed(0)
-            outputs = tuple(_run(model, cfg, batch))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(),
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=False),  # TF32 keeps 10 bits
+    ):
+        torch.manual_seed(0)
+        outputs = tuple(_run(model, cfg, batch))
+    model.train(was_training)
     if not outputs:
         raise UserError(f"a {type(model).__name__} has no raw outputs for a fingerprint")
     for output in outputs:
@@ -108,8 +103,8 @@ def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Devi
     """
     if expected.version != found.version:
         raise UserError(
-            f"the fingerprint is of version {expected.version}, but this package computes version "
-            f"{found.version}: verify with the package that the entry came with"
+            f"the fingerprint is of version {expected.version}, but this package's version is "
+            f"{found.version}"
         )
     outputs = {output.name: output for output in found.outputs}
     deviations = [_compare(output, outputs.get(output.name)) for output in expected.outputs]
@@ -170,20 +165,15 @@ def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Ite
         yield from _summarise_all("backbone", model(_normalise(model, cfg, batch)))
         return
     raw: dict[str, list[OutputStats]] = {}
-    handles = [
-        module.register_forward_hook(_record(name, raw))
-        for name, module in model.named_modules()
-        if name in _RAW_MODULES
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name in _RAW_MODULES:
+                hooks.enter_context(module.register_forward_hook(_record(name, raw)))
         if isinstance(model, PretrainingObjective):  # maps of whole images, for other models
             backbone = get_backbone(model)
             assert backbone is not None
             backbone(model.preprocess_image(list(batch)))
         results = model(list(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
     for outputs in raw.values():
         yield from outputs
     for number, result in enumerate(results if isinstance(results, list) else []):

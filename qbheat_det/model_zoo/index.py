@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
 
 INDEX_FILE = Path(__file__).with_name("index.json")
 PREFIX = "qbheat://"  # of addresses
@@ -63,27 +62,11 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True)
 class ZooEntry:
-    """One file of weights and its origin.
+    """One file of weights and its origin; docs/zoo.md describes the fields.
 
-    Attributes:
-        name: task and variant, then the data, such as "retinanet/285M_aquarium".
-        task: one of ``TASKS``.
-        summary: one line.
-        config: the recipe that trained it, a path below ``configs/``.
-        file: its name, which is ``name`` with "-" for "/".
-        sha256: of the file.
-        size: of the file in bytes.
-        num_params: parameters of the model.
-        madds: multiply-adds of one image of ``madds_input``.
-        madds_input: (H, W) in pixels.
-        data: the training data.
-        data_licence: of that data.
-        licence: of the weights.
-        command: trained it.
-        commit: of this package that trained it.
-        date: YYYY-MM-DD on which the file was written.
-        metrics: measured from the file.
-        fingerprint: what ``verify`` compares with; may be None.
+    ``config`` is the recipe, a path below ``configs/``; ``size`` in bytes; ``madds`` the
+    multiply-adds of one image of ``madds_input``, (H, W) in pixels; ``command`` and ``commit`` of
+    this package trained it; ``metrics`` are measured from the file.
     """
 
     name: str
@@ -275,19 +258,8 @@ def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
     return lists.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode()
 
 
-def save_index(entries: Iterable[ZooEntry], path: Path | None = None) -> None:
-    """Writes an index atomically; None is the one of the package. Raises as ``render_index``."""
-    path = INDEX_FILE if path is None else path
-    content = render_index(entries, path)
-    write_atomically(path, lambda stream: stream.write(content))
-
-
 def zoo_folders() -> tuple[Path, ...]:
-    """Returns the folders in ``$QBHEAT_ZOO``, separated as in ``$PATH``.
-
-    Raises:
-        UserError: one of them is no folder.
-    """
+    """Returns the folders in ``$QBHEAT_ZOO``, separated as in ``$PATH``."""
     names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
     folders = tuple(Path(name).expanduser() for name in names if name.strip())
     for folder in folders:

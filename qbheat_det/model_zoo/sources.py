@@ -1,15 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Finds the weights of an entry, or downloads them, from the first source that has them:
 
-1. the folders in ``$QBHEAT_ZOO`` (several as in ``$PATH``);
-2. the weights shipped with the package, ``qbheat_det/model_zoo/weights``;
-3. earlier downloads, in Detectron2's cache (``$FVCORE_CACHE``);
-4. the address ``$QBHEAT_ZOO_URL``, to which the file name is appended;
-5. the repositories of the Hugging Face hub in ``$QBHEAT_ZOO_HUB``, ``OWNER/NAME`` or
-   ``OWNER/NAME@REVISION``, separated by commas (``$HF_ENDPOINT`` for another hub).
+the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, the address
+``$QBHEAT_ZOO_URL``, and the hub's repositories ``OWNER/NAME[@REVISION]`` in ``$QBHEAT_ZOO_HUB``.
 
-Only a file with the SHA-256 of the index is used. A file of the same name with another content is
-an error and not skipped. Processes that ask at the same time download once.
+Only a file with the SHA-256 of the index is used; one of the same name with another content is an
+error and not skipped.
 """
 
 import http.client
@@ -43,8 +39,7 @@ def fetch(entry: ZooEntry) -> Path:
     """Returns the local file of an entry, its hash checked; downloads it if necessary.
 
     Raises:
-        UserError: a source has another file of this name, or none has it; the message says which
-            file to put where.
+        UserError: a source has another file of this name, or none has it.
     """
     found = find_local(entry)
     if found is not None:
@@ -84,11 +79,7 @@ def find_local(entry: ZooEntry) -> Path | None:
 
 
 def describe_source(entry: ZooEntry) -> str:
-    """Returns where ``fetch`` would take a file from; nothing is read or downloaded.
-
-    Raises:
-        UserError: an environment variable is invalid.
-    """
+    """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
     found = find_local(entry)
     if found is None:
         return next(iter(_remote_sources()), "nowhere")
@@ -108,8 +99,8 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}") from error
     if found != entry.sha256:
         raise UserError(
-            f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' in "
-            f"the index with {entry.sha256[:12]}; replace or remove the file"
+            f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' "
+            f"with {entry.sha256[:12]}"
         )
     return path
 
@@ -140,8 +131,7 @@ def _download(url: str, target: Path, entry: ZooEntry) -> None:
         )
     except RuntimeError as error:  # the hash
         raise UserError(
-            f"'{url}' is refused: it is not the file of '{entry.name}' in the index, or was cut "
-            f"off ({error})"
+            f"'{url}' is refused: it is not the file of '{entry.name}' ({error})"
         ) from error
     except (OSError, http.client.HTTPException) as error:  # of the network
         raise UnavailableError(f"{url}: {_one_line(error)}") from error
@@ -152,10 +142,7 @@ def _remote_sources() -> Iterator[str]:
     url = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
     is_web = url.startswith(("http://", "https://")) and url.isprintable() and " " not in url
     if url and not is_web:
-        raise UserError(
-            f"$QBHEAT_ZOO_URL is '{url}', but must begin with http:// or https:// and have no "
-            "spaces; use $QBHEAT_ZOO for folders"
-        )
+        raise UserError(f"$QBHEAT_ZOO_URL is '{url}', which is no http:// or https:// address")
     names = [url, *os.environ.get("QBHEAT_ZOO_HUB", "").split(",")]
     yield from filter(None, map(str.strip, names))
 

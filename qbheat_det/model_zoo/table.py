@@ -28,7 +28,7 @@ def write_table(path: Path = ZOO_FILE) -> Path:
     """Replaces the entries in ``MODEL_ZOO.md`` by those of the package's index; returns its path.
 
     Raises:
-        UserError: the index is invalid, or there is no such file with the marks of the section.
+        UserError: there is no such file with the marks of the section.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,29 +45,24 @@ def write_table(path: Path = ZOO_FILE) -> Path:
 
 
 def render_entries(entries: Sequence[ZooEntry]) -> str:
-    """Returns a table of the entries, then a section for each.
-
-    Raises:
-        UserError: an entry names a config that does not exist.
-    """
+    """Returns a table of the entries, then a section for each."""
     entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
     lines = [_HEADERS, ["---"] * len(_HEADERS), *map(_render_row, entries)]
     table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
     parts = [table, _NOTES]
     for entry in entries:
-        get_config_path(entry.config)
-        link = f"[{entry.config}](configs/{entry.config})"
-        parts.append(describe_entry(entry, "###", recipe=link))
+        get_config_path(entry.config)  # which must exist
+        parts.append(_describe_entry(entry))
     return "\n\n".join(parts)
 
 
-def describe_entry(entry: ZooEntry, level: str, *, recipe: str) -> str:
+def _describe_entry(entry: ZooEntry) -> str:
     """Returns a section with all that the index has about an entry."""
     height, width = entry.madds_input
     # Longer than any fence inside the command.
     ticks = "`" * (max(map(len, re.findall("`{3,}", entry.command)), default=2) + 1)
     lines = [
-        f"- Recipe: {recipe}",
+        f"- Recipe: [{entry.config}](configs/{entry.config})",
         f"- Data: {entry.data} (licence: {entry.data_licence})",
         f"- Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
         f"`{entry.sha256}`",
@@ -77,7 +72,7 @@ def describe_entry(entry: ZooEntry, level: str, *, recipe: str) -> str:
         *[f"- {format_metric(metric)}" for metric in entry.metrics],
     ]
     command = f"{ticks}sh\n{entry.command}\n{ticks}"
-    return "\n\n".join([f"{level} {entry.name}", entry.summary, "\n".join(lines), command])
+    return "\n\n".join([f"### {entry.name}", entry.summary, "\n".join(lines), command])
 
 
 def format_metric(metric: Metric) -> str:

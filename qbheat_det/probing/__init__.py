@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Decoder probing: what simple decoders learn from a frozen backbone's features."""
+"""Decoder probing: kNN, linear and tran-k classifiers of a frozen backbone's features."""
 
 from .backbones import find_feature, load_backbone
 from .batch_norm import read_whole_images, recalibrate_bn, training_records
 from .features import FrozenFeatures, cache_features, split_by_class
-from .linear import L2_GRID, LinearProbe, Standardisation, fit_linear_probe, fit_penalised
+from .linear import L2_GRID, LinearProbe, fit_linear_probe, fit_penalised
 from .probes import (
     PROBES,
     ProbeSettings,
@@ -16,25 +16,17 @@ from .probes import (
 )
 from .results import ProbeResults, ProbeRow
 from .run import BackboneProbe
-from .transformer import (
-    FittedTransformer,
-    TransformerProbe,
-    TransformerSettings,
-    Whitening,
-    fit_transformer_probe,
-)
+from .transformer import TransformerProbe, TransformerSettings, Whitening, fit_transformer_probe
 
 __all__ = [
     "L2_GRID",
     "PROBES",
     "BackboneProbe",
-    "FittedTransformer",
     "FrozenFeatures",
     "LinearProbe",
     "ProbeResults",
     "ProbeRow",
     "ProbeSettings",
-    "Standardisation",
     "TransformerProbe",
     "TransformerSettings",
     "Whitening",

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Loads the backbones that are probed from the weights of any model that contains them."""
+"""Loads backbones to probe from the weights of any model that contains them."""
 
 import logging
 
@@ -22,26 +22,24 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     """Fills a backbone from the weights of any model that has it, or from a bare one.
 
     Returns:
-        What the file says of itself.
+        The metadata of the file.
 
     Raises:
-        UserError: a tensor of it is not in the file, or of another shape, or the file's backbone
-            has more.
+        UserError: the tensors of the file's backbone are not exactly those of this one.
     """
     state, info = read_weights(weights)
     names = bare_backbone(state)
     bare = {short: state[name] for name, short in names.items()} if names else state
-    unbuilt = optional_modules(backbone)
+    optional = optional_modules(backbone)
     fitting, report = fit_weights(
-        bare, backbone.state_dict(), file=weights, optional_modules=unbuilt
+        bare, backbone.state_dict(), file=weights, optional_modules=optional
     )
     groups = report.groups.values()
     filled, total = report.num_loaded, sum(group.num_tensors for group in groups)
     if filled < total or report.unexpected:
-        more = f", and holds {len(report.unexpected)} that it lacks" if report.unexpected else ""
         raise UserError(
-            f"'{weights}' fills {filled} of the {total} tensors of the config's backbone{more}: "
-            "name the config that belongs to these weights with --config-file"
+            f"'{weights}' fills {filled} of the {total} tensors of the config's backbone, and has "
+            f"{len(report.unexpected)} more: name its own config with --config-file"
         )
     backbone.load_state_dict(fitting, strict=False)
     logger.info(f"'{weights}': {filled}/{total} backbone tensors")
@@ -59,12 +57,11 @@ def find_feature(backbone: Backbone, wanted: str = "") -> str:
     }
     if wanted and wanted not in strides:
         raise UserError(f"the backbone has no map '{wanted}', but {', '.join(strides)}")
-    # Of the coarsest maps the last, which is the deepest.
     return wanted or max(reversed(strides), key=strides.__getitem__)
 
 
 def count_images_seen(info: WeightsInfo | None) -> int | None:
-    """Returns how many images went into trained weights; None where the file does not tell."""
+    """Returns the number of training images of weights; None if unknown."""
     if info is None or not info.config:
         return None
     try:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a frozen backbone gives for a set of images, worked out once and kept for many probes."""
+"""The features of a frozen backbone, computed once and kept for many probes."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 
-Describe = Callable[[list[dict[str, Any]]], Mapping[str, Tensor]]
-"""From a batch of a mapper's dicts to the outputs of a backbone."""
+_CHUNK = 256  # images at a time
+_CONSTANT = 1e-6  # spread of a channel, relative to the largest, below which it is constant
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class FrozenFeatures:
     """Features of N images, on the CPU.
 
     Attributes:
-        pooled: mean over the positions of the map, (N, C), float32; never rounded further.
+        pooled: mean over the positions of the map, (N, C), float32.
         labels: (N,), int64.
         maps: the map itself, (N, C, H, W), of the type that was asked for; None if not kept.
         tokens: (N, M, D), float32; None for a backbone without tokens.
@@ -36,24 +36,24 @@ class FrozenFeatures:
 
     @property
     def joined(self) -> Tensor:
-        """What a linear probe reads: ``pooled``, with the first token beside it where there is one.
+        """Input of the linear probe as in Table 8 of QB-Heat: ``pooled`` and the first token.
 
-        As in Table 8 of "Self-Supervised Learning based on Heat Equation". (N, C) or (N, C + D).
+        (N, C) or (N, C + D).
         """
         if self.tokens is None:
             return self.pooled
         return torch.cat([self.pooled, self.tokens[:, 0]], dim=1)
 
-    def select(self, places: Tensor) -> "FrozenFeatures":
-        """Returns the features of the images at some places, copied."""
+    def select(self, indices: Tensor) -> "FrozenFeatures":
+        """Returns a copy of the features of some images."""
         parts = (self.maps, self.tokens)
-        maps, tokens = (None if part is None else part[places] for part in parts)
-        return FrozenFeatures(self.pooled[places], self.labels[places], maps, tokens)
+        maps, tokens = (None if part is None else part[indices] for part in parts)
+        return FrozenFeatures(self.pooled[indices], self.labels[indices], maps, tokens)
 
 
 @torch.no_grad()
 def cache_features(
-    describe: Describe,
+    describe: Callable[[list[dict[str, Any]]], Mapping[str, Tensor]],
     batches: Iterable[list[dict[str, Any]]],
     *,
     num_images: int,
@@ -64,17 +64,14 @@ def cache_features(
 ) -> FrozenFeatures:
     """Runs a backbone once over images.
 
-    A map in float16 is off by at most one part in 2,000, far less than its spread over images; one
-    with values beyond float16 is kept in float32.
-
     Args:
         describe: gives the map (N, C, H, W) under ``feature``, and "tokens" (N, M, D) if any.
         batches: dicts with "label".
         num_images: the most images that may come.
         feature: name of the map.
         keep_maps: whether the map is kept beside its mean.
-        dtype: of the maps that are kept.
-        memory_gb: what these may take, in GB.
+        dtype: of the maps that are kept; float32 where values are beyond its range.
+        memory_gb: the most memory of these, in GB.
 
     Raises:
         UserError: the maps would take more.
@@ -102,47 +99,42 @@ def cache_features(
 def _put(
     maps: Tensor | None,
     found: Tensor,
-    place: int,
+    start: int,
     num_images: int,
     dtype: torch.dtype,
     memory_gb: float,
 ) -> Tensor:
-    """Writes maps into the one tensor that holds all, which is made for the first of them."""
-    # Compared as a whole: a conversion beyond the range gives infinity.
+    """Writes maps into the tensor of all maps, which the first call makes."""
     fits = bool(found.abs().amax() <= torch.finfo(dtype).max)
     if maps is None or not (fits or maps.dtype is torch.float32):
         kept = dtype if fits else torch.float32
-        _check_memory(num_images * found[0].numel() * kept.itemsize / 1e9, memory_gb, num_images)
+        needed = num_images * found[0].numel() * kept.itemsize / 1e9
+        if needed > memory_gb:
+            raise UserError(
+                f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more than "
+                f"--memory-gb {memory_gb:.1f}: allow more, or probe without tran-k"
+            )
         before = maps
         maps = torch.empty((num_images, *found.shape[1:]), dtype=kept)
         if before is not None:
-            maps[:place] = before[:place]
-    maps[place : place + len(found)] = found.cpu()
+            maps[:start] = before[:start]
+    maps[start : start + len(found)] = found.cpu()
     return maps
-
-
-def _check_memory(needed: float, memory_gb: float, num_images: int) -> None:
-    if needed > memory_gb:
-        raise UserError(
-            f"the maps of {num_images:,} images would take {needed:.1f} GB of memory, more than "
-            f"the {memory_gb:.1f} GB allowed: allow more with --memory-gb, take fewer images or a "
-            "smaller map, or probe without tran-1 and tran-4, which alone need maps"
-        )
 
 
 def split_by_class(labels: Tensor, *, share: float = 0.2, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Divides images at random, each class in the same proportion.
 
     Of a class of at least two images, at least one is on either side; a class of one image is not
-    set aside, or nothing could be learned of it.
+    held out.
 
     Args:
         labels: (N,).
-        share: of each class that is set aside, rounded.
+        share: of each class that is held out, rounded.
         seed: of the draw; equal seeds and labels give equal parts.
 
     Returns:
-        The places of the images that remain and of those set aside, each rising.
+        The indices of the images that remain and of those held out, each rising.
     """
     draw = random.Random(seed)
     aside: list[int] = []
@@ -154,3 +146,23 @@ def split_by_class(labels: Tensor, *, share: float = 0.2, seed: int = 0) -> tupl
     is_aside = torch.zeros(len(labels), dtype=torch.bool)
     is_aside[aside] = True
     return (~is_aside).nonzero()[:, 0], is_aside.nonzero()[:, 0]
+
+
+def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns mean and 1 / standard deviation of each channel of (N, C, ...): (C,), float64.
+
+    Channels that are constant have 0 instead.
+    """
+    count = features.numel() // features.shape[1]
+    parts = [part.flatten(2) if part.ndim > 2 else part[..., None]
+             for part in features.split(_CHUNK)]  # fmt: skip
+    mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
+    squares = [(part.double() - mean[:, None]).square().sum(dim=(0, 2)) for part in parts]
+    spread = (torch.stack(squares).sum(dim=0) / count).sqrt()
+    varies = spread > _CONSTANT * spread.max()
+    return mean, torch.where(varies, 1 / spread.clamp(min=torch.finfo(spread.dtype).tiny), 0.0)
+
+
+def measure_accuracy(logits: Tensor, labels: Tensor) -> float:
+    """Returns the accuracy of logits (N, K) in per cent; 0 without images."""
+    return 100 * float((logits.argmax(dim=1) == labels).double().mean()) if len(labels) else 0.0

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation import KnnScore, rank_true_class, score_neighbours
-from qbheat_det.probing.linear import L2_GRID, fit_linear_probe
-from qbheat_det.probing.transformer import TransformerSettings, fit_transformer_probe
+from qbheat_det.evaluation import TopAccuracy, rank_true_class, score_neighbours
 
 from .features import FrozenFeatures
+from .linear import L2_GRID, fit_linear_probe
+from .transformer import TransformerSettings, fit_transformer_probe
 
 PROBES = ("knn", "linear", "tran-1", "tran-4")
-"""Nearest neighbours, and the paper's; "tran-k" of any k is understood, and "tran-k:width"."""
+"""The probes of the paper and kNN; "tran-k" may have any k, and a width: "tran-k:width"."""
 
 _TRANSFORMER = re.compile(r"tran-([1-9]\d?)(?::([1-9]\d{0,4}))?")
 _HEAD = 64  # width of an attention head, of which a width is a multiple
@@ -23,30 +23,19 @@ _HEAD = 64  # width of an attention head, of which a width is a multiple
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """What probes depend on beside features.
-
-    Attributes:
-        num_classes: K.
-        k: nearest neighbours that vote.
-        temperature: of their votes.
-        l2_grid: penalties that the linear probe chooses from.
-        transformer: how tran-k is trained; its depth is that of the name, and so is its width
-            where the name has one.
-        seed: of all that is drawn.
-        device: that trains tran-k.
-    """
+    """Settings of all probes."""
 
     num_classes: int
-    k: int = 20
-    temperature: float = 0.07
-    l2_grid: tuple[float, ...] = L2_GRID
+    k: int = 20  # nearest neighbours that vote
+    temperature: float = 0.07  # of their votes
+    l2_grid: tuple[float, ...] = L2_GRID  # of the linear probe
     transformer: TransformerSettings = field(default_factory=TransformerSettings)
     seed: int = 0
-    device: str = "cpu"
+    device: str = "cpu"  # that trains tran-k
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what figures depend on, for JSON: all but the device."""
-        transformer = self.transformer.to_dict()
+        """Returns all but the device, which scores do not depend on."""
+        transformer = dataclasses.asdict(self.transformer)
         del transformer["depth"]
         return {
             "num_classes": self.num_classes,
@@ -59,7 +48,7 @@ class ProbeSettings:
 
 def run_probe(
     name: str, train: FrozenFeatures, val: FrozenFeatures, *, settings: ProbeSettings
-) -> tuple[KnnScore, dict[str, Any]]:
+) -> tuple[TopAccuracy, dict[str, Any]]:
     """Learns from the images of one set and classifies those of another, once.
 
     Args:
@@ -98,7 +87,7 @@ def run_probe(
             device=settings.device,
         )
         logits = transformer(val)
-    return KnnScore.from_ranks(rank_true_class(logits, val.labels)), chosen
+    return TopAccuracy.from_ranks(rank_true_class(logits, val.labels)), chosen
 
 
 def check_probes(names: Sequence[str]) -> None:

@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The figures of probes as rows, in a file that is current at any time and is gone on with."""
+"""Scores of probes as rows of a JSON file, from which an interrupted command continues."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,17 +18,12 @@ class ProbeRow:
     Attributes:
         backbone: file of its weights, or "random, seed 1".
         digest: of the tensors as loaded, before any change of statistics.
-        images_seen: in training; 0 for a random backbone, None where the file does not tell.
-        recalibrated: whole images that BatchNorm's statistics were estimated on; 0 where they are
-            as stored.
+        images_seen: in training; 0 for a random backbone, None if unknown.
+        recalibrated: images that BatchNorm was recalibrated on; 0 where it was not.
         probe: "knn", "linear" or "tran-k"; "tran-k:width" where that is not the setting's.
-        top1: images whose class comes first.
-        top1_standard_error: of ``top1``.
-        top5: images whose class is among the first five.
-        top5_standard_error: of ``top5``.
         num_images: how many were classified.
-        seconds: what the probe took, without the features.
-        chosen: settings that were chosen on a part of the training images, and what was tried.
+        seconds: of the probe, without the features.
+        chosen: settings that were chosen on a part of the training images, and their trials.
     """
 
     backbone: str
@@ -55,7 +49,7 @@ class ProbeResults:
     """Rows under one setting, written to a file after each.
 
     Attributes:
-        setting: all that the figures depend on but for what stands in the rows.
+        setting: all that the scores depend on but for what stands in the rows.
         rows: in the order in which they came.
         broken_images: files that could not be read, of both sets.
     """
@@ -64,10 +58,10 @@ class ProbeResults:
         """
         Args:
             setting: numbers, strings, lists and dicts.
-            file: JSON. Rows that it holds under the same setting need not be found again.
+            file: JSON, whose rows are kept.
 
         Raises:
-            UserError: the file holds something else, or figures under another setting.
+            UserError: the file holds something else, or scores of another setting.
         """
         self.setting: dict[str, Any] = json.loads(json.dumps(setting))
         self.rows: list[ProbeRow] = []
@@ -101,7 +95,10 @@ class ProbeResults:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what the file holds: "setting", "broken_images" and "rows"."""
-        rows = [_without_nan(asdict(row)) for row in self.rows]
+        rows = [
+            {k: None if v != v else v for k, v in asdict(row).items()}  # JSON has no nan
+            for row in self.rows
+        ]
         return {"setting": self.setting, "broken_images": self.broken_images, "rows": rows}
 
     def _read(self, file: Path) -> None:
@@ -112,21 +109,11 @@ class ProbeResults:
             self.rows = [ProbeRow(**{k: v for k, v in row.items() if k in names}) for row in rows]
             self.broken_images = int(content["broken_images"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"'{file}' is there already and holds no figures of probes: name another file"
-            ) from error
+            raise UserError(f"'{file}' holds no scores of probes: name another file") from error
         if setting != self.setting:
             keys = sorted({*setting, *self.setting})
             changed = [key for key in keys if setting.get(key) != self.setting.get(key)]
             raise UserError(
-                f"'{file}' holds figures under another setting ({', '.join(changed)}), which are "
-                "not to be mixed with these: name another file, or remove it"
+                f"'{file}' holds scores of another setting ({', '.join(changed)}): name another "
+                "file, or remove it"
             )
-
-
-def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no nan."""
-    return {
-        key: None if isinstance(value, float) and math.isnan(value) else value
-        for key, value in row.items()
-    }

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,7 @@ _DIGITS = 12  # of the hash that identifies a backbone's weights
 class BackboneProbe:
     """Probes backbones on the same images, which are decoded once if memory allows.
 
-    Images are whole: the largest square in the middle, resized to ``INPUT.PRETRAIN.SIZE``,
-    normalised as the config says.
+    Images are centre-cropped to a square and resized to ``INPUT.PRETRAIN.SIZE``.
 
     Attributes:
         results: a row for each backbone and probe.
@@ -75,14 +74,13 @@ class BackboneProbe:
             val_folder: class folders whose images are classified, once for each row.
             probes: names as in ``PROBES``; "tran-k:width" for another width than
                 ``MODEL.CLASSIFIER.WIDTH``.
-            num_recalibrated: whole images of ``train_folder`` for BatchNorm statistics with which
+            num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
                 each backbone is probed a second time; 0 for no second time.
             feature: name of the feature map; by default the backbone's coarsest, of several the
                 last.
-            json_file: rewritten after each row. Rows that it holds under the same setting are not
-                computed again.
+            json_file: rewritten after each row; rows that it holds are not computed again.
             seed: of all that the probes draw, and of the images for BatchNorm.
-            memory_gb: that feature maps may take, in GB; only tran-k keeps them.
+            memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
             on_row: called with each row as it comes, those of ``json_file`` included.
             progress: show a bar with the time left on stderr.
 
@@ -94,7 +92,7 @@ class BackboneProbe:
         train, val = (load_image_folders([folder], labelled=True) for folder in folders)
         records = unite_labels([train], [val], names=folders)
         self._cfg = cfg
-        # The width of the setting goes without saying, so that its rows are one.
+        # "tran-1" and "tran-1:width" are one probe where the width is the setting's.
         own = f":{cfg.MODEL.CLASSIFIER.WIDTH}"
         self._probes = list(dict.fromkeys(name.removesuffix(own) for name in probes))
         self._sizes = [len(part) for part in records]
@@ -112,9 +110,9 @@ class BackboneProbe:
             seed=seed,
             device=cfg.MODEL.DEVICE,
         )
-        contents = [fingerprint_records(part) for part in records]
-        self.results = ProbeResults(self._describe_setting(folders, contents), json_file)
-        self._named = False
+        setting = self._describe_setting(folders, records)
+        self.results = ProbeResults(setting, json_file)
+        self._warned = False
 
     def probe_weights(self, weights: str) -> None:
         """Probes the backbone of a file.
@@ -134,20 +132,17 @@ class BackboneProbe:
         self._probe(backbone, f"random, seed {seed}", 0)
 
     def _describe_setting(
-        self, folders: tuple[str, str], contents: Sequence[int]
+        self, folders: tuple[str, str], records: Sequence[list[dict[str, Any]]]
     ) -> dict[str, Any]:
+        cfg = self._cfg
         return {
             "train_folder": os.path.abspath(folders[0]),
             "val_folder": os.path.abspath(folders[1]),
             "num_images": self._sizes,
-            "contents": list(contents),
+            "contents": [fingerprint_records(part) for part in records],
             "feature": self._feature,
-            "size": self._cfg.INPUT.PRETRAIN.SIZE,
-            "pixels": [
-                self._cfg.INPUT.FORMAT,
-                list(self._cfg.MODEL.PIXEL_MEAN),
-                list(self._cfg.MODEL.PIXEL_STD),
-            ],
+            "size": cfg.INPUT.PRETRAIN.SIZE,
+            "pixels": [cfg.INPUT.FORMAT, list(cfg.MODEL.PIXEL_MEAN), list(cfg.MODEL.PIXEL_STD)],
             "recalibrate_bn": self._num_recalibrated,
             **self._settings.to_dict(),
         }
@@ -169,7 +164,10 @@ class BackboneProbe:
         backbone.eval()
         known = name, hash_tensors(backbone.state_dict())[:_DIGITS]
         for anew in (False, True)[: 2 if self._num_recalibrated else 1]:
-            missing = self._list_missing(known, anew=anew)
+            rows = {probe: self.results.find((*known, anew, probe)) for probe in self._probes}
+            for old in filter(None, rows.values()):
+                self._on_row(old)
+            missing = [probe for probe, old in rows.items() if old is None]
             if not missing:
                 continue
             recalibrated = self._recalibrate(backbone) if anew else 0
@@ -177,7 +175,7 @@ class BackboneProbe:
                 continue
             train, val = self._extract(
                 backbone,
-                f"{name}{', statistics anew' if anew else ''}",
+                f"{name}{', BatchNorm recalibrated' if anew else ''}",
                 keep_maps=any(map(depth_of, missing)),
             )
             for probe in missing:
@@ -188,24 +186,12 @@ class BackboneProbe:
                     images_seen=images_seen,
                     recalibrated=recalibrated,
                     probe=probe,
-                    top1=score.top1,
-                    top1_standard_error=score.top1_standard_error,
-                    top5=score.top5,
-                    top5_standard_error=score.top5_standard_error,
-                    num_images=score.num_images,
                     seconds=round(time.perf_counter() - begin, 2),
                     chosen=chosen,
+                    **vars(score),
                 )
                 self.results.add(row)
                 self._on_row(row)
-
-    def _list_missing(self, known: tuple[str, str], *, anew: bool) -> list[str]:
-        """Returns the probes that have no row yet, and tells of the rows that are there."""
-        rows = {probe: self.results.find((*known, anew, probe)) for probe in self._probes}
-        for row in rows.values():
-            if row is not None:
-                self._on_row(row)
-        return [probe for probe, row in rows.items() if row is None]
 
     def _recalibrate(self, backbone: Backbone) -> int:
         """Returns the number of images; 0 for a backbone without BatchNorm."""
@@ -233,44 +219,31 @@ class BackboneProbe:
 
         def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
             images = torch.stack([entry["image"] for entry in batch]).to(device)
+            bar.update()
             outputs: dict[str, Tensor] = backbone((images - mean) / std)
             return outputs
 
-        train, val = (
-            cache_features(
-                describe,
-                batches,
-                num_images=size,
-                feature=self._feature,
-                keep_maps=keep_maps,
-                memory_gb=self._memory_gb * size / sum(self._sizes),
-            )
-            for batches, size in zip(self._show(title), self._sizes, strict=True)
-        )
-        self._log_skipped()
-        for aim, features in {"be learned from": train, "be classified": val}.items():
-            if not len(features):
-                raise UserError(f"none of the images that are to {aim} can be read")
-        return train, val
-
-    def _show(self, title: str) -> Iterator[Iterator[list[dict[str, Any]]]]:
-        """Yields the batches of both sets, under one bar."""
         total = sum(map(len, self._images))
         with tqdm(
             total=total, desc=title[-40:], unit=" batches", delay=_DELAY, disable=not self._progress
         ) as bar:
-            for batches in self._images:
-                yield _counted(batches, bar)
-
-    def _log_skipped(self) -> None:
+            train, val = (
+                cache_features(
+                    describe,
+                    batches,
+                    num_images=size,
+                    feature=self._feature,
+                    keep_maps=keep_maps,
+                    memory_gb=self._memory_gb * size / sum(self._sizes),
+                )
+                for batches, size in zip(self._images, self._sizes, strict=True)
+            )
         faults = [fault for batches in self._images for fault in batches.skipped.values()]
         self.results.broken_images = len(faults)
-        if faults and not self._named:
+        if faults and not self._warned:
             logger.warning(f"Left out, {len(faults):,} in all: {join_messages(faults)}")
-        self._named = True
-
-
-def _counted(batches: ImageBatches, bar: "tqdm[Any]") -> Iterator[list[dict[str, Any]]]:
-    for batch in batches:
-        yield batch
-        bar.update()
+        self._warned = True
+        for flag, features in {"--train-folder": train, "--val-folder": val}.items():
+            if not len(features):
+                raise UserError(f"no image of {flag} can be read")
+        return train, val

@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Steps that pass over weights and gradients once: fused optimizers, and clipping beside them.
 
-PyTorch's AdamW and SGD take a parameter at a time on a CPU, a dozen small operators each; its
-fused kernels read weights, gradients and moments once, on CPUs and GPUs. They compute the same up
-to rounding and keep the same state, so that checkpoints go both ways.
+PyTorch's fused kernels compute the same up to rounding and keep the same state, so that
+checkpoints go both ways.
 """
 
 import logging
@@ -23,11 +22,6 @@ def build_fused(
     """Builds an optimizer with fused kernels, or without them where PyTorch has none.
 
     What it loads may come from a run without them, or of another memory layout.
-
-    Args:
-        optimizer: ``torch.optim.AdamW``, ``torch.optim.SGD`` or one derived from them.
-        groups: of parameters, as torch takes them.
-        arguments: for ``optimizer``.
     """
     groups = [{**group, "params": list(group["params"])} for group in groups]
     try:
@@ -52,12 +46,7 @@ def build_fused(
 def _try_fused(
     optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], arguments: dict[str, Any]
 ) -> None:
-    """Takes a fused step on a number of each type and device: constructors do not tell.
-
-    Raises:
-        RuntimeError: PyTorch has no kernel for one of them.
-        TypeError: the optimizer knows nothing of fused steps.
-    """
+    """Takes a fused step on a number of each type and device: constructors do not tell."""
     kinds = dict.fromkeys((p.device, p.dtype) for group in groups for p in group["params"])
     tried = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for device, dtype in kinds]
     for parameter in tried:
@@ -75,7 +64,7 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
         norm = clip_norm(parameters, max_norm=max_norm, norm_type=norm_type)
-        store_gradient_norm(stepped, norm)
+        stepped.gradient_norm = norm  # type: ignore[attr-defined]
 
     optimizer.register_step_pre_hook(clip)
 
@@ -92,11 +81,6 @@ def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type:
     if norm.device.type != "cpu" or not max_norm / (norm + 1e-6) >= 1:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
-
-
-def store_gradient_norm(optimizer: Optimizer, norm: Tensor | None) -> None:
-    """Sets ``optimizer.gradient_norm``, see ``build_optimizer``."""
-    optimizer.gradient_norm = norm  # type: ignore[attr-defined]
 
 
 def _keep_layout(optimizer: Optimizer) -> None:

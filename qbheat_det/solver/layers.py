@@ -34,15 +34,10 @@ _HEAD = "<head>"  # stands for a parameter that no pattern matches
 def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns for every parameter of a backbone how many layers lie above its own, the head's too.
 
-    The head, whatever is built on the backbone, is a layer: the backbone's last has 1, as in BEiT,
-    timm's ``param_groups_layer_decay`` and Detectron2's ViTDet. Layers are timm's layer groups: a
-    backbone with a method ``group_matcher(coarse)`` says what they are, as ``MobileFormer`` and
-    timm's models do; Detectron2's backbones are known here, each block a layer. What belongs to
-    none of these, as a feature pyramid's own parameters and the convolutions that ViTDet adds to
-    its blocks, is level with the head.
-
-    Returns:
-        Numbers by parameter name; 1 for the last layer, 0 for what is level with the head.
+    The backbone's last layer has 1, as in BEiT and timm's ``param_groups_layer_decay``. Layers are
+    those of the backbone's ``group_matcher(coarse)``, as timm's models have it, or the blocks of
+    Detectron2's backbones. What belongs to no layer, such as a feature pyramid's own parameters,
+    has 0.
 
     Raises:
         UserError: nothing is known of this backbone's layers.
@@ -52,8 +47,9 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
         layers_below = layers_above(backbone.get_submodule(child))
         inside = {f"{child}.{key}": above for key, above in layers_below.items()}
         return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
-    matcher = _group_matcher(backbone)
-    layers: dict[str, int] = group_parameters(_WithHead(backbone), matcher, reverse=True)
+    layers: dict[str, int] = group_parameters(
+        _WithHead(backbone), _group_matcher(backbone), reverse=True
+    )
     head = layers.pop(_HEAD)
     return {key: head - layer for key, layer in layers.items()}
 
@@ -76,6 +72,6 @@ def _group_matcher(backbone: nn.Module) -> object:
         if base.__module__.startswith("detectron2.") and base.__name__ in _DETECTRON2_MATCHERS:
             return _DETECTRON2_MATCHERS[base.__name__]
     raise UserError(
-        f"SOLVER.LAYER_DECAY needs the layers of the backbone, and {type(backbone).__name__} does "
-        "not say what they are: give it timm's `group_matcher(coarse)`, or set LAYER_DECAY to 1.0"
+        f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers; give it timm's "
+        "`group_matcher(coarse)`"
     )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import get_backbone
 
-from .fused import build_fused, clip_before_step, store_gradient_norm
+from .fused import build_fused, clip_before_step
 from .layers import layers_above
 from .settings import CLIP_RULES, OPTIMIZER_RULES, check_settings
 
@@ -59,7 +59,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     if not groups:
         raise UserError("no parameter is trainable: MODEL.BACKBONE.FREEZE_AT froze all of them")
     built = build_fused(optimizer, groups, lr=cfg.SOLVER.BASE_LR, **arguments)
-    store_gradient_norm(built, None)
+    built.gradient_norm = None  # type: ignore[attr-defined]
     if full_model:
         clip_before_step(built, max_norm=clip.CLIP_VALUE, norm_type=clip.NORM_TYPE)
     return built
@@ -89,8 +89,7 @@ def parameter_groups(
         weight_decay: of weights; the global tokens of a Mobile-Former and a [MASK] token have none.
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
-        layer_decay: factor from the head to the backbone's last layer, and from each layer to the
-            one before it; see ``layers_above``.
+        layer_decay: see above, and ``layers_above``.
         bias_lr_factor: the learning rate of biases relative to that of weights.
 
     Raises:
@@ -135,13 +134,7 @@ def adamw(
     omegaconf makes a list of its own of ``betas``, and a checkpoint with that in it is not read
     without unpickling.
 
-    Args:
-        params: what ``parameter_groups`` gives.
-        lr: learning rate.
-        weight_decay: of groups that name none.
-        betas: of the two moments.
-        max_norm: what the norm of all gradients together is clipped to before each step; 0 for no
-            clipping.
+    ``params`` is what ``parameter_groups`` gives; with a ``max_norm`` of 0 nothing is clipped.
     """
     first, second = betas
     built = build_fused(
@@ -159,13 +152,12 @@ def adamw(
 def _backbone_factors(
     model: nn.Module, multiplier: float, layer_decay: float
 ) -> dict[nn.Parameter, float]:
-    """Returns the factors on the learning rate of the backbone's parameters."""
     backbone = get_backbone(model)
     if backbone is None:
         if layer_decay != 1.0 or multiplier != 1.0:
             raise UserError(
-                f"{type(model).__name__} has no backbone that SOLVER.BACKBONE_MULTIPLIER or "
-                "SOLVER.LAYER_DECAY could act on: set both to 1.0"
+                f"{type(model).__name__} has no backbone: set SOLVER.BACKBONE_MULTIPLIER and "
+                "SOLVER.LAYER_DECAY to 1.0"
             )
         return {}
     if layer_decay == 1.0:
@@ -175,9 +167,6 @@ def _backbone_factors(
 
 
 def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of norms which Detectron2's own groups take for weights.
-
-    Both are its own: the norms of RetinaNet's head, and "LN" of the main branch.
-    """
+    """Parameters of RetinaNet's norms and of "LN", which Detectron2's groups take for weights."""
     kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
     return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}

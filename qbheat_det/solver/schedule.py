@@ -26,12 +26,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     to itself, and with another ``SOLVER.IMS_PER_BATCH`` or other data to what ``cfg`` would have
     resolved to. Epochs override iterations.
 
-    Args:
-        cfg: config; not changed.
-        num_images: images in an epoch, after the filters of ``DATALOADER``.
-
-    Returns:
-        A copy, frozen if ``cfg`` is.
+    Returns a copy, frozen if ``cfg`` is; ``num_images`` are after the filters of ``DATALOADER``.
 
     Raises:
         UserError: a value of the schedule is invalid, or two contradict each other.
@@ -72,13 +67,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Returns the lines that are logged when a run starts: epochs, iterations, learning rates.
-
-    Args:
-        cfg: the argument of ``resolve_schedule``.
-        resolved: its result.
-        num_images: as there.
-    """
+    """Returns the lines that are logged when a run starts; ``resolved`` is ``cfg`` resolved."""
     solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
     per_epoch = num_images / solver.IMS_PER_BATCH
 
@@ -102,13 +91,12 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     late = [f"{step:,}" for step in solver.STEPS if step >= solver.MAX_ITER]
     if late and _has_steps(resolved):
         lines.append(
-            f"Note: SOLVER.STEPS {', '.join(late)} come after the last of {solver.MAX_ITER:,} "
-            "iterations and have no effect"
+            f"Note: SOLVER.STEPS {', '.join(late)} have no effect, as the run ends before them"
         )
     if solver.WARMUP_ITERS > solver.MAX_ITER:
         lines.append(
             f"Note: the run ends after {solver.MAX_ITER:,} of SOLVER.WARMUP_ITERS "
-            f"{solver.WARMUP_ITERS:,}, before the learning rate reaches its full value"
+            f"{solver.WARMUP_ITERS:,}"
         )
     return "\n".join(lines)
 
@@ -166,12 +154,12 @@ def _check_events_in_epochs(cfg: CfgNode) -> None:
     if _has_steps(cfg) and max(solver.STEP_EPOCHS, default=0) >= solver.EPOCHS:
         raise UserError(
             f"SOLVER.STEP_EPOCHS {list(solver.STEP_EPOCHS)} do not fit in SOLVER.EPOCHS "
-            f"{solver.EPOCHS:g}: change one, or give SOLVER.STEP_EPOCHS '()'"
+            f"{solver.EPOCHS:g}"
         )
     if solver.WARMUP_EPOCHS > solver.EPOCHS:
         raise UserError(
             f"SOLVER.WARMUP_EPOCHS {solver.WARMUP_EPOCHS:g} are more than SOLVER.EPOCHS "
-            f"{solver.EPOCHS:g}: the learning rate would never reach its full value"
+            f"{solver.EPOCHS:g}"
         )
 
 

@@ -1,19 +1,29 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Class activation maps sum to the logits, whatever normalises in between; and their figure."""
+"""Class activation maps sum to the logits; steady heat against known maps and relaxation."""
 
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from detectron2.modeling import build_model
 from torch import nn
 from torch.testing import assert_close
 
-from qbheat_det.analysis.class_activation import compute_class_activation, draw_heat
+from qbheat_det.analysis.class_activation import (
+    FloatMap,
+    compare_maps,
+    compare_with_heat,
+    compute_class_activation,
+    draw_heat,
+    interpolate_corners,
+    mark_border,
+    solve_steady_heat,
+)
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.steady_heat import compare_with_heat
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable, to_json
 from qbheat_det.modeling.classification import ImageClassifier
@@ -55,49 +65,117 @@ def test_the_mean_of_a_map_and_the_rest_are_the_logit(normalize: bool, tokens: b
         assert_close(sums, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_position_has_what_its_features_alone_add() -> None:
-    model = make_model(tokens=False)
-    images = torch.randn(2, 3, 80, 80)
-    found = compute_class_activation(model, images, 1)
-    with torch.no_grad():
-        features = model.backbone(images)["s16_expanded"]
-        alone = model.decoder({"s16_expanded": features[:, :, 3:4, 2:3]})[:, 1]
-    assert_close(found.maps[:, 3, 2] + found.rest, alone)
+def sample(function: Callable[[FloatMap, FloatMap], FloatMap], rows: int, columns: int) -> FloatMap:
+    y, x = np.mgrid[0:rows, 0:columns].astype(np.float64)
+    return np.asarray(function(x, y))
+
+
+def relax(values: FloatMap, fixed: npt.NDArray[np.bool_], sweeps: int = 4000) -> FloatMap:
+    """Gauss–Seidel: each position in turn becomes the mean of the neighbours that there are."""
+    u = np.where(fixed, values, 0.0)
+    rows, columns = u.shape
+    for _ in range(sweeps):
+        before = u.copy()
+        for i in range(rows):
+            for j in range(columns):
+                if not fixed[i, j]:
+                    around = [(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)]
+                    known = [u[a, b] for a, b in around if 0 <= a < rows and 0 <= b < columns]
+                    u[i, j] = sum(known) / len(known)
+        if np.abs(u - before).max() < 1e-14:
+            break
+    return u
+
+
+@pytest.mark.parametrize(
+    "harmonic",
+    [
+        lambda x, y: 3 * x - 2 * y + 1,
+        lambda x, y: x**2 - y**2,
+        lambda x, y: x * y,
+        lambda x, y: x**3 - 3 * x * y**2,
+    ],
+)
+def test_harmonic_polynomials_are_recovered_from_their_border(
+    harmonic: Callable[[FloatMap, FloatMap], FloatMap],
+) -> None:
+    true = sample(harmonic, 7, 11)
+    nothing_inside = np.where(mark_border(7, 11), true, np.nan)
+    np.testing.assert_allclose(
+        solve_steady_heat(nothing_inside, mark_border(7, 11)), true, atol=1e-9
+    )
+
+
+def test_it_is_where_gauss_and_seidel_end_with_a_source_inside_or_an_edge_that_is_not_fixed() -> (
+    None
+):
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(6, 8))
+    border = mark_border(6, 8)
+    with_source, open_edge = border.copy(), border.copy()
+    with_source[2, 5] = True
+    open_edge[:, -1] = False
+    lone = np.zeros_like(border)
+    lone[3, 0] = lone[0, 7] = True
+    for fixed in (border, with_source, open_edge, lone):
+        np.testing.assert_allclose(
+            solve_steady_heat(values, fixed), relax(values, fixed), atol=1e-10
+        )
+
+
+def test_heat_without_border_or_fixed_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="border"):
+        compare_with_heat(np.zeros((2, 5)))
+    for values, fixed in ((np.zeros((4, 4)), np.zeros((4, 4), bool)),
+                          (np.full((4, 4), np.nan), mark_border(4, 4))):  # fmt: skip
+        with pytest.raises(ValueError, match="fixed"):
+            solve_steady_heat(values, fixed)
+
+
+def test_agreement_is_one_for_the_same_map_and_the_error_one_for_its_mean() -> None:
+    true = np.random.default_rng(3).normal(size=(4, 5))
+    inside = ~mark_border(4, 5)
+    mean, constant = np.full((4, 5), true[inside].mean()), np.full((4, 5), 0.1)
+    for predicted, target, expected in (
+        (true, true, (1, 0)), (mean, true, (np.nan, 1)), (true, constant, (np.nan, np.nan)),
+    ):  # fmt: skip
+        found = compare_maps(predicted, target, inside)
+        assert tuple(found.values()) == pytest.approx(expected, nan_ok=True)
+    assert compare_maps(2 - 3 * true, true, inside)["correlation"] == pytest.approx(-1)
+
+
+def test_a_harmonic_map_agrees_with_its_steady_heat_and_a_peak_with_that_of_a_source() -> None:
+    found = compare_with_heat(sample(lambda x, y: x**3 - 3 * x * y**2, 12, 12)).agreements
+    assert tuple(found["steady"].values()) == pytest.approx((1, 0), abs=1e-9)
+    assert abs(found["shuffled"]["correlation"]) < 0.3
+    bilinear = sample(lambda x, y: 2 * x * y - x + 4, 5, 8)
+    np.testing.assert_allclose(interpolate_corners(bilinear), bilinear, atol=1e-12)
+    distance = sample(lambda x, y: np.hypot(x - 6, y - 5), 11, 13)
+    heat = compare_with_heat(-np.log(distance + 0.3))  # of a point source, far from its border
+    assert heat.source == (5, 6)
+    errors = {name: one["relative_error"] for name, one in heat.agreements.items()}
+    assert errors["with_source"] < 0.5 < errors["steady"]
+    assert np.isnan(compare_with_heat(np.eye(3)).agreements["with_source"]["correlation"])
 
 
 def test_the_figure_compares_the_map_of_each_image_with_steady_heat(
     tiny: TinyRuns, photos: Path, tmp_path: Path
 ) -> None:
-    run = tiny.get("classifier")
-    options = FigureOptions(images=photos, num_images=2)
+    run, options = tiny.get("classifier"), FigureOptions(images=photos, num_images=2)
     runs = [tiny.get("untrained"), tiny.get("transformer"), run, truncate(run, tmp_path)]
     figure = draw_heat(runs, options, heat_class="dog")
     check_files(figure, tmp_path)
-    assert list(figure.images) == ["maps_1", "agreement"]
     names = ("untrained", "transformer", "cut")
-    assert [name in t for name, t in zip(names, figure.data["left_out"], strict=True)]
-    rows = figure.data["runs"]["classifier"]
-    assert [row["class"] for row in rows] == ["dog"] * 3
+    assert all(name in t for name, t in zip(names, figure.data["left_out"], strict=True))
     entries = run.load_images(3, photos)
     with torch.no_grad():
         scores = [float(output["scores"][1]) for output in run.model(entries)]
-        features = run.model.backbone(run.model.preprocess_image(entries))["s16_expanded"]
-        maps = torch.einsum("nchw,c->nhw", features, run.model.decoder.classifier.weight[1, :64])
-    for row, score, values in zip(rows, scores, maps, strict=True):
-        assert row["score"] == pytest.approx(score)
-        expected = compare_with_heat(values.numpy())
-        steady = asdict(expected.agreements["steady"])
-        assert row["steady"] == pytest.approx(steady, abs=1e-3)
-        assert row["source"] == expected.source
+    rows = figure.data["runs"]["classifier"]
+    assert [row["class"] for row in rows] == ["dog"] * 3
+    assert [row["score"] for row in rows] == pytest.approx(scores)
     by_index = draw_heat([run], options, heat_class="1")
     assert to_json(by_index.data["runs"]) == to_json(figure.data["runs"])
-
-
-def test_unknown_classes_and_maps_without_inside_are_refused(tiny: TinyRuns, photos: Path) -> None:
-    run, options = tiny.get("classifier"), FigureOptions(images=photos)
     with pytest.raises(UserError, match="cow"):
         draw_heat([run], options, heat_class="cow")
     with pytest.raises(NotApplicable, match="border"):
         draw_heat([run], options, heat_size=32)
-    with pytest.raises(NotApplicable, match="untrained"):
-        draw_heat([tiny.get("untrained")], options)

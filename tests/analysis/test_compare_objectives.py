@@ -15,17 +15,11 @@ from typing import Any
 import pytest
 
 from qbheat_det.analysis.compare_objectives import execute, results
-from qbheat_det.analysis.compare_objectives.execute import compare, count_threads, is_done
-from qbheat_det.analysis.compare_objectives.objectives import (
-    RANDOM,
-    list_objectives,
-    load_objectives,
-)
+from qbheat_det.analysis.compare_objectives.execute import compare, is_done
+from qbheat_det.analysis.compare_objectives.objectives import RANDOM, load_objectives
 from qbheat_det.analysis.compare_objectives.plan import WEIGHTS, Comparison, Job, Row, list_jobs
 from qbheat_det.analysis.compare_objectives.results import (
-    count_training_flops,
     measure_row,
-    plot_comparison,
     render_tables,
     summarize,
 )
@@ -33,7 +27,6 @@ from qbheat_det.analysis.probe_results import read_probes
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from tests.data.pictures import draw, save
-from tests.modeling.tiny_pretraining import make_tiny_config
 
 QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 BOXES = ("t.json", "t", "v.json", "v")
@@ -72,12 +65,9 @@ def ask(folders: dict[str, str], tmp_path: Path) -> Any:
 
 
 def test_all_shipped_objectives_have_one_encoder_and_one_image_size() -> None:
-    folder = Path(QB_HEAT).parent
-    configs = {path.stem for path in folder.glob("*.yaml")} - {"Base-Objective"}
+    configs = {path.stem for path in Path(QB_HEAT).parent.glob("*.yaml")} - {"Base-Objective"}
     objectives = load_objectives([])
-    assert [one.name for one in objectives] == list_objectives()
-    assert list_objectives()[0] == RANDOM
-    assert set(list_objectives()) == {RANDOM, *configs}
+    assert {one.name for one in objectives} == {RANDOM, *configs}
     assert [one.name for one in objectives if one.labelled] == ["supervised"]
 
 
@@ -100,8 +90,9 @@ def test_commands_are_those_that_a_person_would_type(
         *("--image-folder", folders["train"], "--resume", "SEED", "1"),
         *("OUTPUT_DIR", str(folder / "pretraining"), "SOLVER.EPOCHS", "6.0", *opts),
     ]
-    assert probes[1:4] == ["tools/probe_backbone.py", "--weights",
-                           str(folder / "pretraining" / WEIGHTS)]  # fmt: skip
+    assert probes[1] == "tools/probe_backbone.py"
+    assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])  # a flag ends the list of probes
+    assert str(folder / "pretraining" / WEIGHTS) in probes
     assert str(folder / "backbone.safetensors") in export
     assert str(folder / "backbone.safetensors") in detector
     assert "--resume" in detector
@@ -151,7 +142,9 @@ class Steps:
         for stage, code in codes.items():
             note = f"open({str(self.folder / 'order')!r}, 'a').write('{name}/{stage} ')"
             command = [sys.executable, "-c", f"{note}; {code or 'pass'}"]
-            row.jobs.append(Job(name, 1, stage, row.folder, command, {"config": {"LR": 0.5}}))
+            row.jobs.append(
+                Job(f"{name} seed 1 {stage}", stage, row.folder, command, {"config": {"LR": 0.5}})
+            )
         self.rows.append(row)
         return row
 
@@ -218,7 +211,7 @@ def test_no_process_outlives_the_comparison(tmp_path: Path, sign: int) -> None:
         "from qbheat_det.analysis.compare_objectives import execute\n"
         "from qbheat_det.analysis.compare_objectives.plan import Job, Row\n"
         "execute.write_report = lambda *args: ''\n"
-        f"job = Job('a', 1, 's', Path(), [sys.executable, '-c', {child!r}], {{}})\n"
+        f"job = Job('a', 's', Path(), [sys.executable, '-c', {child!r}], {{}})\n"
         "row = Row(types.SimpleNamespace(name='a'), 1, job.folder, [job])\n"
         "execute._Pool(None, [row], 1).run()\n"
     )
@@ -237,14 +230,6 @@ def test_no_process_outlives_the_comparison(tmp_path: Path, sign: int) -> None:
         time.sleep(0.1)
     else:
         assert not Path(f"/proc/{pid}").exists()
-
-
-def test_threads_are_shared_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [count_threads(jobs) for jobs in (1, 3, 20)] == [8, 2, 1]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert count_threads(1) == 1
 
 
 def test_measures_of_a_row_are_read_from_its_finished_jobs(
@@ -278,43 +263,20 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     assert written["summary"]["qb_heat"]["kNN"] == {
         "mean": 20.0, "deviation": None, "values": {"1": 20.0}
     }  # fmt: skip
-    found = read_probes(comparison.output_dir / "comparison.json").results
+    found = read_probes(comparison.output_dir / "comparison.json")[1]
     assert {one.series for one in found} == {"qb_heat"}
-    assert (comparison.output_dir / "comparison.svg").is_file()
 
 
-def test_spreads_tables_and_chart_are_those_computed_by_hand(ask: Any) -> None:
+def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
     spread = summarize({1: 10.0, 2: 14.0})
     assert (spread.mean, spread.deviation) == (12.0, pytest.approx(math.sqrt(8)))
-    assert math.isnan(summarize({1: 10.0}).deviation)
     summary = {
         "random": {"kNN": summarize({1: 2.0, 2: 2.0})},
-        "qb": {"kNN": spread, "linear": summarize({1: 50.0}), "seconds": summarize({1: 90.0}),
-               "flops": summarize({1: 4e6})},
-    }  # fmt: skip
+        "qb": {"kNN": spread, "linear": summarize({1: 50.0}), "seconds": summarize({1: 90.0})},
+    }
     text = render_tables(ask("qb_heat"), summary, {})
-    assert "| 12.00 ± 2.83 (2)" in text
-    assert "| 2 M" in text
-    assert "| 1.5 min" in text
-    # 2 % and 50 % of 2 images.
-    assert "9.90 to 35.36 points" in text
-    axes = plot_comparison(summary).axes
-    assert [one.get_title("left") for one in axes[:2]] == ["kNN, %", "linear, %"]
-    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["random", "qb"]
-
-
-def test_flops_are_those_of_all_views_of_an_image(folders: dict[str, str]) -> None:
-    cfg = make_tiny_config("QBHeat")
-    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
-    cfg.SOLVER.IMS_PER_BATCH = 4
-    records = [{"file_name": str(path), "image_id": i}
-               for i, path in enumerate(sorted(Path(folders["more"]).iterdir()))]  # fmt: skip
-    flops = count_training_flops(cfg, records)
-    assert flops > 0
-    cfg.SOLVER.IMS_PER_BATCH = 2
-    assert count_training_flops(cfg, records) == pytest.approx(flops)
-    with pytest.raises(UserError):
-        count_training_flops(cfg, [])
+    for part in ("| 12.00 ± 2.83 (2)", "| 1.5 min", "9.90 to 35.36"):  # 2 % and 50 % of 2 images
+        assert part in text
 
 
 @pytest.mark.slow

@@ -21,22 +21,6 @@ from .conftest import check_files
 from .tiny_runs import TinyRuns, truncate
 
 
-def test_one_direction_gives_one_and_orthogonal_ones_give_zero() -> None:
-    direction = torch.tensor([1.0, -2.0, 3.0, 0.5])
-    factors = torch.tensor([[1.0, -2.0], [0.1, 5.0]])
-    same = direction[:, None, None] * factors + torch.tensor([[3.0, 0.0], [-7.0, 1.0]])
-    # Rows of a Hadamard matrix: orthogonal to each other and to the constant one.
-    signs = [[1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
-    orthogonal = torch.tensor(signs).T.reshape(4, 1, 3) * 7.0 + 2.0
-    torch.testing.assert_close(measure_spatial_correlation(same[None]), torch.tensor([1.0]))
-    torch.testing.assert_close(measure_spatial_correlation(orthogonal[None]), torch.tensor([0.0]))
-
-
-def test_unrelated_features_behind_a_rectifier_are_not_correlated() -> None:
-    torch.manual_seed(0)
-    assert float(measure_spatial_correlation(torch.randn(1, 4096, 3, 3).relu())) < 0.05
-
-
 def test_it_is_the_mean_over_all_pairs_of_positions() -> None:
     torch.manual_seed(0)
     maps = torch.randn(3, 5, 2, 3)
@@ -96,18 +80,6 @@ def test_an_untrained_encoder_gets_statistics_of_the_images(tiny: TinyRuns, phot
         maps = run.model.backbone(run.model.preprocess_image(entries))["s16_expanded"]
     stored = measure_spatial_correlation(maps).tolist()
     assert figure.data["runs"]["untrained"]["values"] != pytest.approx(stored, abs=1e-4)
-
-
-def test_runs_without_the_map_are_left_out(tiny: TinyRuns, photos: Path) -> None:
-    options = FigureOptions(images=photos)
-    runs = [tiny.get("masking"), tiny.get("retinanet")]
-    figure = draw_correlation(runs, options, map="s8", correlated_images=1)
-    assert list(figure.data["runs"]) == ["retinanet"]
-    assert "s8" in figure.data["left_out"][0]
-    with pytest.raises(NotApplicable, match="s7"):
-        draw_correlation(runs, options, map="s7")
-    with pytest.raises(NotApplicable, match="two positions"):
-        draw_correlation(runs[:1], options, size=16)
 
 
 def test_training_logs_the_mean(tiny: TinyRuns, photos: Path) -> None:

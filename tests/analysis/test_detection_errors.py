@@ -1,6 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Error types: by hand, against a naive matching, and at any score."""
+"""Metrics and error types: by hand, against a naive matching and another library."""
 
+import copy
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +15,110 @@ from qbheat_det.analysis.detection_errors import (
     DetectionErrors,
     choose_threshold,
     count_errors,
-    find_best_cover,
     find_errors,
     find_false_alarms,
     find_missed_boxes,
 )
-from qbheat_det.analysis.detection_scores import evaluate_boxes
-from tests.analysis.detection_cases import draw_case, make_found, make_truth
+from qbheat_det.analysis.detection_scores import DetectionScores, evaluate_boxes, score_detections
 
 A, B, C = [0, 0, 20, 20], [50, 50, 90, 90], [0, 60, 20, 80]
+FAR = [60, 60, 70, 70]
+Found = Sequence[tuple[int, int, Sequence[float], float]]
+
+
+def make_truth(
+    boxes: Sequence[tuple[int, int, Sequence[float]]], crowds: Sequence[int] = ()
+) -> dict[str, Any]:
+    """An annotation file with boxes of image id, category id and XYXY; ids count from 0."""
+    return {
+        "images": [{"id": i, "width": 100, "height": 100, "file_name": ""} for i in range(1, 5)],
+        "categories": [{"id": k, "name": f"class{k}"} for k in (3, 7)],
+        "annotations": [
+            {"id": i, "image_id": image, "category_id": k, "bbox": to_xywh(xyxy),
+             "iscrowd": int(i in crowds)}
+            for i, (image, k, xyxy) in enumerate(boxes)
+        ],
+    }  # fmt: skip
+
+
+def make_found(boxes: Found) -> list[dict[str, Any]]:
+    """Results in COCO's format from image id, category id, XYXY and score each."""
+    return [{"image_id": i, "category_id": k, "bbox": to_xywh(xyxy), "score": score}
+            for i, k, xyxy, score in boxes]  # fmt: skip
+
+
+def to_xywh(xyxy: Sequence[float]) -> list[float]:
+    x0, y0, x1, y1 = xyxy
+    return [x0, y0, x1 - x0, y1 - y0]
+
+
+def draw_case(seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Random boxes of two classes in four images, with crowds, and detections about them."""
+    rng = np.random.default_rng(seed)
+
+    def box() -> list[float]:
+        start = rng.uniform(0, 60, 2)
+        return [*start, *(start + rng.uniform(10, 40, 2))]
+
+    true = [(int(rng.integers(1, 4)), int(rng.choice([3, 7])), box()) for _ in range(14)]
+    found = []
+    for image, category, corners in true * 3:
+        moved = np.array(corners) + rng.normal(0, 4, 4)
+        category = category if rng.uniform() < 0.7 else int(rng.choice([3, 7]))
+        # Few different scores: many are equal.
+        found.append((image, category, moved.tolist(), float(rng.integers(1, 9)) / 8))
+    found += [(int(rng.integers(1, 5)), 3, box(), 0.5) for _ in range(10)]  # image 4 has no boxes
+    return make_truth(true, crowds=(0, 5)), make_found(found)
+
+
+def score(truth: dict[str, Any], found: Found) -> DetectionScores:
+    return score_detections(evaluate_boxes(truth, make_found(found)))
 
 
 def judge(truth: dict[str, Any], found: list[dict[str, Any]]) -> DetectionErrors:
     return find_errors(evaluate_boxes(truth, found))
+
+
+def test_ap_and_precision_are_those_computed_by_hand() -> None:
+    scores = score(make_truth([(1, 3, A), (1, 3, B)]),
+                   [(1, 3, A, 0.9), (1, 3, C, 0.8), (1, 3, B, 0.7)])  # fmt: skip
+    # Correct, wrong, correct: precision 1 up to recall 1/2, and 2/3 up to 1; 51 of 101 recalls
+    # are at most 1/2.
+    for key in ("AP", "AP50", "AP75"):
+        assert scores.summary[key] == pytest.approx(100 * (51 + 50 * 2 / 3) / 101)
+    np.testing.assert_allclose(scores.precision, [[1.0] * 51 + [2 / 3] * 50] * 2)
+    assert scores.recall[50] == pytest.approx(0.5)
+
+
+def test_sizes_classes_and_crowds_count_as_in_coco() -> None:
+    truth = make_truth([(1, 7, A), (1, 7, B), (1, 3, C)], crowds=[2])
+    scores = score(truth, [(1, 7, B, 0.9), (1, 3, [2, 62, 18, 78], 0.8)])
+    assert scores.summary["APs"] == 0  # 20 x 20 is small, 40 x 40 medium
+    assert scores.summary["APm"] == pytest.approx(100)
+    assert math.isnan(scores.summary["APl"])
+    assert math.isnan(scores.class_ap[0])  # only a crowd
+    assert scores.summary["AP"] == pytest.approx(scores.class_ap[1])
+    assert scores.class_ap[1] == pytest.approx(100 * 51 / 101)
+    assert scores.num_boxes.tolist() == [0, 2]
+    assert score(make_truth([(1, 3, A)]), []).summary["AP"] == 0
+    nothing = score(make_truth([]), [(1, 3, A, 0.9)])
+    assert all(math.isnan(value) for value in nothing.summary.values())
+
+
+def test_faster_coco_eval_agrees_and_the_input_is_not_changed() -> None:
+    library = pytest.importorskip("faster_coco_eval")
+    truth, found = draw_case(0)
+    before = copy.deepcopy((truth, found))
+    evaluator = evaluate_boxes(truth, found)
+    assert (truth, found) == before
+    other = library.COCO()
+    other.dataset = evaluator.cocoGt.dataset
+    other.createIndex()
+    reference = library.COCOeval_faster(other, other.loadRes(copy.deepcopy(found)), "bbox")
+    for step in (reference.evaluate, reference.accumulate, reference.summarize):
+        step()
+    ours = list(score_detections(evaluator).summary.values())
+    np.testing.assert_allclose(np.nan_to_num(ours, nan=-100) / 100, reference.stats[:6], atol=1e-9)
 
 
 def _iou(one: list[float], other: list[float]) -> float:
@@ -52,6 +146,7 @@ def _judge_naively(truth: dict[str, Any], found: list[dict[str, Any]]) -> list[s
         plain = [a for a in boxes if not a["iscrowd"]]
         own = [a for a in plain if a["category_id"] == found[d]["category_id"]]
         other = [a for a in plain if a["category_id"] != found[d]["category_id"]]
+        crowds = [a for a in boxes if a["iscrowd"] and a["category_id"] == found[d]["category_id"]]
         iou = {a["id"]: _iou(found[d]["bbox"], a["bbox"]) for a in plain}
         free = [a["id"] for a in own if a["id"] not in taken and iou[a["id"]] >= 0.5]
         highest_own = max((iou[a["id"]] for a in own), default=-1)
@@ -59,12 +154,7 @@ def _judge_naively(truth: dict[str, Any], found: list[dict[str, Any]]) -> list[s
         if free:
             taken.add(max(free, key=iou.__getitem__))
             kinds[d] = "correct"
-        elif any(
-            a["iscrowd"]
-            and a["category_id"] == found[d]["category_id"]
-            and _is_on_crowd(found[d]["bbox"], a["bbox"])
-            for a in boxes
-        ):
+        elif any(_is_on_crowd(found[d]["bbox"], a["bbox"]) for a in crowds):
             kinds[d] = IGNORED
         elif 0.1 <= highest_own < 0.5:
             kinds[d] = "localization"
@@ -80,12 +170,20 @@ def _judge_naively(truth: dict[str, Any], found: list[dict[str, Any]]) -> list[s
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_types_are_those_of_a_naive_matching(seed: int) -> None:
+def test_types_are_those_of_a_naive_matching_and_the_threshold_has_the_best_f1(seed: int) -> None:
     truth, found = draw_case(seed)
     judged = judge(truth, found)
     expected = _judge_naively(truth, found)
     assert judged.types.tolist() == expected
     assert {"correct", "duplicate", IGNORED} < set(expected)
+
+    def f1(threshold: float) -> float:
+        kept = (judged.scores >= threshold) & (judged.types != IGNORED)
+        num_correct = int((judged.types[kept] == "correct").sum())
+        return 2 * num_correct / (int(kept.sum()) + len(judged.matches))
+
+    candidates = sorted(set(judged.scores.tolist()), reverse=True)
+    assert choose_threshold(judged) == max(candidates, key=f1)  # the highest of equal ones
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.4, 0.625, 2.0])
@@ -98,107 +196,50 @@ def test_types_above_a_score_do_not_depend_on_lower_scores(threshold: float) -> 
 
 def test_each_type_by_hand() -> None:
     truth = make_truth([(1, 3, A), (1, 7, B), (1, 3, C)])
-    found = make_found(
-        [
-            (1, 3, A, 0.9),  # correct
-            (1, 3, [0, 0, 20, 18], 0.8),  # IoU 0.9 with A, which is taken
-            (1, 3, B, 0.7),  # of class 7
-            (1, 3, [0, 60, 20, 68], 0.6),  # 8 of C's 20 rows: IoU 0.4
-            (1, 3, [70, 50, 110, 90], 0.5),  # half of B and as much again: IoU 1/3
-            (1, 7, [80, 0, 95, 15], 0.4),
-        ]
-    )
+    found = make_found([
+        (1, 3, A, 0.9),  # correct
+        (1, 3, [0, 0, 20, 18], 0.8),  # IoU 0.9 with A, which is taken
+        (1, 3, B, 0.7),  # of class 7
+        (1, 3, [0, 60, 20, 68], 0.6),  # 8 of C's 20 rows: IoU 0.4
+        (1, 3, [70, 50, 110, 90], 0.5),  # half of B and as much again: IoU 1/3
+        (1, 7, [80, 0, 95, 15], 0.4),
+    ])  # fmt: skip
     judged = judge(truth, found)
     assert judged.types.tolist() == [
         "correct", "duplicate", "classification", "localization", "both", "background",
     ]  # fmt: skip
     assert judged.nearest.tolist()[:5] == [0, 0, 1, 2, 1]
-    np.testing.assert_allclose(judged.ious, [1, 0.9, 1, 0.4, 1 / 3, 0])
     assert judged.matches.tolist() == [0, -1, -1]
     counts = count_errors(judged, 0.0)
     assert counts == dict.fromkeys(counts, 1) | {MISSED: 0}
-    # From 0.65 on, nothing tells of C any more.
-    assert count_errors(judged, 0.65)[MISSED] == 1
-    assert find_false_alarms(judged, 0.45).tolist() == [3, 4]
-    assert find_false_alarms(judged, 0.0).tolist() == [3, 4, 5]
+    assert count_errors(judged, 0.65)[MISSED] == 1  # C
+    assert find_false_alarms(judged, 0.45).tolist() == []
+    assert find_false_alarms(judged, 0.0).tolist() == [5]
+    assert find_missed_boxes(judged, 0.0).tolist() == [1, 2]  # the larger first
+    assert find_missed_boxes(judged, 0.95).tolist() == [1, 0, 2]
 
 
-def test_of_equal_scores_the_earlier_detection_takes_the_box() -> None:
-    truth = make_truth([(1, 3, A)])
-    judged = judge(truth, make_found([(1, 3, [0, 0, 20, 15], 0.5), (1, 3, A, 0.5)]))
-    assert judged.types.tolist() == ["correct", "duplicate"]
-
-
-def test_a_crowd_is_no_box_and_what_lies_in_it_is_ignored() -> None:
-    truth = make_truth([(1, 3, B)], crowds=[0])
-    judged = judge(truth, make_found([(1, 3, [60, 60, 70, 70], 0.9)] * 2))
-    assert judged.types.tolist() == [IGNORED, IGNORED]
-    assert len(judged.matches) == 0
-    assert sum(count_errors(judged, 0.0).values()) == 0
-    assert find_false_alarms(judged, 0.0).tolist() == []
-    # Another class's crowd is background.
-    judged = judge(truth, make_found([(1, 7, [60, 60, 70, 70], 0.9)]))
-    assert judged.types.tolist() == ["background"]
-
-
-def test_beyond_a_hundred_detections_of_an_image_and_class_none_counts() -> None:
-    found = make_found([(1, 3, A, 1 - i / 1000) for i in range(103)])
-    judged = judge(make_truth([(1, 3, A)]), found)
-    assert judged.types.tolist() == ["correct"] + ["duplicate"] * 99 + [IGNORED] * 3
-
-
-def test_without_detections_all_boxes_are_missed_and_without_boxes_all_is_background() -> None:
-    judged = judge(make_truth([(1, 3, A), (1, 7, B)]), [])
-    assert count_errors(judged, 0.0)[MISSED] == 2
-    assert choose_threshold(judged, default=0.3) == 0.3
-    areas = {1: 100.0 * 100.0}
-    assert find_missed_boxes(judged, 0.0, areas).tolist() == [1, 0]  # the larger first
-    judged = judge(make_truth([]), make_found([(1, 3, A, 0.9)]))
-    assert judged.types.tolist() == ["background"]
-    assert judged.nearest.tolist() == [-1]
-    assert find_missed_boxes(judged, 0.0, areas).tolist() == []
+@pytest.mark.parametrize(
+    ("boxes", "crowds", "found", "types"),
+    [
+        # Of equal scores the earlier detection takes the box.
+        ([(1, 3, A)], [], [(1, 3, [0, 0, 20, 15], 0.5), (1, 3, A, 0.5)], ["correct", "duplicate"]),
+        # What lies in a crowd of its class is ignored; another class's crowd is background.
+        ([(1, 3, B)], [0], [(1, 3, FAR, 0.9), (1, 7, FAR, 0.9)], [IGNORED, "background"]),
+        # Beyond a hundred detections of an image and class none counts.
+        ([(1, 3, A)], [], [(1, 3, A, 1 - i / 1000) for i in range(103)],
+         ["correct"] + ["duplicate"] * 99 + [IGNORED] * 3),
+        ([], [], [(1, 3, A, 0.9)], ["background"]),
+        ([(1, 3, A)], [], [], []),
+    ],
+)  # fmt: skip
+def test_odd_cases_are_as_in_coco(boxes: Any, crowds: Any, found: Any, types: list[str]) -> None:
+    assert judge(make_truth(boxes, crowds), make_found(found)).types.tolist() == types
 
 
 def test_without_a_correct_detection_as_many_detections_count_as_there_are_boxes() -> None:
     truth = make_truth([(1, 3, A), (1, 7, B)])
-    wrong = [(1, 7, A, 0.03), (1, 3, [60, 60, 70, 70], 0.02), (1, 3, [80, 60, 90, 70], 0.01)]
-    judged = judge(truth, make_found(wrong))
-    assert judged.none_correct
-    assert choose_threshold(judged) == 0.02
-    assert len(find_false_alarms(judged, 0.02)) == 1
-    assert choose_threshold(judge(truth, make_found(wrong[:1]))) == 0.03  # fewer
-    assert not judge(truth, make_found([*wrong, (1, 3, A, 0.001)])).none_correct
-    assert not judge(truth, []).none_correct
-
-
-def test_missed_boxes_are_ordered_by_the_share_of_their_image() -> None:
-    truth = make_truth([(1, 3, A), (2, 3, B)], num_images=2)
-    judged = judge(truth, make_found([(1, 3, A, 0.4)]))
-    areas = {1: 1_000.0, 2: 100_000.0}
-    assert find_missed_boxes(judged, 0.5, areas).tolist() == [0, 1]
-    assert find_missed_boxes(judged, 0.4, areas).tolist() == [1]
-
-
-def test_the_best_cover_of_a_box_is_the_highest_score_of_any_class() -> None:
-    truth = make_truth([(1, 3, A), (1, 3, B)])
-    found = make_found([(1, 3, A, 0.2), (1, 7, [0, 0, 20, 15], 0.3), (1, 3, [0, 0, 20, 9], 0.9)])
-    judged = judge(truth, found)
-    best = find_best_cover(judged, 0)
-    assert best is not None
-    assert best == (1, pytest.approx(0.75))
-    assert find_best_cover(judged, 1) is None
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_chosen_score_has_the_best_f1_of_all(seed: int) -> None:
-    truth, found = draw_case(seed)
-    judged = judge(truth, found)
-    num_boxes = len(judged.matches)
-
-    def f1(threshold: float) -> float:
-        kept = (judged.scores >= threshold) & (judged.types != IGNORED)
-        return 2 * int((judged.types[kept] == "correct").sum()) / (int(kept.sum()) + num_boxes)
-
-    candidates = sorted(set(judged.scores.tolist()), reverse=True)
-    best = max(candidates, key=f1)  # the first, thus the highest score, of equal ones
-    assert choose_threshold(judged) == best
+    wrong = [(1, 7, A, 0.03), (1, 3, FAR, 0.02), (1, 3, [80, 60, 90, 70], 0.01)]
+    assert choose_threshold(judge(truth, make_found(wrong))) == 0.02
+    assert choose_threshold(judge(truth, make_found(wrong[:1]))) == 0.03
+    assert choose_threshold(judge(truth, [])) == 0.5

@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The figure of detections: from the last evaluation or inference, on one dataset or several.
+"""The figure of detections.
 
 The detector finds a disc in the left half of every image, with a score that grows with its red.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qbheat_det.analysis import detection_results, detections
+from qbheat_det.analysis import detections
 from qbheat_det.analysis.detections import draw_detections
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
@@ -30,8 +29,6 @@ REDS = (204, 102, 51)  # scores 0.8, 0.4, 0.2
 LEFT, RIGHT = [0, 0, 32, 32], [32, 0, 32, 32]  # XYWH
 # One of two discs is found, with the highest score: precision is 1 at the 51 recalls up to 1/2.
 AP_DISC = 100 * 51 / 101
-FOUND = [{"image_id": i, "category_id": DISC, "bbox": LEFT, "score": red / 255}
-         for i, red in enumerate(REDS, start=1)]  # fmt: skip
 
 
 def write_dataset(folder: Path) -> Path:
@@ -53,21 +50,15 @@ def write_dataset(folder: Path) -> Path:
     return folder
 
 
-def write_detector(
-    folder: Path, data: Path, *, ap: float = AP_DISC / 2, found: Sequence[Any] | None = None
-) -> Path:
+def write_detector(folder: Path, data: Path) -> Path:
     cfg = make_probe_config()
     name = f"detections {data.name}"
     cfg.DATASETS.TEST = (name,)
     cfg.DATALOADER.NUM_WORKERS = 0
     cfg.MODEL.DEVICE = "cpu"
-    run = write_run(folder, cfg, logged={"bbox/AP": ap})
     source = {"json_file": str(data / "boxes.json"), "image_root": str(data / "images")}
     register_source(name, {**source, "labelled": True})
-    if found is not None:
-        (run / "inference" / name).mkdir(parents=True)
-        (run / "inference" / name / detection_results.RESULTS_FILE).write_text(json.dumps(found))
-    return run
+    return write_run(folder, cfg)
 
 
 def draw(*runs: Path, images: int = 1, **keywords: Any) -> Figure:
@@ -83,7 +74,7 @@ def _datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws no charts, which take seconds."""
-    monkeypatch.setattr(detections, "_draw_charts", lambda *args: {})
+    monkeypatch.setattr(detections, "draw_charts", lambda *args: {})
 
 
 @pytest.fixture(scope="module")
@@ -93,92 +84,41 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: Path) -> None:
     figure = draw(write_detector(tmp_path / "run", data), images=3, score=0.1)
-    (dataset,) = figure.data["sets"]
-    run = dataset["runs"]["run"]
-    assert run["detections_from"] == "inference"
+    run = figure.data["runs"]["run"]
     assert run["AP50"] == pytest.approx(AP_DISC / 2)
     assert run["class_ap"] == pytest.approx({"square": 0, "disc": AP_DISC})
-    assert dataset["boxes"] == {"square": 1, "disc": 2}
+    assert figure.data["boxes"] == {"square": 1, "disc": 2}
     assert run["errors"] == {
         "correct": 1, "classification": 1, "background": 1, "missed": 1,
         "localization": 0, "duplicate": 0, "both": 0,
     }  # fmt: skip
-    # Both boxes without a correct detection fill half of their images.
-    assert [(box["image_id"], box["class"]) for box in run["missed"]] == [
-        (2, "square"), (3, "disc"),
-    ]  # fmt: skip
-    (alarm,) = run["false_alarms"]
-    assert (alarm["image_id"], alarm["score"]) == (3, pytest.approx(0.2))
     assert figure.table is not None
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "sizes", "precision_recall", "classes", "class_precision_recall",
-        "predictions_1", "predictions_2", "predictions_3", "missed", "false_alarms",
+        "precision_recall", "classes",
+        "predictions_1", "predictions_2", "predictions_3", "errors",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
 
 
 @pytest.mark.usefixtures("fast")
-def test_the_last_evaluation_is_used_and_errors_count_from_the_best_f1(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(detection_results, "_predict", None)  # a call would fail
-    better = [*FOUND[:2], {**FOUND[2], "bbox": RIGHT}]
-    # Correct, wrong, correct: 1 up to recall 1/2, then 2/3.
-    ap = 100 * (51 + 50 * 2 / 3) / 101 / 2
-    lost = [{**one, "bbox": [8, 24, 8, 8], "score": one["score"] / 100} for one in FOUND]
-    runs = [
-        write_detector(tmp_path / "one", data, found=FOUND),
-        write_detector(tmp_path / "two", data, found=better, ap=ap),
-        write_detector(tmp_path / "lost", data, found=lost, ap=0.0),
-    ]
-    figure = draw(*runs)
-    (dataset,) = figure.data["sets"]
-    one, two, none = dataset["runs"].values()
-    assert one["detections_from"] == "the run's last evaluation"
-    assert one["errors_from_score"] == pytest.approx(0.8)
-    assert (one["errors"]["correct"], one["errors"]["missed"]) == (1, 2)
-    assert two["AP"] == pytest.approx(ap)
-    assert {"missed_1", "missed_2", "false_alarms_3"} <= set(figure.images)
-    assert "false_alarms_2" not in figure.images  # only the class of one is wrong
-    # As many detections as boxes.
-    assert none["errors_from_score"] == pytest.approx(0.002)
-    assert any(text.endswith(": lost.") for text in figure.explanation)
-
-
-@pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize(
-    "found", [FOUND[1:], [{**one, "image_id": 77} for one in FOUND], [{"image_id": 1}], {"a": 1}]
-)
-def test_the_file_of_another_evaluation_is_not_used(data: Path, tmp_path: Path, found: Any) -> None:
-    figure = draw(write_detector(tmp_path / "run", data, found=found))
-    run = figure.data["sets"][0]["runs"]["run"]
-    assert run["detections_from"] == "inference"
-    assert run["AP"] == pytest.approx(AP_DISC / 2)
-
-
-@pytest.mark.usefixtures("fast")
-def test_other_datasets_have_images_of_their_own_unless_one_is_given(
+def test_runs_with_another_test_set_are_left_out_unless_one_is_given(
     data: Path, tmp_path: Path
 ) -> None:
     other = write_dataset(tmp_path / "other")
-    runs = [
-        write_detector(tmp_path / "one", data, found=FOUND),
-        write_detector(tmp_path / "two", other, found=FOUND),
-    ]
+    runs = [write_detector(tmp_path / "one", data), write_detector(tmp_path / "two", other)]
     figure = draw(*runs)
-    assert {"missed_set1", "missed_set2"} <= set(figure.images)
-    assert [list(dataset["runs"]) for dataset in figure.data["sets"]] == [["one"], ["two"]]
+    assert list(figure.data["runs"]) == ["one"]
+    assert "'two'" in figure.data["left_out"][0]
     flags = {"json": str(data / "boxes.json"), "images_root": str(data / "images")}
-    (dataset,) = draw(*runs, **flags).data["sets"]
-    assert list(dataset["runs"]) == ["one", "two"]
+    assert list(draw(*runs, **flags).data["runs"]) == ["one", "two"]
     with pytest.raises(UserError, match="--images-root"):
         draw(*runs, json=flags["json"])
 
 
 @pytest.mark.usefixtures("fast")
 def test_runs_that_cannot_be_evaluated_are_left_out(data: Path, tmp_path: Path) -> None:
-    run = write_detector(tmp_path / "run", data, found=FOUND)
+    run = write_detector(tmp_path / "run", data)
     other = write_run(tmp_path / "classes", classifier_config())
     cut = write_detector(tmp_path / "cut", data)
     (cut / "model_final.safetensors").write_bytes(b"0" * 100)

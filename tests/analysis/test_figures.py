@@ -1,33 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Figures as files, the theme of charts, and grids of images pixel by pixel."""
 
-import io
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image as PILImage
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.plotting import (
-    COLORS,
-    add_legend,
-    chart_image,
-    color_map,
-    enlarge,
-    list_styles,
     overlay_map,
-    plot_grid,
-    shrink,
-    start_chart,
-    themed,
-    to_rgb,
-    to_text,
-    to_texts,
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import (
@@ -114,58 +98,6 @@ def test_all_figures_are_registered() -> None:
     assert set(TRAINING_FIGURES) == {"correlation", "reconstructions", "spectrum"}
 
 
-@themed
-def draw_chart(names: list[str]) -> Image:
-    figure, axes = start_chart(height=2)
-    for name in names:
-        axes.plot([1, 2], [1, 2], label=to_text(name))
-    axes.set_yscale("log")
-    add_legend(figure, axes)
-    return chart_image(figure, caption="a chart")
-
-
-def test_a_chart_is_the_same_bytes_each_time_and_names_are_drawn_as_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = ["_first", "$x^$", "US$", "x" * 150]
-    image = draw_chart(names)
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # another day
-    assert draw_chart(names).content == image.content
-    assert (image.media_type, image.alt) == ("image/svg+xml", "a chart")
-    # matplotlib draws text as paths, and has it in comments; a formula would have none.
-    for drawn in ("_first", "$x^$", "US$", f"{'x' * 20}…{'x' * 19}", r"$\mathdefault{10^{0}}$"):
-        assert re.search(f"<!-- +{re.escape(drawn)} -->", image.content.decode())
-    assert to_text("a\nb") == "a b"
-    assert (
-        to_texts(["a" * 30 + "_left", "a" * 30 + "_right"], longest=20)[0]
-        == "a" * 10 + "…aaaa_left"
-    )
-    assert len(set(to_texts([f"{'a' * 30}{x}{'b' * 30}" for x in "xy"], longest=20))) == 2
-
-
-def test_the_first_24_lines_differ() -> None:
-    styles = [(style["color"], style["linestyle"]) for style in list_styles(24)]
-    assert len(set(styles)) == 24
-    assert [color for color, _ in styles[:6]] == list(COLORS)
-
-
-def test_a_grid_holds_every_pixel_of_its_images() -> None:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (3, 40, 50, 3)).astype(np.uint8)
-    chart = plot_grid([[images[0], images[1]], [images[2]]], column_names=["a", "b"],
-                      row_names=["x", "y"], note="a note")  # fmt: skip
-    content = chart_image(chart, format="jpg").content
-    with PILImage.open(io.BytesIO(content)) as encoded:
-        assert encoded.size[0] > 104
-        assert encoded.size[1] > 84
-    (drawn,) = chart.axes[0].get_images()
-    mosaic = np.asarray(drawn.get_array())
-    assert mosaic.shape == (2 * 44 - 4, 2 * 54 - 4, 3)
-    for image, (top, left) in zip(images, ((0, 0), (0, 54), (44, 0)), strict=True):
-        np.testing.assert_array_equal(mosaic[top : top + 40, left : left + 50], image)
-    assert (mosaic[44:, 54:] == 255).all()
-
-
 def test_an_overlay_is_brightest_at_the_peak_of_the_map_in_the_image_s_frame() -> None:
     grey = np.full((24, 40, 3), 128, dtype=np.uint8)
     values = np.zeros((4, 6))  # reaches beyond the image, which is padded to multiples of 8
@@ -176,13 +108,3 @@ def test_an_overlay_is_brightest_at_the_peak_of_the_map_in_the_image_s_frame() -
     # viridis begins at (68, 1, 84), and values beyond its ends have the colours of the ends.
     dark = overlay_map(grey, -np.ones((3, 5)), stride=8, high=1.0)[0, 0]
     np.testing.assert_allclose(dark, 0.65 * np.array([68, 1, 84]) + 0.35 * 128, atol=1.01)
-
-
-def test_images_are_resized_without_changing_their_colours() -> None:
-    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    np.testing.assert_array_equal(enlarge(image, 5)[::3, ::3], image)
-    assert enlarge(image, 5, exact=True).shape == (5, 5, 3)
-    assert shrink(image, 2).shape == (1, 2, 3)
-    assert color_map([[0.0, 2.0]], 0, 1, "inferno").tolist()[0] == [[0, 0, 3], [252, 254, 164]]
-    tensor = torch.arange(3).view(3, 1, 1)
-    assert to_rgb(tensor, "BGR").tolist() == [[[2.0, 1.0, 0.0]]]

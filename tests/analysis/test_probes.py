@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from qbheat_det.analysis.figure import FigureOptions
@@ -21,7 +20,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 
 SETTING = {"contents": [1, 2], "num_classes": 3, "size": 128, "tran": {"width": 192}}
-KNN, LINEAR, DEEP = Decoder(0), Decoder(1), Decoder(2, 4, 192)
+KNN, DEEP = Decoder(0), Decoder(2, 4, 192)
 NARROW, WIDE = (Decoder(2, 1, width) for width in (192, 768))
 
 
@@ -46,13 +45,6 @@ def make_result(
     return ProbeResult(series, f"{series}.pth", seen, recalibrated, decoder, top1, error)
 
 
-def test_decoders_are_ordered_by_power_and_name_their_width() -> None:
-    decoders = sorted([DEEP, WIDE, KNN, NARROW, LINEAR])
-    assert [one.title for one in decoders] == [
-        "kNN", "linear", "tran-1, width 192", "tran-1, width 768", "tran-4, width 192"
-    ]  # fmt: skip
-
-
 def test_recalibrated_statistics_are_chosen_and_random_backbones_keep_both() -> None:
     stored = [make_result(), make_result("random", 0), make_result("other")]
     recalibrated = [make_result(recalibrated=True), make_result("random", 0, recalibrated=True)]
@@ -62,35 +54,21 @@ def test_recalibrated_statistics_are_chosen_and_random_backbones_keep_both() -> 
     ]  # fmt: skip
 
 
-def test_by_decoder_seeds_are_averaged_and_only_widths_are_joined() -> None:
-    heights = {KNN: 5.0, LINEAR: 10.0, NARROW: 20.0, WIDE: 40.0, DEEP: 30.0}
+def test_seeds_are_averaged_and_checkpoints_joined() -> None:
+    heights = {WIDE: 40.0, KNN: 5.0, DEEP: 30.0, NARROW: 20.0}
     results = [make_result(decoder=one, top1=top1, error=2.0) for one, top1 in heights.items()]
     results += [make_result(seen=8, top1=99.0)]  # an earlier checkpoint
-    results += [make_result("_other", decoder=LINEAR, top1=top1) for top1 in (10.0, 12.0)]
-    figure = plot_by_decoder(results)
-    (chart,) = figure.axes
-    assert [label.get_text() for label in chart.get_xticklabels()] == [
-        "kNN", "linear", "tran-1\n192", "tran-1\n768", "tran-4\n192"
-    ]  # fmt: skip
+    results += [make_result("other", top1=top1) for top1 in (10.0, 12.0)]
+    (chart,) = plot_by_decoder(results).axes
     lines = [container[0] for container in chart.containers]
-    assert [list(line.get_ydata()) for line in lines] == [[5], [10], [20, 40], [30], [11]]
-    places = [float(x) for line in lines for x in line.get_xdata()]
-    np.testing.assert_allclose(places, [-0.125, 0.875, 1.875, 2.875, 3.875, 1.125])
-    (segment, _) = chart.containers[2][2][0].get_segments()
+    assert [list(line.get_ydata()) for line in lines] == [[5], [20, 40], [30], [11]]
+    (segment, _) = chart.containers[1][2][0].get_segments()
     assert [y for _, y in segment] == [18, 22]  # one standard error
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["run", " _other"]
-
-
-def test_by_images_checkpoints_are_joined_and_random_backbones_are_levels() -> None:
     results = [make_result("long", seen, top1=seen) for seen in (128, 64)]
     results += [make_result("random", 0, top1=top1) for top1 in (4.0, 6.0)]
-    results += [make_result("unknown", None), make_result("long", 64, LINEAR)]
-    knn, linear = plot_by_images(results).axes
+    (knn,) = plot_by_images([*results, make_result("unknown", None)]).axes
     assert [list(container[0].get_xdata()) for container in knn.containers] == [[64, 128]]
-    level = knn.get_lines()[-1]
-    assert (level.get_label(), list(level.get_ydata())) == ("random", [5.0, 5.0])
-    assert (knn.get_title("left"), linear.get_title("left")) == ("kNN", "linear")
-    assert knn.containers[0][0].get_color() == linear.containers[0][0].get_color()
+    assert list(knn.get_lines()[-1].get_ydata()) == [5.0, 5.0]
     assert len(plot_probes({"setting": SETTING, "rows": [make_row("a/x.pth", 8)]}).axes) == 1
 
 
@@ -117,10 +95,10 @@ def test_checkpoints_and_random_backbones_of_one_file(tmp_path: Path) -> None:
 
 def test_series_are_runs_exports_or_the_objectives_of_a_comparison(tmp_path: Path) -> None:
     exports = [make_row(f"out/{name}.safetensors", None) for name in "ab"]
-    results = read_probes(write(tmp_path / "1.json", *exports)).results
+    results = read_probes(write(tmp_path / "1.json", *exports))[1]
     assert [result.series for result in results] == ["out/a", "out/b"]
     runs = [make_row(f"{name}/seed1/{seen}.pth", seen) for name in "ab" for seen in (8, 16)]
-    results = read_probes(write(tmp_path / "2.json", *runs)).results
+    results = read_probes(write(tmp_path / "2.json", *runs))[1]
     assert [result.series for result in results] == ["a/seed1"] * 2 + ["b/seed1"] * 2
     rows = [make_row(f"{seed}/x.pth", 8) | {"series": "qb_heat"} for seed in (1, 2)]
     (tmp_path / "cmp").mkdir()
@@ -129,7 +107,7 @@ def test_series_are_runs_exports_or_the_objectives_of_a_comparison(tmp_path: Pat
     assert {result["series"] for result in figure.data["runs"]["cmp"]["results"]} == {"cmp"}
 
 
-def test_other_images_get_charts_of_their_own(tmp_path: Path) -> None:
+def test_results_on_other_images_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "a.json", make_row("a/x.pth", 8))
     write(tmp_path / "b.json", make_row("b/x.pth", 8), size=224)
     write(tmp_path / "c.json", make_row("c/x.pth", 8), contents=[1, 3])
@@ -139,9 +117,8 @@ def test_other_images_get_charts_of_their_own(tmp_path: Path) -> None:
     paths = [f"{name}={tmp_path / name}.json" for name in ("a", "b", "c", "bad")]
     runs = open_runs([*paths, str(tmp_path / "run")])
     figure = draw_probes(runs, FigureOptions())
-    assert list(figure.images) == ["decoders_1", "decoders_2"]
-    assert figure.explanation[-1].endswith("not comparable: a, b (1); c (2).")
-    assert len(figure.data["left_out"]) == 2
+    assert list(figure.data["runs"]) == ["a", "b"]
+    assert len(figure.data["left_out"]) == 3
     with pytest.raises(UserError, match=r"bad\.json"):
         draw_probes(runs[3:4], FigureOptions())
     with pytest.raises(NotApplicable, match=r"probes\.json"):

@@ -1,32 +1,26 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Propagated features: against eigenvectors, the equation they solve, and a double loop."""
 
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.analysis.figure import FigureOptions, crop_squares
-from qbheat_det.analysis.linear_models import read_linear_models
+from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.propagation import (
-    decode_beyond,
     decode_map,
     draw_beyond,
     extend_map,
     find_generator,
     measure_error,
-    measure_growth,
     propagate,
-    restore_pixels,
 )
 from qbheat_det.core.figures import NotApplicable
-from qbheat_det.modeling.pretrain import ReconstructionLoss, extend
+from qbheat_det.modeling.pretrain import extend
 
 from .conftest import check_files
-from .tiny_runs import TinyRuns, truncate
+from .tiny_runs import TinyRuns
 
 DIM, SIZE = 3, 4
 NAMES = ("A1", "A2", "B1", "B2")
@@ -57,24 +51,6 @@ def test_exponentials_are_those_of_the_eigenvectors() -> None:
     torch.testing.assert_close(found, torch.tensor([[1.0, 0.0], [2.5, 1.0]]).double())
 
 
-def test_a_rotation_by_right_angles_is_exact() -> None:
-    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
-    found = propagate(torch.tensor([[1.0, 0.0]]), turn, math.pi / 2)
-    torch.testing.assert_close(found, torch.tensor([[0.0, 1.0]]))
-
-
-def test_the_exponential_solves_the_equation_to_the_first_order_of_the_step() -> None:
-    a, z = draw(2, 6, 6), draw(3, 6)
-    here = propagate(z, a, 0.6)
-    errors = []
-    for h in (1e-3, 5e-4):
-        slope = (propagate(z, a, 0.6 + h) - here) / h
-        errors.append(float((slope - a @ here).norm()))
-    # z'' h / 2 is left: it halves with h.
-    assert errors[0] == pytest.approx(float((a @ a @ here).norm()) * 1e-3 / 2, rel=0.01)
-    assert errors[0] / errors[1] == pytest.approx(2, rel=0.01)
-
-
 def test_the_exact_generator_gives_the_learned_step_and_the_first_order_one_nearly() -> None:
     step, eye = 0.08 * draw(8, 6, 6), torch.eye(6, dtype=torch.float64)
     exact = find_generator(step, 0.25)
@@ -87,17 +63,6 @@ def test_the_exact_generator_gives_the_learned_step_and_the_first_order_one_near
         found = propagate(eye, find_generator(part, 0.25, order="first"), 0.25).mT
         errors.append(float((found - eye - part).norm()))
     assert 3.5 < errors[0] / errors[1] < 4.6
-
-
-def test_a_step_that_reverses_a_direction_has_a_complex_generator() -> None:
-    a = find_generator(torch.diag(torch.tensor([-1.5, 0.2])), 0.5)  # I + M: -0.5 and 1.2
-    assert a.is_complex()
-    z = torch.tensor([[2.0, 1.0]])
-    for x, expected in ((0.5, [-1.0, 1.2]), (1.0, [0.5, 1.44]), (0.25, [0.0, 1.2**0.5])):
-        found = propagate(z, a, x).real.float()
-        torch.testing.assert_close(found, torch.tensor([expected]))
-    with pytest.raises(ValueError, match="singular"):
-        find_generator(-torch.eye(3), 0.5)
 
 
 def test_every_position_is_that_of_a_double_loop() -> None:
@@ -117,18 +82,6 @@ def test_every_position_is_that_of_a_double_loop() -> None:
             torch.testing.assert_close(
                 found[:, row + margin, column + margin], z[:, y, x] @ (along @ down).T
             )
-
-
-def test_a_step_of_the_offset_is_the_predictor_s() -> None:
-    steps = {name: 0.3 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
-    generators = {name: find_generator(step, 0.5) for name, step in steps.items()}
-    z = draw(9, 1, SIZE, SIZE, DIM)
-    half = SIZE // 2
-    found = extend_map(z, generators, half)
-    # The lower right quarter, as a visible block in the upper left corner of twice its side.
-    others = {name: torch.zeros(DIM, DIM).double() for name in ("C11", "C12", "C21", "C22")}
-    whole = extend(z[:, half:, half:], 0, steps | others)
-    torch.testing.assert_close(found[:, -1, -half - 1], whole[:, -1, half - 1])
 
 
 @pytest.mark.parametrize("margin", [0, 1, 2, 3, 4, 7])
@@ -159,31 +112,6 @@ def test_each_position_is_decoded_once_by_the_nearest_window(margin: int) -> Non
         assert abs(start - margin) < beyond + SIZE // 2
 
 
-def test_outside_the_image_brightness_is_its_average() -> None:
-    patches = draw(1, 2, SIZE, SIZE, 12).float() * 3 + 5
-    predicted = draw(2, 2, SIZE + 2, SIZE + 2, 12).float()
-    loss = ReconstructionLoss(normalize_patches=True)
-    made = restore_pixels(patches, predicted, loss.restore)
-    torch.testing.assert_close(made[:, 1:-1, 1:-1], patches)
-    for image in range(2):
-        mean = patches[image].mean(dim=-1).mean()
-        deviation = patches[image].std(dim=-1).mean()
-        corner = predicted[image, 0, 0] * deviation + mean
-        torch.testing.assert_close(made[image, 0, 0], corner, rtol=1e-5, atol=1e-5)
-    plain = ReconstructionLoss(normalize_patches=False)
-    made = restore_pixels(patches, predicted, plain.restore)
-    torch.testing.assert_close(made[:, 0], predicted[:, 0])
-
-
-def test_growth_is_that_of_the_eigenvalue_if_there_is_one() -> None:
-    generators = {name: value * torch.eye(DIM).double() for name, value in
-                  zip(NAMES, (0.7, -0.2, 0.0, 1.5), strict=True)}  # fmt: skip
-    growth = measure_growth(draw(1, 2, DIM), generators, [0.0, 0.5, 2.0])
-    expected = {"right": 0.7, "left": -0.2, "down": 0.0, "up": 1.5}
-    for way, value in expected.items():
-        assert growth[way] == pytest.approx([np.exp(value * x) for x in (0.0, 0.5, 2.0)])
-
-
 def test_a_map_that_obeys_the_equation_has_no_error() -> None:
     a, b = 0.8 * draw(3, DIM, DIM), torch.zeros(DIM, DIM).double()
     b += 0.5 * a @ a  # commutes with a
@@ -209,44 +137,39 @@ def test_a_map_that_obeys_the_equation_has_no_error() -> None:
     assert still["up"][1] == pytest.approx(float(expected))
 
 
-def test_the_image_keeps_its_pixels_inside_the_decoded_surroundings(
-    tiny: TinyRuns, photos: Path
-) -> None:
-    run = tiny.get("qb_heat")
-    with torch.no_grad():
-        images = run.model.preprocess_image(crop_squares(run.cfg, [str(photos / "0.png")]))
-        z = run.model.encode(images).float()
-        still = {name: torch.zeros(z.shape[-1], z.shape[-1]) for name in NAMES}
-        pixels = decode_beyond(run.model, images, z, still, 2)
-    assert pixels.shape == (1, 3, 128, 128)
-    original = images * run.model.pixel_std + run.model.pixel_mean
-    torch.testing.assert_close(pixels[..., 32:-32, 32:-32], original)
-    assert float(pixels[..., :32].std()) > 0
+def test_a_step_that_reverses_a_direction_has_a_complex_generator() -> None:
+    a = find_generator(torch.diag(torch.tensor([-1.5, 0.2])), 0.5)  # I + M: -0.5 and 1.2
+    found = propagate(torch.tensor([[2.0, 1.0]]), a, 1.0).real.float()
+    torch.testing.assert_close(found, torch.tensor([[0.5, 1.44]]))
+    with pytest.raises(ValueError, match="singular"):
+        find_generator(-torch.eye(3), 0.5)
 
 
 def test_propagation_is_drawn_at_every_distance_beside_the_control(
     tiny: TinyRuns, photos: Path, tmp_path: Path
 ) -> None:
     run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
-    options = FigureOptions(images=photos, num_images=2)
-    runs = [detector, run, truncate(run, tmp_path)]
-    figure = draw_beyond(runs, options, distances=[0.5, 0.25])
+    options = FigureOptions(images=photos, num_images=1)
+    words = {"distances": [0.5, 0.25], "scale": "centre", "generator": "first"}
+    figure = draw_beyond([detector, run], options, **words)
     check_files(figure, tmp_path)
-    assert list(figure.images) == ["1_images", "growth", "error"]
     found = figure.data["runs"]["qb_heat"]
+    assert (found["scale"], found["offset"]) == ("centre", 0.25)
     for way in ("right", "left", "down", "up"):
         assert found["growth"][way][0] == pytest.approx(1)
         assert len(found["error"][way]) == len(found["error"]["distances"]) == 3  # of 4 positions
-    assert [name in text for name, text in zip(("retinanet", "cut"), figure.data["left_out"],
-                                               strict=True)]  # fmt: skip
-    figure = draw_beyond([run], options, distances=[0.25], scale="centre", generator="first")
-    found = figure.data["runs"]["qb_heat"]
-    assert (found["scale"], found["offset"]) == ("centre", 0.25)
-    offset, matrices = read_linear_models(run.weights, "run")["centre"]
-    a = find_generator(matrices["A1"], offset, order="first")
-    largest = float(torch.linalg.matrix_norm(torch.matrix_exp(2 * a), 2))
-    assert 0 < found["growth"]["right"][-1] <= largest
-    with pytest.raises(NotApplicable, match="retinanet"):
-        draw_beyond([detector], options)
-    with pytest.raises(NotApplicable, match="--images"):
-        draw_beyond([run], FigureOptions())
+    for runs, folder in (([detector], photos), ([run], None)):
+        with pytest.raises(NotApplicable):
+            draw_beyond(runs, FigureOptions(images=folder))
+
+
+def test_a_step_of_the_offset_is_the_predictor_s() -> None:
+    steps = {name: 0.3 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
+    generators = {name: find_generator(step, 0.5) for name, step in steps.items()}
+    z = draw(9, 1, SIZE, SIZE, DIM)
+    half = SIZE // 2
+    found = extend_map(z, generators, half)
+    # The lower right quarter, as a visible block in the upper left corner of twice its side.
+    others = {name: torch.zeros(DIM, DIM).double() for name in ("C11", "C12", "C21", "C22")}
+    whole = extend(z[:, half:, half:], 0, steps | others)
+    torch.testing.assert_close(found[:, -1, -half - 1], whole[:, -1, half - 1])

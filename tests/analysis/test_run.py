@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qbheat_det.analysis.figure import SharedImages, crop_squares, find_sizes, run_each
+from qbheat_det.analysis.figure import SharedImages, crop_squares, find_size, run_each
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 
 from ..engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
-from .tiny_runs import TinyRuns, make_images, pretraining_config, truncate
+from .tiny_runs import TinyRuns, make_images, truncate
 
 
 def test_a_folder_gives_its_final_checkpoint_config_and_metrics(tmp_path: Path) -> None:
@@ -33,17 +33,6 @@ def test_a_folder_gives_its_final_checkpoint_config_and_metrics(tmp_path: Path) 
     run.require_kind("detector")
     with pytest.raises(NotApplicable, match="mine"):
         run.require_kind("classifier")
-
-
-def test_a_checkpoint_has_no_metrics_and_takes_the_config_beside_it(tmp_path: Path) -> None:
-    weights = save_run(pretraining_config(), tmp_path / "run")
-    (tmp_path / "run" / "metrics.json").write_text('{"iteration": 9}\n')
-    run = Run.open(weights, device="cpu", opts=["SEED", "5"])
-    assert (run.label, run.folder, run.metrics) == ("run/model_final", None, [])
-    assert (run.kind, run.cfg.SEED) == ("pretraining", 5)
-    # All parts of a pre-trained model, not the encoder alone.
-    children = {name for name, _ in run.model.named_children()}
-    assert {"backbone", "predictor", "decoder"} <= children
 
 
 def test_a_run_in_progress_has_its_last_checkpoint_or_none(tmp_path: Path) -> None:
@@ -88,19 +77,6 @@ def test_labels_are_short_unless_two_are_equal(tmp_path: Path) -> None:
             open_runs(twice)
     with pytest.raises(UserError, match="NO_SUCH"):
         open_runs(paths, opts=["NO_SUCH", "1"])
-
-
-def test_files_with_results_of_probes_have_no_model(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    file = tmp_path / "x" / "probes.json"
-    file.touch()
-    for path in (file, tmp_path / "x"):
-        run = Run.open(path)
-        assert (run.probe_file, run.folder) == (file, None)
-        with pytest.raises(NotApplicable):
-            _ = run.weights
-        with pytest.raises(NotApplicable):
-            _ = run.cfg
 
 
 def test_broken_runs_are_left_out_with_their_label(
@@ -148,7 +124,7 @@ def test_shared_images_are_spread_evenly_and_unreadable_ones_replaced(
     retinanet = tiny.get("retinanet")
     (entry,) = crop_squares(retinanet.cfg, [str(folder / "0.png")], 32)
     assert entry["image"].shape == (3, 32, 32)
-    assert find_sizes([retinanet, run]) == [64]
+    assert find_size([retinanet, run], 1) == 64
     for path in folder.iterdir():
         path.write_bytes(b"not an image")
     with pytest.raises(UserError):

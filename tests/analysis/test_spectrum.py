@@ -14,27 +14,28 @@ from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.linear_models import (
     NAMES,
     Models,
+    commutator,
+    cosine,
     draw_random_models,
+    effective_rank,
+    inverse_error,
     list_checkpoints,
+    magnitude_correlation,
     read_linear_models,
     rotate_models,
+    sort_eigenvalues,
 )
 from qbheat_det.analysis.run import Run
 from qbheat_det.analysis.spectrum import (
-    commutator,
-    cosine,
     describe_models,
-    effective_rank,
-    inverse_error,
-    magnitude_correlation,
-    sort_eigenvalues,
+    draw_spectrum,
+    draw_training_spectrum,
 )
-from qbheat_det.analysis.spectrum_figure import draw_spectrum, draw_training_spectrum
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 
 from .conftest import check_files
-from .tiny_runs import EARLIER, TinyRuns, truncate
+from .tiny_runs import TinyRuns
 
 DIM = 6
 
@@ -70,24 +71,6 @@ def test_energy_is_the_sum_of_the_magnitudes_of_a_not_of_m() -> None:
     assert scale.energy_ratio == pytest.approx(6.5 / 5.0)
 
 
-def test_effective_rank_is_the_exponential_of_the_entropy() -> None:
-    equal = torch.linalg.qr(draw(1))[0] @ torch.diag(torch.tensor([5.0] * 3 + [0.0] * 3).double())
-    assert effective_rank(equal) == pytest.approx(3.0)
-    # Shares 1/2, 1/4, 1/4: an entropy of 3/2 log 2.
-    assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
-    assert math.isnan(effective_rank(torch.zeros(3, 3)))
-
-
-def test_matrices_of_one_basis_commute_and_others_do_not() -> None:
-    a, b = with_eigenvalues([1.0, 2, 3, 4]), with_eigenvalues([0.5, -1, 2, 7])
-    assert commutator(a, b) == pytest.approx(0.0, abs=1e-12)
-    # AB - BA = diag(1, -1) of two matrices of norm 1.
-    up = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    assert commutator(up, up.T) == pytest.approx(math.sqrt(2))
-    assert commutator(5 * up, 0.1 * up.T) == pytest.approx(math.sqrt(2))
-    assert math.isnan(commutator(up, torch.zeros(2, 2)))
-
-
 def test_the_inverse_error_is_zero_for_an_exact_inverse() -> None:
     identity = torch.eye(DIM, dtype=torch.float64)
     forth = 0.1 * draw(4)
@@ -100,20 +83,6 @@ def test_the_inverse_error_is_zero_for_an_exact_inverse() -> None:
     assert math.isnan(inverse_error(0 * forth, 0 * forth))
 
 
-def test_scales_are_compared_by_angle_and_by_sorted_magnitudes() -> None:
-    a, b = draw(7), draw(8)
-    assert cosine(a, 3 * a) == pytest.approx(1.0)
-    assert cosine(a, -a) == pytest.approx(-1.0)
-    assert cosine(a, b - cosine(a, b) * b.norm() / a.norm() * a) == pytest.approx(0.0, abs=1e-12)
-    falling = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    assert magnitude_correlation(falling, 7 * falling) == pytest.approx(1.0)
-    # Deviations (1.5, .5, -.5, -1.5) and (6, -2, -2, -2): 12 / (sqrt(5) sqrt(48)).
-    steep = torch.tensor([9.0, 1.0, 1.0, 1.0])
-    assert magnitude_correlation(falling, steep) == pytest.approx(12 / math.sqrt(240))
-    assert math.isnan(magnitude_correlation(falling, torch.ones(4)))
-    assert math.isnan(magnitude_correlation(falling, torch.zeros(4)))
-
-
 def make_models(factor: float) -> Models:
     scales = {"corner": 0.5, "centre": 0.25}
     return {
@@ -123,19 +92,6 @@ def make_models(factor: float) -> Models:
         )
         for i, (scale, offset) in enumerate(scales.items())
     }
-
-
-def test_matrices_of_zero_have_undefined_ratios_and_singular_ones_no_condition() -> None:
-    zero = describe_models(make_models(0.0))
-    assert zero.scales["corner"].matrices["A1"].condition == 1.0
-    undefined = ("energy_ratio_corner", "correlation", "cosine", "effective_rank", "commutator")
-    assert all(math.isnan(zero.summarize()[name]) for name in undefined)
-    assert zero.summarize()["rank"] == 0
-    singular = describe_models(
-        {"corner": (0.5, dict.fromkeys(NAMES, torch.diag(torch.tensor([0.0, -1.0]))))}
-    )
-    assert math.isinf(singular.summarize()["condition"])
-    assert not singular.cosines  # there is one scale
 
 
 @pytest.mark.parametrize("control", [rotate_models, draw_random_models])
@@ -167,74 +123,6 @@ def test_rotated_models_have_the_learned_singular_values_and_random_ones_the_mea
         assert float(matrix.norm()) == pytest.approx(np.mean(norms))
 
 
-def test_low_rank_alone_gives_the_rotated_control_the_same_commutator() -> None:
-    torch.manual_seed(0)
-    low = {name: torch.randn(64, 4) @ torch.randn(4, 64) for name in NAMES}
-    full = {name: torch.randn(64, 64) for name in NAMES}
-    for matrices in (low, full):
-        models = {"corner": (0.5, matrices)}
-        own, control = (
-            describe_models(one).summarize()["commutator"]
-            for one in (models, rotate_models(models))
-        )
-        assert own / control == pytest.approx(1, abs=0.25)
-
-
-def test_a_run_has_a_row_for_each_checkpoint_itself_and_its_controls(
-    tiny: TinyRuns, tmp_path: Path
-) -> None:
-    run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
-    figure = draw_spectrum([truncate(run, tmp_path), run, detector], FigureOptions())
-    check_files(figure, tmp_path)
-    assert figure.table is not None
-    rows = [f"qb_heat, {name}" for name in ("epoch 1", "epoch 2", "epoch 3", "rotated", "random")]
-    assert [row[0] for row in figure.table.rows] == [*rows[:3], "qb_heat", *rows[3:]]
-    assert list(figure.images) == ["energy_ratios", "1_magnitudes", "1_eigenvalues"]
-    found = figure.data["runs"]["qb_heat"]
-    assert [point["steps"] for point in found["course"]] == [*EARLIER, 40]
-    # The same matrices, scaled: energies grow with them, and their ratio stays.
-    energies = [point["energy_A_centre"] for point in found["course"]]
-    np.testing.assert_allclose(energies, energies[-1] * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-4)
-    expected = describe_models(read_linear_models(run.weights, "run")).scales["corner"]
-    assert found["scales"]["corner"]["energy_ratio"] == expected.energy_ratio
-    assert [name in text for name, text in zip(("cut", "retinanet"), figure.data["left_out"],
-                                               strict=True)]  # fmt: skip
-    with pytest.raises(NotApplicable, match="retinanet"):
-        draw_spectrum([detector], FigureOptions())
-
-
-def test_a_broken_checkpoint_or_config_costs_its_rows_alone(tiny: TinyRuns, tmp_path: Path) -> None:
-    folder = tiny.get("qb_heat").folder
-    assert folder is not None
-    for name in ("model_final.safetensors", "model_0000009.pth"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "model_0000019.pth").write_bytes(b"PK\x03\x04 and no more")
-    (tmp_path / "config.yaml").write_text("MODEL:\n  NO_SUCH_KEY: 1\n")
-    figure = draw_spectrum([Run.open(tmp_path, label="again", device="cpu")], FigureOptions())
-    assert figure.table is not None
-    assert [row[0] for row in figure.table.rows][:2] == ["again, step 10", "again"]
-    step, epochs = figure.data["left_out"]
-    assert "step 20" in step
-    assert "NO_SUCH_KEY" in epochs
-
-
-def test_training_logs_the_spectrum_and_draws_it(tiny: TinyRuns, tmp_path: Path) -> None:
-    run = tiny.get("qb_heat")
-    figure = draw_training_spectrum(run.model, lambda number: [], run.cfg)
-    check_files(figure, tmp_path)
-    expected = describe_models(read_linear_models(run.weights, "run")).summarize()
-    assert figure.scalars["spectrum/commutator"] == pytest.approx(expected["commutator"])
-    with pytest.raises(NotApplicable):
-        draw_training_spectrum(tiny.get("classifier").model, lambda number: [], run.cfg)
-
-
-def test_checkpoints_are_spread_over_the_run(tiny: TinyRuns, tmp_path: Path) -> None:
-    folder = tiny.get("qb_heat").folder
-    assert folder is not None
-    for number, expected in ((5, EARLIER), (2, (10, 30)), (1, (30,)), (0, ())):
-        assert tuple(list_checkpoints(folder, number)) == expected
-
-
 @pytest.mark.parametrize("number", [8, 4, 2])
 def test_implicit_models_follow_from_the_explicit_ones(number: int, tmp_path: Path) -> None:
     names = {8: (*NAMES, "C11", "C12", "C21", "C22"), 4: NAMES, 2: ("A1", "B1")}[number]
@@ -249,3 +137,59 @@ def test_implicit_models_follow_from_the_explicit_ones(number: int, tmp_path: Pa
     torch.save({"predictor.scales.corner.A1": torch.randn(3, 3)}, tmp_path / "weights.pth")
     with pytest.raises(UserError, match=r"weights\.pth"):
         read_linear_models(tmp_path / "weights.pth", "run")
+
+
+def test_commutator_cosine_and_correlation_are_those_by_hand() -> None:
+    a, b = with_eigenvalues([1.0, 2, 3, 4]), with_eigenvalues([0.5, -1, 2, 7])
+    assert commutator(a, b) == pytest.approx(0.0, abs=1e-12)  # of one basis
+    up = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # AB - BA = diag(1, -1), of norms 1
+    assert commutator(5 * up, 0.1 * up.T) == pytest.approx(math.sqrt(2))
+    assert (cosine(a, 3 * a), cosine(up, up.T)) == pytest.approx((1.0, 0.0))
+    falling, steep = torch.tensor([4.0, 3.0, 2.0, 1.0]), torch.tensor([9.0, 1.0, 1.0, 1.0])
+    # Deviations (1.5, .5, -.5, -1.5) and (6, -2, -2, -2): 12 / (sqrt(5) sqrt(48)).
+    assert magnitude_correlation(falling, steep) == pytest.approx(12 / math.sqrt(240))
+    assert math.isnan(magnitude_correlation(falling, torch.ones(4)))
+
+
+def test_a_run_has_a_row_for_each_checkpoint_itself_and_its_controls(
+    tiny: TinyRuns, tmp_path: Path
+) -> None:
+    run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
+    figure = draw_spectrum([run, detector], FigureOptions())
+    check_files(figure, tmp_path)
+    assert figure.table is not None
+    rows = [f"qb_heat, {name}" for name in ("epoch 1", "epoch 2", "epoch 3", "rotated", "random")]
+    assert [row[0] for row in figure.table.rows] == [*rows[:3], "qb_heat", *rows[3:]]
+    # The same matrices, scaled: energies grow with them.
+    energies = [figure.data["rows"][row]["energy_A_centre"] for row in [*rows[:3], "qb_heat"]]
+    np.testing.assert_allclose(energies, energies[-1] * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-4)
+    trained = draw_training_spectrum(run.model, lambda number: [], run.cfg)
+    expected = figure.data["rows"]["qb_heat"]["commutator"]
+    assert trained.scalars["spectrum/commutator"] == pytest.approx(expected)
+    assert list(list_checkpoints(run.weights.parent, 2)) == [10, 30]
+    with pytest.raises(NotApplicable, match="retinanet"):
+        draw_spectrum([detector], FigureOptions())
+    with pytest.raises(NotApplicable):
+        draw_training_spectrum(detector.model, lambda number: [], detector.cfg)
+
+
+def test_a_broken_checkpoint_or_config_costs_its_rows_alone(tiny: TinyRuns, tmp_path: Path) -> None:
+    final = tiny.get("qb_heat").weights
+    for name in (final.name, "model_0000009.pth"):
+        (tmp_path / name).write_bytes((final.parent / name).read_bytes())
+    (tmp_path / "model_0000019.pth").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "config.yaml").write_text("MODEL:\n  NO_SUCH_KEY: 1\n")
+    figure = draw_spectrum([Run.open(tmp_path, label="again", device="cpu")], FigureOptions())
+    assert figure.table is not None
+    assert [row[0] for row in figure.table.rows][:2] == ["again, step 10", "again"]
+    epochs, step = figure.data["left_out"]
+    assert "step 20" in step
+    assert "NO_SUCH_KEY" in epochs
+
+
+def test_effective_rank_is_the_exponential_of_the_entropy() -> None:
+    equal = torch.linalg.qr(draw(1))[0] @ torch.diag(torch.tensor([5.0] * 3 + [0.0] * 3).double())
+    assert effective_rank(equal) == pytest.approx(3.0)
+    # Shares 1/2, 1/4, 1/4: an entropy of 3/2 log 2.
+    assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
+    assert math.isnan(effective_rank(torch.zeros(3, 3)))

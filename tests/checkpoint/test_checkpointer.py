@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from detectron2.layers import FrozenBatchNorm2d
-from fvcore.common.checkpoint import PeriodicCheckpointer
 from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
@@ -43,12 +42,51 @@ def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(
 ) -> None:
     stored = save_detector(tmp_path / "w.safetensors")
     model = TinyDetector(seed=9)
-    checkpointer = SafeCheckpointer(model, class_names=CLASSES)
-    rest = checkpointer.load(str(tmp_path / "w.safetensors"))
+    # A folder without checkpoints does not keep it from starting with the weights.
+    checkpointer = SafeCheckpointer(model, str(tmp_path / "none"), class_names=CLASSES)
+    assert not checkpointer.has_checkpoint()
+    rest = checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
     torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
     assert "9/9 backbone tensors; 4/4 decoder tensors" in caplog.text
     assert rest["info"]["class_names"] == list(CLASSES)
     assert checkpointer.info == WeightsInfo(class_names=CLASSES)
+
+    optional = {"pixel_mean": torch.zeros(3, 1, 1), "loss_normalizer": torch.tensor(100.0)}
+    kept = {key: tensor for key, tensor in stored.items() if "num_batches" not in key}
+    torch.save(kept | optional, tmp_path / "w.pth")
+    exact = ExactCheckpointer(TinyDetector())
+    exact.load(str(tmp_path / "w.pth"))
+    assert str(exact.report) == "8/8 backbone tensors; 4/4 decoder tensors"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "trained", "mean", "warning"),
+    [
+        ("TinyDetector", "soft", (9.0, 8.0, 7.0), ""),
+        ("TinyDetector", "sigmoid", (9.0, 8.0, 7.0), "MODEL.READING sigmoid"),
+        ("AnotherModel", "sigmoid", (9.0, 8.0, 7.0), ""),
+        ("TinyDetector", "soft", (7.0, 8.0, 9.0), "INPUT.FORMAT"),
+    ],
+)
+def test_other_pixels_and_other_scores_are_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    architecture: str,
+    trained: str,
+    mean: tuple[float, ...],
+    warning: str,
+) -> None:
+    model = TinyDetector()
+    model.equivalent_configs = {"MODEL.READING": ("soft", "softer")}
+    buffer = torch.tensor([9.0, 8.0, 7.0]).view(-1, 1, 1)
+    model.register_buffer("pixel_mean", buffer, persistent=False)
+    config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
+    info = WeightsInfo(config=config, pixel_mean=mean)
+    save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
+    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == bool(warning)
+    assert warning in "".join(warnings)
 
 
 def test_other_classes_keep_their_rows_by_name_and_are_listed(
@@ -75,9 +113,9 @@ def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path: Pa
     for names in (("dog", "cat", "bird"), ("cat", "dog", "cow")):
         for kind in (SafeCheckpointer, ExactCheckpointer):
             checkpointer = kind(TinyDetector(), str(tmp_path), class_names=names)
-            with pytest.raises(UserError, match="classes"):
+            with pytest.raises(UserError, match=r"model_0000001\.pth"):
                 checkpointer.resume_or_load("", resume=True)
-        with pytest.raises(UserError, match="classes"):
+        with pytest.raises(UserError, match=r"model_0000001\.pth"):
             ExactCheckpointer(TinyDetector(), class_names=names).load(
                 str(tmp_path / "model_0000001.pth")
             )
@@ -94,13 +132,9 @@ def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path: Path
 
     fewer = TinyDetector(2)
     fresh = _state(fewer)
-    with pytest.raises(UserError, match="does not name its classes"):
+    with pytest.raises(UserError, match=r"w\.pth.*class_embed"):
         SafeCheckpointer(fewer, class_names=("cat", "dog")).load(str(path))
     torch.testing.assert_close(_state(fewer), fresh, rtol=0, atol=0)
-    SafeCheckpointer(fewer, class_names=("cat", "dog"), allow_partial=True).load(str(path))
-    for name, tensor in fewer.state_dict().items():
-        expected = fresh[name] if "class_embed" in name else TinyDetector(seed=1).state_dict()[name]
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +156,8 @@ def test_a_part_that_is_filled_only_partly_is_an_error_unless_allowed(
     torch.save({"model": state}, tmp_path / "w.pth")
     model = TinyDetector()
     before = _state(model)
-    with pytest.raises(UserError, match=fault) as caught:
+    with pytest.raises(UserError, match=f"{fault}.*--allow-partial"):
         SafeCheckpointer(model).load(str(tmp_path / "w.pth"))
-    assert "--allow-partial" in str(caught.value)
     torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
 
     partial = SafeCheckpointer(model, allow_partial=True)
@@ -138,35 +171,21 @@ def test_a_part_that_is_filled_only_partly_is_an_error_unless_allowed(
         ExactCheckpointer(model, allow_partial=True).load(str(tmp_path / "w.pth"))
 
 
-@pytest.mark.parametrize("allow_partial", [False, True])
-def test_another_architecture_is_always_refused(tmp_path: Path, allow_partial: bool) -> None:
+def test_another_architecture_and_nan_are_always_refused(tmp_path: Path) -> None:
     # Two names and shapes agree by accident.
     state = {f"layer{i}.0.conv1.weight": torch.zeros(4, 4, 3, 3) for i in range(20)}
     state |= {"expand.weight": torch.zeros(4, 4), "expand.bias": torch.zeros(4)}
     torch.save(state, tmp_path / "resnet.pth")
     model = TinyDetector()
     before = _state(model)
-    with pytest.raises(UserError, match="another architecture: 2 of its 22 tensors"):
-        SafeCheckpointer(model, allow_partial=allow_partial).load(str(tmp_path / "resnet.pth"))
+    spoilt = _state(model)
+    spoilt["backbone.expand.bias"][2] = float("nan")
+    torch.save(spoilt, tmp_path / "nan.pth")
+    for name, named in (("resnet.pth", "2 of its 22"), ("nan.pth", r"backbone\.expand\.bias")):
+        for allow_partial in (False, True):
+            with pytest.raises(UserError, match=rf"{name}.*{named}"):
+                SafeCheckpointer(model, allow_partial=allow_partial).load(str(tmp_path / name))
     torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float) -> None:
-    state = _state(TinyDetector())
-    state["backbone.expand.bias"][2] = value
-    save_weights(str(tmp_path / "w.safetensors"), state, WeightsInfo())
-    with pytest.raises(UserError, match=r"w\.safetensors': 'backbone\.expand\.bias' holds NaN"):
-        SafeCheckpointer(TinyDetector(), allow_partial=True).load(str(tmp_path / "w.safetensors"))
-
-
-def test_optional_tensors_may_be_missing_or_unexpected(tmp_path: Path) -> None:
-    state = {key: t for key, t in _state(TinyDetector()).items() if "num_batches" not in key}
-    state |= {"pixel_mean": torch.zeros(3, 1, 1), "loss_normalizer": torch.tensor(100.0)}
-    torch.save(state, tmp_path / "w.pth")
-    checkpointer = ExactCheckpointer(TinyDetector())
-    checkpointer.load(str(tmp_path / "w.pth"))
-    assert str(checkpointer.report) == "8/8 backbone tensors; 4/4 decoder tensors"
 
 
 def test_a_frozen_norm_gets_the_statistics_of_a_trained_one_bit_for_bit(tmp_path: Path) -> None:
@@ -194,11 +213,21 @@ def _resume(folder: Path) -> tuple[nn.Module, _Counter, dict[str, Any]]:
     return model, counter, checkpointer.resume_or_load("", resume=True)
 
 
-def test_resuming_restores_the_last_checkpoint_with_all_checkpointables(tmp_path: Path) -> None:
+def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path: Path) -> None:
     _run_of(tmp_path, (3, 7))
     model, counter, rest = _resume(tmp_path)
     torch.testing.assert_close(_state(model), _state(TinyDetector(seed=7)), rtol=0, atol=0)
     assert (counter.value, rest["iteration"]) == (7, 7)
+    counter = _Counter()
+    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
+    checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
+    assert counter.value == 0
+    # Weights without the rest of a run, and a damaged file alone, are not resumed from.
+    SafeCheckpointer(TinyDetector(), str(tmp_path / "bare")).save("model_0000003", iteration=3)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"model_0000003\.pth"):
+            _resume(tmp_path / "bare")
+        _cut(tmp_path / "bare" / "model_0000003.pth")
 
 
 def _cut(path: Path) -> None:
@@ -235,80 +264,3 @@ def test_a_missing_or_wrong_tag_does_not_keep_a_run_from_resuming(tmp_path: Path
         if tag is not None:
             (tmp_path / "last_checkpoint").write_bytes(tag)
         assert _resume(tmp_path)[2]["iteration"] == 7
-
-
-def test_resuming_where_nothing_is_whole_is_an_error(tmp_path: Path) -> None:
-    _run_of(tmp_path, (3,))
-    _cut(tmp_path / "model_0000003.pth")
-    with pytest.raises(UserError, match=r"model_0000003\.pth"):
-        _resume(tmp_path)
-
-
-def test_weights_without_the_rest_of_a_run_are_not_resumed_from(tmp_path: Path) -> None:
-    SafeCheckpointer(TinyDetector(), str(tmp_path)).save("model_0000003", iteration=3)
-    with pytest.raises(UserError, match=r"model_0000003\.pth.*counter"):
-        _resume(tmp_path)
-
-
-def test_a_folder_without_checkpoints_starts_from_weights(tmp_path: Path) -> None:
-    stored = save_detector(tmp_path / "w.safetensors")
-    for folder in (tmp_path / "empty", tmp_path / "missing"):
-        model = TinyDetector()
-        checkpointer = SafeCheckpointer(model, str(folder), class_names=CLASSES)
-        assert not checkpointer.has_checkpoint()
-        assert checkpointer.get_all_checkpoint_files() == []
-        checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
-        torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
-
-
-def test_a_new_run_from_a_checkpoint_loads_its_weights_only(
-    tmp_path: Path,
-) -> None:
-    _run_of(tmp_path, (7,))
-    counter = _Counter()
-    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
-    checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
-    assert counter.value == 0
-
-
-@pytest.mark.parametrize(
-    ("architecture", "trained", "warns"),
-    [
-        ("TinyDetector", "sigmoid", True),
-        ("TinyDetector", "soft", False),
-        ("AnotherModel", "sigmoid", False),
-    ],
-)
-def test_a_config_that_gives_other_scores_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str, trained: str, warns: bool
-) -> None:
-    model = TinyDetector()
-    model.equivalent_configs = {"MODEL.READING": ("soft", "softer")}
-    config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
-    save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), WeightsInfo(config=config))
-    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
-    assert ("MODEL.READING sigmoid" in caplog.text) == warns
-
-
-@pytest.mark.parametrize("pixel_format", ["BGR", "RGB"])
-def test_other_pixel_statistics_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, pixel_format: str
-) -> None:
-    bgr = (103.53, 116.28, 123.675)
-    mean = bgr if pixel_format == "BGR" else bgr[::-1]
-    model = TinyDetector()
-    model.register_buffer("pixel_mean", torch.tensor(bgr).view(-1, 1, 1), persistent=False)
-    info = WeightsInfo(pixel_format=pixel_format, pixel_mean=mean)
-    save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
-    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
-    assert ("INPUT.FORMAT" in caplog.text) == (pixel_format == "RGB")
-
-
-def test_fvcores_periodic_checkpointer_keeps_the_newest(tmp_path: Path) -> None:
-    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path))
-    periodic = PeriodicCheckpointer(checkpointer, period=2, max_iter=10, max_to_keep=2)
-    for iteration in range(10):
-        periodic.step(iteration)
-    names = sorted(os.path.basename(path) for path in checkpointer.get_all_checkpoint_files())
-    assert names == ["model_0000007.pth", "model_0000009.pth", "model_final.pth"]
-    assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_final.pth")

@@ -120,23 +120,21 @@ def test_a_timm_encoder_takes_timms_own_with_the_normalisation_of_the_tag(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("to", "sentence"),
+    ("to", "named"),
     [
-        ("detectron2:resnet34", "is no detectron2:resnet34: 80 missing"),
-        ("timm:resnet26", "is no timm:resnet26: .*missing"),
-        ("detectron2:resnet20", "did you mean detectron2:resnet"),
-        ("timm:resnet19", "no model 'resnet19'"),
-        ("timm:resnet18.no_such_tag", "no weights 'resnet18.no_such_tag'"),
-        ("resnet18", "is no encoder"),
-        ("MobileFormer", "timm's Mobile-Former"),
-        ("timm", "an encoder of this package"),
+        ("detectron2:resnet34", "detectron2:resnet34: 80 missing"),
+        ("timm:resnet26", "timm:resnet26"),
+        ("detectron2:resnet20", "resnet20"),
+        ("timm:resnet19", "resnet19"),
+        ("timm:resnet18.no_such_tag", "no_such_tag"),
+        ("resnet18", "resnet18"),
+        ("MobileFormer", r"theirs\.safetensors"),
+        ("timm", r"theirs\.safetensors"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    tmp_path: Path, resnet18: str, to: str, sentence: str
-) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, resnet18: str, to: str, named: str) -> None:
     output = tmp_path / "ours.safetensors"
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=named):
         convert_weights(resnet18, output, to)
     assert not output.exists()
 
@@ -145,14 +143,14 @@ def test_half_a_file_and_a_mean_of_unit_images_are_refused(tmp_path: Path, resne
     state = read_weights(resnet18)[0]
     path, output = tmp_path / "half.safetensors", tmp_path / "ours.safetensors"
     save_file({key: value for key, value in state.items() if "layer4" not in key}, path)
-    with pytest.raises(UserError, match="no layer4"):
-        convert_weights(str(path), output, "detectron2:resnet18")
-    with pytest.raises(UserError, match="--pixel-mean"):
-        convert_weights(str(path), output, "timm:resnet18", pixel_mean=(0.485, 0.456, 0.406))
-    with pytest.raises(UserError, match=r"must end in \.safetensors"):
-        convert_weights(str(path), tmp_path / "ours.pth", "timm:resnet18")
-    with pytest.raises(UserError, match="exists"):
-        convert_weights(str(path), path, "timm:resnet18")
+    for target, mean, named in (
+        (output, (), "layer4"),
+        (output, (0.485, 0.456, 0.406), "--pixel-mean"),
+        (tmp_path / "ours.pth", (), r"ours\.pth"),
+        (path, (), "--overwrite"),
+    ):
+        with pytest.raises(UserError, match=named):
+            convert_weights(str(path), target, "detectron2:resnet18", pixel_mean=mean)
 
 
 def test_mobile_formers_go_to_timms_names_and_back(tmp_path: Path) -> None:
@@ -189,12 +187,11 @@ def test_the_tool_prints_the_report_and_the_keys(
     tool = load_tool("convert_weights")
     tool.main(arguments)
     printed = capsys.readouterr().out
-    assert "24/24 layer1 tensors" in printed
-    assert "2 not used (fc.bias, fc.weight)" in printed
-    assert f"{output}: 120 tensors" in printed
-    assert "MODEL.RESNETS.DEPTH 18" in printed
-    assert 'MODEL.PIXEL_MEAN "[123.675, 116.28, 103.53]"' in printed
-    with pytest.raises(SystemExit) as stopped:
+    for words in (
+        *("24/24 layer1 tensors", "2 not used (fc.bias, fc.weight)", f"{output}: 120 tensors"),
+        *("MODEL.RESNETS.DEPTH 18", 'MODEL.PIXEL_MEAN "[123.675, 116.28, 103.53]"'),
+    ):
+        assert words in printed
+    with pytest.raises(SystemExit, match="2"):
         tool.main(arguments)
-    assert stopped.value.code == 2
     assert "--overwrite" in capsys.readouterr().err

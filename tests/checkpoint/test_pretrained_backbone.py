@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import timm
 import torch
-from detectron2.config import CfgNode
-from detectron2.modeling import build_backbone, build_model
+from detectron2.modeling import build_model
 from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
-from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import CLASSES, TinyDetector
+from tests.modeling.backbone.timm_models import make_retinanet_config
 
 PRETRAIN_ONLY = ("projection", "predictor", "decoder")
 
@@ -107,61 +106,10 @@ def test_only_the_named_children_are_skipped(
         SafeCheckpointer(TinyDetector()).load(str(tmp_path / "w.safetensors"))
 
 
-def _detector_config(name: str, backbone: str) -> CfgNode:
-    cfg = get_cfg()
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.MODEL.META_ARCHITECTURE = name
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    in_features = ["s8", "s16"]
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = in_features
-    if name == "MFDETR":
-        cfg.MODEL.BACKBONE.NAME = backbone
-        cfg.MODEL.MF_DETR.IN_FEATURES = in_features
-        cfg.MODEL.MF_DETR.NUM_BLOCKS = [1, 1, 1]
-        return cfg
-    cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
-    cfg.MODEL.FPN.BOTTOM_UP = backbone
-    cfg.MODEL.FPN.IN_FEATURES = in_features
-    cfg.MODEL.FPN.OUT_CHANNELS = 16
-    cfg.MODEL.RPN.IN_FEATURES = cfg.MODEL.ROI_HEADS.IN_FEATURES = ["p3", "p4"]
-    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
-    cfg.MODEL.ROI_BOX_HEAD.NAME, cfg.MODEL.ROI_HEADS.NAME = "FastRCNNConvFCHead", "StandardROIHeads"
-    cfg.MODEL.ROI_BOX_HEAD.NUM_FC, cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 1, 16
-    return cfg
-
-
-@pytest.mark.parametrize(
-    ("name", "backbone", "freeze_at"),
-    [
-        ("MFDETR", "MobileFormer", 0),
-        ("SyncRetinaNet", "MobileFormer", 5),
-        ("GeneralizedRCNN", "timm:mobilenetv4_conv_small", 5),
-    ],
-)
-def test_real_detectors_load_the_whole_backbone(
-    tmp_path: Path, name: str, backbone: str, freeze_at: int
-) -> None:
-    cfg = _detector_config(name, backbone)
-    pretrained = build_backbone(_detector_config("MFDETR", backbone))
-    cfg.MODEL.BACKBONE.FREEZE_AT = freeze_at
-    model = build_model(cfg)
-    checkpointer = SafeCheckpointer(model)
-    checkpointer.load(_save(TinyPretraining(pretrained), tmp_path))
-    report = checkpointer.report
-    assert report is not None
-    assert report.groups["backbone"].is_full
-    assert (report.unexpected, report.skipped) == ((), PRETRAIN_ONLY)
-    inside = model.backbone if name == "MFDETR" else model.backbone.bottom_up
-    expected = pretrained.state_dict()
-    for key, value in inside.state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
-
-
 def test_timm_s_own_files_fit_and_what_the_backbone_leaves_out_is_unused(tmp_path: Path) -> None:
     whole: Any = timm.create_model("convnext_atto")
     torch.save(whole.state_dict(), tmp_path / "convnext_atto.pth")
-    cfg = _detector_config("SyncRetinaNet", "timm:convnext_atto")
-    checkpointer = SafeCheckpointer(build_model(cfg))
+    checkpointer = SafeCheckpointer(build_model(make_retinanet_config("convnext_atto")))
     checkpointer.load(str(tmp_path / "convnext_atto.pth"))
     report = checkpointer.report
     assert report is not None

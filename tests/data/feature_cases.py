@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from qbheat_det.data import DataError, FeatureStore, FixedViews, Stored, View, number_records
+from qbheat_det.data import DataError, FixedViews, number_records
+from qbheat_det.data.feature_store import FeatureStore, Stored, View
 from qbheat_det.engine.feature_build import AllViews, CachedSet, ViewEncoder
 from qbheat_det.engine.feature_build import fill as build
 

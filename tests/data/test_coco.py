@@ -4,7 +4,7 @@
 import copy
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,6 @@ GOOD: Content = {
     ],
     "categories": [{"id": 9, "name": "cat"}, {"id": 2, "name": "dog"}],
 }
-
-
-@pytest.fixture(autouse=True)
-def _registered_nothing() -> Iterator[None]:
-    yield
-    if NAME in DatasetCatalog:
-        DatasetCatalog.remove(NAME)
-        MetadataCatalog.remove(NAME)
 
 
 def write(folder: Path, content: object) -> tuple[str, str]:

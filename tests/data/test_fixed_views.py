@@ -16,18 +16,16 @@ from PIL import Image
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    VIEW_ROW,
-    CachedViews,
     DataError,
-    FeatureStore,
     FixedViews,
     TrainStream,
-    View,
     build_mapper,
     build_train_stream,
     number_records,
     seed_place,
 )
+from qbheat_det.data.feature_store import FeatureStore, View
+from qbheat_det.data.mappers import VIEW_ROW, CachedViews
 from qbheat_det.data.seeding import IMAGE, VIEW
 from qbheat_det.engine.feature_build import make_view
 
@@ -173,6 +171,12 @@ def test_the_config_gives_a_stream_of_fixed_views_in_the_same_order() -> None:
         assert any(torch.equal(entry["image"], view["image"]) for view in views if view)
 
 
+def prepared(cfg: CfgNode, records: list[dict[str, Any]]) -> Any:
+    mapper = build_mapper(cfg, is_train=True)
+    mapper.prepare(records)
+    return mapper
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", ["pretrain", "classify"])
 def test_fixed_views_are_of_the_pixels_in_the_file_whatever_fits_into_memory(
@@ -186,12 +190,10 @@ def test_fixed_views_are_of_the_pixels_in_the_file_whatever_fits_into_memory(
         cfg = make_config(count)
         cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.FORMAT = name, "RGB"
         cfg.INPUT.PRETRAIN.SIZE, cfg.INPUT.PRETRAIN.MEMORY_GB = 32, memory_gb
-        mapper = FixedViews(build_mapper(cfg, is_train=True), count)
-        mapper.prepare(records)
+        mapper = FixedViews(prepared(cfg, records), count)
         views.append([mapper.view(records[0], number)["image"] for number in range(count)])
         cfg.INPUT.FIXED_VIEWS.COUNT = 0
-        fresh = FixedViews(build_mapper(cfg, is_train=True), count)
-        fresh.prepare(records)
+        fresh = FixedViews(prepared(cfg, records), count)
         from_memory.append([fresh.view(records[0], number)["image"] for number in range(count)])
     torch.testing.assert_close(views[1], views[0], rtol=0, atol=0)
     assert not torch.equal(from_memory[1][0], views[0][0])  # what would differ

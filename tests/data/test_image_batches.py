@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import MetadataCatalog
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import (
@@ -103,18 +103,14 @@ def test_a_registered_folder_comes_whole_with_the_places_of_the_objective(
         save(tmp_path / f"{i}.jpg", draw(20, 30, seed=i))
     (tmp_path / "2.jpg").write_text("no image")
     register_image_folders("batches", [tmp_path])
-    try:
-        assert MetadataCatalog.get("batches").evaluator_type == "reconstruction"
-        cfg = get_cfg()
-        cfg.MODEL.META_ARCHITECTURE = "QBHeat" if with_views else "MaskTokenMasking"
-        cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
-        cfg.INPUT.PRETRAIN.SIZE = 16
-        cfg.DATALOADER.NUM_WORKERS = 0
-        batches = build_image_batches(cfg, "batches")
-        (batch,) = batches
-    finally:
-        DatasetCatalog.remove("batches")
-        MetadataCatalog.remove("batches")
+    assert MetadataCatalog.get("batches").evaluator_type == "reconstruction"
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE = "QBHeat" if with_views else "MaskTokenMasking"
+    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    cfg.INPUT.PRETRAIN.SIZE = 16
+    cfg.DATALOADER.NUM_WORKERS = 0
+    batches = build_image_batches(cfg, "batches")
+    (batch,) = batches
     places = [(0, "top_left"), (0, "centre"), (1, "top_right"), (1, "centre")]
     expected = places if with_views else [(0, None), (1, None)]
     assert [(entry["image_id"], entry.get("place")) for entry in batch] == expected

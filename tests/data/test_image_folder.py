@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,6 @@ from qbheat_det.data.datasets import image_folder
 NAME = "images_of_a_test"
 
 
-@pytest.fixture(autouse=True)
-def _registered_nothing() -> Iterator[None]:
-    yield
-    if NAME in DatasetCatalog:
-        DatasetCatalog.remove(NAME)
-        MetadataCatalog.remove(NAME)
-
-
 def fill(folder: Path, *names: str) -> Path:
     for name in names:
         path = folder / name
@@ -51,15 +43,11 @@ def test_files_come_before_the_folders_beside_them_all_by_name(tmp_path: Path) -
     assert listed(fill(tmp_path, *reversed(names))) == names
 
 
-def test_endings_count_in_large_and_small_letters_and_nothing_else_does(tmp_path: Path) -> None:
+def test_endings_count_in_any_letters_and_hidden_files_do_not(tmp_path: Path) -> None:
     good = ["a.JPEG", "b.jpg", "c.Png", "d.bmp", "e.webp", "f.tif", "g.TIFF"]
     fill(tmp_path, *good, "h.txt", "i.jpg.part", "jpg", "k.npy", "l", "m.gif")
-    assert listed(tmp_path) == good
-
-
-def test_what_is_hidden_is_left_out(tmp_path: Path) -> None:
-    fill(tmp_path, "a.jpg", "._a.jpg", ".jpg", ".ipynb_checkpoints/b.jpg", "x/.c.jpg", "x/d.jpg")
-    assert listed(tmp_path) == ["a.jpg", "x/d.jpg"]
+    fill(tmp_path, "._a.jpg", ".jpg", ".ipynb_checkpoints/b.jpg", "x/.c.jpg", "x/d.jpg")
+    assert listed(tmp_path) == [*good, "x/d.jpg"]
 
 
 def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
@@ -174,7 +162,7 @@ def test_a_label_means_the_same_class_in_both_sets(tmp_path: Path) -> None:
     joined, _ = unite_labels([train, val], [val], names=("a", "b"))
     assert [record["label"] for record in joined] == [0, 1, 1, 2, 1, 2]
     assert [record["image_id"] for record in joined] == list(range(6))
-    with pytest.raises(UserError, match=r"'a'.*\(ant\)"):
+    with pytest.raises(UserError, match=r"'a'.*ant"):
         unite_labels([val], [train], names=("b", "a"))
     one = label(tmp_path / "c", "ant/1.jpg", "ant/2.jpg")
     with pytest.raises(UserError, match="'ant'"):
@@ -186,7 +174,7 @@ def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path: Path)
     register_image_folders(NAME, [tmp_path], labelled=True)
     assert list_classes([NAME]) == ["bee", "cat"]
     assert [record["label"] for record in load_classes([NAME], ["cat", "dog", "bee"])] == [2, 0, 0]
-    with pytest.raises(UserError, match=rf"'{NAME}'.*\(cat\)"):
+    with pytest.raises(UserError, match=rf"'{NAME}'.*cat"):
         load_classes([NAME], ["bee"])
     with pytest.raises(UserError, match="'qbheat_toy_val_images'"):
         load_labelled_sets(["qbheat_toy_val_images"], [NAME])

@@ -163,7 +163,7 @@ def test_cut_keeps_order_and_balances(length: int, parts: int) -> None:
 
 
 @pytest.fixture
-def annotated() -> Any:
+def annotated() -> str:
     """A registered set of eight images; the last two alone have boxes of class 1."""
     name = "stream_annotated"
     entries = [
@@ -171,8 +171,7 @@ def annotated() -> Any:
         for entry in dataset(8)
     ]
     DatasetCatalog.register(name, lambda: entries)
-    yield name
-    DatasetCatalog.remove(name)
+    return name
 
 
 def config(name: str, sampler: str) -> CfgNode:

@@ -1,5 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Mappers by name."""
+"""Mappers by name, and the records that a mapper may ask for."""
+
+from typing import Any
 
 import pytest
 from detectron2.data import DatasetMapper
@@ -9,32 +11,36 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import DATASET_MAPPERS, DetrDatasetMapper, build_mapper
 
 
-def test_the_default_is_detectron2s_own_mapper() -> None:
-    assert type(build_mapper(get_cfg(), True).mapper) is DatasetMapper
+class Mine:
+    """A mapper of one's own that asks for all records."""
+
+    def __init__(self, cfg: Any, is_train: bool) -> None:
+        self.is_train = is_train
+        self.prepared: list[dict[str, Any]] = []
+
+    def prepare(self, dataset_dicts: Any) -> None:
+        self.prepared = list(dataset_dicts)
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
+        return dataset_dict
 
 
-def test_each_name_builds_its_class_for_training_and_inference() -> None:
+@pytest.mark.parametrize("is_train", [True, False])
+def test_each_name_builds_its_class(is_train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DATASET_MAPPERS, "mine", Mine)
     cfg = get_cfg()
-    for name, class_ in {"default": DatasetMapper, "detr": DetrDatasetMapper}.items():
+    assert cfg.INPUT.DATASET_MAPPER_NAME == "default"
+    for name, class_ in {"default": DatasetMapper, "detr": DetrDatasetMapper, "mine": Mine}.items():
         cfg.INPUT.DATASET_MAPPER_NAME = name
-        for is_train in (True, False):
-            mapper = build_mapper(cfg, is_train).mapper
-            assert type(mapper) is class_
-            assert mapper.is_train is is_train
+        mapper = build_mapper(cfg, is_train)
+        mapper.prepare([{"image_id": 1}])
+        assert type(mapper.mapper) is class_
+        assert mapper.mapper.is_train is is_train
+    assert mapper.mapper.prepared == [{"image_id": 1}]
 
 
-def test_a_wrong_name_lists_the_right_ones() -> None:
+def test_a_wrong_name_is_refused() -> None:
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME = "dert"
     with pytest.raises(UserError, match=r"INPUT\.DATASET_MAPPER_NAME"):
         build_mapper(cfg, True)
-
-
-def test_a_mapper_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(DatasetMapper):  # type: ignore[misc]
-        pass
-
-    monkeypatch.setitem(DATASET_MAPPERS, "mine", Mine)
-    cfg = get_cfg()
-    cfg.INPUT.DATASET_MAPPER_NAME = "mine"
-    assert type(build_mapper(cfg, True).mapper) is Mine

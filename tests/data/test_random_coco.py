@@ -21,8 +21,7 @@ from PIL import Image
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, check_coco_json, raise_first, register_coco_json
-from qbheat_det.data.image_checks import check_image_files
-from qbheat_det.data.record_checks import find_record_errors
+from qbheat_det.data.checks import check_image_files, find_record_errors
 
 NAME = "qbheat_test_random"
 WIDTH, HEIGHT = 24, 16
@@ -215,18 +214,9 @@ FEW_SECONDS = settings(
 def test_a_file_that_may_be_coco_ends_in_a_sentence_or_in_training(
     folder: Path, content: Any
 ) -> None:
+    message = ""
     try:
         go_to_training(folder, content)
     except UserError as error:
-        sentence = str(error)
-    else:
-        return
-    assert len(sentence.splitlines()) == 1
-
-
-@settings(FEW_SECONDS, max_examples=50)
-@given(content=st.binary(max_size=40) | st.text(max_size=40).map(lambda s: s.encode("utf-16")))
-def test_a_file_of_bytes_ends_in_a_sentence(folder: Path, content: bytes) -> None:
-    (folder / "bytes.json").write_bytes(content)
-    with pytest.raises(UserError):
-        check_coco_json(folder / "bytes.json", folder / "images")
+        message = str(error)
+    assert "\n" not in message

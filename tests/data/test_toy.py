@@ -107,47 +107,20 @@ def test_polygons_give_back_any_mask(seed: int) -> None:
     np.testing.assert_array_equal(decode(trace_polygons(mask), 23, 31), mask)
 
 
-def test_the_set_has_empty_crowded_small_large_and_occluded_objects() -> None:
-    drawn = scenes(300)
-    annotations = [annotate(scene) for scene in drawn]
-    counts = [len(a) for a in annotations]
-    sides = [max(a["bbox"][2:]) for image in annotations for a in image]
-    shares = [
-        (scene.owner == index).sum() / item.mask.sum()
-        for scene in drawn
-        for index, item in enumerate(scene.items)
-        if item.label >= 0
-    ]
-    assert 0 in counts
-    assert max(counts) >= 8
-    assert 2 <= np.mean(counts) <= 4
-    assert min(sides) <= 12
-    assert max(sides) >= 60
-    assert np.mean(np.array(shares) < 0.8) > 0.1
-    classes = [a["category_id"] for image in annotations for a in image]
-    assert min(classes.count(id_) for id_ in CATEGORY_IDS) > 0.1 * len(classes)
-
-
 def test_detectron2_loads_a_registered_set(tmp_path: Path) -> None:
     name = "qbheat_toy_test_of_loading"
     register_toy_set(name, SPEC, tmp_path)
-    try:
-        assert not (tmp_path / SPEC.folder_name).exists()
-        dataset = DatasetCatalog.get(name)
-        metadata = MetadataCatalog.get(name)
-        raw = json.loads((tmp_path / SPEC.folder_name / ANNOTATION_FILE).read_text())
-        assert metadata.json_file == str(tmp_path / SPEC.folder_name / ANNOTATION_FILE)
-        assert metadata.evaluator_type == "coco"
-        assert [c["name"] for c in raw["categories"]] == metadata.thing_classes
-        assert len(dataset) == SPEC.num_images
-        id_map = metadata.thing_dataset_id_to_contiguous_id
-        assert list(id_map) == list(CATEGORY_IDS)
-        assert list(id_map.values()) == list(range(6))
-        assert all(Path(record["file_name"]).is_file() for record in dataset)
-        assert sum(len(record["annotations"]) for record in dataset) == len(raw["annotations"])
-    finally:
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
+    assert not (tmp_path / SPEC.folder_name).exists()
+    dataset = DatasetCatalog.get(name)
+    metadata = MetadataCatalog.get(name)
+    raw = json.loads((tmp_path / SPEC.folder_name / ANNOTATION_FILE).read_text())
+    assert metadata.json_file == str(tmp_path / SPEC.folder_name / ANNOTATION_FILE)
+    assert [c["name"] for c in raw["categories"]] == metadata.thing_classes
+    assert metadata.thing_dataset_id_to_contiguous_id == {
+        id_: i for i, id_ in enumerate(CATEGORY_IDS)
+    }
+    assert all(Path(record["file_name"]).is_file() for record in dataset)
+    assert sum(len(record["annotations"]) for record in dataset) == len(raw["annotations"])
 
 
 def test_of_two_that_ask_at_once_one_draws_and_both_get_the_set(

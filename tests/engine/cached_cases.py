@@ -12,7 +12,15 @@ from qbheat_det.engine.feature_build import ViewEncoder
 from qbheat_det.modeling.backbone import CachedBackbone
 
 from . import tiny_training
-from .test_cached_features import FROZEN, MF_DETR, ON
+
+FROZEN = {
+    "MODEL.BACKBONE.FREEZE_AT": "5",
+    "INPUT.FIXED_VIEWS.COUNT": "2",
+    "SOLVER.MAX_ITER": "3",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+}
+MF_DETR = {**tiny_training.MF_DETR, "INPUT.DETR_CROP_RESIZE": "[]"}
+ON = {"MODEL.CACHE_FEATURES.ENABLED": "True", "MODEL.CACHE_FEATURES.DTYPE": "float32"}
 
 
 def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:

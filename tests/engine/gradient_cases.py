@@ -93,14 +93,19 @@ def make_image(index: int) -> dict[str, Any]:
     return {"image": image, "image_key": other, "instances": instances, "label": index % 3}
 
 
-def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
-    """Returns the gradients of the last step of a case, see ``take_steps``."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+def build_case(case: Case, device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
-    model = build_model(make_case_config(case, device))
+    model: nn.Module = build_model(make_case_config(case, device))
     for name, parameter in model.named_parameters():
         if name.endswith("bbox_embed.last.weight"):  # zero at first: all boxes alike
             nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+    """Returns the gradients of the last step of a case, see ``take_steps``."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    model = build_case(case, device)
     batches = [[make_image(index) for index in batch] for batch in case.batches]
     return take_steps(
         model, batches, accumulate=case.accumulate, batch_statistics=case.batch_statistics

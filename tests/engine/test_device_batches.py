@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Batches to the device and losses back: plain on the CPU, ahead and late on a GPU."""
 
-import itertools
 import math
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.device_batches import BatchSource, LossReading
-from tests.engine.test_step import MeanOverImages, images, make, step
+
+from .test_step import MeanOverImages, images, make, step
 
 
 def numbered(count: int) -> Any:
@@ -29,23 +29,6 @@ def numbered(count: int) -> Any:
         for number in range(count)
     )
     return lambda: next(batches)
-
-
-def test_on_the_cpu_a_batch_is_loaded_when_it_is_asked_for() -> None:
-    asked = itertools.count()
-    source = BatchSource(lambda: [{"number": next(asked)}], torch.device("cpu"))
-    for number in range(3):
-        batch, seconds = source.take()
-        source.load_ahead()
-        assert batch == [{"number": number}]
-        assert seconds >= 0
-    assert next(asked) == 3
-
-
-def test_losses_are_read_by_name() -> None:
-    reading = LossReading({"a": torch.tensor(1.5), "b": torch.tensor(math.inf)})
-    assert reading.values() == ({"a": 1.5, "b": math.inf},) * 2
-    assert not reading.is_late
 
 
 def test_the_arrival_of_losses_is_awaited_on_the_device_that_they_come_from(
@@ -95,6 +78,6 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu_and_ends_before_the_weights_where_a_
     torch.testing.assert_close(on_gpu.weight.cpu(), on_cpu.weight)
     assert found["total_loss"] == pytest.approx(expected["total_loss"])
     weights = on_gpu.weight.detach().clone()
-    with pytest.raises(UserError, match="not finite at iteration 1"):
+    with pytest.raises(UserError, match="iteration 1"):
         step(trainer, 1)
     torch.testing.assert_close(on_gpu.weight.detach(), weights, rtol=0, atol=0)

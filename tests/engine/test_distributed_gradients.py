@@ -23,62 +23,45 @@ from .gradient_cases import (
 )
 from .processes import make_args, run_in_processes
 
-BOTH = {"MF-DETR": MF_DETR, "RetinaNet": RETINANET}
+UNEVEN = ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "no box in one process": {"batches": ((0, 1, 5, 6), (2, 3, 6, 7))},
     "no box at all": {"batches": ((5, 6, 7, 5), (7, 6, 5, 6))},
     "a frozen backbone": {"opts": ("MODEL.BACKBONE.FREEZE_AT", 5)},
     "a partly frozen backbone": {"opts": ("MODEL.BACKBONE.FREEZE_AT", 3)},
-    "uneven shares": {"batches": ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))},
     "micro-batches of one image": {"accumulate": 2},
-    "uneven micro-batches": {"batches": ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0)), "accumulate": 2},
+    "uneven micro-batches": {"batches": UNEVEN, "accumulate": 2},
 }
-UNEVEN = KINDS["uneven shares"]["batches"]
-DETECTRON2 = "Detectron2's RetinaNet"
-SYNCED, LOCAL = "synchronised BatchNorm", "BatchNorm of each process"
-SYNC_BN = ("MODEL.MOBILE_FORMER.NORM", "naiveSyncBN_N", "MODEL.MF_DETR.NORM", "naiveSyncBN_N")
-OF_CLASSIFIER = ("plain", "a frozen backbone", "uneven shares", "uneven micro-batches")
-EXACT_CASES = {
-    f"{name}, {kind}": Case(path, **special)
-    for name, path in BOTH.items()
-    for kind, special in KINDS.items()
-} | {f"ImageClassifier, {kind}": Case(CLASSIFIER, **KINDS[kind]) for kind in OF_CLASSIFIER}
-OF_FOCAL = ("no box in one process", "no box at all", "uneven micro-batches")
-EXACT_CASES |= {
-    f"MF-DETR, {name}, {kind}": Case(
-        MF_DETR, **KINDS[kind], opts=("MODEL.MF_DETR.CLASSIFICATION", name)
-    )
-    for name in ("focal", "softmax_focal")
-    for kind in OF_FOCAL
-}
-HELP = (
+AUXILIARY = (
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT", 2, "MODEL.MF_DETR.DENOISING.GROUPS", 2,
     "MODEL.MF_DETR.DENOISING.BOX_NOISE", 0.0, "MODEL.MF_DETR.DENOISING.LABEL_NOISE", 0.0,
 )  # fmt: skip
-OF_HELP = ("plain", "no box in one process", "no box at all", "uneven micro-batches")
-EXACT_CASES |= {
-    f"MF-DETR with help, {kind}": Case(MF_DETR, opts=HELP, **KINDS[kind]) for kind in OF_HELP
+FAMILIES: dict[str, tuple[str, tuple[Any, ...], tuple[str, ...]]] = {
+    "MF-DETR": (MF_DETR, (), ("no box in one process", "a frozen backbone")),
+    "MF-DETR, focal": (MF_DETR, ("MODEL.MF_DETR.CLASSIFICATION", "focal"), ("no box at all",)),
+    "MF-DETR with auxiliary queries": (MF_DETR, AUXILIARY, ()),
+    "fast MF-DETR": (MF_DETR, FAST_WITHOUT_NOISE, ("no box at all",)),
+    "RetinaNet": (RETINANET, (), ("no box in one process", "no box at all")),
+    "ImageClassifier": (CLASSIFIER, (), ("a frozen backbone",)),
 }
-EXACT_CASES |= {
-    f"fast MF-DETR, {kind}": Case(MF_DETR, opts=FAST_WITHOUT_NOISE, **KINDS[kind])
-    for kind in OF_FOCAL
+EXACT_CASES = {
+    f"{name}, {kind}": Case(path, **{"opts": opts, **KINDS[kind]})
+    for name, (path, opts, kinds) in FAMILIES.items()
+    for kind in ("uneven micro-batches", *kinds)
+} | {
+    f"MoCo, {kind}": Case(MOCO, **KINDS[kind])
+    for kind in ("a partly frozen backbone", "micro-batches of one image")
 }
-OF_MOCO = ("plain", "a partly frozen backbone", "micro-batches of one image")
-EXACT_CASES |= {f"MoCo, {kind}": Case(MOCO, **KINDS[kind]) for kind in OF_MOCO}
+SYNCED, LOCAL = "synchronised BatchNorm", "BatchNorm of each process"
+SYNC_BN = ("MODEL.MOBILE_FORMER.NORM", "naiveSyncBN_N", "MODEL.MF_DETR.NORM", "naiveSyncBN_N")
 SHUFFLED = "shuffled BatchNorm"
 CASES = {
     **EXACT_CASES,
     SYNCED: Case(MF_DETR, UNEVEN, SYNC_BN, batch_statistics=True),
     LOCAL: Case(MF_DETR, UNEVEN, batch_statistics=True),
     SHUFFLED: Case(MOCO, ((0, 1, 2, 3, 4, 5), (6, 7, 0, 2, 4, 1)), batch_statistics=True),
-    DETECTRON2: Case(RETINANET, opts=("MODEL.META_ARCHITECTURE", "RetinaNet")),
 }
-RECONSTRUCTION = [
-    (arch, images, accumulate)
-    for arch in ("QBHeat", "InterpolatedMasking", "MaskTokenMasking")
-    for images, accumulate in ((4, 1), (7, 2))
-]
+RECONSTRUCTION = [(a, 7, 2) for a in ("QBHeat", "InterpolatedMasking", "MaskTokenMasking")]
 WASSERSTEIN = [
     (form, norm) for form in ("dual", "contrastive") for norm in ("fixed", "BN", "naiveSyncBN_N")
 ]
@@ -157,15 +140,9 @@ def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(
     assert _relative_error(two_processes[0]["detection"][SHUFFLED], together) > 0.1
 
 
-def test_the_running_mean_of_detectron2s_retinanet_would_not_do(
-    two_processes: Results, device: str
-) -> None:
-    joined = run_case(CASES[DETECTRON2], device)
-    assert _relative_error(two_processes[0]["detection"][DETECTRON2], joined) > 0.1
-
-
 def test_in_one_process_the_retinanet_is_detectron2s(device: str) -> None:
-    _assert_same(run_case(CASES["RetinaNet, plain"], device), run_case(CASES[DETECTRON2], device))
+    theirs = Case(RETINANET, opts=("MODEL.META_ARCHITECTURE", "RetinaNet"))
+    _assert_same(run_case(Case(RETINANET), device), run_case(theirs, device))
 
 
 @pytest.mark.parametrize("case", RECONSTRUCTION)

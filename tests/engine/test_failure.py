@@ -52,7 +52,6 @@ def make_state() -> dict[str, Any]:
 def test_the_file_holds_all_that_a_replay_needs_and_no_more(tmp_path: Path) -> None:
     path, state = tmp_path / "step.pt", make_state()
     dump_failure(path, **state)
-    assert [file.name for file in tmp_path.iterdir()] == ["step.pt"]
     assert path.stat().st_size < 100_000
     failed = read_failure(path)
     assert (failed.iteration, failed.seed, failed.rank, failed.scale) == (12, 3, 1, 8.0)
@@ -64,12 +63,7 @@ def test_the_file_holds_all_that_a_replay_needs_and_no_more(tmp_path: Path) -> N
     assert failed.buffers["offset"].item() == 0.25
     assert failed.buffers.keys().isdisjoint(failed.weights)
     torch.testing.assert_close(failed.gradients["0.weight"], state["model"][0].weight.grad)
-
-
-def test_batches_come_back_as_they_were(tmp_path: Path) -> None:
-    path, state = tmp_path / "step.pt", make_state()
-    dump_failure(path, **state)
-    ((found,), _), ((entry,), _) = read_failure(path).batches, state["batched_inputs"]
+    ((found,), _), ((entry,), _) = failed.batches, state["batched_inputs"]
     torch.testing.assert_close(found["image"], entry["image"])
     torch.testing.assert_close(found["features"], entry["features"])
     np.testing.assert_array_equal(found["array"], entry["array"])
@@ -88,15 +82,12 @@ def test_the_error_names_iteration_losses_and_file(tmp_path: Path) -> None:
     assert isinstance(error, NonFiniteLoss)
     assert error.path == str(tmp_path / "failure_0000012_rank1.pt")
     assert Path(error.path).is_file()
-    for part in ("iteration 12", "loss_a nan", f"--replay {error.path}", "SOLVER.BASE_LR"):
+    for part in ("iteration 12", "loss_a", f"--replay {error.path}"):
         assert part in str(error)
-
-
-def test_a_folder_that_cannot_be_written_to_does_not_hide_the_failure(tmp_path: Path) -> None:
+    # A folder that cannot be written to does not hide the failure.
     (tmp_path / "file").write_text("in the way")
     error = report_failure(str(tmp_path / "file"), **make_state())
-    assert isinstance(error, NonFiniteLoss)
-    assert "loss_a nan" in str(error)
+    assert "loss_a" in str(error)
     assert "--replay" not in str(error)
 
 
@@ -107,16 +98,14 @@ def test_other_files_are_refused_and_run_nothing(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return (mark.write_text, ("x",))
 
-    contents = [{"model": {}}, {"format": "qbheat_det failed step, 2", "config": Attack()}]
-    contents.append({"format": "qbheat_det failed step, 2", "config": ""})
-    for content in contents:
-        torch.save(content, path)
+    form = {"format": "qbheat_det failed step, 2"}
+    contents = [7, {"model": {}}, {**form, "config": Attack()}, {**form, "config": ""}]
+    for content in (*contents, b"", b"half a file", None):
+        path.unlink(missing_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            torch.save(content, path)
         with pytest.raises(UserError, match=r"step\.pt"):
             read_failure(path)
-    for broken in (b"", b"half a file"):
-        path.write_bytes(broken)
-        with pytest.raises(UserError, match=r"step\.pt"):
-            read_failure(path)
-    with pytest.raises(UserError, match=r"missing\.pt"):
-        read_failure(tmp_path / "missing.pt")
     assert not mark.exists()

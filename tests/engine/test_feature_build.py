@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qbheat_det.data import DataError, View
+from qbheat_det.data import DataError
+from qbheat_det.data.feature_store import View
 from qbheat_det.engine.feature_build import ViewEncoder
 from qbheat_det.modeling.backbone import CachedBackbone
 

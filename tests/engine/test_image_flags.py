@@ -57,32 +57,37 @@ def test_folders_are_all_that_is_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "named"),
     [
-        (["--image-folder", "nowhere"], "the image folder 'nowhere' does not exist"),
-        (["--image-folder", "empty"], "there is no image in the folder 'empty'"),
-        (["--image-folder", "one", "--image-folder", "empty"], "no image in the folder 'empty'"),
-        (["--image-folder", "one/0.jpg"], r"'one/0\.jpg' is a file"),
-        (["--image-folder", "one", "--eval-only"], "leave out --eval-only"),
-        (
-            ["--image-folder", "one", "--train-json", "a", "--train-images", "b"],
-            "leave out --train-json and --train-images",
-        ),
-        (["--image-folder", "one", "DATASETS.TRAIN", "('a',)"], "both name data: choose one"),
-        (["DATASETS.TRAIN", "('imagenet_train',)"], "imagenet_train.*DETECTRON2_DATASETS.*--image"),
-        (["--train-json", "nowhere.json", "--train-images", "one"], "does not exist"),
-        (["--train-json", "images.json", "--train-images", "two"], "'two' of .* does not exist"),
+        ("--image-folder nowhere", "'nowhere'"),
+        ("--image-folder one --image-folder empty", "'empty'"),
+        ("--image-folder one/0.jpg", r"one/0\.jpg"),
+        ("--image-folder one --eval-only", "--eval-only"),
+        ("--image-folder one --train-json a --train-images b", "--train-json and --train-images"),
+        ("--image-folder one DATASETS.TRAIN ('a',)", "DATASETS.TRAIN"),
+        ("--val-image-folder one --val-json a --val-images b", "--val-json"),
+        ("--val-image-folder one DATASETS.TEST ('a',)", "DATASETS.TEST"),
+        ("--knn-train-folder one", "--knn-val-folder"),
+        ("DATASETS.TRAIN ('imagenet_train',)", "imagenet_train.*DETECTRON2_DATASETS"),
+        ("--train-json nowhere.json --train-images one", r"nowhere\.json"),
+        ("--train-json images.json --train-images two", "'two'"),
+        ("--train-json images.json", "--train-images"),
+        ("DATASETS.TRAIN ('custom_images',) DATASETS.TEST ()", "--image-folder"),
+        ("--image-folder one INPUT.DATASET_MAPPER_NAME detr", "'detr'"),
+        ("--image-folder one INPUT.DATASET_MAPPER_NAME default", "'default'"),
     ],
 )
-def test_what_cannot_be_trained_on_ends_in_a_sentence(
-    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_bad_data_flags_are_named(
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_images(tmp_path / "one", 1)
     (tmp_path / "empty").mkdir()
     Path("images.json").write_text(json.dumps({"images": [{"id": 1, "file_name": "0.jpg"}]}))
-    with pytest.raises(UserError, match=expected):
-        configure(*words)
+    given = words.split()
+    mapper = () if "INPUT.DATASET_MAPPER_NAME" in given else PRETRAIN
+    with pytest.raises(UserError, match=named):
+        build_config(parse(*given, *mapper))
 
 
 def test_an_annotation_file_gives_its_images_without_a_set_to_evaluate_on(tmp_path: Path) -> None:
@@ -93,14 +98,6 @@ def test_an_annotation_file_gives_its_images_without_a_set_to_evaluate_on(tmp_pa
     assert (list(cfg.DATASETS.TRAIN), list(cfg.DATASETS.TEST)) == ([CUSTOM_IMAGES], [])
     (record,) = DatasetCatalog.get(CUSTOM_IMAGES)
     assert record["file_name"] == str(images / "2.jpg")
-
-
-@pytest.mark.parametrize("mapper", ["default", "detr"])
-def test_a_detector_is_not_trained_on_images_alone(mapper: str, tmp_path: Path) -> None:
-    folder = make_images(tmp_path / "one", 1)
-    args = parse("--image-folder", str(folder), "INPUT.DATASET_MAPPER_NAME", mapper)
-    with pytest.raises(UserError, match=f"no annotations, but .* '{mapper}' needs them"):
-        build_config(args)
 
 
 def test_a_tool_without_the_flag_is_configured_too(tmp_path: Path) -> None:
@@ -121,7 +118,7 @@ def test_images_both_learned_from_and_held_out_are_said_to_be(
     assert "share images" not in caplog.text
     forget_runs(CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
     configure(*words, str(tmp_path / judged))
-    assert "--image-folder and --val-image-folder share images: the held-out loss" in caplog.text
+    assert "--image-folder and --val-image-folder share images" in caplog.text
 
 
 def test_held_out_images_of_which_none_can_be_read_are_refused_at_once(tmp_path: Path) -> None:
@@ -131,7 +128,7 @@ def test_held_out_images_of_which_none_can_be_read_are_refused_at_once(tmp_path:
     for i in range(3):
         (broken / f"{i}.jpg").write_bytes(b"no")
     words = ["--image-folder", str(tmp_path / "one"), "--val-image-folder", str(broken)]
-    with pytest.raises(UserError, match=r"custom_val_images.*none of 3 images"):
+    with pytest.raises(UserError, match="custom_val_images"):
         configure(*words)
     make_images(tmp_path / "mixed", 1)
     (tmp_path / "mixed" / "a.jpg").write_bytes(b"no")
@@ -144,6 +141,3 @@ def test_sets_that_flags_of_another_run_made_are_not_looked_for(tmp_path: Path) 
     images = str(make_images(tmp_path / "one", 2))
     cfg = configure("--image-folder", images, "DATASETS.TEST", "('custom_val_images',)", *others)
     assert (cfg.DATASETS.TEST, cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL) == ((), (), ())
-    forget_runs(CUSTOM_IMAGES)
-    with pytest.raises(UserError, match=r"names no dataset; .*--image-folder"):
-        configure("DATASETS.TRAIN", "('custom_images',)", "DATASETS.TEST", "()")

@@ -39,6 +39,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of the only process of a torchrun."""
     for name, value in torchrun_environment(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(comm, "_LOCAL_PROCESS_GROUP", None)
 
 
 def test_without_torchrun_main_runs_here_and_its_result_is_returned() -> None:
@@ -48,8 +49,6 @@ def test_without_torchrun_main_runs_here_and_its_result_is_returned() -> None:
 def test_under_torchrun_main_finds_both_groups_and_leaves_none(torchrun: None) -> None:
     assert run_distributed(describe, make_args()) == ("gloo", 1, 0, 1)
     assert not torch.distributed.is_initialized()
-    os.environ["MASTER_PORT"] = str(free_port())
-    assert run_distributed(describe, make_args()) == ("gloo", 1, 0, 1)
 
 
 @pytest.mark.gpu
@@ -69,7 +68,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ({"num_gpus": 2}, "--num-gpus"),
         ({"num_machines": 2}, "--num-machines"),
         ({"opts": ["MODEL.DEVCE", "cpu"]}, "MODEL.DEVICE"),
-        ({"opts": ["MODEL.DEVICE", "cuda"]}, "--nproc-per-node 0"),
+        ({"opts": ["MODEL.DEVICE", "cuda"]}, "--nproc-per-node 1"),
     ],
 )
 def test_under_torchrun_what_contradicts_it_is_refused(
@@ -94,10 +93,8 @@ CUDA = ["MODEL.DEVICE", "cuda"]
 @pytest.mark.parametrize(
     ("gpus", "values", "named"),
     [
-        (0, {"num_gpus": 0}, "--num-gpus"),
-        (0, {"num_gpus": 2}, "torchrun"),
-        (8, {"num_gpus": 9, "opts": CUDA}, "--num-gpus 9"),
-        (0, {"num_machines": 2}, "--num-gpus 1"),
+        (0, {"num_gpus": 2}, "--num-gpus"),
+        (0, {"num_machines": 2}, "--num-gpus"),
         (2, {"num_gpus": 2}, "MODEL.DEVICE"),
     ],
 )
@@ -109,14 +106,18 @@ def test_processes_that_cannot_be_started_are_refused(
         run_distributed(describe, make_args(**{"dist_url": "tcp://a:1", **values}))
 
 
-def test_bad_input_in_a_started_process_is_the_same_sentence(
+def divide(args: argparse.Namespace) -> None:
+    raise ZeroDivisionError
+
+
+def test_bad_input_in_a_started_process_is_a_sentence_and_a_defect_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(main: Any, *_: Any, args: Any, dist_url: str, **__: Any) -> None:
         assert dist_url == "auto"  # Detectron2's own port is the same for two runs
         try:
             main(*args)
-        except UserError:
+        except (UserError, ZeroDivisionError):
             text = f"\n\n-- Process 1 terminated with the error:\n{traceback.format_exc()}"
             raise ProcessRaisedException(text, 1, 1) from None
 
@@ -127,16 +128,8 @@ def test_bad_input_in_a_started_process_is_the_same_sentence(
         exit_on_user_error(run_distributed)(refuse, args)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: the file is not there\n"
-
-
-def test_a_defect_in_a_started_process_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ProcessRaisedException("ZeroDivisionError: division by zero", 0, 1)
-
-    pretend_gpus(monkeypatch, 2)
-    monkeypatch.setattr(launch, "launch", fail)
     with pytest.raises(ProcessRaisedException):
-        run_distributed(describe, make_args(num_gpus=2, opts=["MODEL.DEVICE", "cuda"]))
+        run_distributed(divide, args)
 
 
 def _run_two_processes(*args: str) -> subprocess.CompletedProcess[str]:
@@ -161,15 +154,10 @@ def test_torchrun_trains_evaluates_and_saves_with_two_processes(tmp_path: Path) 
         *("OUTPUT_DIR", str(tmp_path / "run")),
     )
     assert run.returncode == 0, run.stderr
-    assert (tmp_path / "run" / "model_final.pth").is_file()
     metrics = (tmp_path / "run" / "metrics.json").read_text()
     assert '"bbox/AP"' in metrics
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert '"processes": 2' in json.dumps(record)
-
-
-@pytest.mark.slow
-def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
     run = _run_two_processes("MODEL.DEVICE", "cpu", "OUTPUT_DIR", "/proc/nowhere")
     assert run.returncode != 0
     assert run.stderr.count("error: ") == 1, run.stderr
@@ -178,7 +166,6 @@ def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outputs", "read", "expected"),
     [
-        (["s16"], ["s16"], False),
         (["s16", "tokens"], ["s16", "tokens"], False),
         (["s16", "tokens"], ["s16"], True),
         (["s16"], None, True),

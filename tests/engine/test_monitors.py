@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 
@@ -21,13 +20,9 @@ from qbheat_det.engine import memory
 from qbheat_det.engine.hooks.monitors import (
     DataTimeMonitor,
     MemoryMonitor,
-    describe_memory,
-    describe_waiting,
 )
-from qbheat_det.engine.memory import PeakMemory
 from qbheat_det.engine.run_record import write_run_record
 
-GIB = 2**30
 # Frees 64 MiB and prints how much of it the process keeps, in MiB.
 _PROGRAM = """
 import torch
@@ -62,17 +57,6 @@ def take_steps(hook: Any, steps: int, step: Any, **trainer: Any) -> EventStorage
     return storage
 
 
-def test_the_peak_is_that_since_measuring_began() -> None:
-    measured = PeakMemory(torch.device("cpu"))
-    if measured.before == 0:
-        pytest.skip("this system does not report it")
-    touch(64 * 2**20)
-    assert 60 * 2**20 < measured.peak - measured.before < 200 * 2**20
-    later = PeakMemory(torch.device("cpu"))
-    assert later.peak - later.before < 40 * 2**20
-    assert later.peak < later.total
-
-
 def test_memory_is_logged_after_the_first_step_and_recorded_with_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,7 +71,7 @@ def test_memory_is_logged_after_the_first_step_and_recorded_with_the_run(
         )
     assert len(caplog.records) == 1
     known = json.loads((tmp_path / "run.json").read_text())[-1]["memory_mib"]
-    assert known["peak_of_first_step"] - known["before_first_step"] > 60
+    assert 60 < known["peak_of_first_step"] - known["before_first_step"] < 200
     iterations = [iteration for _, iteration in storage.history("peak_memory_mib").values()]
     assert iterations == [0, 1, 3]
 
@@ -97,8 +81,6 @@ def test_memory_is_logged_after_the_first_step_and_recorded_with_the_run(
     [
         ("0::/\n", {"memory.max": "3000\n"}, 3000),  # in a container with a name space
         ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, 2000),
-        ("0::/a\n", {"memory.max": "1000\n"}, 1000),
-        ("0::/\n", {"memory.max": f"{2**60}\n"}, 2**50),
         (None, {}, 2**50),
     ],
 )
@@ -120,14 +102,6 @@ def test_total_memory_is_that_of_the_container(
     pages = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**38}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     assert memory.total_memory() == expected
-
-
-def test_nearly_full_memory_and_waiting_come_with_advice() -> None:
-    key = "MODEL.ACTIVATION_CHECKPOINTING"
-    assert key not in describe_memory(GIB, 2 * GIB, 8 * GIB)
-    assert key in describe_memory(GIB, 7 * GIB, 8 * GIB)
-    assert "DATALOADER.NUM_WORKERS" in describe_waiting(0.5, 1.0, 0)
-    assert "MODEL.CACHE_FEATURES.ENABLED" in describe_waiting(0.5, 1.0, 10_000)
 
 
 @pytest.mark.parametrize(("waited", "warnings"), [(0.0004, 0), (0.005, 1)])

@@ -16,7 +16,6 @@ from detectron2.structures import Instances
 from PIL import Image
 from pycocotools import mask as mask_util
 
-from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.media import MediaFile, find_media, name_outputs
 from qbheat_det.engine.predict import (
@@ -87,9 +86,13 @@ def test_the_model_sees_channels_in_the_order_of_its_config(
 def test_a_result_has_the_annotation_files_ids_and_pixels_of_the_input(
     probe: tuple[CfgNode, str], tmp_path: Path
 ) -> None:
-    (box,) = _run(*probe, [_save_image(tmp_path / "red.png", size=(200, 100))]).results
+    dark = _save_image(tmp_path / "dark.png", (100, 0, 0))
+    run = _run(*probe, [dark, _save_image(tmp_path / "red.png", size=(200, 100))],
+               score_threshold=0.5)  # fmt: skip
+    assert (run.report.num_images, run.report.num_boxes) == (2, 1)
+    (box,) = run.results
     assert box == {
-        "image_id": 1,
+        "image_id": 2,
         "file_name": "red.png",
         "category_id": 9,
         "bbox": [0.0, 0.0, 100.0, 100.0],
@@ -106,14 +109,6 @@ def test_an_image_is_turned_upright_as_its_exif_says(
     run = _run(*probe, [tmp_path / "turned.jpg"], tmp_path / "out")
     assert run.results[0]["bbox"] == [0.0, 0.0, 50.0, 200.0]
     assert Image.open(tmp_path / "out" / "turned.jpg").size == (100, 200)
-
-
-def test_boxes_below_the_threshold_are_left_out(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
-    images = [_save_image(tmp_path / "a.png", (100, 0, 0)), _save_image(tmp_path / "b.png")]
-    run = _run(*probe, images, score_threshold=0.5)
-    assert [box["file_name"] for box in run.results] == ["b.png"]
-    assert (run.report.num_images, run.report.num_boxes) == (2, 1)
-    assert run.results[0]["image_id"] == 2
 
 
 def test_each_frame_of_a_video_is_an_image_of_its_own(
@@ -167,21 +162,9 @@ def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
 
 
 def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jpg' does not exist"):
-        find_media([str(tmp_path / "nowhere.jpg")])
-    with pytest.raises(UserError, match="no images or videos"):
-        find_media([str(tmp_path)])
-
-
-def test_weights_bring_their_config_along(tmp_path: Path) -> None:
-    weights = save_run(make_retinanet_config(), tmp_path / "run")
-    cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "48"])
-    assert cfg.MODEL.META_ARCHITECTURE == "RetinaNet"
-    assert cfg.INPUT.MIN_SIZE_TEST == 48
-    assert weights == cfg.MODEL.WEIGHTS
-    (tmp_path / "run" / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"no config\.yaml beside"):
-        load_run_config(weights)
+    for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
+        with pytest.raises(UserError, match=name):
+            find_media([name])
 
 
 def test_the_model_holds_the_tensors_of_the_file(tmp_path: Path) -> None:
@@ -204,27 +187,8 @@ def test_weights_of_another_model_are_an_error_that_counts(tmp_path: Path) -> No
     torch.save({"model": state}, cfg.MODEL.WEIGHTS)
     with pytest.raises(UserError) as caught:
         build_predictor(cfg)
-    sentence = str(caught.value)
-    assert "1 missing (head.cls_score.bias)" in sentence
-    assert "1 unexpected (strange)" in sentence
-    assert "1 of another shape (head.bbox_pred.weight (1, 2) instead of (12, 8, 3, 3))" in sentence
-
-
-def _garbage(path: Path) -> None:
-    path.write_bytes(b"not weights" * 50)
-
-
-def _truncated(path: Path) -> None:
-    torch.save({"model": {"a": torch.zeros(1000)}}, path)
-    path.write_bytes(path.read_bytes()[:2000])
-
-
-def _empty(path: Path) -> None:
-    path.touch()
-
-
-def _numbers(path: Path) -> None:
-    torch.save({"model": {"a": 3}}, path)
+    names = ("head.cls_score.bias", "strange", "head.bbox_pred.weight (1, 2)")
+    assert all(name in str(caught.value) for name in names)
 
 
 class _RunsCode:
@@ -232,36 +196,31 @@ class _RunsCode:
         return Path.touch, (Path("ran"),)
 
 
-def _harmful(path: Path) -> None:
-    torch.save({"model": {"a": _RunsCode()}}, path)
-
-
-@pytest.mark.parametrize("write", [_garbage, _truncated, _empty, _numbers, _harmful])
-def test_files_that_are_no_weights_give_a_sentence_and_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
+def test_files_that_are_no_weights_are_refused_and_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("garbage.pth").write_bytes(b"not weights" * 50)
+    Path("empty.pth").touch()
+    torch.save({"model": {"a": torch.zeros(1000)}}, "whole.pth")
+    Path("truncated.pth").write_bytes(Path("whole.pth").read_bytes()[:2000])
+    torch.save({"model": {"a": 3}}, "numbers.pth")
+    torch.save({"model": {"a": _RunsCode()}}, "harmful.pth")
+    Path("pickle.pkl").write_bytes(pickle.dumps({"model": {}}))
+    Path("folder").mkdir()
     cfg = make_probe_config()
-    cfg.MODEL.WEIGHTS = str(tmp_path / "w.pth")
-    write(Path(cfg.MODEL.WEIGHTS))
-    with pytest.raises(UserError, match=r"w\.pth"):
-        build_predictor(cfg)
-    assert not Path("ran").exists()
-
-
-def test_missing_files_folders_and_pickles_are_refused(tmp_path: Path) -> None:
-    cfg = make_probe_config()
-    (tmp_path / "w.pkl").write_bytes(pickle.dumps({"model": {}}))
-    for name, reason in [("none.pth", "not exist"), ("", "folder"), ("w.pkl", "can run code")]:
-        cfg.MODEL.WEIGHTS = str(tmp_path / name)
-        with pytest.raises(UserError, match=reason):
+    kinds = ("garbage.pth", "empty.pth", "truncated.pth", "numbers.pth", "harmful.pth")
+    for name in (*kinds, "pickle.pkl", "folder", "missing.pth"):
+        cfg.MODEL.WEIGHTS = name
+        with pytest.raises(UserError, match=name):
             build_predictor(cfg)
+    assert not Path("ran").exists()
 
 
 def test_classes_without_known_ids_count_from_one() -> None:
     cfg = make_probe_config()
     assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
-    with pytest.raises(UserError, match=r"class 2, but MODEL\.CATEGORY_IDS lists 2 ids"):
+    with pytest.raises(UserError, match=r"MODEL\.CATEGORY_IDS"):
         get_category_id(cfg, 2)
     cfg.MODEL.CATEGORY_IDS = []
     assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
@@ -277,12 +236,12 @@ def test_image_ids_come_from_an_annotation_file(tmp_path: Path) -> None:
 
     assert look_up("x/b.jpg", "a.jpg", "y/c.jpg") == [7, 30, 2]
     assert look_up("b.jpg") == [7]  # by its own name, where only one image is called so
-    with pytest.raises(UserError, match=r"2 of the input files, such as 'c.jpg'"):
+    with pytest.raises(UserError, match=r"'c\.jpg', 'd\.jpg'"):
         look_up("c.jpg", "d.jpg")
-    with pytest.raises(UserError, match="the same image"):
+    with pytest.raises(UserError, match=r"ann\.json"):
         look_up("b.jpg", "x/b.jpg")
     annotations.write_text("[]")
-    with pytest.raises(UserError, match="not a COCO annotation file"):
+    with pytest.raises(UserError, match=r"ann\.json"):
         look_up("a.jpg")
 
 
@@ -304,13 +263,3 @@ def test_masks_are_written_as_run_lengths(
     write_json(tmp_path / "r.json", run.results)
     (box,) = json.loads((tmp_path / "r.json").read_text())
     assert mask_util.area(box["segmentation"]) == 20
-
-
-def test_json_replaces_the_old_file_only_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "new folder" / "r.json"
-    write_json(path, [1])
-    with pytest.raises(TypeError):
-        write_json(path, [1, object()])
-    assert json.loads(path.read_text()) == [1]
-    with pytest.raises(UserError, match="cannot write"):
-        write_json(path / "below a file.json", [])

@@ -106,7 +106,6 @@ def test_a_replay_draws_the_same_dropout_and_gives_the_same_losses(
     assert report.is_same
     assert report.first_module is None
     assert report.not_finite["gradients"] == []
-    assert "Every module's output is finite" in str(report)
 
 
 def test_a_replay_names_the_module_the_image_and_the_gradients(tmp_path: Path) -> None:
@@ -121,9 +120,8 @@ def test_a_replay_names_the_module_the_image_and_the_gradients(tmp_path: Path) -
     assert report.is_same
     finite = [all(np.isfinite(list(image.losses.values()))) for image in report.images]
     assert finite == [True, False]
-    text = str(report)
-    assert "First output that is not finite: logarithm (Logarithm), 1 of 2 values" in text
-    assert "2.jpg (id 2)  6 x 8, 1 boxes, loss" in text
+    assert "logarithm (Logarithm)" in str(report)
+    assert "2.jpg (id 2)" in str(report)
 
 
 @pytest.mark.parametrize("config", [MF_DETR, RETINANET])
@@ -167,21 +165,6 @@ def test_a_replay_folds_frozen_norms_as_the_step_did(tmp_path: Path) -> None:
     assert replay_failure(path).losses == losses  # to the bit
 
 
-def test_normalizers_of_another_version_are_refused(tmp_path: Path) -> None:
-    path, cfg = tmp_path / "step.pt", make_case_config(Case(MF_DETR), "cpu")
-    dump_failure(
-        path,
-        cfg=cfg,
-        model=build_model(cfg),
-        batched_inputs=[[make_image(0)]],
-        iteration=5,
-        seed=3,
-        normalizers=torch.tensor([1.0, 3.0]),
-    )
-    with pytest.raises(UserError, match=r"step\.pt"):
-        replay_failure(path)
-
-
 def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
     cfg = make_retinanet_config()
     cfg.SOLVER.IMS_PER_BATCH = 1
@@ -214,15 +197,29 @@ def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> Non
     torch.save(content, path)
     report = replay_failure(path, each_image=False)
     assert report.error.startswith("AttributeError")
-    assert "The step raised AttributeError" in str(report)
+    assert report.error in str(report)
 
 
-@pytest.mark.parametrize("key", ["config", "weights"])
-def test_a_config_or_weights_of_another_model_end_with_a_sentence(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("config", "MODEL:\n  NO_KEY: 1\n"), ("weights", {"a": torch.ones(1)})],
+)
+def test_a_config_or_weights_of_another_model_are_refused(
+    tmp_path: Path, key: str, value: object
+) -> None:
     path = tmp_path / "step.pt"
     fail(path, [[make_entry(1), make_entry(2)]])
     content = torch.load(path, weights_only=False)
-    content[key] = {"config": "MODEL:\n  NO_KEY: 1\n", "weights": {"a": torch.ones(1)}}[key]
-    torch.save(content, path)
+    torch.save({**content, key: value}, path)
+    with pytest.raises(UserError, match=r"step\.pt"):
+        replay_failure(path)
+
+
+def test_normalizers_of_another_version_are_refused(tmp_path: Path) -> None:
+    path, cfg = tmp_path / "step.pt", make_case_config(Case(MF_DETR), "cpu")
+    inputs = {"batched_inputs": [[make_image(0)]], "iteration": 5, "seed": 3}
+    dump_failure(
+        path, cfg=cfg, model=build_model(cfg), normalizers=torch.tensor([1.0, 3.0]), **inputs
+    )
     with pytest.raises(UserError, match=r"step\.pt"):
         replay_failure(path)

@@ -2,7 +2,6 @@
 """run.json: one entry a start, the commit of the code and not of another repository."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.run_record import (
-    CodeVersion,
     find_code_version,
     read_run_record,
     write_run_record,
@@ -73,34 +71,27 @@ def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
     assert read_run_record(tmp_path / "missing.json") == []
 
 
-def test_the_commit_and_changes_of_the_code_are_seen(checkout: Path) -> None:
-    commit = git(checkout, "rev-parse", "HEAD")
-    (checkout / "output").mkdir()
-    (checkout / "output" / "log.txt").write_text("no code")
-    assert find_code_version(checkout) == CodeVersion(commit, dirty=False)
-    find_code_version.cache_clear()
-    (checkout / "qbheat_det" / "new.py").write_text("")
-    assert find_code_version(checkout) == CodeVersion(commit, dirty=True)
-
-
-def test_a_wheel_in_someones_repository_has_no_commit(checkout: Path) -> None:
-    installed = checkout / "venv" / "site-packages"
-    (installed / "qbheat_det").mkdir(parents=True)
-    (installed / "qbheat_det" / "__init__.py").write_text("")
-    assert find_code_version(installed) is None
-    assert find_code_version(checkout / "no such folder") is None
-
-
-def test_the_repository_of_a_git_hook_is_not_taken_for_ours(
+def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
+    (checkout / "output").mkdir()
+    (checkout / "output" / "log.txt").write_text("no code")
     git(tmp_path, "init", "-q", "other")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    assert find_code_version(checkout) == CodeVersion(commit, dirty=False)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))  # as inside a git hook
+    assert find_code_version(checkout) == (commit, False)
+    find_code_version.cache_clear()
+    (checkout / "qbheat_det" / "new.py").write_text("")
+    assert find_code_version(checkout) == (commit, True)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="rights of folders")
-def test_without_git_there_is_no_commit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_has_no_commit_and_neither_has_a_machine_without_git(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = checkout / "venv" / "site-packages"
+    (installed / "qbheat_det").mkdir(parents=True)
+    (installed / "qbheat_det" / "__init__.py").write_text("")
+    assert find_code_version(installed) == (None, None)
+    assert find_code_version(checkout / "no such folder") == (None, None)
     monkeypatch.setenv("PATH", "")
-    assert find_code_version(checkout) is None
+    assert find_code_version(checkout) == (None, None)

@@ -169,13 +169,11 @@ def test_flags_are_those_of_detectron2_and_help_needs_no_torch() -> None:
         (("SOLVER.MAXITER", "3"), (), "SOLVER.MAX_ITER"),
         (("INPUT.DATASET_MAPPER_NAME", "dter"), (), "detr"),
         ((), ("--eval-only",), "MODEL.WEIGHTS"),
-        (("MODEL.WEIGHTS", "/nowhere/w.pth"), (), "/nowhere/w.pth"),
         (("MODEL.WEIGHTS", __file__ + ".pkl"), (), ".pkl"),
         (("OUTPUT_DIR", "/proc/nowhere"), (), "OUTPUT_DIR"),
         (("SOLVER.OPTIMIZER", "LION"), (), "ADAMW"),
         (("MODEL.BACKBONE.FREEZE_AT", "9"), (), "FREEZE_AT"),
         (("MODEL.META_ARCHITECTURE", "Bogus"), (), "Bogus"),
-        ((), ("--eval-only", "--resume"), "--resume"),
         ((), ("--eval-only", "--dry-run"), "--dry-run"),
     ],
 )
@@ -195,16 +193,15 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     assert named in last
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
 def test_an_image_of_another_size_than_annotated_is_named(
-    run: Run, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+    run: Run, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = json.loads((toy / "annotations.json").read_text())
     for image in content["images"]:
         image["width"] = 65
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps(content))
-    opts = ("OUTPUT_DIR", str(tmp_path), "DATALOADER.NUM_WORKERS", workers)
+    opts = ("OUTPUT_DIR", str(tmp_path), "DATALOADER.NUM_WORKERS", "1")
     flags = ("--train-json", str(wrong), "--val-json", str(wrong))
     with pytest.raises(SystemExit) as stopped:
         run(RETINANET, *opts, flags=flags)

@@ -90,7 +90,6 @@ def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged
     assert info is not None
     assert yaml.safe_load(info.config) == yaml.safe_load((averaged / "config.yaml").read_text())
     assert info.class_names == tuple(cfg.MODEL.CLASS_NAMES)
-    assert info.pixel_format == "RGB"
     (averaged / "alone.yaml").write_text(info.config)
     model = build_model(load_config(averaged / "alone.yaml"))
     assert not any(model.load_state_dict(weights))
@@ -107,7 +106,7 @@ def test_a_loss_that_is_not_finite_leaves_a_file_and_a_sentence(
         run_step(self)
 
     monkeypatch.setattr(StepTrainer, "run_step", poison)
-    with pytest.raises(UserError, match=r"not finite at iteration 1 .*--replay"):
+    with pytest.raises(UserError, match="--replay"):
         train_afresh(tmp_path, {})
     assert (tmp_path / "failure_0000001_rank0.pt").is_file()
 
@@ -123,10 +122,7 @@ def test_a_loss_that_is_not_finite_leaves_a_file_and_a_sentence(
         ("SOLVER.AMP.PRECISION", "half"),
         ("SOLVER.EMA.DECAY", "1.0"),
         ("SOLVER.ACCUMULATE", "3"),
-        ("SOLVER.ACCUMULATE", "0"),
         ("SOLVER.LOG_PERIOD", "0"),
-        ("SOLVER.CHECKPOINTS_KEPT", "-1"),
-        ("DATALOADER.NUM_WORKERS", "-1"),
         ("SOLVER.IMS_PER_BATCH", "0"),
         ("MODEL.RETINANET.NUM_CLASSES", "9"),
         ("DATASETS.TRAIN", "('qbheat_toy_train',)"),

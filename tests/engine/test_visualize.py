@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,12 +91,7 @@ def take_steps(
 
 @pytest.mark.parametrize(
     ("period", "max_iter", "expected"),
-    [
-        (3, 8, [0, 3, 6, 8]),
-        (100, 8, [0, 8]),
-        (0, 100, list(range(0, 101, 5))),
-        (0, 7, list(range(8))),
-    ],
+    [(3, 8, [0, 3, 6, 8]), (0, 100, list(range(0, 101, 5))), (0, 7, list(range(8)))],
 )
 def test_figures_are_drawn_before_the_first_step_periodically_and_after_the_last(
     tmp_path: Path, clock: Clock, period: int, max_iter: int, expected: list[int]
@@ -114,10 +108,6 @@ def test_drawings_beyond_their_share_are_skipped(tmp_path: Path, clock: Clock) -
     # After k drawings, the next is made if (k + 2) * 4 <= 0.1 * (steps + 4 k).
     assert hook.seen == [0, 120, 160, 190, 200]
     assert (hook.costs["any"].drawn, hook.costs["any"].skipped) == (5, 16)
-    long = Recorded(clock, period=1, share=0.01, seconds=0.5)
-    take_steps(long, make_run(tmp_path, 1000), clock)
-    assert long.costs["any"].seconds <= 0.01 * (1000 + long.costs["any"].seconds)
-    assert long.costs["any"].drawn > 15
 
 
 def test_a_resumed_run_draws_what_the_whole_run_would_have_drawn(
@@ -213,51 +203,28 @@ def test_figures_go_to_the_folder_the_log_and_tensorboard(tmp_path: Path) -> Non
     np.testing.assert_array_equal(image.transpose(1, 2, 0), pixels)
 
 
-def test_only_the_main_process_draws(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(visualize.comm, "is_main_process", lambda: False)
-    hook = Recorded(clock, period=1, share=1.0)
-    take_steps(hook, make_run(tmp_path, 3), clock)
-    assert hook.seen == []
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("VIS.SHARE", 1.5), ("VIS.SHARE", -0.1), ("VIS.NUM_IMAGES", 0)]
-)
-def test_keys_out_of_range_are_refused(key: str, value: float) -> None:
-    cfg = get_cfg()
-    cfg.merge_from_list([key, value])
-    with pytest.raises(UserError, match=key):
-        build_visualization_hook(cfg, nn.Linear(1, 1))
-
-
-def test_models_that_are_not_pre_trained_have_no_figures_and_no_score() -> None:
+def test_keys_and_models_that_do_not_fit_are_refused() -> None:
     cfg = get_cfg()
     assert build_visualization_hook(cfg, nn.Linear(1, 1)) is None
-    cfg.TEST.KNN.TRAIN = cfg.TEST.KNN.VAL = ("any",)
-    with pytest.raises(UserError, match=r"TEST\.KNN"):
-        build_visualization_hook(cfg, nn.Linear(1, 1))
+    for key, value in (("VIS.SHARE", 1.5), ("VIS.NUM_IMAGES", 0), ("TEST.KNN.TRAIN", ("any",))):
+        cfg = get_cfg()
+        cfg.merge_from_list([key, value])
+        with pytest.raises(UserError, match=key.rpartition(".")[0]):
+            build_visualization_hook(cfg, nn.Linear(1, 1))
 
 
-@pytest.fixture
-def grey_images(tmp_path: Path) -> Iterator[str]:
-    """Twelve images, 20 levels brighter each, of which one is broken."""
+def test_fixed_images_are_spread_over_the_set_and_can_be_read(tmp_path: Path) -> None:
     for i in range(12):
         save(tmp_path / f"{i:02d}.png", draw(40, 40) * 0 + 20 * i)
     (tmp_path / "04.png").write_bytes(b"no image")
     register_image_folders("grey", [tmp_path])
-    yield "grey"
-    forget_runs("grey")
-
-
-def test_fixed_images_are_spread_over_the_set_and_can_be_read(grey_images: str) -> None:
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.PRETRAIN.SIZE = "pretrain", 32
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("not_read",), (grey_images,)
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("not_read",), ("grey",)
     images = load_fixed_images(cfg, 3)
     assert [int(entry["image"].float().mean().round()) for entry in images] == [0, 100, 160]
     assert len(load_fixed_images(cfg, 64)) == 11
+    forget_runs("grey")
 
 
 def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(

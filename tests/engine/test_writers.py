@@ -14,12 +14,7 @@ from detectron2.utils.events import EventStorage
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.writers import (
-    PeriodicWriter,
-    WandbWriter,
-    drop_metrics_from,
-    open_writers,
-)
+from qbheat_det.engine.writers import PeriodicWriter, WandbWriter, drop_metrics_from
 
 
 class FakeWandb:
@@ -48,19 +43,19 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 def make_config(folder: Path, *, project: str = "") -> CfgNode:
     cfg = get_cfg()
     cfg.OUTPUT_DIR = str(folder)
-    cfg.SOLVER.LOG_PERIOD = 2
+    cfg.SOLVER.LOG_PERIOD = cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.SOLVER.WANDB_PROJECT = project
     return cfg
 
 
 def run(cfg: CfgNode, *, start: int, end: int, max_iter: int = 10) -> None:
     """Trains in what the hook sees, from one iteration to another; ends early like an error."""
-    hook = PeriodicWriter(
-        lambda start: open_writers(cfg, start, max_iter, iterations_per_epoch=2), period=2
-    )
+    hook: Any = PeriodicWriter(period=2)
     with EventStorage(start) as storage:
-        trainer = SimpleNamespace(start_iter=start, max_iter=max_iter, storage=storage)
-        hook.trainer = trainer
+        hook.trainer = trainer = SimpleNamespace(
+            cfg=cfg, start_iter=start, max_iter=max_iter, storage=storage,
+            data_loader=SimpleNamespace(num_images=4),
+        )  # fmt: skip
         hook.before_train()
         for trainer.iter in range(start, end):
             storage.iter = trainer.iter
@@ -85,6 +80,8 @@ def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
     run(cfg, start=4, end=10)
     assert read(tmp_path / "metrics.json") == [1, 3, 5, 7, 9]
     assert read(tmp_path / "metrics.json", "epoch") == [1, 2, 3, 4, 5]
+    run(cfg, start=0, end=4)  # a new run in the same folder
+    assert read(tmp_path / "metrics.json") == [1, 3]
 
 
 def test_incomplete_lines_and_those_of_repeated_steps_go(tmp_path: Path) -> None:
@@ -96,12 +93,6 @@ def test_incomplete_lines_and_those_of_repeated_steps_go(tmp_path: Path) -> None
     assert path.read_text() == ""
     drop_metrics_from(tmp_path / "missing.json", 3)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
-
-
-def test_a_new_run_does_not_mix_with_the_remains_of_another(tmp_path: Path) -> None:
-    for end in (6, 4):
-        run(make_config(tmp_path), start=0, end=end)
-    assert read(tmp_path / "metrics.json") == [1, 3]
 
 
 def test_tensorboard_hides_the_steps_that_are_repeated(tmp_path: Path) -> None:
@@ -147,24 +138,22 @@ def test_wandb_gets_every_scalar_once_and_continues_the_same_run(
     assert wandb.exit_codes == [0, 0, 0]
 
 
-def test_wandb_marks_a_run_that_failed(tmp_path: Path, wandb: FakeWandb) -> None:
-    writer = WandbWriter(project="detectors", output_dir=tmp_path, config={})
+def test_wandb_marks_a_failed_run_and_is_refused_if_missing(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(tmp_path, project="detectors")
     try:
         raise ValueError
     except ValueError:
-        writer.close()
+        WandbWriter(cfg).close()
     assert wandb.exit_codes == [1]
 
-
-def test_a_wandb_that_is_missing_or_does_not_start_is_refused(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fail(**_: object) -> None:
         raise RuntimeError("api_key not configured")
 
     monkeypatch.setattr(wandb, "init", fail)
     with pytest.raises(UserError, match="api_key not configured"):
-        WandbWriter(project="detectors", output_dir=tmp_path, config={})
+        WandbWriter(cfg)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"SOLVER\.WANDB_PROJECT"):
-        run(make_config(tmp_path, project="detectors"), start=0, end=2)
+        run(cfg, start=0, end=2)

@@ -120,7 +120,7 @@ def test_confusions_come_by_their_number_and_then_by_class() -> None:
 def test_a_model_of_other_outputs_or_other_classes_is_refused() -> None:
     evaluator = ClassificationEvaluator("val", class_names=NAMES)
     inputs = [{"image_id": 0, "label": 0}]
-    with pytest.raises(UserError, match=r"gives no 'scores'.*ImageClassifier"):
+    with pytest.raises(UserError, match="META_ARCHITECTURE"):
         evaluator.process(inputs, [{"instances": 1}])
-    with pytest.raises(UserError, match="scores of 3 classes, but there are 7"):
+    with pytest.raises(UserError, match="CLASS_NAMES"):
         evaluator.process(inputs, [{"scores": torch.zeros(3)}])

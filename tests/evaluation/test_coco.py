@@ -199,33 +199,26 @@ def test_perfect_predictions_have_ap_100_also_for_annotation_id_0(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_no_predictions_give_nan_under_every_key_and_a_warning(
-    register: Register, library: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    rng = np.random.default_rng(0)
-    dataset = _make_dataset(rng)
-    some = _predict(rng, dataset, masks=False)
-    name = register(dataset)
-    with caplog.at_level(logging.WARNING):
-        empty = _evaluate(name, dataset, [p[:0] for p in some], library)
-    assert "predicted nothing on 12 images" in caplog.text
-    assert empty["bbox"].keys() == _evaluate(name, dataset, some, library)["bbox"].keys()
-    assert all(math.isnan(value) for value in empty["bbox"].values())
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_empty_ground_truth_gives_nan_and_names_the_file(
-    register: Register, library: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("empty", ["predictions", "annotations"])
+def test_without_predictions_or_annotations_every_metric_is_nan_with_a_warning(
+    register: Register, library: str, empty: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = np.random.default_rng(0)
     dataset = _make_dataset(rng)
     predictions = _predict(rng, dataset, masks=False)
-    dataset["annotations"] = []
+    expected = _evaluate(register(dataset), dataset, predictions, library)["bbox"].keys()
+    if empty == "annotations":
+        dataset["annotations"] = []
+    else:
+        predictions = [instances[:0] for instances in predictions]
     name = register(dataset)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
-        results = _evaluate(name, dataset, predictions, library)
-    assert MetadataCatalog.get(name).json_file in caplog.text
-    assert all(math.isnan(value) for value in results["bbox"].values())
+        results = _evaluate(name, dataset, predictions, library)["bbox"]
+    named = MetadataCatalog.get(name).json_file if empty == "annotations" else "12 images"
+    assert named in caplog.text
+    assert results.keys() == expected
+    assert all(math.isnan(value) for value in results.values())
 
 
 def test_a_class_that_the_dataset_lacks_is_named(register: Register) -> None:
@@ -233,7 +226,7 @@ def test_a_class_that_the_dataset_lacks_is_named(register: Register) -> None:
     dataset = _make_dataset(rng)
     predictions = _predict(rng, dataset, masks=False)
     predictions[0].pred_classes[:] = 79
-    with pytest.raises(UserError, match=r"class 79, but .* has 3 classes"):
+    with pytest.raises(UserError, match=r"79.*NUM_CLASSES"):
         _evaluate(register(dataset), dataset, predictions, "auto")
 
 
@@ -243,16 +236,10 @@ def test_auto_takes_the_fast_library_only_where_it_is_installed(
     assert resolve_coco_library("auto") == "faster-coco-eval"
     monkeypatch.setitem(sys.modules, "faster_coco_eval", None)  # importing it now fails
     assert resolve_coco_library("auto") == "pycocotools"
-    with pytest.raises(UserError, match="not installed"):
+    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
         resolve_coco_library("faster-coco-eval")
-    with pytest.raises(UserError, match=r"auto, faster-coco-eval, pycocotools"):
+    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
         resolve_coco_library("fastest")
-
-
-def test_pycocotools_stays_itself() -> None:
-    resolve_coco_library("auto")
-    assert COCOeval.__module__ == "pycocotools.cocoeval"
-    assert "faster" not in (sys.modules["pycocotools"].__file__ or "")
 
 
 def test_build_evaluator_reads_the_metadata(register: Register, tmp_path: Path) -> None:
@@ -260,7 +247,7 @@ def test_build_evaluator_reads_the_metadata(register: Register, tmp_path: Path) 
     cfg.OUTPUT_DIR = str(tmp_path)
     name = register(_make_dataset(np.random.default_rng(0)))
     assert isinstance(build_evaluator(cfg, name), CocoEvaluator)
-    with pytest.raises(UserError, match="names no evaluator_type"):
+    with pytest.raises(UserError, match="never_registered"):
         build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
     cfg.TEST.COCO_EVAL_LIBRARY = "fastest"

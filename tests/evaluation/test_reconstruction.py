@@ -53,7 +53,7 @@ def test_without_any_image_or_with_a_loss_that_is_not_finite_the_mean_is_nan() -
 
 
 def test_a_model_that_reconstructs_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match=r"'held_out' has images alone.*reconstructs none"):
+    with pytest.raises(UserError, match="held_out"):
         ReconstructionEvaluator("held_out").process([entry(1)], [{"instances": None}])
 
 

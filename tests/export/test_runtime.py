@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,74 +39,60 @@ def predict() -> ModuleType:
     return load_tool("predict")
 
 
-def _write_invalid(name: str, folder: Path) -> Path:
-    """Writes a file or a folder that is not a valid export."""
-    path = folder / "x.onnx"
-    if name == "missing":
-        return path
-    if name == "truncated":
-        content = write(path, DETECTOR, **describe()).read_bytes()
-        path.write_bytes(content[:100])
-        return path
-    if name in _INVALID_FILES:
-        text, metadata = _INVALID_FILES[name]
-        return write(path, text, **metadata)
-    write_shared(folder, other="b" if name == "of another encoder" else "a")
-    for part in folder.glob({"without heads": "head_*", "without encoder": "enc*"}.get(name, "-")):
-        part.unlink()
-    return folder
+def _truncate(path: Path) -> None:
+    path.write_bytes(write(path, DETECTOR, **describe()).read_bytes()[:100])
 
 
-_INVALID_FILES = {
-    "without a description": (DETECTOR, {}),
-    "with other outputs": (ENCODER, describe()),
-    "without class names": (DETECTOR, describe(class_names=None)),
+_INVALID_FILES: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "truncated": _truncate,
+    "without a description": lambda path: write(path, DETECTOR),
+    "with other outputs": lambda path: write(path, ENCODER, **describe()),
 }
-_INVALID = ["missing", "truncated", "without heads", "without encoder", "of another encoder"]
+_CHANGES: list[dict[str, Any]] = [
+    {"class_names": None}, {"class_names": "cat"}, {"model": None}, {"outputs": "boxes"},
+    {"outputs": ["boxes"]}, {"config": 5}, {"category_ids": [True]}, {"score_threshold": "low"},
+    {"format": True}, {"format": 2}, {"surprise": 1},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*_INVALID, *_INVALID_FILES])
-def test_invalid_files_are_refused_by_name(
-    run_onnx: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = _write_invalid(name, tmp_path / "model")
-    assert run_onnx.main([str(path), "photo.jpg"]) == 2
+def _check_refused(tool: ModuleType, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([str(path), "photo.jpg"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(path) in line
     with pytest.raises(UserError, match=re.escape(str(path))):
         ExportedModel.open(path) if path.suffix == ".onnx" else SharedEncoderModel(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "device"), [("x.ts", None), ("x.pt2", None), ("x.pt2", "cuda"), ("x.onnx", "cuda:0")]
-)
-def test_other_suffixes_and_devices_are_refused(
-    tmp_path: Path, name: str, device: str | None
+@pytest.mark.parametrize("name", _INVALID_FILES)
+def test_invalid_files_are_refused_by_name(
+    run_onnx: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_text("no archive")
-    with pytest.raises(UserError):
-        ExportedModel.open(tmp_path / name, device=device)
+    _INVALID_FILES[name](tmp_path / "x.onnx")
+    _check_refused(run_onnx, tmp_path / "x.onnx", capsys)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": None},
-        {"outputs": "boxes"},
-        {"outputs": ["boxes"]},
-        {"config": 5},
-        {"class_names": "cat"},
-        {"category_ids": [True]},
-        {"score_threshold": "low"},
-        {"format": True},
-        {"format": 2},
-        {"surprise": 1},
-    ],
-)
-def test_descriptions_with_other_types_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    path = write(tmp_path / "x.onnx", DETECTOR, **describe(**changes))
+@pytest.mark.parametrize("change", _CHANGES, ids=str)
+def test_descriptions_with_other_types_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = write(tmp_path / "x.onnx", DETECTOR, **describe(**change))
     with pytest.raises(UserError, match=re.escape(str(path))):
         ExportedModel.open(path)
+
+
+def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(
+    run_onnx: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("head_*", "enc*"):
+        folder = write_shared(tmp_path / part[:3])
+        for path in folder.glob(part):
+            path.unlink()
+        _check_refused(run_onnx, folder, capsys)
+    with pytest.raises(UserError, match=r"other.*head_one\.onnx"):
+        SharedEncoderModel(write_shared(tmp_path / "other", other="b"))
+    for name, device in (("x.ts", None), ("x.pt2", None), ("x.pt2", "cuda"), ("x.onnx", "cuda:0")):
+        (tmp_path / name).write_text("no archive")
+        with pytest.raises(UserError):
+            ExportedModel.open(tmp_path / name, device=device)
 
 
 def test_other_images_and_failures_inside_are_errors(tmp_path: Path) -> None:
@@ -193,21 +180,18 @@ def test_predict_names_the_classes_of_an_exported_classifier(
     np.testing.assert_allclose(scores, [141 / 200, 49 / 200, 10 / 200], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mistake", ["override", "backbone", "missing"])
 def test_predict_refuses_what_an_exported_file_cannot_do(
-    predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str
+    predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = write(tmp_path / "m.onnx", DETECTOR, **describe())
-    if mistake == "backbone":
-        weights = write(tmp_path / "b.onnx", ENCODER, **describe("features"))
-    elif mistake == "missing":
-        weights = tmp_path / "none.onnx"
-    arguments = ["--weights", str(weights), "--input", save_image(tmp_path / "a.png")]
-    arguments += ["--json", str(tmp_path / "r.json"), "--device", "cpu"]
-    overrides = ["INPUT.MIN_SIZE_TEST", "48"] if mistake == "override" else []
-    with pytest.raises(SystemExit, match="2"):
-        predict.main([*arguments, *overrides])
-    assert str(weights) in capsys.readouterr().err
+    detector = write(tmp_path / "m.onnx", DETECTOR, **describe())
+    backbone = write(tmp_path / "b.onnx", ENCODER, **describe("features"))
+    overrides = ["INPUT.MIN_SIZE_TEST", "48"]
+    image = save_image(tmp_path / "a.png")
+    for weights, more in ((detector, overrides), (backbone, []), (tmp_path / "none.onnx", [])):
+        arguments = ["--weights", str(weights), "--input", image, "--device", "cpu"]
+        with pytest.raises(SystemExit, match="2"):
+            predict.main([*arguments, "--json", str(tmp_path / "r.json"), *more])
+        assert str(weights) in capsys.readouterr().err
 
 
 def test_the_code_in_the_docs_finds_the_same_box(

@@ -70,19 +70,14 @@ def test_models_that_cannot_share_an_encoder_are_refused(
     kind: str, changes: dict[str, Any], difference: str
 ) -> None:
     models = {"fish": _exportable("two_classes"), "boats": _exportable(kind, **changes)}
-    with pytest.raises(UserError, match=f"(?s)'fish'.*'boats'.*{difference}|'boats'.*{difference}"):
+    with pytest.raises(UserError, match=f"'boats'.*{difference}"):
         split_models(models)
 
 
 def test_heads_are_named_by_the_user_their_file_or_their_run() -> None:
     name_heads = load_tool("export").name_heads
     weights = ["a=x/model_final.pth", "runs/fish/model_final.safetensors", "runs/boats.pth"]
-    assert list(name_heads(weights).items()) == [
-        ("a", "x/model_final.pth"),
-        ("fish", "runs/fish/model_final.safetensors"),
-        ("boats", "runs/boats.pth"),
-    ]
-    assert list(name_heads(["qbheat://retinanet/285M_aquarium"])) == ["285M_aquarium"]
+    assert list(name_heads([*weights, "qbheat://x/y_z"])) == ["a", "fish", "boats", "y_z"]
     for invalid in (["fish/model_final.pth", "fish/model_best.pth"], ["a b=fish.pth"]):
         with pytest.raises(ValueError, match="--weights NAME="):
             name_heads(invalid)

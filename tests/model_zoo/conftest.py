@@ -3,7 +3,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from qbheat_det.model_zoo import (
     index,
     sources,
 )
-from qbheat_det.model_zoo.index import file_of, save_index
+from qbheat_det.model_zoo.index import file_of, render_index
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.tiny_detectors import make_retinanet_config
 from tests.modeling.tiny_pretraining import make_tiny_config
@@ -59,6 +59,12 @@ def make_entry(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -
         fingerprint=Fingerprint(1, (OutputStats("s8", (1, 2), 0.0, 1.0, (0.5, -1e-7), 1e-3),)),
     )
     return dataclasses.replace(entry, **changes)
+
+
+def save_index(entries: Iterable[ZooEntry], path: Path | None = None) -> None:
+    """Writes an index; None is the one of the package."""
+    path = index.INDEX_FILE if path is None else path
+    path.write_bytes(render_index(entries, path))
 
 
 @pytest.fixture(autouse=True)

@@ -132,17 +132,6 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_entry_is_replaced_only_on_request(add: MakeEntry) -> None:
-    add()
-    with pytest.raises(UserError, match="--replace"):
-        add()
-    entry = add(summary="Another", commit="abcdef0", date="2026-01-02", replace=True)
-    assert index.load_index() == (entry,)
-    assert (entry.summary, entry.commit, entry.date) == ("Another", "abcdef0", "2026-01-02")
-    assert entry.command == ORIGIN["command"]  # the given commit has no changes
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_folder_has_an_index_of_its_own(
     add: MakeEntry, tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,10 +183,16 @@ def test_an_error_changes_nothing(
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_index_that_cannot_be_written_leaves_the_weights_as_they_were(
+def test_an_entry_is_replaced_on_request_and_kept_if_the_index_cannot_be_written(
     add: MakeEntry, shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = add()
+    add()
+    with pytest.raises(UserError, match="--replace"):
+        add()
+    first = add(summary="Another", commit="abcdef0", date="2026-01-02", replace=True)
+    assert index.load_index() == (first,)
+    assert (first.summary, first.commit, first.date) == ("Another", "abcdef0", "2026-01-02")
+    assert first.command == ORIGIN["command"]  # the given commit has no changes
     (shipped / first.file).write_bytes(b"before")
     write = add_module.write_atomically
 

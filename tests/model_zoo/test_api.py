@@ -2,7 +2,6 @@
 """Recipes, configs, files and models by name, and ``qbheat://`` wherever weights are taken."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +103,9 @@ def test_the_package_s_own_readers_take_the_address(detector: Trained) -> None:
     model = build_model(detector.cfg)
     SafeCheckpointer(model, class_names=own.MODEL.CLASS_NAMES).load(ADDRESS)
     torch.testing.assert_close(dict(model.state_dict()), detector.state, rtol=0, atol=0)
+    for read in (read_weights, info_of, check_weights_file, load_run_config):
+        with pytest.raises(UserError, match="'no/such'"):
+            read("qbheat://no/such")
 
 
 def test_the_path_manager_s_file_is_written_once_and_a_damaged_one_again(
@@ -120,11 +122,5 @@ def test_the_path_manager_s_file_is_written_once_and_a_damaged_one_again(
     # The hash of the weights is checked each time.
     source = shipped / "retinanet-tiny.safetensors"
     source.write_bytes(source.read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match="is refused"):
+    with pytest.raises(UserError, match=r"retinanet-tiny\.safetensors"):
         read_weights(ADDRESS)
-
-
-@pytest.mark.parametrize("read", [read_weights, info_of, check_weights_file, load_run_config])
-def test_an_unknown_name_is_a_user_error(read: Any) -> None:
-    with pytest.raises(UserError, match="'no/such'"):
-        read("qbheat://no/such")

@@ -97,8 +97,7 @@ def test_a_fingerprint_has_the_raw_outputs_of_every_kind_of_model_and_is_reprodu
 
 
 def test_the_numbers_are_those_of_the_output(tmp_path: Path) -> None:
-    cfg = make_tiny_config()
-    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    cfg = _qb_heat()
     backbone = build_bare_backbone(cfg).eval()
     (output,) = compute_fingerprint(backbone, cfg).outputs
     mapper, images = build_mapper(cfg, is_train=False), []
@@ -124,34 +123,17 @@ def test_the_numbers_are_those_of_the_output(tmp_path: Path) -> None:
     assert output.tolerance == pytest.approx(TOLERANCE * output.std, rel=1e-5)
 
 
-def _turn_channels(model: Any, cfg: CfgNode) -> None:
-    cfg.INPUT.FORMAT = "BGR"
-
-
-def _shift_pixels(model: Any, cfg: CfgNode) -> None:
-    model.pixel_mean += 2.0
-
-
-def _resize_otherwise(model: Any, cfg: CfgNode) -> None:
-    cfg.INPUT.MIN_SIZE_TEST = 96
-
-
-def _change_a_weight(model: Any, cfg: CfgNode) -> None:
-    with torch.no_grad():
-        model.head.bbox_pred.weight *= 1.01
-
-
 @pytest.mark.parametrize(
     ("change", "first"),
     [
-        (_turn_channels, "backbone.p3"),
-        (_shift_pixels, "backbone.p3"),
-        (_resize_otherwise, "backbone.p3"),
-        (_change_a_weight, "head.1.0"),
+        (lambda model, cfg: setattr(cfg.INPUT, "FORMAT", "BGR"), "backbone.p3"),
+        (lambda model, cfg: setattr(cfg.INPUT, "MIN_SIZE_TEST", 96), "backbone.p3"),
+        (lambda model, cfg: model.pixel_mean.add_(2.0), "backbone.p3"),
+        (lambda model, cfg: model.head.bbox_pred.weight.data.mul_(1.01), "head.1.0"),
     ],
 )
 def test_a_change_is_found_at_the_first_output_that_it_reaches(
-    change: Callable[[Any, CfgNode], None], first: str
+    change: Callable[[Any, CfgNode], object], first: str
 ) -> None:
     cfg = make_retinanet_config()
     model = build_model(cfg).eval()
@@ -161,10 +143,15 @@ def test_a_change_is_found_at_the_first_output_that_it_reaches(
     assert next(one.output for one in deviations if not one.is_equal) == first
 
 
-def test_outputs_that_are_missing_new_or_of_another_shape_deviate() -> None:
+def test_outputs_that_are_nan_missing_new_or_of_another_shape_are_found() -> None:
     cfg = _classifier()
     whole = compute_fingerprint(build_model(cfg), cfg)
     first, *others = whole.outputs
+    broken = build_model(cfg)
+    with torch.no_grad():
+        next(broken.decoder.parameters()).fill_(math.nan)
+    with pytest.raises(UserError, match="'decoder'"):
+        compute_fingerprint(broken, cfg)
 
     def deviations(expected: Any, found: Any) -> dict[str, float]:
         prints = [dataclasses.replace(whole, outputs=tuple(o)) for o in (expected, found)]
@@ -178,14 +165,5 @@ def test_outputs_that_are_missing_new_or_of_another_shape_deviate() -> None:
     lax = dataclasses.replace(first, mean=99.0, tolerance=1e9)
     lax_index = dataclasses.replace(whole, outputs=(lax, *others))
     assert not compare_fingerprints(lax_index, whole)[0].is_equal
-    with pytest.raises(UserError, match="version 2"):
+    with pytest.raises(UserError, match="version"):
         compare_fingerprints(whole, dataclasses.replace(whole, version=2))
-
-
-def test_a_model_that_gives_nan_has_no_fingerprint() -> None:
-    cfg = _classifier()
-    model = build_model(cfg)
-    with torch.no_grad():
-        next(model.decoder.parameters()).fill_(math.nan)
-    with pytest.raises(UserError, match="output 'decoder' holds NaN"):
-        compute_fingerprint(model, cfg)

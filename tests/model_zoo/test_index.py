@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo import find_entry, index, list_entries, load_index
-from qbheat_det.model_zoo.index import save_index, to_plain
+from qbheat_det.model_zoo import find_entry, list_entries, load_index
+from qbheat_det.model_zoo.index import to_plain
 
-from .conftest import MakeEntry, make_entry
-
-PACKAGE_INDEX = Path(index.__file__).with_name("index.json")
+from .conftest import MakeEntry, make_entry, save_index
 
 
 def _metric(**changes: Any) -> dict[str, Any]:
@@ -24,11 +21,6 @@ def _metric(**changes: Any) -> dict[str, Any]:
 def _output(**changes: Any) -> dict[str, Any]:
     (output,) = to_plain(make_entry())["fingerprint"]["outputs"]
     return {"fingerprint": {"version": 1, "outputs": [output | changes]}}
-
-
-def test_recipes_of_the_package_s_own_index_exist() -> None:
-    for entry in load_index(PACKAGE_INDEX):
-        assert Path(get_config_path(entry.config)).is_file()
 
 
 def test_saved_entries_are_loaded_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -42,18 +34,14 @@ def test_saved_entries_are_loaded_in_the_order_of_their_names(tmp_path: Path) ->
     ("change", "field"),
     [
         ({"colour": "red"}, "'colour' is unknown"),
-        ({"size": None}, "'size'"),
-        ({"size": "12"}, "'size'"),
-        ({"size": True}, "'size'"),
-        ({"size": 0}, "'size'"),
-        ({"sha256": "0" * 63}, "'sha256'"),
-        ({"sha256": "G" * 64}, "'sha256'"),
+        *[({"size": size}, "'size'") for size in (None, "12", True, 0)],
+        *[({"sha256": digits}, "'sha256'") for digits in ("0" * 63, "G" * 64)],
         ({"task": "magic"}, "'task'"),
         ({"file": "other.safetensors"}, "'file'"),
-        ({"config": "../../secret.yaml"}, "'config'"),
-        ({"config": "/etc/passwd"}, "'config'"),
-        ({"config": "C:\\x.yaml"}, "'config'"),
-        ({"config": "a\0.yaml"}, "'config'"),
+        *[
+            ({"config": config}, "'config'")
+            for config in ("../../secret.yaml", "/etc/passwd", "C:\\x.yaml", "a\0.yaml")
+        ],
         ({"summary": "two\nlines"}, "'summary'"),
         ({"summary": "\ud800"}, "'summary'"),
         ({"data": "\x1b]0;title"}, "'data'"),
@@ -91,19 +79,15 @@ def test_an_invalid_field_is_refused_by_file_and_field(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{}", "[3]", "[", "[" * 100_000, None])
-def test_other_files_are_refused(tmp_path: Path, text: str | None) -> None:
+def test_other_files_and_names_that_differ_only_in_case_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match=r"mine\.json"):
-        load_index(path)
-
-
-def test_names_that_differ_only_in_case_are_refused_when_saved(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a/B and a/b"):
-        save_index([make_entry("a/b"), make_entry("a/B")], tmp_path / "mine.json")
-    assert not (tmp_path / "mine.json").exists()
+    for text in ("", "{}", "[3]", "[", "[" * 100_000):
+        if text:
+            path.write_text(text)
+        with pytest.raises(UserError, match=r"mine\.json"):
+            load_index(path)
+    with pytest.raises(UserError, match=r"a/B.*a/b"):
+        save_index([make_entry("a/b"), make_entry("a/B")], path)
 
 
 def test_entries_are_found_by_name_pattern_and_folder(
@@ -112,7 +96,7 @@ def test_entries_are_found_by_name_pattern_and_folder(
     second, first = ship("retinanet/tiny", b"2"), ship("mf_detr/tiny", b"1")
     assert find_entry("qbheat://retinanet/tiny") == second
     assert list_entries() == (first, second)
-    with pytest.raises(UserError, match=r"did you mean retinanet/tiny\?"):
+    with pytest.raises(UserError, match="retinanet/tiny"):
         find_entry("retinet/tiny")
 
     own = make_entry("mine/b", b"own")
@@ -122,7 +106,7 @@ def test_entries_are_found_by_name_pattern_and_folder(
     monkeypatch.setenv("QBHEAT_ZOO", str(folder))
     assert list_entries("m*") == (first, own)
     save_index([make_entry("retinanet/tiny", b"other")], folder / "index.json")
-    with pytest.raises(UserError, match="different entries 'retinanet/tiny'"):
+    with pytest.raises(UserError, match="'retinanet/tiny'"):
         list_entries()
     monkeypatch.setenv("QBHEAT_ZOO", "/no/such/folder")
     with pytest.raises(UserError, match="/no/such/folder"):

@@ -2,7 +2,6 @@
 """Sources of weights: their order, what is refused, and the message when there is none."""
 
 import os
-import re
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -35,7 +34,6 @@ def test_sources_are_asked_in_order(
     assert cached.read_bytes() == CONTENT
     assert describe_source(ENTRY) == "downloaded"
     assert fetch(ENTRY) == cached
-    assert fetch(ENTRY) == cached
     assert server.gets == [f"/{ENTRY.file}"]
     file = _put(shipped)
     assert fetch(ENTRY) == file
@@ -64,13 +62,16 @@ def test_without_a_source_the_message_says_which_file_to_put_where(
 ) -> None:
     with pytest.raises(UserError, match="QBHEAT_ZOO_URL"):
         fetch(ENTRY)
+    for address in ("file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"):
+        monkeypatch.setenv("QBHEAT_ZOO_URL", address)
+        with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
+            fetch(ENTRY)
     monkeypatch.setenv("QBHEAT_ZOO_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*; hub someone/zoo") as caught:
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*someone/zoo") as caught:
         fetch(ENTRY)
-    found = re.search(r"the file '(.+?)' .* into the folder '(.+?)'", str(caught.value))
-    assert found is not None
-    (Path(found[2]) / found[1]).write_bytes(CONTENT)
+    assert str(cache_folder(ENTRY)) in str(caught.value)
+    (cache_folder(ENTRY) / ENTRY.file).write_bytes(CONTENT)
     assert fetch(ENTRY).read_bytes() == CONTENT
 
 
@@ -86,7 +87,7 @@ def test_a_wrong_download_is_refused_and_not_kept(
         server.repositories["someone/zoo"] = {ENTRY.file: CONTENT}  # which is not asked then
         monkeypatch.setenv("QBHEAT_ZOO_URL", server.url)
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    with pytest.raises(UserError, match="is refused"):
+    with pytest.raises(UserError, match=rf"{ENTRY.name}"):
         fetch(ENTRY)
     names = [path.name for path in cache_folder(ENTRY).iterdir()]
     assert all(name.startswith(".") for name in names)  # the lock, and the hub's own notes
@@ -115,10 +116,3 @@ def test_two_processes_download_once(monkeypatch: pytest.MonkeyPatch, server: Se
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(server.gets) == 1
-
-
-@pytest.mark.parametrize("address", ["file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"])
-def test_other_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setenv("QBHEAT_ZOO_URL", address)
-    with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
-        fetch(ENTRY)

@@ -42,9 +42,7 @@ def test_all_fields_of_an_entry_are_rendered(ship: MakeEntry) -> None:
     text = render_entries([entry])
     for word in (
         *(entry.summary, entry.file, entry.sha256, entry.data, entry.data_licence, entry.licence),
-        *(entry.commit, entry.date, f"(configs/{entry.config})", "MB, shipped |"),
-        *("[`retinanet/tiny`](#retinanettiny)", "| AP 12.5 % |"),
-        "- AP 12.5 % on toy val (by chance)",
+        *(entry.commit, entry.date, f"(configs/{entry.config})", "](#retinanettiny)", "AP 12.5 %"),
         f"\n`````sh\n{entry.command}\n`````",
     ):
         assert word in text
@@ -60,21 +58,10 @@ def test_unknown_recipes_and_files_without_the_section_are_refused(tmp_path: Pat
             write_table(tmp_path / "ZOO.md")
 
 
-@pytest.mark.parametrize(
-    ("metric", "brief", "full"),
-    [
-        (
-            Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds"),
-            "kNN top-1 61.2 ± 0.4 %",
-            "kNN top-1 61.25 ± 0.4 % on val (±: the standard error; 3 seeds)",
-        ),
-        (
-            Metric("loss", 0.8094, "", "toy", "0.1 to 0.9"),
-            "loss 0.8094",
-            "loss 0.8094 on toy (spread: 0.1 to 0.9)",
-        ),
-        (Metric("AP", 2.0, "", "toy", "±1"), "AP 2 ± 1", "AP 2 ± 1 on toy"),
-    ],
-)
-def test_metrics_are_written_in_brief_and_in_full(metric: Metric, brief: str, full: str) -> None:
-    assert (format_briefly(metric), format_metric(metric)) == (brief, full)
+def test_metrics_are_written_in_brief_and_in_full() -> None:
+    metric = Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds")
+    assert format_briefly(metric) == "kNN top-1 61.2 ± 0.4 %"
+    full = "kNN top-1 61.25 ± 0.4 % on val (±: the standard error; 3 seeds)"
+    assert format_metric(metric) == full
+    metric = Metric("loss", 0.8094, "", "toy", "0.1 to 0.9")
+    assert format_metric(metric) == "loss 0.8094 on toy (spread: 0.1 to 0.9)"

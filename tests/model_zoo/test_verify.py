@@ -10,16 +10,14 @@ import pytest
 
 import qbheat_det.model_zoo.verify as verify_module
 from qbheat_det.checkpoint import read_weights, save_weights
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
-from qbheat_det.model_zoo import Fingerprint, ZooEntry
+from qbheat_det.model_zoo import ZooEntry
 from qbheat_det.model_zoo.add import add_entry
 from qbheat_det.model_zoo.api import TrainedModel, open_trained
-from qbheat_det.model_zoo.index import save_index
-from qbheat_det.model_zoo.verify import check_fingerprint, count_costs, verify_entry
+from qbheat_det.model_zoo.verify import count_costs, verify_entry
 from tests.tool_modules import load_tool
 
-from .conftest import BACKBONE, Trained
+from .conftest import BACKBONE, Trained, save_index
 from .test_add import ORIGIN
 
 main = load_tool("zoo").main
@@ -118,13 +116,3 @@ def test_a_damaged_file_and_code_that_fails_are_reported(
     verdict = verify_entry(entry)
     assert (verdict.file, verdict.load) == ("-", "-")
     assert entry.file in verdict.error
-
-
-def test_the_number_of_wrong_outputs_is_reported(entry: ZooEntry) -> None:
-    assert entry.fingerprint is not None
-    (one,) = entry.fingerprint.outputs
-    three = tuple(dataclasses.replace(one, name=name) for name in "abc")
-    expected, found = (Fingerprint(1, outputs) for outputs in (three, three[:1]))
-    with pytest.raises(UserError, match=r"'b'.*1 more of 3"):
-        check_fingerprint(expected, found)
-    assert check_fingerprint(expected, expected) == "ok, 0 % of tolerance"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.probing import FrozenFeatures, cache_features, split_by_class
+from qbheat_det.probing import cache_features, split_by_class
 
 
 def make_batches(*sizes: int) -> list[list[dict[str, Any]]]:
@@ -39,15 +39,6 @@ def test_maps_means_tokens_and_labels_follow_the_images() -> None:
     )
 
 
-def test_without_tokens_and_maps_the_mean_alone_is_kept() -> None:
-    found = cache_features(
-        lambda batch: {"s16": describe(batch)["s16"]}, make_batches(2), num_images=2, feature="s16"
-    )
-    assert found.maps is None
-    assert found.tokens is None
-    assert found.joined is found.pooled
-
-
 def test_maps_beyond_float16_are_kept_whole_from_the_first_on() -> None:
     def large(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         maps = describe(batch)["s16"]
@@ -61,46 +52,36 @@ def test_maps_beyond_float16_are_kept_whole_from_the_first_on() -> None:
     torch.testing.assert_close(found.maps, expected, rtol=1e-3, atol=0)
 
 
-def test_images_that_are_selected_keep_all_that_is_theirs() -> None:
+def test_selected_images_keep_maps_tokens_and_labels() -> None:
     whole = cache_features(describe, make_batches(5), num_images=5, feature="s16", keep_maps=True)
     part = whole.select(torch.tensor([4, 1]))
-    expected = describe([make_batches(5)[0][place] for place in (4, 1)])
+    expected = describe([make_batches(5)[0][index] for index in (4, 1)])
     torch.testing.assert_close(part.maps, expected["s16"].half())
     torch.testing.assert_close(part.tokens, expected["tokens"])
     assert part.labels.tolist() == [1, 1]
-    assert isinstance(part, FrozenFeatures)
 
 
-def test_maps_that_take_more_than_is_allowed_end_in_a_sentence_before_they_are_made() -> None:
-    with pytest.raises(UserError, match=r"2,000,000 images would take 0.1 GB .* --memory-gb"):
-        cache_features(
-            describe,
-            make_batches(2),
-            num_images=2_000_000,
-            feature="s16",
-            keep_maps=True,
-            memory_gb=0.05,
-        )
-    # Without maps there is nothing to run out of.
-    cache_features(describe, make_batches(2), num_images=2_000_000, feature="s16", memory_gb=0.05)
+def test_maps_beyond_the_memory_are_refused_before_they_are_made() -> None:
+    arguments = {"num_images": 2_000_000, "feature": "s16", "memory_gb": 0.05}
+    with pytest.raises(UserError, match="--memory-gb"):
+        cache_features(describe, make_batches(2), keep_maps=True, **arguments)
+    found = cache_features(
+        lambda batch: {"s16": describe(batch)["s16"]}, make_batches(2), **arguments
+    )
+    assert found.maps is None
+    assert found.tokens is None
+    assert found.joined is found.pooled
 
 
-def test_each_class_is_divided_in_the_same_proportion() -> None:
+def test_each_class_is_divided_in_the_same_proportion_by_the_seed() -> None:
     labels = torch.tensor([0] * 10 + [1] * 20 + [2] * 3 + [3] * 2 + [4])[torch.randperm(36)]
     remain, aside = split_by_class(labels, share=0.2)
     assert sorted([*remain.tolist(), *aside.tolist()]) == list(range(36))
     # 2 of 10, 4 of 20, 0.6 of 3 rounded, at least 1 of 2; the only image of a class stays.
     assert labels[aside].bincount(minlength=5).tolist() == [2, 4, 1, 1, 0]
     assert torch.equal(remain, remain.sort().values)
-
-
-def test_the_draw_is_a_function_of_the_seed() -> None:
-    labels = torch.arange(60) % 3
-    first, again, other = (split_by_class(labels, seed=seed)[1].tolist() for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
-
-
-def test_a_class_is_never_set_aside_whole() -> None:
+    assert torch.equal(aside, split_by_class(labels, share=0.2)[1])
+    assert not torch.equal(aside, split_by_class(labels, share=0.2, seed=1)[1])
+    # No class is held out whole.
     remain, aside = split_by_class(torch.tensor([0, 0, 1, 1, 1]), share=1.0)
     assert (len(remain), len(aside)) == (2, 3)

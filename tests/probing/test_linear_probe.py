@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from qbheat_det.modeling.classification import LinearDecoder
-from qbheat_det.probing import Standardisation, fit_linear_probe, fit_penalised
+from qbheat_det.probing import fit_linear_probe, fit_penalised
 from tests.probing.drawn_features import draw_classes
 
 _K = 3
@@ -64,25 +64,17 @@ def test_the_gradient_at_the_end_is_zero_and_is_the_one_reported() -> None:
     torch.testing.assert_close(float(gradient.abs().max()), probe.gradient, rtol=1e-3, atol=1e-9)
 
 
-def test_start_and_units_of_features_change_nothing() -> None:
+def test_start_units_and_constant_features_change_nothing() -> None:
     features, labels = draw_classes(50, num_features=4, num_classes=_K)
     arguments = {"num_classes": _K, "l2": 1e-2, "tolerance": 1e-9}
     probe = fit_penalised(features, labels, **arguments)
     moved = features * torch.tensor([1e-3, 1.0, 50.0, 1e3]) + torch.tensor([0.0, 5.0, -3.0, 1.0])
-    other = fit_penalised(moved, labels, start=torch.randn(_K, 5).double(), **arguments)
+    moved = torch.cat([moved, torch.full((50, 1), 0.1)], dim=1)
+    other = fit_penalised(moved, labels, start=torch.randn(_K, 6).double(), **arguments)
     torch.testing.assert_close(
         other(moved).softmax(dim=1), probe(features).softmax(dim=1), rtol=1e-4, atol=1e-5
     )
-
-
-def test_a_constant_feature_is_passed_over() -> None:
-    features, labels = draw_classes(50, num_features=4, num_classes=_K)
-    with_constant = torch.cat([features, torch.full((50, 1), 0.1)], dim=1)
-    probe, other = (
-        fit_penalised(f, labels, num_classes=_K, l2=1e-2) for f in (features, with_constant)
-    )
-    torch.testing.assert_close(other(with_constant), probe(features), rtol=1e-4, atol=1e-5)
-    assert Standardisation.of(with_constant).scale[-1] == 0
+    assert other.scale[-1] == 0
 
 
 def test_it_is_the_linear_decoder_of_the_paper_with_these_weights() -> None:
@@ -102,16 +94,13 @@ def test_it_is_the_linear_decoder_of_the_paper_with_these_weights() -> None:
     )
 
 
-def test_the_penalty_is_the_best_on_a_part_of_the_training_images_and_all_are_fitted_with_it() -> (
-    None
-):
-    # Two features that tell classes apart and many that do not: little penalty overfits.
+def test_the_best_penalty_is_chosen_and_fits_all_images() -> None:
+    # Two features that separate classes and many that do not: little penalty overfits.
     signal, labels = draw_classes(90, num_features=2, num_classes=_K, spread=1.5)
     features = torch.cat([signal, torch.randn(90, 60)], dim=1)
     probe, chosen = fit_linear_probe(features, labels, num_classes=_K)
     trials = chosen["trials"]
     assert trials[f"{chosen['l2']:.2g}"] == max(trials.values())
-    assert next(iter(trials)) == "1"
     assert chosen["l2"] > 1e-3
     expected = fit_penalised(features, labels, num_classes=_K, l2=chosen["l2"])
     torch.testing.assert_close(
@@ -133,5 +122,5 @@ def test_what_only_a_weak_penalty_finds_is_found_behind_a_plateau_of_strong_ones
 
 @pytest.mark.parametrize(("number", "l2"), [(0, 1.0), (3, 0.0)])
 def test_no_images_or_no_penalty_are_refused(number: int, l2: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="penalty"):
         fit_penalised(torch.randn(number, 2), torch.zeros(number).long(), num_classes=2, l2=l2)

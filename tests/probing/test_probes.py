@@ -61,14 +61,10 @@ def test_images_that_are_classified_do_not_enter_what_is_chosen(name: str) -> No
     assert other.top1 < score.top1
 
 
-@pytest.mark.parametrize("names", [[], ["knn", "tran-0"], ["lin"], ["tran"]])
-def test_names_that_are_not_known_end_in_a_sentence(names: list[str]) -> None:
-    with pytest.raises(UserError, match="probes are knn, linear, tran-1, tran-4, not"):
+@pytest.mark.parametrize("names", [[], ["knn", "tran-0"], ["lin"], ["tran"], ["tran-1:96"]])
+def test_unknown_names_are_refused(names: list[str]) -> None:
+    with pytest.raises(UserError, match=names[-1] if names else "none"):
         check_probes(names)
-
-
-def test_the_name_of_a_transformer_gives_its_depth() -> None:
-    assert [depth_of(name) for name in ("tran-1", "tran-4", "linear")] == [1, 4, 0]
     check_probes(["knn", "linear", "tran-1", "tran-12"])
 
 
@@ -79,9 +75,6 @@ def test_widths_make_a_probe_of_each_tran_k_and_are_multiples_of_a_head() -> Non
     assert [depth_of(name) for name in spread] == [0, 1, 1, 4]
     assert [width_of(name) for name in spread] == [0, 192, 768, 64]
     assert spread_widths(names, []) == names
-    with pytest.raises(UserError, match="multiples of 64, unlike that of 'tran-1:96'"):
-        check_probes(spread_widths(names, [96]))
-    with pytest.raises(UserError, match="no such probe is named"):
-        spread_widths(["linear"], [192])
-    with pytest.raises(UserError, match="not -64"):
-        spread_widths(names, [-64])
+    for probes, width in ((["linear"], 192), (names, -64)):
+        with pytest.raises(UserError, match="widths"):
+            spread_widths(probes, [width])

@@ -14,7 +14,7 @@ from qbheat_det.probing import (
     Whitening,
     fit_transformer_probe,
 )
-from qbheat_det.probing.transformer import channel_statistics
+from qbheat_det.probing.features import channel_statistics
 
 _SETTINGS = TransformerSettings(
     width=64, dropouts=(0.0, 0.2), trial_epochs=2, max_epochs=8, patience=3, batch_size=16
@@ -42,6 +42,9 @@ def test_classes_are_learned_and_other_images_classified() -> None:
     probe, chosen = fit_transformer_probe(draw_maps(96), num_classes=3, settings=_SETTINGS)
     val = draw_maps(30, seed=1)
     assert accuracy(probe(val), val) > 0.9
+    without = dataclasses.replace(val, maps=None)
+    with pytest.raises(ValueError, match="maps"):
+        fit_transformer_probe(without, num_classes=3, settings=_SETTINGS)
     trials = chosen["trials"]
     assert set(trials) == {"0", "0.2"}
     # The dropout that did best goes on, to the end of its patience or of all epochs.
@@ -55,15 +58,18 @@ def test_classes_are_learned_and_other_images_classified() -> None:
     assert waited == _SETTINGS.patience or len(best) == _SETTINGS.max_epochs
 
 
-def test_it_is_a_function_of_the_seed_and_leaves_randomness_as_it_was() -> None:
+def test_it_is_a_function_of_the_seed_and_ignores_units_of_channels() -> None:
     features, state = draw_maps(48), torch.get_rng_state()
+    assert features.maps is not None
+    moved = dataclasses.replace(features, maps=features.maps * 8.0 - 3.0)
     settings = dataclasses.replace(_SETTINGS, max_epochs=2)
-    first, again, other = (
-        fit_transformer_probe(features, num_classes=3, settings=settings, seed=seed)[0](features)
-        for seed in (1, 1, 2)
+    first, again, other, units = (
+        fit_transformer_probe(part, num_classes=3, settings=settings, seed=seed)[0](part)
+        for part, seed in ((features, 1), (features, 1), (features, 2), (moved, 1))
     )
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert not torch.equal(first, other)
+    torch.testing.assert_close(first, units, rtol=1e-2, atol=1e-3)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -75,27 +81,16 @@ def test_an_image_is_classified_alone_as_among_others() -> None:
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_units_of_channels_change_nothing() -> None:
-    features = draw_maps(48)
-    assert features.maps is not None
-    other = dataclasses.replace(features, maps=features.maps * 8.0 - 3.0)
-    settings = dataclasses.replace(_SETTINGS, max_epochs=2)
-    logits = [
-        fit_transformer_probe(f, num_classes=3, settings=settings)[0](f) for f in (features, other)
-    ]
-    torch.testing.assert_close(logits[0], logits[1], rtol=1e-2, atol=1e-3)
-
-
 def test_classification_is_that_of_averaged_weights() -> None:
     settings = dataclasses.replace(_SETTINGS, batch_size=48)  # one step: a decay of one half
     features = draw_maps(48)
     probe = TransformerProbe(features, num_classes=3, dropout=0.0, settings=settings)
     probe.run_epoch()
-    first = probe.weights()
+    first = [weight.detach().clone() for weight in probe.decoder.parameters()]
     probe.run_epoch()
-    second = probe.weights()
-    for name, average in probe.averaged_weights().items():
-        torch.testing.assert_close(average, (first[name] + second[name]) / 2, msg=name)
+    second, average = probe.decoder.parameters(), probe.average.module.parameters()
+    for one, other, mean in zip(first, second, average, strict=True):
+        torch.testing.assert_close(mean, (one + other) / 2)
 
 
 def test_tokens_are_read_where_there_are_any() -> None:
@@ -108,12 +103,6 @@ def test_tokens_are_read_where_there_are_any() -> None:
     settings = dataclasses.replace(_SETTINGS, learning_rate=1e-2)
     probe, _ = fit_transformer_probe(blind, num_classes=3, settings=settings)
     assert accuracy(probe(blind), blind) > 0.85
-
-
-def test_features_without_maps_are_refused() -> None:
-    features = dataclasses.replace(draw_maps(6), maps=None)
-    with pytest.raises(ValueError, match="learns from maps"):
-        TransformerProbe(features, num_classes=3, dropout=0.0, settings=_SETTINGS)
 
 
 def draw_mixed_maps() -> Tensor:
@@ -134,19 +123,14 @@ def test_variances_along_the_axes_are_even_but_for_the_floor() -> None:
     )
 
 
-def test_whitening_is_affine_and_can_be_undone() -> None:
+def test_whitening_is_affine_by_the_statistics_of_its_own_images() -> None:
     maps = draw_mixed_maps()
-    whiten = Whitening.of(maps)
+    whiten = Whitening.of(maps[:300])
+    torch.testing.assert_close(whiten(maps)[300:], whiten(maps[300:]))
     undone = torch.linalg.inv(whiten.matrix.double()).T @ flat(whiten(maps))
     torch.testing.assert_close(
         undone + whiten.mean.double()[:, None], flat(maps), rtol=1e-3, atol=1e-3
     )
-
-
-def test_whitening_uses_the_statistics_of_its_own_images_alone() -> None:
-    maps = draw_mixed_maps()
-    whiten = Whitening.of(maps[:300])
-    torch.testing.assert_close(whiten(maps)[300:], whiten(maps[300:]))
 
 
 def test_whitening_ignores_units_and_a_constant_channel_becomes_zero() -> None:
@@ -164,6 +148,6 @@ def test_statistics_of_channels_are_those_over_all_images_and_positions() -> Non
     maps = torch.randn(600, 3, 2, 2) * torch.tensor([1.0, 5.0, 0.0]).view(3, 1, 1) + 4
     mean, scale = channel_statistics(maps.half())
     values = flat(maps.half())
-    torch.testing.assert_close(mean, values.mean(dim=1).float())
-    torch.testing.assert_close(scale[:2], 1 / values[:2].std(dim=1, correction=0).float())
+    torch.testing.assert_close(mean, values.mean(dim=1))
+    torch.testing.assert_close(scale[:2], 1 / values[:2].std(dim=1, correction=0))
     assert scale[2] == 0

@@ -74,21 +74,6 @@ def test_iterations_are_the_first_by_which_the_epochs_are_seen(
     assert resolved.SOLVER.MAX_ITER == count
 
 
-def test_epochs_of_zero_leave_the_iterations_alone() -> None:
-    cfg = config(MAX_ITER=77, STEPS=(11, 22), WARMUP_ITERS=3, CHECKPOINT_PERIOD=9)
-    cfg.TEST.EVAL_PERIOD = 5
-    assert resolve_schedule(cfg, num_images=COCO) == cfg
-
-
-def test_a_config_stays_as_it_is_and_frozen_if_it_was() -> None:
-    cfg = config(EPOCHS=2.0, STEPS=(), REFERENCE_BATCH_SIZE=4)
-    before = cfg.dump()
-    cfg.freeze()
-    resolved = resolve_schedule(cfg, num_images=100)
-    assert cfg.dump() == before
-    assert resolved.is_frozen()
-
-
 @pytest.mark.parametrize(
     ("scaling", "reference", "batch", "expected"),
     [
@@ -124,7 +109,12 @@ def test_the_config_of_a_finished_run_trains_the_same_again(scaling: str, tmp_pa
         IMS_PER_BATCH=6,
     )
     cfg.TEST.EVAL_EPOCHS = 2.0
+    before = cfg.dump()
+    frozen = cfg.clone()
+    frozen.freeze()
+    assert resolve_schedule(frozen, num_images=1000).is_frozen()
     first = resolve_schedule(cfg, num_images=1000)
+    assert cfg.dump() == before
     (tmp_path / "config.yaml").write_text(first.dump())
     written = load_config(tmp_path / "config.yaml")
     again = resolve_schedule(written, num_images=1000)
@@ -171,52 +161,26 @@ def test_steps_and_warm_up_in_epochs_reach_the_optimizer() -> None:
         assert rate == pytest.approx(warm * drop), iteration
 
 
-def test_a_cosine_in_epochs_ends_at_zero_with_the_last_image() -> None:
-    cfg = config(EPOCHS=3.0, LR_SCHEDULER_NAME="WarmupCosineLR", WARMUP_ITERS=0, IMS_PER_BATCH=2)
-    found = rates(resolve_schedule(cfg, num_images=20))
-    expected = [0.001 * 0.5 * (1 + math.cos(math.pi * i / 30)) for i in range(30)]
-    assert found == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("steps", [(3, 10), (3, 30000), (3,)])
 def test_steps_from_the_end_on_have_no_effect_and_are_named(steps: tuple[int, ...]) -> None:
     cfg = config(MAX_ITER=10, STEPS=steps, WARMUP_ITERS=0, BASE_LR=1.0)
     assert rates(cfg) == pytest.approx([1.0] * 3 + [0.1] * 7)
     text = describe_schedule(cfg, resolve_schedule(cfg, num_images=5), 5)
-    assert ("have no effect" in text) == (len(steps) > 1)
+    assert ("SOLVER.STEPS" in text) == (len(steps) > 1)
 
 
-def test_what_a_run_says_at_its_start() -> None:
+def test_the_log_of_a_run_names_iterations_rates_and_a_warm_up_that_is_cut_short() -> None:
     cfg = config(
-        EPOCHS=12.0,
-        STEP_EPOCHS=[8, 11],
-        BASE_LR=0.01,
-        REFERENCE_BATCH_SIZE=16,
-        IMS_PER_BATCH=8,
-        CHECKPOINT_EPOCHS=1.0,
-        BACKBONE_MULTIPLIER=0.5,
-        LAYER_DECAY=0.9,
+        EPOCHS=12.0, STEP_EPOCHS=[8, 11], BASE_LR=0.01, REFERENCE_BATCH_SIZE=16, IMS_PER_BATCH=8
     )
     text = describe_schedule(cfg, resolve_schedule(cfg, num_images=1000), 1000)
-    for words in (
-        "1,500 iterations (12 epochs) of 8 images",
-        "an epoch of 1,000 images is 125 iterations",
-        "base 0.01, effective 0.005 (base for 16 images a step, linear in the batch)",
-        "backbone x 0.5",
-        "x 0.9 from the head to the backbone's last layer",
-        "x 0.1 after 1,000 iterations (8 epochs), x 0.1 after 1,375 iterations (11 epochs)",
-        "linear warm-up from x 0.001 over 1,000 iterations (8 epochs)",
-        "Checkpoints every 125 iterations (1 epochs), evaluation at the end",
-    ):
-        assert words in text
+    for number in ("1,500 iterations (12 epochs)", "125 iterations", "effective 0.005", "1,375"):
+        assert number in text
     assert "Note" not in text
-
-
-def test_a_warm_up_that_the_run_cuts_short_is_said() -> None:
     cfg = config(MAX_ITER=20, STEPS=())
-    text = describe_schedule(cfg, resolve_schedule(cfg, num_images=5), 5)
-    assert "ends after 20 of SOLVER.WARMUP_ITERS 1,000" in text
-    assert rates(cfg)[-1] < cfg.SOLVER.BASE_LR
+    resolved = resolve_schedule(cfg, num_images=5)
+    assert resolved == cfg  # epochs of zero leave the iterations alone
+    assert "SOLVER.WARMUP_ITERS" in describe_schedule(cfg, resolved, 5)
 
 
 BAD: list[tuple[dict[str, object], str]] = [
@@ -244,21 +208,19 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"WARMUP_FACTOR": -0.1}, "WARMUP_FACTOR"),
     ({"WARMUP_METHOD": "burnin"}, "WARMUP_METHOD"),
     ({"LR_SCHEDULER_NAME": "CosineLR"}, "WarmupCosineLR"),
+    ({"TEST.EVAL_PERIOD": -1}, r"TEST\.EVAL_PERIOD"),
+    ({"TEST.EVAL_EPOCHS": -1.0}, r"TEST\.EVAL_EPOCHS"),
+    ({"VIS.PERIOD": -1}, r"VIS\.PERIOD"),
+    ({"VIS.EPOCHS": -1.0}, r"VIS\.EPOCHS"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "key"), BAD, ids=str)
 def test_invalid_schedules_are_refused_by_key(changes: dict[str, object], key: str) -> None:
-    with pytest.raises(UserError, match=key):
-        resolve_schedule(config(**changes), num_images=10)
-
-
-@pytest.mark.parametrize(
-    "key", ["TEST.EVAL_PERIOD", "TEST.EVAL_EPOCHS", "VIS.PERIOD", "VIS.EPOCHS"]
-)
-def test_negative_periods_are_refused_by_key(key: str) -> None:
-    cfg = config()
-    cfg.merge_from_list([key, -1.0 if key.endswith("EPOCHS") else -1])
+    cfg = config(**{name: value for name, value in changes.items() if "." not in name})
+    for name, value in changes.items():
+        if "." in name:
+            cfg.merge_from_list([name, value])
     with pytest.raises(UserError, match=key):
         resolve_schedule(cfg, num_images=10)
 

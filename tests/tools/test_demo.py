@@ -76,20 +76,10 @@ def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
     arguments += ["--detection", *flatten({**BOTH, **DETECTION})]
     demo.main(arguments)
     said = capsys.readouterr().out
-    *_, trained, random, how_to_read, took, where = said.strip().splitlines()
-    assert trained.startswith("QB-Heat  AP ")
-    assert random.startswith("random   AP ")
-    assert "noise" in how_to_read
-    assert took.startswith("took ")
-    assert Path(where.split()[1]) == output / "report.html"
+    assert said.strip().endswith(f"open  {output / 'report.html'}")
     assert said.count("step     2 of 2") == 3
-    page = (output / "report.html").read_text()
-    for title in ("backbone better?", "Reconstructions", "Spectrum", "Predictions", "hand"):
-        assert f"{title}" in page
-    assert page.count("<figure") >= 4 + 2  # predictions, reconstructions, spectrum
-    assert {p.suffix for p in (output / "images").iterdir()} == {".png"}
-    assert len(list((output / "images").iterdir())) == 4
-    assert (output / "predictions.jpg").is_file()
+    figures = {path.stem for path in (output / "report").glob("*.json")}
+    assert figures == {"curves", "reconstructions", "spectrum", "detections"}
     for folder, backbone in (("qb_heat", "final"), ("random", "random")):
         config = (output / f"probe_{folder}" / "config.yaml").read_text()
         assert "CATEGORY_IDS:\n  - 1\n" in config
@@ -99,9 +89,6 @@ def test_two_steps_of_each_end_in_a_report_and_say_where_it_is(
             if not name.endswith("num_batches_tracked"):  # frozen norms count nothing
                 kept = after[f"backbone.bottom_up.{name}"]
                 torch.testing.assert_close(kept, tensor, rtol=0, atol=0)
-
-    demo.main(arguments)
-    assert "training again" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_of_the_demo_is_left_alone(

@@ -51,11 +51,10 @@ def test_this_environment_has_all_that_is_required(capsys: pytest.CaptureFixture
     assert "compiled ops" in printed
 
 
-def test_an_old_python_is_told_so() -> None:
+def test_an_old_python_is_named() -> None:
     finding = doctor.check_python((3, 9, 1))
     assert finding.required
     assert "3.9.1" in finding.text
-    assert "older than 3.10" in finding.text
     assert doctor.check_python((3, 10, 0)).command == ""
 
 
@@ -69,32 +68,31 @@ def test_a_cpu_build_of_torch_beside_torchvision_is_recognised() -> None:
     findings = {one.name: one for one in doctor.check_torch(Imports(torch=cpu, torchvision=error))}
     vision = findings["torchvision"]
     assert vision.required
-    assert "does not import beside torch 2.13.0+cpu" in vision.text
-    assert "CUDA build" in vision.text
+    assert "2.13.0+cpu" in vision.text
     # Installing alone would find torch already there.
     uninstall, install = vision.command.split(" && ")
     assert uninstall.endswith("pip uninstall -y torch torchvision")
     assert install.endswith("torch torchvision")
 
 
-def test_a_missing_detectron2_is_mended_by_the_tool() -> None:
-    error = ModuleNotFoundError("No module named 'detectron2'", name="detectron2")
-    (finding,) = doctor.check_detectron2(Imports(detectron2=error))
+@pytest.mark.parametrize(
+    ("module", "error", "command"),
+    [
+        ("detectron2", ModuleNotFoundError(name="detectron2"), "tools/install_detectron2.py"),
+        ("detectron2__layers", ModuleNotFoundError(name="fvcore"), " fvcore"),
+        (
+            "detectron2__layers",
+            ImportError("_C.so: undefined symbol"),
+            "uninstall -y detectron2 &&",
+        ),
+    ],
+)
+def test_detectron2_gets_the_command_that_mends_it(
+    module: str, error: ImportError, command: str
+) -> None:
+    (finding,) = doctor.check_detectron2(Imports(**{module: error}))
     assert finding.required
-    assert finding.command.endswith("tools/install_detectron2.py")
-
-
-def test_a_library_that_detectron2_misses_is_the_one_to_install() -> None:
-    error = ModuleNotFoundError("No module named 'fvcore'", name="fvcore")
-    (finding,) = doctor.check_detectron2(Imports(detectron2__layers=error))
-    assert finding.command.endswith(" fvcore")
-
-
-def test_a_broken_build_of_detectron2_is_removed_first() -> None:
-    error = ImportError("_C.so: undefined symbol: foo")
-    (finding,) = doctor.check_detectron2(Imports(detectron2__layers=error))
-    assert "undefined symbol: foo" in finding.text
-    assert "uninstall -y detectron2 && " in finding.command
+    assert command in finding.command
 
 
 @pytest.mark.parametrize(("has_padding", "kind"), [(False, "release v0.6"), (True, "main")])
@@ -121,25 +119,21 @@ def test_all_missing_libraries_come_by_one_command_and_optional_ones_apart() -> 
 def test_only_what_is_required_makes_the_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.report([doctor.Finding("a", "there"), doctor.Finding("b", "gone", "get b")]) == 0
     assert doctor.report([doctor.Finding("c", "gone", "get c", required=True)]) == 1
-    printed = capsys.readouterr().out
-    assert "Everything required is there." in printed
-    assert "  get c\n" in printed
+    assert "  get c\n" in capsys.readouterr().out
 
 
 def test_coco_is_looked_for_where_detectron2_looks(tmp_path: Path) -> None:
     environ = {"DETECTRON2_DATASETS": str(tmp_path)}
     root, coco = doctor.check_datasets(environ)
     assert str(tmp_path) in root.text
-    assert "no coco folder" in coco.text
     assert not coco.required
 
     for name in ("train2017", "val2017", "annotations"):
         (tmp_path / "coco" / name).mkdir(parents=True)
     (tmp_path / "coco/annotations/instances_train2017.json").write_text(json.dumps({}))
     _, coco = doctor.check_datasets(environ)
-    assert "no coco/annotations/instances_val2017.json" in coco.text
+    assert "coco/annotations/instances_val2017.json" in coco.text
 
     (tmp_path / "coco/annotations/instances_val2017.json").write_text(json.dumps({}))
     _, coco = doctor.check_datasets(environ)
-    assert coco.text == "there"
     assert coco.command == ""

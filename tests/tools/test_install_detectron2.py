@@ -15,19 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tool_modules import TOOLS, load_tool
+from tests.tool_modules import load_tool
 
 tool = load_tool("install_detectron2")
-
-
-def write_sdist(path: Path, files: dict[str, str]) -> str:
-    """Packs files below one top folder and returns the archive's SHA-256."""
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in files.items():
-            member = tarfile.TarInfo(f"made-up-0.6/{name}")
-            member.size = len(text.encode())
-            archive.addfile(member, io.BytesIO(text.encode()))
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def bare_python(folder: Path) -> tuple[str, Path]:
@@ -52,7 +42,7 @@ def installed() -> Path:
 def test_an_archive_with_another_hash_is_refused_before_it_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "not-even-an-archive.tar.gz"
     path.write_bytes(b"anything")
-    with pytest.raises(tool.InstallError, match=r"has SHA-256 [0-9a-f]{64}, not 5d2e9e51"):
+    with pytest.raises(tool.InstallError, match="5d2e9e51"):
         tool.read_sdist(path)
 
 
@@ -85,18 +75,12 @@ def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file() -> None:
     assert "setup.py" not in package
 
 
-@pytest.mark.parametrize("times", [0, 2])
-def test_an_adaptation_that_applies_another_number_of_times_is_an_error(times: int) -> None:
-    rule = tool.Adaptation("a.py", "old", "new", times)
-    with pytest.raises(
-        tool.InstallError, match=rf"occurs 1 times in detectron2/a\.py, not {times}"
-    ):
-        tool.adapt({"detectron2/a.py": b"old"}, [rule])
-
-
-def test_an_adaptation_of_a_missing_file_is_an_error() -> None:
-    with pytest.raises(tool.InstallError, match=r"occurs 0 times in detectron2/gone\.py"):
-        tool.adapt({}, [tool.Adaptation("gone.py", "old", "new", 1)])
+@pytest.mark.parametrize(("file", "times"), [("a.py", 0), ("a.py", 2), ("gone.py", 1)])
+def test_an_adaptation_that_applies_another_number_of_times_is_an_error(
+    file: str, times: int
+) -> None:
+    with pytest.raises(tool.InstallError, match=file):
+        tool.adapt({"detectron2/a.py": b"old"}, [tool.Adaptation(file, "old", "new", times)])
 
 
 def test_projects_move_below_the_package_as_in_upstreams_setup() -> None:
@@ -136,41 +120,25 @@ def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     assert tool.build_wheel(package, b"", tmp_path / "2").read_bytes() == first
 
 
-def test_a_wrong_archive_gives_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+def test_a_wrong_archive_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.tar.gz"
-    write_sdist(wrong, {"setup.py": "raise SystemExit('this must not run')"})
-    command = [
-        sys.executable,
-        str(TOOLS / "install_detectron2.py"),
-        "--sdist",
-        str(wrong),
-        "--wheel-only",
-        str(tmp_path),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stderr.count("\n") == 1
-    assert run.stderr.startswith(f"error: {wrong} has SHA-256")
+    with tarfile.open(wrong, "w:gz") as archive:
+        member = tarfile.TarInfo("made-up-0.6/setup.py")
+        archive.addfile(member, io.BytesIO(b""))
+    assert tool.main(["--sdist", str(wrong), "--wheel-only", str(tmp_path)]) == 2
+    assert str(wrong) in capsys.readouterr().err
     assert not list(tmp_path.glob("*.whl"))
 
 
-def test_a_detectron2_that_is_there_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("error", "code"), [("", 0), ("undefined symbol: foo", 2)])
+def test_an_installed_detectron2_is_never_replaced(
+    error: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tool, "find_installed", lambda: tool.Found("0.6", "/built/here", ""))
+    monkeypatch.setattr(tool, "find_installed", lambda: tool.Found("0.6", "/built/here", error))
     monkeypatch.setattr(tool, "run_pip", lambda *_: pytest.fail("pip was run"))
-    assert tool.main([]) == 0
-    assert capsys.readouterr().out == "Detectron2 0.6 is in /built/here: left as it is\n"
-
-
-def test_a_build_that_does_not_import_is_reported_and_left_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = tool.Found("0.6", "/built/here", "undefined symbol: foo")
-    monkeypatch.setattr(tool, "find_installed", lambda: found)
-    monkeypatch.setattr(tool, "run_pip", lambda *_: pytest.fail("pip was run"))
-    assert tool.main([]) == 2
-    assert "does not import (undefined symbol: foo)" in capsys.readouterr().err
+    assert tool.main([]) == code
+    captured = capsys.readouterr()
+    assert (error or "/built/here") in captured.out + captured.err
 
 
 def test_an_empty_folder_named_detectron2_is_no_installation(

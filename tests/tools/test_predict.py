@@ -13,7 +13,9 @@ from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from qbheat_det.config import load_config
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
+from tests.engine.tiny_pretraining import OPTS, RECIPE
 from tests.tool_modules import load_tool
 
 
@@ -49,7 +51,7 @@ def test_a_folder_becomes_pictures_and_results_that_pycocotools_reads(
     results = json.loads(boxes.read_text())
     assert {r["image_id"] for r in results} == {70, 71, 72}
     assert {r["category_id"] for r in results} <= {1, 2, 3}
-    assert "category ids count from 1" in capsys.readouterr().out
+    assert "MODEL.CATEGORY_IDS" in capsys.readouterr().out
     # Taken as the truth, the predictions must be found again, each of them.
     with contextlib.redirect_stdout(io.StringIO()):
         coco = COCO()
@@ -80,35 +82,30 @@ def test_a_broken_file_is_named_and_the_exit_code_says_so(
     arguments = ["--weights", weights, "--input", str(tmp_path / "in")]
     assert predict.main([*arguments, "--json", str(tmp_path / "r.json")]) == 1
     captured = capsys.readouterr()
-    assert "broken.jpg: not an image" in captured.err
+    assert "broken.jpg" in captured.err
     assert "1 boxes" in captured.out
     (box,) = json.loads((tmp_path / "r.json").read_text())
     assert box["category_id"] == 9
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(
+def test_bad_arguments_are_named_with_exit_code_2(
     predict: ModuleType, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = save_run(make_probe_config(), tmp_path / "run")
-    base = ["--output", str(tmp_path / "out")]
-    cases = [
-        (["--weights", "none.pth", "--input", str(photos), *base], "'none.pth' does not exist"),
-        (["--weights", weights, "--input", "nowhere", *base], "'nowhere' does not exist"),
-        (["--weights", weights, "--input", str(photos)], "nothing to write"),
-        (["--weights", weights, "--input", str(photos), *base, "A.B", "1"], "unknown config key"),
-    ]
-    for arguments, reason in cases:
+    pretrained = save_run(load_config(RECIPE, [w for p in OPTS.items() for w in p]), tmp_path / "p")
+    out = f"--output {tmp_path / 'out'}"
+    for words, named in (
+        (f"--weights none.pth --input {photos} {out}", "'none.pth'"),
+        (f"--weights {weights} --input nowhere {out}", "'nowhere'"),
+        (f"--weights {weights} --input {photos}", "--json"),
+        (f"--weights {weights} --input {photos} {out} A.B 1", "A.B"),
+        (f"--weights {tmp_path}/m.onnx --input x --json y --fast", "--fast"),
+        (f"--weights {pretrained} --input {photos} {out}", "QBHeat"),
+    ):
         with pytest.raises(SystemExit) as caught:
-            predict.main(arguments)
+            predict.main([*words.split()[:4], "--device", "cpu", *words.split()[4:]])
         assert caught.value.code == 2
-        assert reason in capsys.readouterr().err
-
-
-def test_help_teaches_by_example(predict: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        predict.main(["--help"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.count("python tools/predict.py") == 7
+        assert named in capsys.readouterr().err
 
 
 def test_the_fast_form_finds_the_same_boxes_and_says_what_it_did(
@@ -123,20 +120,9 @@ def test_the_fast_form_finds_the_same_boxes_and_says_what_it_did(
         assert predict.main([*arguments, "MODEL.DEPLOY.COMPILE", "off"]) == 0
         found.append(json.loads(path.read_text()))
     said = capsys.readouterr().err
-    assert "fold          yes" in said
-    assert "compile       no   not asked for" in said
+    assert "fold" in said
     assert len(found[0]) == len(found[1]) > 0
     for plain, fast in zip(*found, strict=True):
         assert plain["category_id"] == fast["category_id"]
         assert plain["score"] == pytest.approx(fast["score"], abs=1e-4)
         assert plain["bbox"] == pytest.approx(fast["bbox"], abs=0.05)
-
-
-def test_an_exported_file_is_not_made_faster(
-    predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--weights", str(tmp_path / "m.onnx"), "--input", "x", "--json", "y", "--fast"]
-    with pytest.raises(SystemExit) as caught:
-        predict.main(arguments)
-    assert caught.value.code == 2
-    assert "leave out --fast" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def save_model(path: Path, *opts: str, zero: bool = False) -> str:
 
 
 def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
-    tool: ModuleType, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: ModuleType, folders: list[str], tmp_path: Path
 ) -> None:
     zero = save_model(tmp_path / "zero.safetensors", zero=True)
     trained = save_model(tmp_path / "trained.safetensors")
@@ -64,17 +64,7 @@ def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
     assert list(rows) == ["zero", "mean image", "ridge", *beside]
     for view in VIEWS:
         assert rows[zero][view]["loss"] == pytest.approx(rows["zero"][view]["loss"], rel=1e-5)
-    text = capsys.readouterr().out
-    assert text.splitlines()[0].split() == list(VIEWS)
-    for view in VIEWS:
-        expected = rows[trained][view]["loss"] - rows["ridge"][view]["loss"]
-        assert rows[f"{trained} - ridge"][view]["loss"] == pytest.approx(expected)
-    line = next(line for line in text.splitlines() if line.startswith(f"{trained}  "))
     figures = [rows[trained][view] for view in VIEWS]
-    cells = [f"{cell['loss']:.4f} ± {cell['standard_error']:.4f}" for cell in figures]
-    assert all(cell in line for cell in cells)
-    assert "over 5 held-out images" in text
-
     cfg = load_config(CONFIG, SMALL)  # and as a run evaluates itself
     register_image_folders("held_out_of_a_test", [folders[3]])
     model = build_model(cfg).eval()
@@ -88,22 +78,6 @@ def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
     names = ("loss_corner", "loss_centre", "loss")
     assert [found[name] for name in names] == pytest.approx([cell["loss"] for cell in figures])
     assert found["loss_standard_error"] == pytest.approx(figures[2]["standard_error"])
-
-
-def test_unreadable_images_are_named(
-    tool: ModuleType, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "train" / "0.png").write_bytes(b"no image")
-    for i in range(1, 5):
-        (tmp_path / "val" / f"{i}.png").unlink()
-    path = tmp_path / "figures.json"
-    options = ["--max-images", "6", "--json", str(path)]
-    tool.main(["--config-file", CONFIG, *folders, *options, *SMALL])
-    assert "0.png" in capsys.readouterr().err
-    figures = json.loads(path.read_text())
-    assert (figures["training_images"], figures["training_rows"]) == (5, 5 * 2)
-    assert figures["losses"]["ridge"]["mean"]["standard_error"] is None  # of one image
-    assert len(figures["unreadable"]) == 1
 
 
 def test_wrong_input_is_exit_code_2_and_names_what_is_wrong(

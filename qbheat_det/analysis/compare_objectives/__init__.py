@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Comparisons of pre-training objectives: the commands, their execution, tables and chart."""
+"""Comparisons of pre-training objectives: the commands, their execution, and tables."""
 
 from .execute import compare, is_done
 from .objectives import load_objectives

@@ -10,10 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,14 +30,11 @@ from .results import write_report
 _LOG_LINES = 12  # of a job that failed
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, str]]:
-    """Runs the jobs that are not done, and rewrites the report after each.
-
-    Args:
-        comparison: to run.
-        jobs: processes at once; each gets its share of the machine's threads.
+    """Runs the jobs that are not done, several at once, and rewrites the report after each.
 
     Returns:
         The tables, and the reason of each job that failed, by title.
@@ -90,20 +84,8 @@ def is_done(job: Job) -> bool:
     return not missing
 
 
-def count_threads(jobs: int) -> int:
-    """Returns the threads of each of several processes; at most ``OMP_NUM_THREADS``."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    share = max(1, (cores or 1) // jobs)
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, max(1, int(limit))) if limit.isdecimal() else share
-
-
 class _Pool:
-    """Runs the rows side by side, and the jobs of a row one after another.
-
-    Attributes:
-        failed: the reason of each job that failed, by title.
-    """
+    """Runs the rows side by side, and the jobs of a row one after another."""
 
     def __init__(self, comparison: Comparison, rows: list[Row], jobs: int) -> None:
         self.failed: dict[str, str] = {}
@@ -142,6 +124,7 @@ class _Pool:
     def _run_job(self, job: Job) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
         began = time.time()
+        threads = os.environ.get("OMP_NUM_THREADS", str((os.cpu_count() or 1) // self._jobs or 1))
         with open(job.log_file, "ab") as log:
             log.write(f"\n$ {shlex.join(job.command)}\n".encode())
             log.flush()
@@ -155,7 +138,7 @@ class _Pool:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | _set_threads(count_threads(self._jobs)),
+                    env=os.environ | dict.fromkeys(_THREADS, threads),
                     preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
                 self._running.add(process)
@@ -178,7 +161,8 @@ class _Pool:
             "seconds": time.time() - began,
             "versions": list_versions(),
         }
-        _write_json(job.record_file, record)
+        content = json.dumps(record, indent=1).encode()
+        write_atomically(job.record_file, lambda stream: stream.write(content))
         self._report(job)
 
     def _report(self, job: Job, reason: str = "") -> None:
@@ -205,15 +189,6 @@ def _save_initialized(row: Row) -> None:
     info = WeightsInfo.from_config(cfg, iteration=-1, commit=find_commit())
     row.weights.parent.mkdir(parents=True, exist_ok=True)
     save_weights(str(row.weights), state, info)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=1).encode()
-    write_atomically(path, lambda stream: stream.write(text))
-
-
-def _set_threads(number: int) -> dict[str, str]:
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(number))
 
 
 def _end_with_parent() -> None:

@@ -14,20 +14,11 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES
 
 RANDOM = "random"
-# From the cheapest to the paper's; others follow by name.
-_ORDER = (RANDOM, "supervised", "moco_v2", "wasserstein_dual", "wasserstein_contrastive",
-          "mask_token", "interpolation", "qb_heat")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One row of a comparison.
-
-    Attributes:
-        name: of the row and of its folder.
-        config_file: that trains it; for ``random``, whose backbone is initialized.
-        cfg: of that file, with the overrides of all objectives.
-    """
+    """One row of a comparison; ``cfg`` is of ``config_file``, with the overrides of all."""
 
     name: str
     config_file: str
@@ -42,18 +33,12 @@ class Objective:
 def list_objectives() -> list[str]:
     """Returns the names of the package's objectives, ``random`` first."""
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
-    found = {path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("Base-")}
-    found.add(RANDOM)
-    first = [name for name in _ORDER if name in found]
-    return [*first, *sorted(found - set(first))]
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    return [RANDOM, *(name for name in names if not name.startswith("Base-"))]
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Returns objectives by name or config file.
-
-    Args:
-        wanted: in this order; all of ``list_objectives`` if empty.
-        opts: overrides of every config.
+    """Returns objectives by name or config file, all of ``list_objectives`` if none is wanted.
 
     Raises:
         UserError: an objective is unknown or named twice, a config is not valid, or two have

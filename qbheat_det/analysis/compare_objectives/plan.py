@@ -38,19 +38,12 @@ _DETECTOR_OPTS = ("SOLVER.CHECKPOINT_EPOCHS", "2.0", "SOLVER.CHECKPOINTS_KEPT", 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
+    """What is compared; probes are trained on ``train_folder`` and classify ``val_folder``.
 
     Attributes:
-        objectives: rows, in order.
-        seeds: of each.
         epochs: over the images of pre-training.
-        train_folder: class folders; probes are trained on them and, without ``image_folders``, all
-            objectives.
-        val_folder: class folders that probes classify.
-        output_dir: of everything.
         tools: folder of the scripts.
-        image_folders: images for pre-training without labels instead.
-        probes: of each backbone.
+        image_folders: images for pre-training without labels, instead of ``train_folder``.
         num_recalibrated: whole training images for BatchNorm's statistics.
         detectors: keys of ``DETECTORS``.
         annotations: train-json, train-images, val-json, val-images of the detectors; may be empty.
@@ -98,18 +91,16 @@ class Job:
     """One command of a comparison, which continues where it was stopped when it is repeated.
 
     Attributes:
-        objective: name of the row.
-        seed: of the row.
+        title: objective, seed and stage.
         stage: "pretraining", "probes", "export" or a detector.
-        folder: of the row and seed; gets ``<stage>.json`` and ``<stage>.log``.
+        folder: of the row; gets ``<stage>.json`` when the command ended well, and ``<stage>.log``.
         command: the arguments.
         settings: that decide the result; a result of other settings is refused.
         inputs: files that must exist, and not change afterwards.
         wanted: parts of the result; if some are missing, the command is repeated.
     """
 
-    objective: str
-    seed: int
+    title: str
     stage: str
     folder: Path
     command: list[str]
@@ -118,12 +109,7 @@ class Job:
     wanted: tuple[str, ...] = ()
 
     @property
-    def title(self) -> str:
-        return f"{self.objective} seed {self.seed} {self.stage}"
-
-    @property
     def record_file(self) -> Path:
-        """Is written when the command has ended well."""
         return self.folder / f"{self.stage}.json"
 
     @property
@@ -139,6 +125,12 @@ class Row:
     seed: int
     folder: Path
     jobs: list[Job] = field(default_factory=list)
+
+    def add(self, stage: str, command: list[str], settings: Mapping[str, Any],
+            inputs: tuple[Path, ...] = (), wanted: Sequence[str] = ()) -> None:  # fmt: skip
+        """Adds a job."""
+        title = f"{self.objective.name} seed {self.seed} {stage}"
+        self.jobs.append(Job(title, stage, self.folder, command, settings, inputs, tuple(wanted)))
 
     @property
     def weights(self) -> Path:
@@ -163,16 +155,15 @@ def list_jobs(comparison: Comparison) -> list[Row]:
             folder = comparison.output_dir / objective.name / f"seed{seed}"
             row = Row(objective, seed, folder)
             if objective.name != RANDOM:
-                row.jobs.append(_plan_pretraining(comparison, row))
-            row.jobs.append(_plan_probes(comparison, row))
-            if comparison.detectors:
-                row.jobs.append(_plan_export(comparison, row))
-            row.jobs.extend(_plan_detector(comparison, row, name) for name in comparison.detectors)
+                _add_pretraining(comparison, row)
+            _add_probes(comparison, row)
+            for name in comparison.detectors:
+                _add_detector(comparison, row, name)
             rows.append(row)
     return rows
 
 
-def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
+def _add_pretraining(comparison: Comparison, row: Row) -> None:
     objective, epochs = row.objective, comparison.epochs
     flag, folders, source = "--image-folder", list(comparison.image_folders), "pretraining"
     if objective.labelled:
@@ -190,54 +181,40 @@ def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
         "contents": comparison.contents[source],
         "config": _list_settings(load_config(objective.config_file, opts)),
     }
-    return Job(objective.name, row.seed, "pretraining", row.folder, command, settings)
+    row.add("pretraining", command, settings)
 
 
-def _plan_probes(comparison: Comparison, row: Row) -> Job:
+def _add_probes(comparison: Comparison, row: Row) -> None:
+    """Adds the probes and, for detectors, the export of the backbone."""
+    number, train = str(comparison.num_recalibrated), comparison.train_folder
+    weights = ("--weights", str(row.weights), "--recalibrate-bn", number)
     command = [
-        *_tool(comparison, "probe_backbone.py", "--weights", str(row.weights)),
-        *("--train-folder", comparison.train_folder, "--val-folder", comparison.val_folder),
-        *("--probes", *comparison.probes, "--recalibrate-bn", str(comparison.num_recalibrated)),
-        *("--json", str(row.folder / "probes" / "rows.json")),
+        *_tool(comparison, "probe_backbone.py", *weights, "--train-folder", train),
+        *("--val-folder", comparison.val_folder, "--probes", *comparison.probes),
+        *("--json", str(row.folder / "probes/rows.json")),  # ends the list of probes
         *("SEED", str(row.seed)),  # the same parts of the training images for every objective
     ]
-    settings = {
-        "contents": [comparison.contents[name] for name in ("train", "val")],
-        "recalibrate_bn": comparison.num_recalibrated,
-    }
-    return Job(row.objective.name, row.seed, "probes", row.folder, command, settings,
-               (row.weights,), tuple(comparison.probes))  # fmt: skip
+    contents = [comparison.contents[name] for name in ("train", "val")]
+    settings: dict[str, Any] = {"contents": contents, "recalibrate_bn": number}
+    row.add("probes", command, settings, (row.weights,), comparison.probes)
+    if comparison.detectors:
+        command = [
+            *_tool(comparison, "export_backbone.py", *weights, "--image-folder", train),
+            *("--output", str(row.backbone), "--overwrite"),
+            *("INPUT.DATASET_MAPPER_NAME", "pretrain"),  # whole images for every objective
+        ]
+        settings = {"contents": contents[0], "recalibrate_bn": number}
+        row.add("export", command, settings, (row.weights,))
 
 
-def _plan_export(comparison: Comparison, row: Row) -> Job:
-    command = [
-        *_tool(comparison, "export_backbone.py", "--weights", str(row.weights)),
-        *("--output", str(row.backbone), "--overwrite"),
-        *("--recalibrate-bn", str(comparison.num_recalibrated)),
-        *("--image-folder", comparison.train_folder),
-        *("INPUT.DATASET_MAPPER_NAME", "pretrain"),  # whole images for every objective
-    ]
-    settings = {
-        "contents": comparison.contents["train"],
-        "recalibrate_bn": comparison.num_recalibrated,
-    }
-    return Job(
-        row.objective.name, row.seed, "export", row.folder, command, settings, (row.weights,)
-    )
-
-
-def _plan_detector(comparison: Comparison, row: Row, detector: str) -> Job:
+def _add_detector(comparison: Comparison, row: Row, detector: str) -> None:
     name = row.objective.cfg.MODEL.BACKBONE.NAME
     if name != "MobileFormer":
-        raise UserError(
-            f"--detectors need MobileFormer, but MODEL.BACKBONE.NAME of '{row.objective.name}' is "
-            f"'{name}'"
-        )
+        raise UserError(f"--detectors need MobileFormer, but MODEL.BACKBONE.NAME is '{name}'")
     config = get_config_path(DETECTORS[detector])
-    pairs = zip(comparison.opts[::2], comparison.opts[1::2], strict=True)
     variant = [
         word
-        for key, value in pairs
+        for key, value in zip(comparison.opts[::2], comparison.opts[1::2], strict=True)
         if key.startswith("MODEL.MOBILE_FORMER.") and not key.endswith("OUT_FEATURES")
         for word in (key, value)
     ]
@@ -253,8 +230,7 @@ def _plan_detector(comparison: Comparison, row: Row, detector: str) -> Job:
         "contents": [hash_file(path) for path in comparison.annotations if os.path.isfile(path)],
         "config": _list_settings(load_config(config, opts)),
     }
-    return Job(row.objective.name, row.seed, detector, row.folder, command, settings,
-               (row.backbone,))  # fmt: skip
+    row.add(detector, command, settings, (row.backbone,))
 
 
 def _tool(comparison: Comparison, name: str, *arguments: str) -> list[str]:

@@ -94,14 +94,14 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 
 def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
-    """Checks an annotation file and that its images exist, and returns what it holds.
+    """Checks an annotation file, returns what it holds, and logs what is odd.
 
-    Image files are looked up in the listings of their folders and not opened. Warnings are logged.
+    Image files are looked up in the listings of their folders and not opened.
 
     Raises:
-        UserError: file or images are missing; the file is not JSON or not COCO; ids occur
-            twice or point to nothing; sizes, boxes or masks make no sense; no image, category
-            or box. The message is that of the first error and counts the others.
+        UserError: the first error's message, which counts the others: file or images are missing;
+            the file is not JSON or not COCO; ids occur twice or point to nothing; sizes, boxes or
+            masks make no sense; no image, category or box.
     """
     content = read_coco_json(json_file, image_root)
     raise_first(content.errors)

@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Folders of images as data sets: nested or flat, with class folders or without any labels.
 
-A folder is listed when its set is first loaded, without opening single files. The order is that of
-the names and the same on every machine.
+A folder is listed when its set is first loaded, in the order of the names. Sets that lack a class
+number the others differently: labels of several sets are brought to one numbering by name.
 """
 
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -23,6 +23,11 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".
 _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
 
 PathLike = str | os.PathLike[str]
+Records = list[dict[str, Any]]
+Labelled = tuple[Records, Sequence[str]]
+"""Records with "label", and the names of the classes."""
+
+_SHOWN = 5  # classes that a message names
 
 
 def register_image_folders(
@@ -101,8 +106,7 @@ def list_images(folder: PathLike) -> list[str]:
     names, which begin with a dot, are left out. Links are followed, but not in circles.
 
     Raises:
-        UserError: the folder does not exist, cannot be read, or holds no image; the message says
-            what it holds instead.
+        UserError: the folder does not exist, cannot be read, or holds no image.
     """
     images = [path for images, _ in _walk(_existing(folder)) for path in images]
     if not images:
@@ -122,10 +126,9 @@ def check_image_folder(folder: PathLike) -> None:
             return
         others.update(os.path.splitext(name)[1].lower() or "no ending" for name in names)
     kinds = [f"{count:,} with {kind}" for kind, count in others.most_common()]
-    found = f"but other files: {join_first(kinds)}" if kinds else "and no other visible file"
+    found = join_first(kinds) if kinds else "no visible file"
     raise UserError(
-        f"there is no image in the folder '{os.fspath(folder)}' or below it, {found}; images end "
-        f"in {' '.join(_ENDINGS)}"
+        f"the folder '{os.fspath(folder)}' holds no image ({' '.join(_ENDINGS)}), but {found}"
     )
 
 
@@ -177,7 +180,93 @@ def _is_below(path: str, folder: str) -> bool:
 def _class_of(path: str, root: str) -> str:
     class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
     if not separator:
-        raise UserError(
-            f"image '{path}' lies in no class folder: the folders in '{root}' are the classes"
-        )
+        raise UserError(f"image '{path}' lies in no class folder of '{root}'")
     return class_name
+
+
+def list_classes(sets: Sequence[str]) -> list[str]:
+    """Returns the sorted names of all classes that registered sets have images of.
+
+    Raises:
+        UserError: a set has no labels, or cannot be listed.
+    """
+    return sorted({class_name for _, class_name in _pair(map(_load, sets))})
+
+
+def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
+    """Returns the records of registered sets, one after another, with "label" as in a list.
+
+    Args:
+        sets: names of sets; "image_id" is the number of an image among all of them.
+        class_names: of label 0, 1, 2, …
+
+    Raises:
+        UserError: a set has no labels, or images of a class that is not in the list.
+    """
+    return _label(_pair(map(_load, sets)), class_names, " and ".join(sets))
+
+
+def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
+    """Loads sets by name, those of each side one after another, and unites their labels.
+
+    Raises:
+        UserError: a set has no labels, or ``unite_labels`` raises.
+    """
+    names = " and ".join(train), " and ".join(val)
+    return unite_labels([*map(_load, train)], [*map(_load, val)], names=names)
+
+
+def unite_labels(
+    train: Sequence[Labelled], val: Sequence[Labelled], *, names: tuple[str, str]
+) -> tuple[Records, Records]:
+    """Returns records with "file_name", "image_id" and "label", by the names of the classes.
+
+    Args:
+        train: sets to learn from.
+        val: sets to classify.
+        names: of both, for the message.
+
+    Raises:
+        UserError: ``val`` has a class that ``train`` does not have, or there is one class.
+    """
+    known = _pair(train)
+    class_names = sorted({class_name for _, class_name in known})
+    if len(class_names) < 2:
+        raise UserError(
+            f"'{names[0]}' holds images of one class alone, '{class_names[0]}': the folders right "
+            "below it are the classes"
+        )
+    return _label(known, class_names, names[0]), _label(_pair(val), class_names, names[1])
+
+
+def _label(pairs: Sequence[tuple[str, str]], class_names: Sequence[str], name: str) -> Records:
+    labels = {class_name: label for label, class_name in enumerate(class_names)}
+    if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
+        raise UserError(
+            f"'{name}' has images of {join_first(unknown, _SHOWN)}, which are none of the "
+            f"{len(labels)} classes {join_first(class_names, _SHOWN)}"
+        )
+    return [
+        {"file_name": path, "image_id": i, "label": labels[class_name]}
+        for i, (path, class_name) in enumerate(pairs)
+    ]
+
+
+def _load(name: str) -> Labelled:
+    records = DatasetCatalog.get(name)
+    class_names = MetadataCatalog.get(name).get("folder_classes")
+    if not class_names or any("label" not in record for record in records):
+        raise UserError(
+            f"the images of dataset '{name}' have no labels: name a set of class folders, such as "
+            "imagenet_train, or give class folders by --train-folder and --val-folder, for nearest "
+            "neighbours --knn-train-folder and --knn-val-folder"
+        )
+    return records, class_names
+
+
+def _pair(sets: Iterable[Labelled]) -> list[tuple[str, str]]:
+    return [
+        (record["file_name"], class_names[record["label"]])
+        for records, class_names in sets
+        for record in records
+    ]

@@ -88,12 +88,15 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
     try:
         with file_lock(f"{folder}.lock"):
             if not folder.is_dir():
-                _draw_atomically(spec, folder)
+                partial = Path(tempfile.mkdtemp(prefix=f".{spec.folder_name}.", dir=cache))
+                try:
+                    _draw(spec, partial)
+                    partial.chmod(0o755)  # mkdtemp's folder is its owner's alone
+                    os.replace(partial, folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise UserError(
-            f"cannot write the toy set to '{cache}' ({error.strerror or error}); "
-            "set QBHEAT_CACHE to a folder that can be written"
-        ) from error
+        raise UserError(f"cannot write to '{cache}' (QBHEAT_CACHE): {error}") from error
     return folder
 
 
@@ -183,16 +186,6 @@ def _without_midpoints(loop: NDArray[np.int64]) -> NDArray[np.int64]:
     before, after = loop - np.roll(loop, 1, axis=0), np.roll(loop, -1, axis=0) - loop
     corners: NDArray[np.bool_] = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
     return loop[corners]
-
-
-def _draw_atomically(spec: ToySpec, folder: Path) -> None:
-    partial = Path(tempfile.mkdtemp(prefix=f".{spec.folder_name}.", dir=folder.parent))
-    try:
-        _draw(spec, partial)
-        partial.chmod(0o755)  # mkdtemp's folder is its owner's alone
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _draw(spec: ToySpec, folder: Path) -> None:

@@ -15,20 +15,28 @@ from qbheat_det.data.errors import DataError
 
 from .classification import ClassificationMapper
 from .detr import DetrDatasetMapper, build_detr_crop
-from .fixed_views import VIEW_ROW, FixedViews, Mapper, choose_view, number_records
+from .fixed_views import (
+    VIEW_ROW,
+    CachedViews,
+    FixedViews,
+    Mapper,
+    PreparedMapper,
+    number_records,
+)
 from .pretraining import PretrainingMapper
 from .two_views import TwoViewMapper
 
 __all__ = [
     "VIEW_ROW",
+    "CachedViews",
     "ClassificationMapper",
     "DetrDatasetMapper",
     "FixedViews",
     "Mapper",
+    "PreparedMapper",
     "PretrainingMapper",
     "TwoViewMapper",
     "build_detr_crop",
-    "choose_view",
     "number_records",
 ]
 
@@ -42,8 +50,8 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
 """What ``INPUT.DATASET_MAPPER_NAME`` can name: ``(cfg, is_train) -> mapper``.
 
 To add one, before the data loader is built: ``DATASET_MAPPERS["mine"] = MyMapper``. A
-subclass of Detectron2's ``DatasetMapper`` fits as it is. Before training, a method ``prepare``
-gets all records, if the mapper has one.
+subclass of Detectron2's ``DatasetMapper`` fits as it is; see ``PreparedMapper`` for one that needs
+all records.
 """
 
 MAPPERS_OF_IMAGES = {"pretrain", "classify", "two_views"}
@@ -56,11 +64,10 @@ MAPPERS_OF_CLASSES = {"classify"}
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
     """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
-    Called on an image that cannot be read, or is not of the annotated size, it raises a
-    ``UserError`` that names the file.
+    On an image that cannot be read, or is not of the annotated size, it raises a ``UserError``.
 
     Raises:
-        UserError: there is no mapper of that name; the message lists the right ones.
+        UserError: there is no mapper of that name.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
@@ -78,8 +85,8 @@ class NamingMapper:
     mapper: Mapper
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Gives all records to a mapper that has a ``prepare``."""
-        if hasattr(self.mapper, "prepare"):
+        """Gives all records to a ``PreparedMapper``."""
+        if isinstance(self.mapper, PreparedMapper):
             self.mapper.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:

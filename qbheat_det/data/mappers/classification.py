@@ -33,11 +33,7 @@ class ClassificationMapper:
 
     Returns what ``PretrainingMapper`` returns, ``label`` with it. In training, RandAugment and
     random erasing follow its part and flip; in inference the part is a square in the middle, and
-    nothing else is done. That square is, but for rounding to whole pixels, the centre crop of S
-    pixels of the image whose shorter side was resized to S over the
-    crop's ``test_crop``.
-
-    An image that cannot be read is a ``DataError``.
+    nothing else is done. An image that cannot be read is a ``DataError``.
     """
 
     @configurable
@@ -63,12 +59,19 @@ class ClassificationMapper:
         Raises:
             UserError: a value makes no sense.
         """
-        _check(rand_augment, random_erasing)
+        magnitude, deviation = rand_augment if len(rand_augment) == 2 else (-1, -1)
+        is_whole = magnitude == int(magnitude) and 0 <= magnitude <= _LARGEST_MAGNITUDE
+        if len(rand_augment) and not (is_whole and deviation >= 0):
+            raise UserError(
+                "INPUT.CLASSIFY.RAND_AUGMENT must be empty or [whole number up to "
+                f"{_LARGEST_MAGNITUDE}, standard deviation], but is {list(rand_augment)}"
+            )
+        if not 0 <= random_erasing <= 1:
+            raise UserError(f"INPUT.CLASSIFY.RANDOM_ERASING is {random_erasing}, not in [0, 1]")
         self._crop = crop
         self._is_bgr = crop.pixel_format == "BGR"
         self._augment = None
         if crop.is_train and rand_augment:
-            magnitude, deviation = rand_augment
             mean = [round(value) for value in pixel_mean]
             self._augment = rand_augment_transform(
                 f"rand-m{int(magnitude)}-mstd{deviation:f}-inc1",
@@ -127,15 +130,3 @@ class ClassificationMapper:
         normalised = (image.float() - self._mean) / self._std
         erased = self._erasing[1](normalised) * self._std + self._mean
         return erased.round().clamp(0, 255).to(torch.uint8)
-
-
-def _check(rand_augment: Sequence[float], random_erasing: float) -> None:
-    magnitude, deviation = rand_augment if len(rand_augment) == 2 else (-1, -1)
-    is_whole = magnitude == int(magnitude) and 0 <= magnitude <= _LARGEST_MAGNITUDE
-    if len(rand_augment) and not (is_whole and deviation >= 0):
-        raise UserError(
-            "INPUT.CLASSIFY.RAND_AUGMENT must be empty or [magnitude, standard deviation], the "
-            f"magnitude a whole number up to {_LARGEST_MAGNITUDE}, but is {list(rand_augment)}"
-        )
-    if not 0 <= random_erasing <= 1:
-        raise UserError(f"INPUT.CLASSIFY.RANDOM_ERASING must be in [0, 1], but is {random_erasing}")

@@ -54,9 +54,7 @@ def build_detr_crop(
         UserError: a length is not positive, or ``crop_range`` is not [min, max].
     """
     if min(resize_to, default=0) <= 0:
-        raise UserError(
-            f"INPUT.DETR_CROP_RESIZE must hold positive lengths, but is {list(resize_to)}"
-        )
+        raise UserError(f"INPUT.DETR_CROP_RESIZE must be positive, but is {list(resize_to)}")
     if len(crop_range) != 2 or not 0 < crop_range[0] <= crop_range[1]:
         raise UserError(
             "INPUT.DETR_CROP_RANGE must be [min, max] with 0 < min <= max, "

@@ -1,16 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A fixed number of augmented views of every image, drawn once, in place of ever new ones.
 
-What a frozen encoder makes of such a view is the same at every visit, so that it can be cached.
+What a frozen encoder makes of such a view is the same at every visit, so that it can be cached:
+``CachedViews`` reads from the disk what ``FixedViews`` draws.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from detectron2.structures import Boxes, Instances
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.errors import DataError
+from qbheat_det.data.feature_store import FeatureStore, View
 from qbheat_det.data.seeding import VIEW, preserved_randomness, seed_place
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
@@ -18,6 +21,19 @@ Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
 
 VIEW_ROW = "view_row"
 """Key of a record that holds its index in the dataset, by which its views are seeded."""
+
+_KEPT = ("file_name", "image_id", "label")
+
+
+@runtime_checkable
+class PreparedMapper(Protocol):
+    """A mapper that is given all records once: before training, and before workers are started."""
+
+    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
+        """Does what takes all records, such as decoding a small set of images into memory."""
+
+    def __call__(self, dataset_dict: dict[str, Any], /) -> dict[str, Any] | DataError | None:
+        """As any ``Mapper``."""
 
 
 class FixedViews:
@@ -39,19 +55,12 @@ class FixedViews:
             UserError: ``count`` is not positive or ``seed`` is negative.
         """
         if count < 1:
-            raise UserError(
-                f"INPUT.FIXED_VIEWS.COUNT must be 0, for ever new views, or more, but is {count}"
-            )
+            raise UserError(f"INPUT.FIXED_VIEWS.COUNT must be positive, but is {count}")
         if seed < 0:
             raise UserError(f"INPUT.FIXED_VIEWS.SEED must not be negative, but is {seed}")
         self.mapper = mapper
         self.count = count
         self.seed = seed
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Gives all records to a mapper that has a ``prepare``."""
-        if hasattr(self.mapper, "prepare"):
-            self.mapper.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
         return self.view(dataset_dict, choose_view(self.count))
@@ -63,6 +72,45 @@ class FixedViews:
         with preserved_randomness():
             seed_place(self.seed, VIEW, row, number)
             return self.mapper(record)
+
+
+class CachedViews:
+    """From a record to what its mapper returned, with features in the place of pixels.
+
+    Chooses views as ``FixedViews`` does, so that training from a cache gets the same. Returns the
+    record's "file_name", "image_id" and "label", as far as it has them, with:
+
+    - "features": the encoder's outputs by name, (C, h, w) or (M, D) each, in the cache's dtype;
+    - "image" (3, H, W), uint8: zeros in the size of the view, which take no memory;
+    - "height" and "width" of the whole image, and "instances" with ``gt_boxes`` and
+      ``gt_classes``, if the mapper gave them.
+
+    An image that the mapper skipped is skipped here: a ``DataError`` or None.
+    """
+
+    def __init__(self, store: FeatureStore, count: int) -> None:
+        """``store`` holds ``count`` views of each image."""
+        self.store = store
+        self.count = count
+        # Of all images: what a worker sends takes an open file a tensor, unless they share memory.
+        self._pixel = torch.zeros((), dtype=torch.uint8)
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
+        view = self.store.read(dataset_dict[VIEW_ROW] * self.count + choose_view(self.count))
+        if not isinstance(view, View):
+            return view
+        entry = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
+        entry["features"] = view.features
+        entry["image"] = self._pixel.expand(3, *view.image_size)
+        if view.full_size is not None:
+            entry["height"], entry["width"] = view.full_size
+        truth = view.ground_truth
+        if "gt_boxes" in truth:
+            boxes, classes = Boxes(truth["gt_boxes"]), truth["gt_classes"]
+            entry["instances"] = Instances(view.image_size, gt_boxes=boxes, gt_classes=classes)
+        if "label" in truth:
+            entry["label"] = int(truth["label"])
+        return entry
 
 
 def choose_view(count: int) -> int:

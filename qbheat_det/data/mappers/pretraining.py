@@ -7,7 +7,7 @@ An image that cannot be read is skipped and reported, not fatal.
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.errors import DataError
-from qbheat_det.data.images import Box, ReadableImage, open_image, resize
+from qbheat_det.data.images import Box, open_image, resize
 from qbheat_det.data.memory import DecodedImages, decode_if_small
 
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
@@ -61,18 +61,19 @@ class PretrainingMapper:
         Raises:
             UserError: a value makes no sense.
         """
-        _check(scale=scale, ratio=ratio, flip=flip, pixel_format=pixel_format)
-        for key, value, valid in (
-            ("INPUT.PRETRAIN.SIZE must be at least 1 pixel", size, size >= 1),
-            ("INPUT.PRETRAIN.MEMORY_GB must not be negative", memory_gb, memory_gb >= 0),
-            (
-                "INPUT.CLASSIFY.TEST_CROP is a share of a side, above 0 to 1",
-                test_crop,
-                0 < test_crop <= 1,
-            ),
+        is_scale = len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1
+        is_ratio = len(ratio) == 2 and 0 < ratio[0] <= ratio[1]
+        for key, value, is_valid, must in (
+            ("PRETRAIN.SCALE", scale, is_scale, "[min, max] with 0 < min <= max <= 1"),
+            ("PRETRAIN.RATIO", ratio, is_ratio, "[min, max] with 0 < min <= max"),
+            ("PRETRAIN.SIZE", size, size >= 1, "at least 1 pixel"),
+            ("PRETRAIN.MEMORY_GB", memory_gb, memory_gb >= 0, "0 or more"),
+            ("CLASSIFY.TEST_CROP", test_crop, 0 < test_crop <= 1, "above 0 and at most 1"),
+            ("RANDOM_FLIP", flip, flip in _FLIPS, f"one of {', '.join(_FLIPS)}"),
+            ("FORMAT", pixel_format, pixel_format in _FORMATS, f"one of {', '.join(_FORMATS)}"),
         ):
-            if not valid:
-                raise UserError(f"{key}, but is {value}")
+            if not is_valid:
+                raise UserError(f"INPUT.{key} must be {must}, but is {value!r}")
         self.size = size
         self.scale = scale[0], scale[1]
         self.ratio = ratio[0], ratio[1]
@@ -113,7 +114,8 @@ class PretrainingMapper:
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         file_name = dataset_dict["file_name"]
         try:
-            with self._open(file_name) as picture:
+            kept_image = self._memory.get(file_name) if self._memory is not None else None
+            with nullcontext(kept_image) if kept_image else open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
         except MemoryError:
@@ -121,15 +123,12 @@ class PretrainingMapper:
         except Exception as error:  # what a broken file raises depends on its format's decoder
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return DataError("unreadable image", f"image {file_name!r}", reason)
-        reverse = self._reversed + (self._flipped if self._is_to_be_flipped() else ())
+        is_flipped = self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
+        reverse = self._reversed + (self._flipped if is_flipped else ())
         image = resize(pixels, self.size, self.size)
         image = image.flip(reverse) if reverse else image
         kept = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
         return {**kept, "image": image.contiguous()}
-
-    def _open(self, file_name: str) -> AbstractContextManager[ReadableImage]:
-        picture = self._memory.get(file_name) if self._memory is not None else None
-        return open_image(file_name) if picture is None else nullcontext(picture)
 
     def _choose_box(self, width: int, height: int) -> Box:
         if not self.is_train:
@@ -141,23 +140,3 @@ class PretrainingMapper:
             without_pixels, list(self.scale), list(self.ratio)
         )
         return left, top, left + wide, top + tall
-
-    def _is_to_be_flipped(self) -> bool:
-        return self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
-
-
-def _check(*, scale: Sequence[float], ratio: Sequence[float], flip: str, pixel_format: str) -> None:
-    if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
-        raise UserError(
-            f"INPUT.PRETRAIN.SCALE must be [min, max] with 0 < min <= max <= 1, but is {scale}"
-        )
-    if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1]:
-        raise UserError(
-            f"INPUT.PRETRAIN.RATIO must be [min, max] with 0 < min <= max, but is {ratio}"
-        )
-    for key, value, known in (
-        ("INPUT.RANDOM_FLIP", flip, tuple(_FLIPS)),
-        ("INPUT.FORMAT", pixel_format, _FORMATS),
-    ):
-        if value not in known:
-            raise UserError(f"{key} is '{value}', but in pre-training must be {' or '.join(known)}")

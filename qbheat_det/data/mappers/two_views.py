@@ -59,13 +59,20 @@ class TwoViewMapper:
         Raises:
             UserError: a value makes no sense.
         """
-        _check(
-            jitter,
-            blur_sigma,
-            JITTER_PROBABILITY=jitter_probability,
-            GREY_PROBABILITY=grey_probability,
-            BLUR_PROBABILITY=blur_probability,
-        )
+        is_jitter = len(jitter) == 4 and min(jitter) >= 0 and max(*jitter[:3], 2 * jitter[3]) <= 1
+        is_sigma = len(blur_sigma) == 2 and 0 < blur_sigma[0] <= blur_sigma[1]
+        probabilities = {
+            "JITTER_PROBABILITY": jitter_probability,
+            "GREY_PROBABILITY": grey_probability,
+            "BLUR_PROBABILITY": blur_probability,
+        }
+        for key, value, is_valid, must in (
+            ("JITTER", jitter, is_jitter, "three values in [0, 1] and a hue in [0, 0.5]"),
+            ("BLUR_SIGMA", blur_sigma, is_sigma, "[min, max] with 0 < min <= max"),
+            *((k, p, 0 <= p <= 1, "a probability") for k, p in probabilities.items()),
+        ):
+            if not is_valid:
+                raise UserError(f"INPUT.TWO_VIEWS.{key} must be {must}, but is {value}")
         self._crop = crop
         self._sigma = blur_sigma[0], blur_sigma[1]
         brightness, contrast, saturation, hue = jitter
@@ -118,19 +125,3 @@ class TwoViewMapper:
         radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
         blurred: Tensor = F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
         return blurred
-
-
-def _check(jitter: Sequence[float], sigma: Sequence[float], **probabilities: float) -> None:
-    if len(jitter) != 4 or min(jitter) < 0 or max(jitter[:3]) > 1 or jitter[3] > 0.5:
-        raise UserError(
-            "INPUT.TWO_VIEWS.JITTER must be [brightness, contrast, saturation, hue], the first "
-            f"three in [0, 1], hue in [0, 0.5], but is {list(jitter)}"
-        )
-    if len(sigma) != 2 or not 0 < sigma[0] <= sigma[1]:
-        raise UserError(
-            "INPUT.TWO_VIEWS.BLUR_SIGMA must be [min, max] with 0 < min <= max, but is "
-            f"{list(sigma)}"
-        )
-    for name, value in probabilities.items():
-        if not 0 <= value <= 1:
-            raise UserError(f"INPUT.TWO_VIEWS.{name} is a probability, from 0 to 1, but is {value}")

@@ -20,14 +20,14 @@ _PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 
 
 class MovingAverage(HookBase):
-    """Updates timm's exponential moving average of all weights and buffers after each step."""
+    """Updates timm's moving average of all weights and buffers after each step."""
 
     def __init__(self, average: ModelEmaV3, model: nn.Module) -> None:
         self._average = average
         self._model = model
 
     def after_step(self) -> None:
-        """Adds the new weights; the average starts from those of the first step."""
+        """Adds the new weights, or starts from those of the first step."""
         self._average.update(self._model, step=self.trainer.iter + 1)
 
 
@@ -57,17 +57,12 @@ class PeriodicCheckpointer(HookBase):
     trainer: TrainingRun
 
     def __init__(self, *, period: int, kept: int) -> None:
-        """
-        Args:
-            period: iterations; 0 saves after the last step only.
-            kept: number of periodic checkpoints that stay; 0 for all.
-        """
+        """Period 0 saves after the last step only; ``kept`` 0 removes no checkpoint."""
         self._period = period
         self._kept = kept
         self.seconds = 0.0
 
     def after_step(self) -> None:
-        """Saves if it is due."""
         self.seconds = 0.0
         if not is_due(self.trainer, self._period):
             return

@@ -33,7 +33,7 @@ class EvalHook(HookBase):
     def __init__(self, *, period: int, best_metric: str) -> None:
         """
         Args:
-            period: iterations; 0 evaluates after the last step only.
+            period: 0 evaluates after the last step only.
             best_metric: "task/metric". Higher is better, unless its name begins with "loss".
         """
         self._period = period
@@ -47,9 +47,9 @@ class EvalHook(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores ``state_dict``; a best value of another metric is forgotten."""
-        state = dict(state_dict)
-        same = state.pop("metric", self._best_metric) == self._best_metric
-        self.best = state if same else {}
+        metric, best = state_dict["metric"], {**state_dict}
+        del best["metric"]
+        self.best = best if metric == self._best_metric else {}
 
     def after_step(self) -> None:
         """Evaluates if it is due and there are test sets."""
@@ -73,23 +73,16 @@ class EvalHook(HookBase):
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.trainer.storage.put_scalars(smoothing_hint=False, **finite)
         if self._best_metric not in metrics:
-            logger.warning(
-                f"TEST.BEST_METRIC '{self._best_metric}' is not among the metrics "
-                f"({', '.join(metrics)}): model_best.safetensors is not updated"
-            )
+            known = ", ".join(metrics)
+            logger.warning(f"TEST.BEST_METRIC '{self._best_metric}' is not among {known}")
             return
         value = finite.get(self._best_metric)
-        if value is None or not self._is_best(value):
+        sign = -1 if self._best_metric.rpartition("/")[2].startswith("loss") else 1
+        if value is None or (self.best and sign * value <= sign * self.best["value"]):
             return
         self.best = {"value": value, "iteration": self.trainer.iter}
         self.trainer.export("model_best")
         logger.info(f"Best {self._best_metric} so far: {value:.4g}, in model_best.safetensors")
-
-    def _is_best(self, value: float) -> bool:
-        if not self.best:
-            return True
-        lower_is_better = self._best_metric.rpartition("/")[2].startswith("loss")
-        return value < self.best["value"] if lower_is_better else value > self.best["value"]
 
 
 def average_batch_statistics(run: TrainingRun) -> None:
@@ -104,11 +97,8 @@ def average_batch_statistics(run: TrainingRun) -> None:
 
 
 def average_over_processes(own: Tensor) -> None:
-    """Averages a tensor over all processes, in place; equal tensors keep their bits.
-
-    The sum of n equal numbers divided by n need not be that number: frozen statistics would drift
-    with every evaluation.
-    """
+    """Averages a tensor over all processes, in place; equal tensors keep their bits."""
+    # The sum of n equal numbers divided by n need not be that number; frozen ones would drift.
     first = own.clone()
     torch.distributed.broadcast(first, src=0)
     difference = own - first

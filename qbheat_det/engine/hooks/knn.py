@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure
 from qbheat_det.data import ImageBatches, build_mapper, join_messages, load_labelled_sets
-from qbheat_det.evaluation import KnnScore, extract_features, score_neighbours
+from qbheat_det.evaluation import TopAccuracy, extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
 logger = logging.getLogger(__name__)
-_MAX_IMAGES_DISTRIBUTED = 100_000
+_MAX_IMAGES_DISTRIBUTED = 100_000  # else the other processes, which wait, may time out
 
 
 def scores_neighbours(cfg: CfgNode) -> bool:
@@ -33,23 +33,17 @@ def check_neighbours(cfg: CfgNode) -> None:
     if not (keys.TRAIN and keys.VAL):
         raise UserError("TEST.KNN.TRAIN and TEST.KNN.VAL must be given together")
     if keys.K < 1 or not keys.TEMPERATURE > 0:
-        raise UserError(
-            f"TEST.KNN.K ({keys.K}) and TEST.KNN.TEMPERATURE ({keys.TEMPERATURE}) must be positive"
-        )
+        raise UserError("TEST.KNN.K and TEST.KNN.TEMPERATURE must be positive")
     num_images = sum(map(len, load_labelled_sets(keys.TRAIN, keys.VAL)))
     if comm.get_world_size() > 1 and num_images > _MAX_IMAGES_DISTRIBUTED:
         raise UserError(
-            f"TEST.KNN names {num_images:,} images, which the main process scores alone while the "
-            f"others wait and may time out: name at most {_MAX_IMAGES_DISTRIBUTED:,}, or score "
-            "checkpoints with tools/probe_backbone.py"
+            f"TEST.KNN names {num_images:,} images, but the main process scores them alone: name "
+            f"at most {_MAX_IMAGES_DISTRIBUTED:,}, or use tools/probe_backbone.py"
         )
 
 
 class NeighbourScorer:
-    """Scores the mean of a backbone's map on the sets of ``TEST.KNN``.
-
-    Images are processed as in inference. Those that fit into memory are decoded once.
-    """
+    """Scores the mean of a backbone's map on the sets of ``TEST.KNN``."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         """
@@ -58,28 +52,33 @@ class NeighbourScorer:
         """
         if not isinstance(model, FixedSizeModel):
             raise UserError(
-                "TEST.KNN scores pre-training objectives and classifiers, and "
-                f"'{cfg.MODEL.META_ARCHITECTURE}' is neither: use tools/probe_backbone.py"
+                "TEST.KNN scores pre-training objectives and classifiers, not "
+                f"'{cfg.MODEL.META_ARCHITECTURE}': use tools/probe_backbone.py"
             )
         self._cfg = cfg
-        self._batches: tuple[ImageBatches, ImageBatches] | None = None
+        self._batches: list[ImageBatches] = []  # of both sets, once loaded
         self._has_warned = False
 
-    def __call__(self, model: nn.Module) -> KnnScore:
+    def __call__(self, model: nn.Module) -> TopAccuracy:
         """Returns the score of a model in eval mode; each process goes through all images."""
         keys = self._cfg.TEST.KNN
-        if self._batches is None:
-            first, second = load_labelled_sets(keys.TRAIN, keys.VAL)
-            self._batches = self._load(first), self._load(second)
+        if not self._batches:
+            self._batches = [self._load(s) for s in load_labelled_sets(keys.TRAIN, keys.VAL)]
         assert isinstance(model, FixedSizeModel)
         backbone, name = get_backbone(model), model.in_feature
         assert backbone is not None
 
         def describe(batch: list[dict[str, Any]]) -> Tensor:
-            return backbone(model.preprocess_image(batch))[name].mean(dim=(2, 3))  # type: ignore[no-any-return]
+            return backbone(model.preprocess_image(batch))[name].mean(dim=(2, 3))
 
         train, val = (extract_features(describe, batches) for batches in self._batches)
-        self._warn_of_skipped_images()
+        skipped = [error for batches in self._batches for error in batches.skipped.values()]
+        if skipped and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"{len(skipped):,} images are left out of the nearest-neighbour score: "
+                f"{join_messages(skipped)}"
+            )
         for key, (features, _) in {"TRAIN": train, "VAL": val}.items():
             if not len(features):
                 raise UserError(f"none of the images of TEST.KNN.{key} can be read")
@@ -91,8 +90,7 @@ class NeighbourScorer:
         values = score.to_dict()
         logger.info(
             f"Nearest neighbours: top-1 {score.top1:.2f} +- {score.top1_standard_error:.2f} %, "
-            f"top-5 {score.top5:.2f} +- {score.top5_standard_error:.2f} % of "
-            f"{score.num_images:,} images"
+            f"top-5 {score.top5:.2f} +- {score.top5_standard_error:.2f} %"
         )
         return Figure(
             "knn",
@@ -109,12 +107,3 @@ class NeighbourScorer:
             shared=False,
             memory_gb=self._cfg.INPUT.PRETRAIN.MEMORY_GB / 2,
         )
-
-    def _warn_of_skipped_images(self) -> None:
-        skipped = [error for batches in self._batches or () for error in batches.skipped.values()]
-        if skipped and not self._has_warned:
-            logger.warning(
-                f"{len(skipped):,} images are left out of the nearest-neighbour score: "
-                f"{join_messages(skipped)}"
-            )
-        self._has_warned = True

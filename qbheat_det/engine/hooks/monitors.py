@@ -50,11 +50,9 @@ class MemoryMonitor(HookBase):
         self.trainer.storage.put_scalar("peak_memory_mib", peak / _MIB, smoothing_hint=False)
         if is_first and comm.is_main_process():
             logger.info(describe_memory(before, peak, self._memory.total))
-            in_mib = {"before_first_step": before / _MIB, "peak_of_first_step": peak / _MIB}
-            add_to_run_record(
-                self.trainer.cfg.OUTPUT_DIR,
-                memory_mib={name: round(value, 1) for name, value in in_mib.items()},
-            )
+            memory = {"before_first_step": before, "peak_of_first_step": peak}
+            in_mib = {name: round(size / _MIB, 1) for name, size in memory.items()}
+            add_to_run_record(self.trainer.cfg.OUTPUT_DIR, memory_mib=in_mib)
 
 
 class DataTimeMonitor(HookBase):
@@ -74,7 +72,6 @@ class DataTimeMonitor(HookBase):
         self._warned = False
 
     def before_step(self) -> None:
-        """Starts the clock."""
         self._start = time.perf_counter()
 
     def after_step(self) -> None:
@@ -103,22 +100,16 @@ def describe_memory(before: int, peak: int, total: int) -> str:
     )
     if peak < _NEARLY_FULL * total:
         return line
-    return f"{line}: MODEL.ACTIVATION_CHECKPOINTING True or a higher SOLVER.ACCUMULATE needs less"
+    return f"{line}: MODEL.ACTIVATION_CHECKPOINTING True needs less"
 
 
 def describe_waiting(share: float, step_seconds: float, num_workers: int) -> str:
     """Returns a warning for steps of which that share, in [0, 1], is spent waiting for data."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    waiting = (
-        f"Steps wait for data {100 * share:.0f} % of their time ({step_seconds * share:.2g} of "
-        f"{step_seconds:.2g} s)"
-    )
+    waiting = f"Steps of {step_seconds:.2g} s wait for data {100 * share:.0f} % of their time"
     if num_workers < (cores or 1):
-        return (
-            f"{waiting}: raise DATALOADER.NUM_WORKERS from {num_workers} (there are {cores} cores)"
-        )
+        return f"{waiting}: raise DATALOADER.NUM_WORKERS from {num_workers} to {cores}"
     return (
-        f"{waiting} with a worker on each of {cores} cores: store smaller images, keep decoded "
-        "images in memory (INPUT.PRETRAIN.MEMORY_GB), or cache the features of a frozen encoder "
-        "(MODEL.CACHE_FEATURES.ENABLED)"
+        f"{waiting} with {num_workers} workers: raise INPUT.PRETRAIN.MEMORY_GB, or set "
+        "MODEL.CACHE_FEATURES.ENABLED"
     )

@@ -12,43 +12,36 @@ from detectron2.utils import comm
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import DataError, join_messages, printable
 
-from .training_run import TrainingRun
+from .training_run import TrainingRun, is_due
 
 logger = logging.getLogger(__name__)
 SKIPPED_FILE = "skipped_images.txt"
 
 
 class SkippedImages(HookBase):
-    """Collects, over all processes, what is wrong with the images that the stream skipped.
+    """Collects the images that the streams of all processes skipped, and why.
 
-    New ones are named in the log once a period; all of them at the end of the run, and in
-    ``OUTPUT_DIR/skipped_images.txt``. It comes before the hook that saves, so that a resumed run
-    still knows of those before.
+    The log names new ones once a period and all at the end; ``OUTPUT_DIR/skipped_images.txt`` lists
+    them. It comes before the hook that saves, so that a resumed run knows of those before.
     """
 
     trainer: TrainingRun
 
     def __init__(self, *, period: int) -> None:
-        """
-        Args:
-            period: iterations between two exchanges of the processes; 0 for the end only.
-        """
+        """``period`` counts iterations between two exchanges of the processes; 0 is the end."""
         self._period = period
         self.errors: dict[str, DataError] = {}
         """By the image, the same on all processes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The images known so far."""
         return {"errors": [[error.kind, error.where, error.reason] for error in self._sorted()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` returned."""
         self._add(DataError(*words) for words in state_dict["errors"])
 
     def after_step(self) -> None:
         """Exchanges and names new images at the end of a period."""
-        done = self.trainer.iter + 1
-        if done < self.trainer.max_iter and not (self._period and done % self._period == 0):
+        if not is_due(self.trainer, self._period):
             return
         known = set(self.errors)
         for met in comm.all_gather(list(self.trainer.data_loader.skipped.values())):
@@ -66,7 +59,7 @@ class SkippedImages(HookBase):
             images = self.trainer.data_loader.num_images
             logger.warning(
                 f"{len(self.errors):,} of {images:,} images were skipped: "
-                f"{join_messages(self._sorted())}. {SKIPPED_FILE} in OUTPUT_DIR lists them all."
+                f"{join_messages(self._sorted())} (all are in {SKIPPED_FILE})"
             )
 
     def _add(self, errors: Iterable[DataError]) -> None:

@@ -49,10 +49,5 @@ def is_last_step(run: TrainingRun) -> bool:
 
 
 def is_due(run: TrainingRun, period: int) -> bool:
-    """Whether a periodic action follows the current step; always after the last one.
-
-    Args:
-        run: in progress.
-        period: iterations; 0 for after the last step only.
-    """
+    """Whether a periodic action follows this step: period 0 acts after the last step only."""
     return is_last_step(run) or (period > 0 and (run.iter + 1) % period == 0)

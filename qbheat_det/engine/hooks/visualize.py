@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -55,11 +54,10 @@ class FigureCost:
 class VisualizationHook(HookBase):
     """Draws figures before the first step, periodically, and after the last step.
 
-    They go to ``OUTPUT_DIR/visualizations``, named by the number of steps, and to TensorBoard;
-    their scalars go to the training log. A drawing in between is skipped if it and the last one
-    would exceed the figure's share of the run's time. Training is not changed: weights, the order
-    of images and dropout are the same without the hook, and an error is logged, not raised. Only
-    the main process draws; the others wait for it in their next step.
+    They go to ``OUTPUT_DIR/visualizations``, named by the number of steps, and to TensorBoard. A
+    drawing in between is skipped if it and the last one would exceed the figure's share of the
+    run's time. Weights, the order of images and dropout are the same without the hook; an error is
+    logged, not raised. Only the main process draws; the others wait for it in their next step.
 
     Attributes:
         costs: by figure.
@@ -71,13 +69,12 @@ class VisualizationHook(HookBase):
         """
         Args:
             figures: functions by name, which take the model in eval mode, without gradients.
-            period: iterations; 0 for a twentieth of the run.
+            period: 0 for a twentieth of the run.
             share: of the run's time that each figure may take, in [0, 1].
         """
         self._figures = dict(figures)
         self._period = period
         self._share = share
-        self._has_tensorboard = find_spec("tensorboard") is not None
         self._started = perf_counter()
         self._earlier_seconds = 0.0  # of the run before it was resumed
         self.costs = {name: FigureCost() for name in figures}
@@ -88,7 +85,6 @@ class VisualizationHook(HookBase):
         return {"run_seconds": self._run_seconds(), "costs": costs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``."""
         self._started = perf_counter()
         self._earlier_seconds = state_dict["run_seconds"]
         for name in self.costs.keys() & state_dict["costs"].keys():
@@ -138,10 +134,7 @@ class VisualizationHook(HookBase):
         except Exception:
             cost.failed += 1
             if cost.failed == 1:
-                logger.exception(
-                    f"Figure '{name}' failed after {steps:,} steps. Training goes on; later "
-                    "failures are only counted."
-                )
+                logger.exception(f"Figure '{name}' failed after {steps:,} steps; training goes on")
         _synchronize(model)
         cost.drawn += 1
         cost.last = perf_counter() - started
@@ -153,8 +146,6 @@ class VisualizationHook(HookBase):
         write_figure(figure, folder, suffix=f"_{steps:07d}")
         finite = {name: float(x) for name, x in figure.scalars.items() if math.isfinite(x)}
         storage.put_scalars(smoothing_hint=False, **finite)
-        if not self._has_tensorboard:  # nothing else would remove images from the storage
-            return
         for name, image in figure.images.items():
             pixels = cv2.imdecode(np.frombuffer(image.content, np.uint8), cv2.IMREAD_COLOR)
             if pixels is not None:  # SVG is not decoded
@@ -165,18 +156,14 @@ class VisualizationHook(HookBase):
 
 
 def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHook | None:
-    """Returns a hook for the figures of pre-training objectives and the nearest-neighbour score.
-
-    None if the config asks for neither.
+    """Returns a hook for the figures and the nearest-neighbour score that a config asks for.
 
     Raises:
         UserError: a key of ``VIS`` is out of range, or the model has no backbone to score.
     """
     keys = cfg.VIS
-    if not 0 <= keys.SHARE <= 1:
-        raise UserError(f"VIS.SHARE must be in [0, 1], but is {keys.SHARE}")
-    if keys.NUM_IMAGES < 1:
-        raise UserError(f"VIS.NUM_IMAGES must be at least 1, but is {keys.NUM_IMAGES}")
+    if not (0 <= keys.SHARE <= 1 and keys.NUM_IMAGES >= 1):
+        raise UserError("VIS.SHARE must be in [0, 1] and VIS.NUM_IMAGES at least 1")
     figures: dict[str, DrawFigure] = {}
     if keys.ENABLED and isinstance(model, PretrainingObjective):
         load_images = cache(partial(load_fixed_images, cfg))
@@ -184,9 +171,8 @@ def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHoo
             figures[name] = partial(draw, load_images=load_images, cfg=cfg)
     if scores_neighbours(cfg):
         figures["knn"] = NeighbourScorer(cfg, model).draw
-    if not figures:
-        return None
-    return VisualizationHook(figures, period=keys.PERIOD, share=keys.SHARE)
+    hook = VisualizationHook(figures, period=keys.PERIOD, share=keys.SHARE)
+    return hook if figures else None
 
 
 @contextmanager

@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Takes the place of a frozen encoder whose outputs were computed before training.
 
-A head trained on it receives what it would receive from the encoder, with one exception: in a batch
-of differently sized images, the encoder's receptive field reaches the padding, whereas cached
-features are those of each image alone, with zeros at the right and the bottom. Heads that mask the
-padding (MF-DETR) give the same either way; RetinaNet and FCOS do not.
+A head trained on it receives what it would receive from the encoder, except in batches of
+differently sized images: cached features are those of each image alone, whereas the encoder sees
+the padding. Heads that mask it (MF-DETR) give the same either way; RetinaNet and FCOS do not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,14 +102,10 @@ class CachedBackbone(Backbone):
         if not self.is_trusted:
             raise UserError(
                 "the encoder's weights are not those that the cached features were computed with: "
-                f"train through qbheat_det.engine.Trainer, which computes them after loading, or "
-                f"{_OFF}"
+                f"train through qbheat_det.engine.Trainer, or {_OFF}"
             )
         if not isinstance(x, CachedImages):
-            raise UserError(
-                "images come without cached features: the model was built with "
-                f"MODEL.CACHE_FEATURES.ENABLED, which is for training; {_OFF}"
-            )
+            raise UserError(f"images come without cached features: {_OFF}")
         return {
             name: x.batch(name, self._shapes[name].stride, self._layout) for name in self.outputs
         }
@@ -127,12 +122,8 @@ class CachedBackbone(Backbone):
     def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Returns what the encoder gives where ``model``, in its present mode, runs it on a batch.
 
-        The model itself prepares the images, so that they are normalised, padded and masked as
-        without a cache; its forward pass ends behind the encoder.
-
-        Args:
-            model: that this is a part of.
-            batch: N entries of a dataset mapper, images of one size.
+        The model itself prepares the N images of one size, so that they are normalised, padded and
+        masked as without a cache; its forward pass ends behind the encoder.
 
         Returns:
             The outputs by name, with N in front.
@@ -164,11 +155,7 @@ class CachedBackbone(Backbone):
         error_msgs: list[str],
     ) -> None:
         # Not the base class's: it would call every name unexpected that is of no child.
-        own = {
-            name.removeprefix(prefix): value
-            for name, value in state_dict.items()
-            if name.startswith(prefix)
-        }
+        own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         before = self.encoder.state_dict()
         self._shared.trusted &= all(
             name in before and torch.equal(before[name].cpu(), value.cpu())

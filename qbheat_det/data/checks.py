@@ -1,24 +1,30 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Checks the image files of a data set before hours of training: present, complete, of their size.
+"""Checks of loaded records and of their image files, before hours of training.
 
 A file is trusted by its header and its last bytes. Only a file that looks wrong is decoded, by the
 function that training calls, and that result counts. Damage in the middle of a file is not found.
 """
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from detectron2.data.detection_utils import read_image
+from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 
+from .datasets.coco_shapes import find_box_error
 from .errors import DataError, raise_first
 from .images import find_orientation
+
+Record = dict[str, Any]
+MaskFormat = Literal["polygon", "bitmask"]
 
 _ENDS = {
     "JPEG": b"\xff\xd9",
@@ -31,23 +37,15 @@ _TRIED = 32  # files
 def check_image_files(
     dataset_dicts: Sequence[dict[str, Any]], *, num_threads: int = 8, progress: bool = False
 ) -> None:
-    """Checks every image file of a data set; see ``find_image_errors``.
-
-    Raises:
-        UserError: a file is missing, no image, cut short, or of another size than annotated; the
-            message names file and image id and counts the others.
-    """
+    """Raises a ``UserError`` for the first of ``find_image_errors``, and counts the others."""
     raise_first(find_image_errors(dataset_dicts, num_threads=num_threads, progress=progress))
 
 
 def check_some_readable(name: str, file_names: Sequence[str]) -> None:
-    """Checks that not all headers of a few files, spread over a set of images, are broken.
-
-    Sets without annotations may hold broken images, which are skipped; this finds a set of nothing
-    else at once instead of after hours.
+    """Checks that a set, whose broken images are skipped in training, does not hold these alone.
 
     Raises:
-        UserError: not one of them is an image.
+        UserError: of a few files spread over the set, none has the header of an image.
     """
     some = file_names[:: max(1, len(file_names) // _TRIED)][: 2 * _TRIED]
     reason = ""
@@ -60,14 +58,14 @@ def check_some_readable(name: str, file_names: Sequence[str]) -> None:
     if some:
         raise UserError(
             f"{name}: none of {len(some)} images, spread over {len(file_names)}, can be read "
-            f"(such as {reason}); are they copied to the end, or links to what is not there?"
+            f"(such as {reason})"
         )
 
 
 def find_image_errors(
     dataset_dicts: Sequence[dict[str, Any]], *, num_threads: int = 8, progress: bool = False
 ) -> list[DataError]:
-    """Returns all that is wrong with the image files of a data set, in its order.
+    """Returns what is missing, no image, cut short or of another size than annotated, in order.
 
     Args:
         dataset_dicts: records of Detectron2; ``file_name`` is read, and ``width``, ``height`` and
@@ -129,30 +127,97 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
         return "empty image file", "the file is empty (0 bytes)"
     try:
         with PathManager.open(path, "rb") as file, Image.open(file) as image:
-            mode, size = image.mode, image.size
+            mode = image.mode
     except Exception as error:
         return "unreadable image", f"the file is no image that Pillow can read: {_one_line(error)}"
     if mode[0] in "IF":
-        reason = f"the pixels have mode {mode}, which is clipped to 8 bits: convert the file"
+        reason = f"pixels of mode {mode} would be clipped to 8 bits: convert the file"
         return "image of more than 8 bits", reason
     try:
         height, width = read_image(path, "RGB").shape[:2]
     except Exception as error:
-        reason = f"the header says width {size[0]} and height {size[1]}, but the pixels cannot be"
-        reason += f" read: {_one_line(error)}; is the file whole?"
+        reason = f"the pixels cannot be read: {_one_line(error)}"
         return "truncated or damaged image", reason
     annotated = record.get("width", width), record.get("height", height)
     if annotated == (width, height):
         return None
-    hint = "correct the annotations"
+    reason = f"annotated with {annotated[0]} x {annotated[1]} pixels, but has {width} x {height}"
     if annotated == (height, width):
-        hint = "width and height are swapped, or the EXIF rotation is not counted in"
-    return (
-        "image of another size than annotated",
-        f"the annotations say width {annotated[0]} and height {annotated[1]}, but the image has "
-        f"width {width} and height {height}: {hint}",
-    )
+        reason += ": swapped, or the EXIF rotation is not counted in"
+    return "image of another size than annotated", reason
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def find_record_errors(
+    name: str,
+    dataset_dicts: Sequence[Record],
+    *,
+    num_classes: int,
+    filter_empty: bool = False,
+    mask_format: MaskFormat | None = None,
+) -> list[DataError]:
+    """Returns all that is wrong with the loaded records of a dataset.
+
+    Args:
+        name: of the dataset, for the messages.
+        dataset_dicts: records of Detectron2.
+        num_classes: contiguous class indices are below this.
+        filter_empty: ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training.
+        mask_format: ``INPUT.MASK_FORMAT`` with ``MODEL.MASK_ON``, else None.
+    """
+    if not dataset_dicts:
+        return [DataError("empty dataset", f"dataset '{name}'", "it has no images")]
+    errors = []
+    num_objects = 0
+    for record in dataset_dicts:
+        objects = [a for a in record.get("annotations", ()) if not a.get("iscrowd", 0)]
+        num_objects += len(objects)
+        where = f"dataset '{name}': image id {record.get('image_id')!r} ({record['file_name']!r})"
+        for position, annotation in enumerate(objects):
+            for kind, reason in find_object_errors(annotation, record, num_classes, mask_format):
+                errors.append(DataError(kind, f"{where}, object {position + 1}", reason))
+    if filter_empty and not num_objects:
+        reason = "DATALOADER.FILTER_EMPTY_ANNOTATIONS leaves out all images: none has a box"
+        errors.append(DataError("no boxes", f"dataset '{name}'", reason))
+    return errors
+
+
+def find_object_errors(
+    annotation: dict[str, Any], record: Record, num_classes: int, mask_format: MaskFormat | None
+) -> Iterator[tuple[str, str]]:
+    """Yields kind and reason of all that is wrong with one object of a record."""
+    class_index = annotation.get("category_id")
+    if type(class_index) is not int or not 0 <= class_index < num_classes:
+        unknown = f"category_id {class_index!r} is none of the {num_classes} classes, 0 and up"
+        yield "unknown category", unknown
+    if reason := _find_box_error(annotation, record):
+        yield "box that cannot be trained on", f"bbox {annotation.get('bbox')!r}: {reason}"
+    segmentation = annotation.get("segmentation")
+    if mask_format is not None and not segmentation:
+        yield (
+            "object without a mask",
+            "it has no 'segmentation', but MODEL.MASK_ON asks for a mask of every object",
+        )
+    elif mask_format == "polygon" and isinstance(segmentation, dict):
+        yield (
+            "mask of another format",
+            "its segmentation is RLE, but INPUT.MASK_FORMAT is polygon: set it to bitmask",
+        )
+
+
+def _find_box_error(annotation: Record, record: Record) -> str | None:
+    mode = annotation.get("bbox_mode")
+    if mode not in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS):
+        return None if mode in tuple(BoxMode) else f"has no bbox_mode of Detectron2, but {mode!r}"
+    try:
+        x, y, width, height = map(float, annotation["bbox"])
+    except (KeyError, OverflowError, TypeError, ValueError):
+        return "must be four numbers"
+    if mode == BoxMode.XYXY_ABS:
+        width, height = width - x, height - y
+    size = record.get("width", math.inf), record.get("height", math.inf)
+    found = find_box_error({"bbox": [x, y, width, height]}, size)
+    return found and found[1]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Image files: what is taken for whole, and the sentence for everything else."""
+"""Loaded records and image files: what passes, and what is named by file and id."""
 
 import io
 import struct
@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from detectron2.data.build import filter_images_with_only_crowd_annotations
 from detectron2.data.detection_utils import check_image_size, read_image
+from detectron2.structures import BoxMode
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import image_checks
-from qbheat_det.data.image_checks import check_image_files, find_image_errors
+from qbheat_det.data import checks, raise_first
+from qbheat_det.data.checks import check_image_files, find_image_errors, find_record_errors
 
 WIDTH, HEIGHT = 60, 40
 ORIENTATION = 0x0112
@@ -142,17 +144,10 @@ def test_rotation_behind_the_pixels_of_a_png_counts_too(tmp_path: Path) -> None:
     assert error_kind(one) is None
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        ((61, 40), "width 61 and height 40, but the image has width 60 and height 40: correct"),
-        ((60, 41), "width 60 and height 41, but the image has width 60 and height 40: correct"),
-        ((40, 60), "width 40 and height 60, but the image has width 60 and height 40: .*swapped"),
-    ],
-)
-def test_another_size_says_both(size: tuple[int, int], expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [(61, 40), (60, 41), (40, 60)])
+def test_another_size_names_both(size: tuple[int, int], tmp_path: Path) -> None:
     one = record(tmp_path, JPEG, width=size[0], height=size[1])
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=f"{size[0]} x {size[1]} .*60 x 40"):
         check_image_files([one])
 
 
@@ -189,7 +184,82 @@ def test_a_sound_file_is_never_decoded(tmp_path: Path, monkeypatch: pytest.Monke
     def forbidden(*_: object) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(image_checks, "read_image", forbidden)
+    monkeypatch.setattr(checks, "read_image", forbidden)
     monkeypatch.setattr(Image.Image, "load", forbidden)
     for name in ("jpeg", "png", "palette", "alpha", "cmyk"):
         assert error_kind(record(tmp_path, GOOD[name], name)) is None
+
+
+def box(**fields: object) -> dict[str, Any]:
+    return {
+        "bbox": [1, 2, 30, 20],
+        "bbox_mode": BoxMode.XYWH_ABS,
+        "category_id": 1,
+        "segmentation": [[1, 2, 31, 2, 31, 22]],
+        **fields,
+    }
+
+
+def annotated(*annotations: dict[str, Any]) -> dict[str, Any]:
+    size = {"width": 60, "height": 40}
+    return {"file_name": "a.jpg", "image_id": 3, **size, "annotations": list(annotations)}
+
+
+def kinds(*records: dict[str, Any], **options: Any) -> list[str]:
+    errors = find_record_errors("some", records, num_classes=2, **options)
+    assert all("'some'" in error.where for error in errors)
+    return [error.kind for error in errors]
+
+
+def test_sound_records_pass_with_and_without_masks() -> None:
+    records = [
+        annotated(),
+        annotated(box(), box(iscrowd=1, segmentation={"counts": "", "size": []})),
+    ]
+    assert kinds(*records, filter_empty=True) == []
+    assert kinds(*records, filter_empty=True, mask_format="polygon") == []
+    assert kinds({"file_name": "a.jpg", "image_id": 3}) == []
+
+
+@pytest.mark.parametrize("records", [[annotated()], [annotated(box(iscrowd=1)), annotated()]])
+def test_nothing_to_train_on_is_an_error_as_detectron2_leaves_nothing(
+    records: list[dict[str, Any]],
+) -> None:
+    assert filter_images_with_only_crowd_annotations(records) == []
+    assert kinds(*records) == []
+    assert kinds(*records, filter_empty=True) == ["no boxes"]
+    assert kinds() == ["empty dataset"]
+
+
+BAD_OBJECTS: list[dict[str, Any]] = [
+    *({"category_id": value} for value in (2, -1, "cat")),
+    {"bbox_mode": None},
+    *({"bbox": value} for value in ([1, 2, 3], ["a", 2, 3, 4], None, [float("nan"), 2, 3, 4])),
+    *({"bbox": value} for value in ([9, 9, -3, 4], [60, 9, 3, 4], [6, -9, 3, 9])),
+    {"bbox": [9, 9, 3, 4], "bbox_mode": BoxMode.XYXY_ABS},
+]
+
+
+@pytest.mark.parametrize("fields", BAD_OBJECTS, ids=str)
+def test_an_object_that_cannot_be_trained_on_is_named(fields: dict[str, Any]) -> None:
+    (error,) = find_record_errors("some", [annotated(box(), box(**fields))], num_classes=2)
+    assert error.where == "dataset 'some': image id 3 ('a.jpg'), object 2"
+    with pytest.raises(UserError, match=next(iter(fields))):
+        raise_first([error])
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "mask_format", "expected"),
+    [
+        (None, "polygon", ["object without a mask"]),
+        ([], "bitmask", ["object without a mask"]),
+        ({"counts": "x", "size": [40, 60]}, "polygon", ["mask of another format"]),
+        ({"counts": "x", "size": [40, 60]}, "bitmask", []),
+    ],
+)
+def test_masks_are_needed_if_masks_are_trained(
+    segmentation: object, mask_format: str, expected: list[str]
+) -> None:
+    one = annotated(box(), box(segmentation=segmentation))
+    assert kinds(one) == []
+    assert kinds(one, mask_format=mask_format) == expected
