@@ -10,6 +10,7 @@ import cv2
 import matplotlib
 import numpy as np
 import numpy.typing as npt
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -36,7 +37,7 @@ themed = matplotlib.rc_context(
         "axes.axisbelow": True,
         "axes.grid": True,
         "axes.labelcolor": QUIET,
-        "axes.prop_cycle": matplotlib.cycler(color=COLORS),
+        "axes.prop_cycle": cycler(color=COLORS),
         "axes.spines.left": False,
         "axes.spines.right": False,
         "axes.spines.top": False,

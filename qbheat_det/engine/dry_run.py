@@ -132,7 +132,7 @@ class _Timer(HookBase):
         steps = self._steps[1:] or self._steps
         return statistics.fmean(seconds - waited for seconds, waited in steps)
 
-    def get_memory(self) -> dict[str, int]:
+    def get_memory(self) -> dict[str, Any]:
         """Returns fields of the report."""
         found = {"memory_bytes": self._memory_bytes, "memory_total_bytes": total_memory()}
         if torch.cuda.is_available():
@@ -189,7 +189,7 @@ def _measure_loader(trainer: Trainer, compute_seconds: float) -> dict[str, Any]:
     }
 
 
-def _measure_disk(trainer: Trainer, folder: Path) -> dict[str, int]:
+def _measure_disk(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """Reads the checkpoint back; returns fields of the report, the same on all processes."""
     compared = size = 0
     path = folder / "dry_run.pth"

@@ -136,8 +136,8 @@ def replay_failure(
     }
     with EventStorage(failed.iteration):  # Detectron2's detectors write to it in training
         if failed.normalizers is not None and isinstance(model, SupportsLossNormalizers):
-            wanted = model.loss_counts(failed.batches[0]).shape
-            if failed.normalizers.shape != wanted:
+            expected = model.loss_counts(failed.batches[0]).shape
+            if failed.normalizers.shape != expected:
                 raise UserError(f"'{path}' was written by another version of qbheat_det: replay "
                                 "it with the version in the run's run.json")  # fmt: skip
         _run_step(cfg, model, failed, report)
