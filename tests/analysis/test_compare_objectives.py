@@ -91,6 +91,7 @@ def test_commands_are_those_that_a_person_would_type(
         *("OUTPUT_DIR", str(folder / "pretraining"), "SOLVER.EPOCHS", "6.0", *opts),
     ]
     assert probes[1] == "tools/probe_backbone.py"
+    assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])  # a flag ends the list of probes
     assert str(folder / "pretraining" / WEIGHTS) in probes
     assert str(folder / "backbone.safetensors") in export
     assert str(folder / "backbone.safetensors") in detector

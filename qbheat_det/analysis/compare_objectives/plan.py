@@ -190,8 +190,8 @@ def _add_probes(comparison: Comparison, row: Row) -> None:
     weights = ("--weights", str(row.weights), "--recalibrate-bn", number)
     command = [
         *_tool(comparison, "probe_backbone.py", *weights, "--train-folder", train),
-        *("--val-folder", comparison.val_folder, "--json", str(row.folder / "probes/rows.json")),
-        *("--probes", *comparison.probes),
+        *("--val-folder", comparison.val_folder, "--probes", *comparison.probes),
+        *("--json", str(row.folder / "probes/rows.json")),  # ends the list of probes
         *("SEED", str(row.seed)),  # the same parts of the training images for every objective
     ]
     contents = [comparison.contents[name] for name in ("train", "val")]
