@@ -150,7 +150,7 @@ def test_results_under_another_setting_are_refused(
         (["--random", "--widths", "96"], "tran-1:96"),
         (["--random", "--plot", "a.pdf"], "--plot"),
         (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "--memory-gb"),
-        (["--random", "--val-folder", "OTHER"], r"\(d\)"),
+        (["--random", "--val-folder", "OTHER"], "other'"),
         (
             ["--random", "--train-folder", "BROKEN"],
             "--train-folder",
