@@ -172,7 +172,7 @@ def print_closing(result: dict[str, Any]) -> None:
     print(
         f"\nThe map '{setting['feature']}' of whole images of {setting['size']} pixels; kNN by "
         f"its mean over positions, k {knn['k']}, temperature {knn['temperature']}; ± one standard "
-        f"error over the images classified. {result['broken_images']} images left out."
+        f"error over the images classified. {result['skipped_images']} images left out."
     )
 
 

@@ -51,7 +51,7 @@ class ProbeResults:
     Attributes:
         setting: all that the scores depend on but for what stands in the rows.
         rows: in the order in which they came.
-        broken_images: files that could not be read, of both sets.
+        skipped_images: files that could not be read, of both sets.
     """
 
     def __init__(self, setting: Mapping[str, Any], file: Path | None = None) -> None:
@@ -65,7 +65,7 @@ class ProbeResults:
         """
         self.setting: dict[str, Any] = json.loads(json.dumps(setting))
         self.rows: list[ProbeRow] = []
-        self.broken_images = 0
+        self.skipped_images = 0
         self._file = file
         if file is not None and file.exists():
             self._read(file)
@@ -94,12 +94,12 @@ class ProbeResults:
             write_atomically(self._file, lambda stream: stream.write(text))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what the file holds: "setting", "broken_images" and "rows"."""
+        """Returns what the file holds: "setting", "skipped_images" and "rows"."""
         rows = [
             {k: None if v != v else v for k, v in asdict(row).items()}  # JSON has no nan
             for row in self.rows
         ]
-        return {"setting": self.setting, "broken_images": self.broken_images, "rows": rows}
+        return {"setting": self.setting, "skipped_images": self.skipped_images, "rows": rows}
 
     def _read(self, file: Path) -> None:
         try:
@@ -107,7 +107,7 @@ class ProbeResults:
             setting, rows = dict(content["setting"]), content["rows"]
             names = {item.name for item in fields(ProbeRow)}
             self.rows = [ProbeRow(**{k: v for k, v in row.items() if k in names}) for row in rows]
-            self.broken_images = int(content["broken_images"])
+            self.skipped_images = int(content["skipped_images"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"'{file}' holds no scores of probes: name another file") from error
         if setting != self.setting:

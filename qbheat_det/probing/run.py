@@ -239,7 +239,7 @@ class BackboneProbe:
                 for batches, size in zip(self._images, self._sizes, strict=True)
             )
         faults = [fault for batches in self._images for fault in batches.skipped.values()]
-        self.results.broken_images = len(faults)
+        self.results.skipped_images = len(faults)
         if faults and not self._warned:
             logger.warning(f"Left out, {len(faults):,} in all: {join_messages(faults)}")
         self._warned = True

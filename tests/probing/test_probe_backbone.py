@@ -98,7 +98,7 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
     assert [row["images_seen"] for row in rows[::4]] == [None, None, 0, 0]
     assert {row["num_images"] for row in rows} == {9}
     setting = found["setting"]
-    assert (setting["feature"], setting["knn"]["k"], found["broken_images"]) == ("s16", 3, 1)
+    assert (setting["feature"], setting["knn"]["k"], found["skipped_images"]) == ("s16", 3, 1)
     assert "Left out, 1 in all" in caplog.text
     assert "x.png" in caplog.text
     assert f"| {names[2]} " in table
