@@ -27,16 +27,16 @@ demo: $(INSTALLED) ## train, evaluate and predict on the toy set; pictures in ou
 	$(PY) tools/demo.py $(ARGS)
 
 test: $(INSTALLED) ## run the tests, without the slow ones
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
 
 test-all: $(INSTALLED) ## run the tests, the slow ones too
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(INSTALLED) ## formatting, lint, types, tests
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
 
 bench: $(INSTALLED) ## detectors and pre-training beside their peers; tables in output/bench
 	$(PY) benchmarks/run.py $(ARGS)

@@ -34,5 +34,5 @@ def test_files_that_are_named_exist() -> None:
     named = re.findall(r"(?:tools|configs|qbheat_det)/[\w/.]+\.(?:py|yaml)", TEXT)
     links = [f"docs/{name}" for name in re.findall(r"\]\((\w+\.md)\)", TEXT)]
     assert len(named) > 3
-    for name in {*named, *links, "tests/engine/test_conversion.py"}:
+    for name in {*named, *links, "tests/checkpoint/test_convert.py"}:
         assert (root / name).is_file(), name
