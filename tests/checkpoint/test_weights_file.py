@@ -212,3 +212,13 @@ def test_a_runs_description_holds_its_whole_config_as_plain_yaml(tmp_path: Path,
     (tmp_path / "config.yaml").write_text(info.config)
     again = load_config(tmp_path / "config.yaml")
     assert yaml.safe_load(again.dump()) == yaml.safe_load(cfg.dump())
+
+
+@pytest.mark.parametrize("name", ["w.pkl", "w.pickle", "W.PKL"])
+def test_the_suffix_of_a_pickle_is_refused_whatever_the_file_holds(
+    tmp_path: Path, name: str
+) -> None:
+    """Detectron2 unpickles files of these names."""
+    torch.save({"model": {"a": torch.ones(1)}}, tmp_path / name)
+    with pytest.raises(UserError, match=name):
+        read_weights(str(tmp_path / name))
