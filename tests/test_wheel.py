@@ -77,6 +77,7 @@ def test_the_package_and_its_metadata_are_all_that_is_inside(wheel: Path) -> Non
     assert tops == {"qbheat_det", "qbheat_det-0.1.0.dist-info"}
 
 
+@pytest.mark.slow
 def test_unpacked_it_imports_without_what_one_detectron2_has_alone_and_finds_a_config(
     wheel: Path, tmp_path: Path
 ) -> None:
