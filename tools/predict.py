@@ -19,7 +19,7 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
       --output output/pictures INPUT.MIN_SIZE_TEST 1000
 
-  # the fastest equal form; an image size that comes 300 times is compiled, a minute or two once
+  # the fastest equal form; MODEL.DEPLOY.IMAGE_SIZES [[H,W]] at the end compiles for that size
   python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
       --json output/boxes.json --fast
 

@@ -367,11 +367,10 @@ def _add_visualization(cfg: CfgNode) -> None:
     # Images and metrics in OUTPUT_DIR/visualizations and TensorBoard, where the model has any.
     # A score that TEST.KNN asks for is made in any case.
     cfg.VIS.ENABLED = True
-    # Iterations; 0 looks twenty times a run. There is a look before the first step and after the
-    # last in any case.
+    # Iterations; 0 for twenty times a run. Before the first step and after the last in any case.
     cfg.VIS.PERIOD = 0
     cfg.VIS.EPOCHS = 0.0  # where not 0, VIS.PERIOD is worked out from it
-    # Of the run's time that each kind of look may take; those in between are left out beyond it.
+    # Share of the run's time that each figure may take; beyond it, those in between are left out.
     cfg.VIS.SHARE = 0.01
     # Images that are reconstructed: spread evenly over DATASETS.TEST, or over DATASETS.TRAIN where
     # there is no test set.

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Images of the toy set: textured shapes of six classes before a cluttered background.
 
-Only the outline tells the class: colours, textures, sizes and rotations are drawn alike for
+Only the outline depends on the class: colours, textures, sizes and rotations are drawn alike for
 all of them, and bars and blobs of no class are drawn with the same textures. Outlines are
 hard (a pixel belongs to one object or to none), so that masks, areas and boxes are exact.
 """
