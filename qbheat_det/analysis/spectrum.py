@@ -243,7 +243,8 @@ def plot_magnitudes(learned: Spectrum, controls: Mapping[str, Spectrum]) -> Char
             axes.plot([], [], dash, color=color, lw=0.9, label=control)
         for key, color in zip(NAMES, COLORS, strict=False):
             axes.plot(scale.matrices[key].eigenvalues.abs(), color=color, label=key)
-        axes.set_yscale("log")
+        if any(matrix.eigenvalues.any() for matrix in scale.matrices.values()):
+            axes.set_yscale("log")  # as initialised, all are zero
         axes.set_title(f"{name}, Δx = {scale.offset:g} W")
         axes.set_xlabel("eigenvalue, by magnitude")
         axes.set_ylabel("|eigenvalue| of A, B")

@@ -30,6 +30,7 @@ from qbheat_det.analysis.spectrum import (
     describe_models,
     draw_spectrum,
     draw_training_spectrum,
+    plot_magnitudes,
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
@@ -193,3 +194,12 @@ def test_effective_rank_is_the_exponential_of_the_entropy() -> None:
     # Shares 1/2, 1/4, 1/4: an entropy of 3/2 log 2.
     assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
     assert math.isnan(effective_rank(torch.zeros(3, 3)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("factor", "scale"), [(0.0, "linear"), (0.3, "log")])
+def test_models_as_initialised_are_drawn_without_a_warning(factor: float, scale: str) -> None:
+    """Linear models start from zero, which a logarithmic axis cannot show."""
+    learned = describe_models(make_models(factor))
+    chart = plot_magnitudes(learned, {"rotated": learned})
+    assert chart.axes[0].get_yscale() == scale
