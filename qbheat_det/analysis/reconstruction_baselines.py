@@ -27,10 +27,10 @@ from qbheat_det.modeling.pretrain import (
     QUADRANTS_OF,
     ReconstructionLoss,
     VisibleQuarters,
-    find_map,
     patchify,
     visible_positions,
 )
+from qbheat_det.modeling.pretrain.base import find_map
 
 from .ridge import RidgeSums, with_constant
 

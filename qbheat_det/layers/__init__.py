@@ -1,10 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Layers: tensors in, tensors out."""
 
-from .attention import MapAttention, attend
-from .attention_readout import read_attention
-from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
-from .cpu_kernels import Dropout, Linear, linear, replace_linear_layers
+from .attention import MapAttention, attend, read_attention
+from .cpu_kernels import (
+    DepthwiseConv2d,
+    Dropout,
+    DynamicReLU,
+    Linear,
+    NormedConv2d,
+    linear,
+    replace_linear_layers,
+)
 from .mobile_former_block import (
     DownMobile,
     Former,
@@ -24,7 +30,6 @@ from .padded_maps import (
     valid_sizes,
     zero_padding,
 )
-from .pooled_features import PooledFeatures
 
 __all__ = [
     "DepthwiseConv2d",
@@ -40,7 +45,6 @@ __all__ = [
     "MobileFormerBlock",
     "MobileToFormer",
     "NormedConv2d",
-    "PooledFeatures",
     "SinePositionEncoding",
     "attend",
     "depthwise",

@@ -6,9 +6,15 @@ wherever PyTorch has a fused kernel. On CPUs that kernel has no dropout, and PyT
 writes the weights of all images and heads several times. There, plain products handle a few heads
 at a time, which fit in the cache, the mask is drawn in 16-bit numbers, and the backward computes
 the weights again. In inference, plain products are faster for few queries on a large map.
+
+``read_attention`` records the weights during a model's own forward pass. The bridges hand over the
+weights that they compute anyway; hooks make other layers compute their weights instead of using a
+fused kernel. Both are removed when the ``with`` block ends.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from qbheat_det.layers.cpu_kernels import linear
-
-from .cpu_kernels import draw_kept, is_recorded, rounded
+from .cpu_kernels import draw_kept, is_recorded, linear, rounded
+from .mobile_former_block import FormerToMobile, MobileToFormer
 
 _PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
 _FEW = 8  # least ratio of keys to queries for plain products
@@ -96,31 +101,13 @@ class MapAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """
-        Args:
-            query: (N, Q, C).
-            key: (N, L, C).
-            value: (N, L, C).
-            key_padding_mask: (N, L) Boolean, True at keys that all queries ignore.
-            need_weights: whether to return the weights too.
-            attn_mask: (N * heads, Q, L) Boolean, True where a query may not attend to a key.
-            average_attn_weights: whether weights are averaged over the heads.
-            is_causal: see the base class.
+        """As the base class; masks are Boolean, True where a query may not attend to a key.
 
-        Returns:
-            (N, Q, C), and weights or None.
+        Takes (N, Q, C), (N, L, C) and (N, L, C); returns (N, Q, C), and weights or None.
         """
         if need_weights or is_causal:
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            arguments = (query, key, value, key_padding_mask, need_weights)
+            return super().forward(*arguments, attn_mask, average_attn_weights, is_causal)
         masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
         if attn_mask is not None:
             by_head = attn_mask.unflatten(0, (-1, self.num_heads))
@@ -253,3 +240,83 @@ def _empty_by_rows(like: Tensor) -> Tensor:
     """(N, heads, length, d) with the memory of (N, length, heads, d), as linear layers need it."""
     num_images, num_heads, length, width = like.shape
     return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)
+
+
+AttentionRecord = dict[str, list[Tensor]]
+"""Detached weights of each layer's calls, in order, by its name in the model.
+
+Those of ``MobileToFormer`` are (N, heads, M, H, W) and sum to 1 over the pixels, of
+``FormerToMobile`` also (N, heads, M, H, W), which sum to 1 over the tokens; of any other layer
+(N, heads, queries, keys), which sum to 1 over the keys. Masked keys have 0.
+"""
+_Note = Callable[[Tensor], None]
+
+
+@contextmanager
+def read_attention(
+    model: nn.Module, names: Collection[str] | None = None
+) -> Iterator[AttentionRecord]:
+    """Records the attention weights of all calls of ``model`` within the block.
+
+    Recorded are the two bridges, ``torch.nn.MultiheadAttention`` and the attention of timm's vision
+    transformers. Outputs do not change: the bridges' to the bit, the others' up to rounding, since
+    they otherwise use PyTorch's fused kernel. Blocks may be nested. In training, the weights of
+    MultiheadAttention are those after dropout.
+
+    Args:
+        model: any module.
+        names: of the layers to record, as in ``model.named_modules()``; all of them if None.
+
+    Yields:
+        A record that calls of the model add to; layers that were not called are not in it.
+    """
+    record: AttentionRecord = {}
+    with ExitStack() as undo:
+        for name, module in model.named_modules():
+            if names is None or name in names:
+                _read(module, lambda w, n=name: record.setdefault(n, []).append(w.detach()), undo)
+        yield record
+
+
+def _read(module: Any, note: _Note, undo: ExitStack) -> None:
+    if isinstance(module, MobileToFormer | FormerToMobile):
+        # Not a hook on a softmax module, which would change the encoder's ``repr``, the key of
+        # cached features.
+        def watch(weights: Tensor, size: tuple[int, int]) -> None:
+            note(weights.unflatten(-1, size))
+
+        module.watchers.append(watch)
+        undo.callback(module.watchers.remove, watch)
+    elif isinstance(module, nn.MultiheadAttention):
+        _read_multihead(module, note, undo)
+    # timm has several classes with these attributes, in modules that depend on its version.
+    elif hasattr(module, "fused_attn") and hasattr(module, "attn_drop"):
+        undo.callback(setattr, module, "fused_attn", module.fused_attn)
+        module.fused_attn = False
+        hook = module.attn_drop.register_forward_pre_hook(lambda _, args: note(args[0]))
+        undo.callback(hook.remove)
+
+
+def _read_multihead(attention: nn.MultiheadAttention, note: _Note, undo: ExitStack) -> None:
+    signature = inspect.signature(attention.forward)
+    asked: dict[str, bool] = {}
+
+    def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        for name, wanted in (("need_weights", True), ("average_attn_weights", False)):
+            asked[name] = call.arguments[name]
+            call.arguments[name] = wanted
+        return call.args, call.kwargs
+
+    def answer(_: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> Any:
+        attended, weights = output
+        # Without a batch there is no axis of images: (heads, queries, keys).
+        note(weights if weights.dim() == 4 else weights[None])
+        if not asked["need_weights"]:
+            return attended, None
+        return attended, weights.mean(dim=-3) if asked["average_attn_weights"] else weights
+
+    undo.callback(attention.register_forward_pre_hook(ask, with_kwargs=True).remove)
+    # Prepended: of nested readers, the inner one asks last and must answer first.
+    undo.callback(attention.register_forward_hook(answer, prepend=True).remove)

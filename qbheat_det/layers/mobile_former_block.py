@@ -17,13 +17,12 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
-from .cpu_kernels import is_recorded
+from .cpu_kernels import DepthwiseConv2d, DynamicReLU, NormedConv2d, is_recorded
 from .padded_maps import halve, zero_padding
 
 Watcher = Callable[[Tensor, tuple[int, int]], None]
 """Called with the weights (N, heads, M, HW) of one call of a bridge and the size (H, W) of its map;
-see ``read_attention``."""
+see ``attention.read_attention``."""
 
 
 class MobileToFormer(nn.Module):

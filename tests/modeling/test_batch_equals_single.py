@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.detr import MFDETR, HungarianMatcher, MFDecoder, SetCriterion
 
-from .parameter_names import randomise_
+from .reference_mobile_former import randomise_
 
 BATCHES = [
     [(64, 96), (96, 64)],

@@ -147,16 +147,9 @@ class MobileFormer(Backbone):
         padding = halve(padding)
         for name, stage in zip(self._stage_names, self.stages, strict=False):
             for block in cast(Iterable[MobileFormerBlock], stage):
-                x, tokens = self.run_block(block, x, tokens, padding)
+                x, tokens = block(x, tokens, padding)
                 padding = halve(padding) if block.stride == 2 else padding
             yield name, x, tokens
-
-    def run_block(
-        self, block: nn.Module, x: Tensor, tokens: Tensor, padding: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Runs one block, as ``MobileFormerBlock.forward``; for subclasses that wrap it."""
-        found: tuple[Tensor, Tensor] = block(x, tokens, padding)
-        return found
 
     def reset_parameters(self) -> None:
         """As in the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""

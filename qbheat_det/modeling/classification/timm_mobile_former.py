@@ -9,20 +9,17 @@ with timm, and as ``timm:<name>`` with Detectron2. ``qbheat_det.model_zoo.api`` 
 weights for them.
 """
 
-import itertools
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import timm
 import torch
 from timm.layers import create_classifier
 from timm.models import (
     DefaultCfg,
     PretrainedCfg,
     build_model_with_cfg,
-    checkpoint,
     register_model,
 )
 from timm.models._features import feature_take_indices
@@ -30,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint.timm_weights import load_into_timm_model, names_for_timm
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import (
     MOBILE_FORMER_ARCHS,
     MobileFormer,
@@ -65,23 +61,21 @@ class TimmMobileFormer(MobileFormer):
         norm: str = "BN",
     ) -> None:
         """Takes timm's arguments, and those of ``MobileFormer``; K of 0 has no classifier."""
-        num_downs = sum(block.kind == "down" for block in arch.blocks)
-        stages = [f"s{2 ** (i + 1)}" for i in range(1 + num_downs)]
+        outputs = list(arch.output_shapes())
         super().__init__(
             arch=arch,
-            out_features=[*stages, f"{stages[-1]}_expanded", "tokens"],
+            out_features=outputs,
             norm=norm,
             drop_path=drop_path_rate,
             in_channels=in_chans,
         )
         self.in_chans = in_chans
         self.drop_rate = drop_rate
-        self.grad_checkpointing = False
         self.num_features = self.head_hidden_size = arch.expanded + arch.token_dim
         channels, strides = self._out_feature_channels, self._out_feature_strides
         self.feature_info = [
             {"num_chs": channels[name], "reduction": strides[name], "module": f"stages.{index}"}
-            for index, name in enumerate(stages)
+            for index, name in enumerate(outputs[:-2])
         ]
         self.reset_classifier(num_classes, global_pool)
 
@@ -104,24 +98,18 @@ class TimmMobileFormer(MobileFormer):
         x: Tensor,
         indices: int | Sequence[int] | None = None,
         norm: bool = False,
-        stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """As in timm: the maps of stages, after that of ``forward_features``.
 
         Raises:
-            ValueError: another format, or ``stop_early`` without ``intermediates_only``.
+            ValueError: another format.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
-        if stop_early and not intermediates_only:
-            raise ValueError("stop_early goes with intermediates_only")
-        taken, last = self._take(indices)
-        stages = self.run_stages(x)
-        if stop_early:
-            stages = itertools.islice(stages, last + 1)
-        run = list(stages)
+        taken, _ = self._take(indices)
+        run = list(self.run_stages(x))
         # In the order of the network, each once, as in timm's models.
         maps = [run[index][1] for index in sorted(set(taken))]
         return maps if intermediates_only else (self._last_map(*run[-1][1:]), maps)
@@ -161,21 +149,6 @@ class TimmMobileFormer(MobileFormer):
             nn.init.normal_(self.classifier.weight, std=0.01)
             nn.init.zeros_(self.classifier.bias)
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes blocks in the backward pass instead of keeping their activations.
-
-        As in all of timm, BatchNorm then counts each batch twice in its running statistics.
-        """
-        self.grad_checkpointing = enable
-
-    def run_block(
-        self, block: nn.Module, x: Tensor, tokens: Tensor, padding: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See ``MobileFormer.run_block``."""
-        if not self.grad_checkpointing or not torch.is_grad_enabled():
-            return super().run_block(block, x, tokens, padding)
-        return cast(tuple[Tensor, Tensor], checkpoint(block, x, tokens, padding))
-
     def no_weight_decay(self) -> set[str]:
         """Returns the names of parameters without weight decay: the global tokens."""
         return {"tokens"}
@@ -208,41 +181,30 @@ TIMM_NAMES = {
 """timm's names by ``MODEL.MOBILE_FORMER.VARIANT``."""
 
 
-def describe_weights(**changes: Any) -> dict[str, Any]:
-    """Returns timm's ``pretrained_cfg`` of a Mobile-Former, with ``changes``."""
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": (14, 14),
-        "crop_pct": 0.875,
-        "interpolation": "bilinear",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "stem",
-        "classifier": "classifier",
-        "license": "apache-2.0",
-        "paper_name": "Self-Supervised Learning based on Heat Equation",
-        "paper_ids": "arXiv:2211.13228",
-        **changes,
-    }
-
+_WITHOUT_WEIGHTS: dict[str, Any] = {
+    "url": "",
+    "num_classes": 1000,
+    "input_size": (3, 224, 224),
+    "pool_size": (14, 14),
+    "crop_pct": 0.875,
+    "interpolation": "bilinear",
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "first_conv": "stem",
+    "classifier": "classifier",
+    "license": "apache-2.0",
+    "paper_name": "Self-Supervised Learning based on Heat Equation",
+    "paper_ids": "arXiv:2211.13228",
+}
+"""timm's ``pretrained_cfg`` of a Mobile-Former."""
 
 # timm reads this when an entry point below is registered.
 default_cfgs: dict[str, DefaultCfg] = {}
 
 
-def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    name = TIMM_NAMES[size]
-    if pretrained and not (kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")):
-        tags = timm.list_models(f"{name}.*", pretrained=True)
-        raise UserError(
-            f"'{name}' names no weights: choose one of {', '.join(tags) or 'no tags yet'}, or a "
-            "file by pretrained_cfg_overlay={'file': …, 'custom_load': True}"
-        )
-    return cast(
-        nn.Module,
-        build_model_with_cfg(
+def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        model: nn.Module = build_model_with_cfg(
             TimmMobileFormer,
             name,
             pretrained,
@@ -250,26 +212,14 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
             feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
             arch=MOBILE_FORMER_ARCHS[size],
             **kwargs,
-        ),
-    )
+        )
+        return model
+
+    create.__name__ = name
+    return create
 
 
-def mobile_former_285m(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 285M multiply-adds at 224 x 224."""
-    return _create("285M", pretrained, **kwargs)
-
-
-def mobile_former_1g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 1.0G multiply-adds at 224 x 224."""
-    return _create("1.0G", pretrained, **kwargs)
-
-
-def mobile_former_3_7g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 3.7G multiply-adds at 224 x 224."""
-    return _create("3.7G", pretrained, **kwargs)
-
-
-_ENTRIES = (mobile_former_285m, mobile_former_1g, mobile_former_3_7g)
+_ENTRIES = [_entry_of(size, name) for size, name in TIMM_NAMES.items()]
 
 
 def add_timm_weights(weights: Mapping[str, Mapping[str, Any]]) -> None:
@@ -283,13 +233,13 @@ def add_timm_weights(weights: Mapping[str, Mapping[str, Any]]) -> None:
     for entry in _ENTRIES:
         name = entry.__name__
         tags = {
-            key.partition(".")[2]: PretrainedCfg(**describe_weights(**cfg))
+            key.partition(".")[2]: PretrainedCfg(**{**_WITHOUT_WEIGHTS, **cfg})
             for key, cfg in weights.items()
             if key.partition(".")[0] == name
         }
         default_cfgs[name] = DefaultCfg(
             tags=deque(["", *tags]),
-            cfgs={"": PretrainedCfg(**describe_weights()), **tags},
+            cfgs={"": PretrainedCfg(**_WITHOUT_WEIGHTS), **tags},
             is_pretrained=bool(tags),
         )
         with warnings.catch_warnings():  # timm warns of a second registration

@@ -8,6 +8,7 @@ transfer, SciPy's solver. The sums are those of the paper.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,19 +44,13 @@ class Targets:
         )
 
 
-@dataclass(frozen=True)
-class Matches:
+class Matches(NamedTuple):
     """Pairs (block, image, query) -> target; each field is (P,) on the predictions' device."""
 
     block: Tensor
     image: Tensor
     query: Tensor
     target: Tensor
-
-    def to(self, device: torch.device) -> "Matches":
-        """Moves the fields, without waiting for the device."""
-        fields = (self.block, self.image, self.query, self.target)
-        return Matches(*(field.to(device, non_blocking=True) for field in fields))
 
 
 class HungarianMatcher:

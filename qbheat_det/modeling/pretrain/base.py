@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers import PooledFeatures
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.modeling.image_model import ImageModel, PooledFeatures
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers.cached_images import find_cached_images
 from qbheat_det.modeling.backbone import (
     BlockSpec,
     CachedBackbone,
     MobileFormer,
     MobileFormerArch,
 )
+from qbheat_det.modeling.image_model import find_cached_images
 
 ARCH = MobileFormerArch(
     num_tokens=2,

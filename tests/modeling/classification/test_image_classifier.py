@@ -18,12 +18,8 @@ from qbheat_det.analysis.complexity import CountingRule, count_madds, count_para
 from qbheat_det.analysis.paper_tables import classifier_counts
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.classification import (
-    BatchMixing,
-    ImageClassifier,
-    LinearDecoder,
-    TransformerDecoder,
-)
+from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder, TransformerDecoder
+from qbheat_det.modeling.classification.image_classifier import BatchMixing
 from qbheat_det.solver import build_optimizer, layers_above
 from tests.engine.gradient_cases import BLOCKS
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.pretrain import PretrainingModel, find_map
+from qbheat_det.modeling.pretrain.base import PretrainingModel, find_map
 from tests.modeling.tiny_pretraining import MEAN, STD, PatchesAsMap, make_inputs
 
 

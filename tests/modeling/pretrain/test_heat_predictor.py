@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.modeling.pretrain import (
-    DIRECTIONS,
-    QUADRANTS,
-    HeatPredictor,
-    LinearModels,
-    VisibleQuarters,
-)
+from qbheat_det.modeling.pretrain import QUADRANTS, HeatPredictor, VisibleQuarters
+from qbheat_det.modeling.pretrain.heat_predictor import DIRECTIONS, LinearModels
 
 GRID = 8
 CPU = torch.device("cpu")

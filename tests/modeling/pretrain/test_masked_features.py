@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.modeling.pretrain import InterpolatedFeatures, MaskToken
+from qbheat_det.modeling.pretrain.random_masking import InterpolatedFeatures, MaskToken
 
 Position = tuple[int, int]
 

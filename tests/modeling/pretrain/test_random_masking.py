@@ -6,15 +6,13 @@ import torch
 from detectron2.modeling import build_model
 from torch import Tensor, nn
 
-from qbheat_det.modeling.pretrain import (
+from qbheat_det.modeling.pretrain import MaskTokenMasking, QBHeat, ReconstructionLoss
+from qbheat_det.modeling.pretrain.random_masking import (
     InterpolatedFeatures,
     MaskToken,
-    MaskTokenMasking,
-    QBHeat,
     RandomMask,
-    ReconstructionLoss,
+    RandomMasking,
 )
-from qbheat_det.modeling.pretrain.random_masking import RandomMasking
 from tests.modeling.tiny_pretraining import (
     MEAN,
     STD,
@@ -141,17 +139,6 @@ def test_the_two_differ_from_each_other_and_from_qb_heat_in_the_predictor_alone(
         assert names[arch] == {*RandomMasking.pretrain_only_modules, "backbone", "loss"}
     assert isinstance(build(ARCHS[0]).predictor, InterpolatedFeatures)
     assert isinstance(build(ARCHS[1]).predictor, MaskToken)
-
-
-@pytest.mark.parametrize(
-    ("counts", "named"), [((4, 5), r"\[4, 5\]"), ((0, 0), r"\[0\]"), ((16, 16), r"\[16\]")]
-)
-def test_masks_that_hide_all_or_nothing_or_unequally_are_refused(
-    counts: tuple[int, int], named: str
-) -> None:
-    visible = torch.stack([torch.arange(16).view(4, 4) < count for count in counts])
-    with pytest.raises(ValueError, match=rf"at least one and not all, but {named} of 16 are"):
-        build("InterpolatedMasking")(make_inputs(2), visible)
 
 
 @pytest.mark.parametrize(
