@@ -260,14 +260,15 @@ def _use_annotation_files(cfg: CfgNode, flags: dict[str, Any]) -> None:
         raise UserError("training on a custom dataset needs --val-json and --val-images as well")
     if not is_unlabelled and flags["val_json"] and not (flags["train_json"] or flags["eval_only"]):
         raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
-    summaries = []
+    summaries: list[CocoFile] = []
     for (json_file, images), (with_boxes, alone, key) in _FILES.items():
         if flags[json_file]:
             name = alone if is_unlabelled else with_boxes
             source = {"json_file": flags[json_file], "image_root": flags[images]}
-            summaries.append(_register(name, {**source, "labelled": not is_unlabelled}))
+            if summary := _register(name, {**source, "labelled": not is_unlabelled}):
+                summaries.append(summary)
             cfg.merge_from_list([key, (name,)])
-    if len(summaries) == 2 and not is_unlabelled:
+    if len(summaries) == 2:
         check_same_classes(*summaries)
 
 
