@@ -27,7 +27,7 @@ from qbheat_det.data import (
     find_record_errors,
     raise_first,
 )
-from qbheat_det.engine.cacheable import check_cacheable
+from qbheat_det.engine.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .data_flags import use_classes_of_folders, use_data_flags
