@@ -261,11 +261,11 @@ def _can_be_drawn(segmentation: object, width: int, height: int) -> bool:
         return all(are_numbers(polygon, 11 * max(width, height)) for polygon in segmentation)
     if not isinstance(segmentation, dict) or not segmentation:
         return not segmentation
-    runs = segmentation.get("counts")
-    if isinstance(runs, str):
-        runs = _decode_runs(runs)
-    is_list = isinstance(runs, list) and all(type(run) is int and run >= 0 for run in runs)
-    return is_list and segmentation.get("size") == [height, width] and sum(runs) == width * height
+    runs: Any = segmentation.get("counts")
+    runs = _decode_runs(runs) if isinstance(runs, str) else runs
+    if not isinstance(runs, list) or not all(type(run) is int and run >= 0 for run in runs):
+        return False
+    return segmentation.get("size") == [height, width] and sum(runs) == width * height
 
 
 def _decode_runs(counts: str) -> list[int] | None:
