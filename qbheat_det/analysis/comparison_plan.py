@@ -16,8 +16,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
     fingerprint_records,
+    load_class_folders,
     load_image_folders,
-    unite_labels,
 )
 
 RANDOM = "random"
@@ -75,12 +75,10 @@ class Comparison:
         Raises:
             UserError: a folder has no images, or ``val_folder`` other classes.
         """
-        folders = self.train_folder, self.val_folder
-        train, val = (load_image_folders([folder], labelled=True) for folder in folders)
-        unite_labels([train], [val], names=folders)
+        train, val = load_class_folders(self.train_folder, self.val_folder)
         extra = self.image_folders
-        pretraining = load_image_folders(extra)[0] if extra else train[0]
-        return {"pretraining": pretraining, "train": train[0], "val": val[0]}
+        pretraining = load_image_folders(extra)[0] if extra else train
+        return {"pretraining": pretraining, "train": train, "val": val}
 
     @cached_property
     def contents(self) -> dict[str, int]:
