@@ -148,20 +148,6 @@ def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
     return views
 
 
-class LinearModels(Protocol):
-    """The linear models of one kind of view, M = Δx A."""
-
-    offset: float
-
-    def matrices(self) -> Mapping[str, Tensor]:
-        """Returns M (C, C) by name."""
-
-
-def get_linear_models(model: nn.Module) -> Mapping[str, LinearModels]:
-    """Returns ``predictor.scales``: by view, the linear models that predict features, if any."""
-    return getattr(getattr(model, "predictor", None), "scales", {})
-
-
 def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, those that a model has."""
     found = {name: getattr(model, name, None) for name in ("pixel_mean", "pixel_std")}

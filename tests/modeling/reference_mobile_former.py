@@ -149,11 +149,8 @@ def pointwise(w: Weights, x: Tensor, out: int) -> Tensor:
 def dynamic_relu(w: Weights, x: Tensor, driver: Tensor) -> Tensor:
     """max(a1 x, a2 x) per channel, with slopes computed from one vector."""
     channels = x.shape[0]
-    theta = hard_sigmoid(
-        linear(
-            w.at("slopes"), relu(linear(w.at("squeeze"), driver, len(driver) // 4)), 2 * channels
-        )
-    )
+    hidden = relu(linear(w.at("squeeze"), driver, len(driver) // 4))
+    theta = hard_sigmoid(linear(w.at("slopes"), hidden, 2 * channels))
     a1 = 1 + 2 * (theta[:channels] - 0.5)
     a2 = 2 * (theta[channels:] - 0.5)
     return torch.maximum(a1[:, None, None] * x, a2[:, None, None] * x)

@@ -66,7 +66,6 @@ def test_any_other_module_gets_the_defaults() -> None:
             contracts.pretrain_only_modules,
             contracts.optional_modules,
             contracts.equivalent_configs,
-            contracts.get_linear_models,
             contracts.get_pixel_statistics,
         )
     )

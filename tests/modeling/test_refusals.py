@@ -15,7 +15,6 @@ from qbheat_det.modeling.backbone import (
     MOBILE_FORMER_ARCHS,
     MobileFormer,
     TimmBackbone,
-    named_arch,
     shapes_of,
 )
 from qbheat_det.modeling.classification.image_classifier import BatchMixing
@@ -103,7 +102,6 @@ def test_config_values_out_of_range_are_named(name: str, words: str) -> None:
         (partial(MobileFormer, arch=ARCH, out_features=["res4"]), "res4"),
         (partial(TimmBackbone, name="resnet18", out_features=["s8"], freeze_at=6), "FREEZE_AT"),
         (partial(TimmBackbone, name="resnet18", out_features=["res4"]), "res4"),
-        (partial(named_arch, "86M"), "86M"),
         (partial(shapes_of, arch=ARCH, names=["p3"]), "p3"),
         (partial(HungarianMatcher, class_weight=0, l1_weight=0, giou_weight=0), "zero"),
         (partial(FeatureQueue, size=0, dim=2), "0"),

@@ -35,7 +35,7 @@ from qbheat_det.layers import (
     zero_padding,
 )
 
-from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch, arch_of_rows
+from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
 
 
 @BACKBONE_REGISTRY.register()
@@ -201,11 +201,8 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
         UserError: the variant has no such name, or the custom table is not a network.
     """
     node = cfg.MODEL.MOBILE_FORMER
-    if node.VARIANT in MOBILE_FORMER_ARCHS:
-        return MOBILE_FORMER_ARCHS[node.VARIANT]
     if node.VARIANT != "custom":
-        known = [*MOBILE_FORMER_ARCHS, "custom"]
-        raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{node.VARIANT}'")
+        return named_arch(node.VARIANT)
     try:
         return arch_of_rows(
             num_tokens=node.NUM_TOKENS,
@@ -246,22 +243,17 @@ def _build_block(
 ) -> nn.Module:
     if spec.kind == "lite":
         return LiteBottleneck(channels=channels, hidden=spec.hidden, norm=norm)
-    shared: dict[str, Any] = {
-        "in_channels": channels,
-        "hidden": spec.hidden,
-        "out_channels": spec.out,
-        "token_dim": token_dim,
-        "norm": norm,
-        "drop_path": drop_path,
-    }
+    widths = {"in_channels": channels, "hidden": spec.hidden, "out_channels": spec.out}
+    shared: dict[str, Any] = {**widths, "token_dim": token_dim, "norm": norm}
+    if spec.kind == "down":
+        kind: type[Mobile | DownMobile] = DownMobile
+        shared["second_hidden"] = spec.second_hidden
+    else:
+        kind = Mobile
     return MobileFormerBlock(
         to_former=MobileToFormer(token_dim=token_dim, channels=channels),
         former=Former(token_dim=token_dim, drop_path=drop_path),
-        mobile=(
-            DownMobile(**shared, second_hidden=spec.second_hidden)
-            if spec.kind == "down"
-            else Mobile(**shared)
-        ),
+        mobile=kind(**shared, drop_path=drop_path),
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )
 

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from detectron2.layers import ShapeSpec
 
+from qbheat_det.core.errors import UserError
+
 BlockKind = Literal["lite", "down", "plain"]
 
 
@@ -76,75 +78,65 @@ class MobileFormerArch:
             raise ValueError(f"{where}: the bridges have two heads and need even widths")
 
 
-def _blocks(
-    *rows: tuple[BlockKind, int, int] | tuple[BlockKind, int, int, int],
-) -> tuple[BlockSpec, ...]:
-    return tuple(BlockSpec(*row) for row in rows)
+def arch_of_rows(
+    *, num_tokens: int, token_dim: int, stem: int, blocks: Sequence[Sequence[Any]], expanded: int
+) -> MobileFormerArch:
+    """Returns widths from rows [kind, hidden, out, second hidden], as in configs.
+
+    Raises:
+        TypeError: a row is too long or too short.
+        ValueError: the rows are not a network.
+    """
+    specs = tuple(BlockSpec(*row) for row in blocks)
+    return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded)
 
 
 # fmt: off
 MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
-    "285M": MobileFormerArch(
+    "285M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=16, expanded=720,
-        blocks=_blocks(
+        blocks=[
             ("lite", 32, 16),                                                         # 1/2
             ("down", 96, 28, 112), ("plain", 84, 28),                                 # 1/4
             ("down", 168, 48, 144), ("plain", 144, 48), ("plain", 144, 48),           # 1/8
             ("down", 240, 80, 320), ("plain", 320, 88), ("plain", 480, 88),           # 1/16
             ("plain", 528, 120), ("plain", 720, 120), ("plain", 720, 120),
-        ),
+        ],
     ),
-    "1.0G": MobileFormerArch(
+    "1.0G": arch_of_rows(
         num_tokens=6, token_dim=256, stem=32, expanded=1440,
-        blocks=_blocks(
+        blocks=[
             ("lite", 64, 32),
             ("down", 192, 56, 224), ("plain", 168, 56),
             ("down", 336, 96, 288), ("plain", 288, 96), ("plain", 288, 96),
             ("down", 576, 176, 704), ("plain", 704, 176), ("plain", 704, 176),
             ("plain", 1056, 240), ("plain", 1440, 240), ("plain", 1440, 240),
-        ),
+        ],
     ),
-    "3.7G": MobileFormerArch(
+    "3.7G": arch_of_rows(
         num_tokens=6, token_dim=256, stem=64, expanded=2880,
-        blocks=_blocks(
+        blocks=[
             ("lite", 128, 64),
             ("down", 384, 112, 448), ("plain", 336, 112),
             ("down", 672, 192, 576), ("plain", 576, 192), ("plain", 576, 192),
             ("down", 1152, 352, 1408), ("plain", 1408, 352), ("plain", 1408, 352),
             ("plain", 2112, 480), ("plain", 2880, 480), ("plain", 2880, 480),
-        ),
+        ],
     ),
 }
 # fmt: on
 
 
 def named_arch(variant: str) -> MobileFormerArch:
-    """Returns one of ``MOBILE_FORMER_ARCHS``, for LazyConfigs.
+    """Returns one of ``MOBILE_FORMER_ARCHS``.
 
     Raises:
-        ValueError: there is none of that name.
+        UserError: there is none of that name.
     """
     if variant not in MOBILE_FORMER_ARCHS:
-        raise ValueError(f"variants are {[*MOBILE_FORMER_ARCHS]}, not '{variant}'")
+        known = [*MOBILE_FORMER_ARCHS, "custom"]
+        raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
     return MOBILE_FORMER_ARCHS[variant]
-
-
-def arch_of_rows(
-    *, num_tokens: int, token_dim: int, stem: int, blocks: Sequence[Sequence[Any]], expanded: int
-) -> MobileFormerArch:
-    """Returns custom widths from rows [kind, hidden, out, second hidden], as in configs.
-
-    Raises:
-        TypeError: a row is too long or too short.
-        ValueError: the rows are not a network.
-    """
-    return MobileFormerArch(
-        num_tokens=num_tokens,
-        token_dim=token_dim,
-        stem=stem,
-        blocks=tuple(BlockSpec(*row) for row in blocks),
-        expanded=expanded,
-    )
 
 
 def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
