@@ -8,12 +8,10 @@ at a time, which fit in the cache, the mask is drawn in 16-bit numbers, and the 
 the weights again. In inference, plain products are faster for few queries on a large map.
 
 ``read_attention`` records the weights during a model's own forward pass. The bridges hand over the
-weights that they compute anyway; hooks make other layers compute their weights instead of using a
-fused kernel. Both are removed when the ``with`` block ends.
+weights that they compute anyway; ``MapAttention`` computes them while somebody asks.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .cpu_kernels import draw_kept, is_recorded, linear, rounded
-from .mobile_former_block import FormerToMobile, MobileToFormer
+from .mobile_former_block import FormerToMobile, MobileToFormer, Watcher
 
 _PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
 _FEW = 8  # least ratio of keys to queries for plain products
@@ -74,7 +72,7 @@ def attend(
 class MapAttention(nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies.
 
-    Parameters and arguments are the same. With ``need_weights`` it computes as its base class.
+    Parameters are the same.
     """
 
     def __init__(
@@ -89,25 +87,35 @@ class MapAttention(nn.MultiheadAttention):
         """
         super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
         self.fused = fused
+        self.watchers: list[Watcher] = []
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
         attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As the base class; masks are Boolean, True where a query may not attend to a key.
-
-        Takes (N, Q, C), (N, L, C) and (N, L, C); returns (N, Q, C), and weights or None.
+    ) -> Tensor:
         """
-        if need_weights or is_causal:
-            arguments = (query, key, value, key_padding_mask, need_weights)
-            return super().forward(*arguments, attn_mask, average_attn_weights, is_causal)
+        Args:
+            query: (N, Q, C).
+            key: (N, L, C).
+            value: (N, L, C).
+            key_padding_mask: (N, L) Boolean, True at keys that all queries ignore.
+            attn_mask: (N * heads, Q, L) Boolean, True where a query may not attend to a key.
+
+        Returns:
+            (N, Q, C).
+        """
+        if self.watchers:
+            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+            found, weights = super().forward(
+                query, key, value, need_weights=True, average_attn_weights=False, **masks
+            )
+            for watch in self.watchers:
+                watch(weights)
+            return found
         masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
         if attn_mask is not None:
             by_head = attn_mask.unflatten(0, (-1, self.num_heads))
@@ -123,7 +131,7 @@ class MapAttention(nn.MultiheadAttention):
         )
         if self._leaves_out_biases:
             attended = attended + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
-        return linear(attended, self.out_proj.weight, self.out_proj.bias), None
+        return linear(attended, self.out_proj.weight, self.out_proj.bias)
 
     @property
     def _leaves_out_biases(self) -> bool:
@@ -246,10 +254,9 @@ AttentionRecord = dict[str, list[Tensor]]
 """Detached weights of each layer's calls, in order, by its name in the model.
 
 Those of ``MobileToFormer`` are (N, heads, M, H, W) and sum to 1 over the pixels, of
-``FormerToMobile`` also (N, heads, M, H, W), which sum to 1 over the tokens; of any other layer
+``FormerToMobile`` also (N, heads, M, H, W), which sum to 1 over the tokens; of ``MapAttention``
 (N, heads, queries, keys), which sum to 1 over the keys. Masked keys have 0.
 """
-_Note = Callable[[Tensor], None]
 
 
 @contextmanager
@@ -258,13 +265,11 @@ def read_attention(
 ) -> Iterator[AttentionRecord]:
     """Records the attention weights of all calls of ``model`` within the block.
 
-    Recorded are the two bridges, ``torch.nn.MultiheadAttention`` and the attention of timm's vision
-    transformers. Outputs do not change: the bridges' to the bit, the others' up to rounding, since
-    they otherwise use PyTorch's fused kernel. Blocks may be nested. In training, the weights of
-    MultiheadAttention are those after dropout.
+    Outputs do not change: the bridges' to the bit, those of ``MapAttention`` up to rounding. Blocks
+    may be nested. In training, the weights of ``MapAttention`` are those after dropout.
 
     Args:
-        model: any module.
+        model: any module with these layers.
         names: of the layers to record, as in ``model.named_modules()``; all of them if None.
 
     Yields:
@@ -273,50 +278,12 @@ def read_attention(
     record: AttentionRecord = {}
     with ExitStack() as undo:
         for name, module in model.named_modules():
-            if names is None or name in names:
-                _read(module, lambda w, n=name: record.setdefault(n, []).append(w.detach()), undo)
+            watched = isinstance(module, MobileToFormer | FormerToMobile | MapAttention)
+            if watched and (names is None or name in names):
+
+                def watch(weights: Tensor, name: str = name) -> None:
+                    record.setdefault(name, []).append(weights.detach())
+
+                module.watchers.append(watch)
+                undo.callback(module.watchers.remove, watch)
         yield record
-
-
-def _read(module: Any, note: _Note, undo: ExitStack) -> None:
-    if isinstance(module, MobileToFormer | FormerToMobile):
-        # Not a hook on a softmax module, which would change the encoder's ``repr``, the key of
-        # cached features.
-        def watch(weights: Tensor, size: tuple[int, int]) -> None:
-            note(weights.unflatten(-1, size))
-
-        module.watchers.append(watch)
-        undo.callback(module.watchers.remove, watch)
-    elif isinstance(module, nn.MultiheadAttention):
-        _read_multihead(module, note, undo)
-    # timm has several classes with these attributes, in modules that depend on its version.
-    elif hasattr(module, "fused_attn") and hasattr(module, "attn_drop"):
-        undo.callback(setattr, module, "fused_attn", module.fused_attn)
-        module.fused_attn = False
-        hook = module.attn_drop.register_forward_pre_hook(lambda _, args: note(args[0]))
-        undo.callback(hook.remove)
-
-
-def _read_multihead(attention: nn.MultiheadAttention, note: _Note, undo: ExitStack) -> None:
-    signature = inspect.signature(attention.forward)
-    asked: dict[str, bool] = {}
-
-    def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        for name, wanted in (("need_weights", True), ("average_attn_weights", False)):
-            asked[name] = call.arguments[name]
-            call.arguments[name] = wanted
-        return call.args, call.kwargs
-
-    def answer(_: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> Any:
-        attended, weights = output
-        # Without a batch there is no axis of images: (heads, queries, keys).
-        note(weights if weights.dim() == 4 else weights[None])
-        if not asked["need_weights"]:
-            return attended, None
-        return attended, weights.mean(dim=-3) if asked["average_attn_weights"] else weights
-
-    undo.callback(attention.register_forward_pre_hook(ask, with_kwargs=True).remove)
-    # Prepended: of nested readers, the inner one asks last and must answer first.
-    undo.callback(attention.register_forward_hook(answer, prepend=True).remove)

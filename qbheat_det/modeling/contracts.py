@@ -119,9 +119,6 @@ class PretrainingObjective(FixedSizeModel, Protocol):
     held_out_loss: bool
     """See ``has_held_out_loss``."""
 
-    def check_num_images(self, num_images: int) -> None:
-        """Warns where a training set is too small for the objective."""
-
 
 @runtime_checkable
 class ReconstructionObjective(PretrainingObjective, Protocol):

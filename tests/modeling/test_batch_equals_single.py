@@ -16,11 +16,8 @@ from .reference_mobile_former import randomise_
 
 BATCHES = [
     [(64, 96), (96, 64)],
-    [(64, 96), (64, 96), (64, 95)],
     [(50, 77), (33, 120), (97, 31)],
-    [(9, 200), (200, 9), (65, 65)],
     [(1, 1), (40, 56), (2, 97), (31, 3)],
-    [(32, 32), (33, 33), (128, 160)],
 ]
 
 
@@ -101,7 +98,7 @@ def test_predictions_of_every_block_agree(model: MFDETR, sizes: list[tuple[int, 
 
 
 def test_the_comparison_notices_a_model_that_takes_padding_for_image(model: MFDETR) -> None:
-    inputs = entries(BATCHES[2])
+    inputs = entries(BATCHES[1])
     images = model.preprocess_image(inputs)
     with torch.no_grad():
         features = model.backbone(images.tensor)
@@ -111,7 +108,7 @@ def test_the_comparison_notices_a_model_that_takes_padding_for_image(model: MFDE
             assert float((blind[-1, n] - alone[-1, 0]).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("sizes", BATCHES[:4], ids=str)
+@pytest.mark.parametrize("sizes", BATCHES[1:], ids=str)
 def test_detections_agree(model: MFDETR, sizes: list[tuple[int, int]]) -> None:
     inputs = entries(sizes)
     inputs[0].update(height=300, width=451)  # the size of the picture before resizing

@@ -8,14 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qbheat_det.modeling.backbone import (
-    MOBILE_FORMER_ARCHS,
-    BlockSpec,
-    MobileFormer,
-    MobileFormerArch,
-)
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 from .reference_mobile_former import Weights, mobile_former, randomise_
+from .tiny_pretraining import SMALL_ARCH
 
 OUTPUTS = ["s2", "s4", "s8", "s16", "s16_expanded", "tokens"]
 
@@ -36,24 +32,6 @@ PARAMETERS = {
 }
 TOTALS = {"3.7G": 25_041_040, "1.0G": 11_778_952, "285M": 4_946_580}
 TOTALS_WITHOUT_BATCH_NORM = {"3.7G": 24_968_880, "1.0G": 11_742_872, "285M": 4_928_348}
-
-
-# The same code at a size that is quick in double precision, over stages of unequal length.
-SMALL = MobileFormerArch(
-    num_tokens=3,
-    token_dim=16,
-    stem=8,
-    blocks=(
-        BlockSpec("lite", 16, 8),
-        BlockSpec("down", 16, 12, 24),
-        BlockSpec("down", 24, 10, 20),
-        BlockSpec("plain", 30, 10),
-        BlockSpec("plain", 20, 14),
-        BlockSpec("down", 28, 18, 36),
-        BlockSpec("plain", 36, 18),
-    ),
-    expanded=40,
-)
 
 
 @pytest.fixture(scope="module", params=list(MOBILE_FORMER_ARCHS))
@@ -117,10 +95,9 @@ def test_every_parameter_gets_a_gradient_in_training(variant: str) -> None:
         assert float(parameter.grad.abs().max()) > 0, f"the gradient of {name} is zero"
 
 
-@pytest.mark.parametrize("margin", [0, 5])
-@pytest.mark.parametrize("garbage", [0.0, 300.0])
+@pytest.mark.parametrize(("margin", "garbage"), [(0, 0.0), (5, 300.0)])
 def test_a_padded_batch_gives_what_the_images_give_alone(margin: int, garbage: float) -> None:
-    encoder = MobileFormer(arch=SMALL, out_features=OUTPUTS)
+    encoder = MobileFormer(arch=SMALL_ARCH, out_features=OUTPUTS)
     randomise_(encoder)
     encoder.double().eval()
     sizes = [(50, 77), (64, 33), (1, 1), (16, 96), (47, 17)]

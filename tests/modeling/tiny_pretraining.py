@@ -11,7 +11,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
+from qbheat_det.modeling.backbone import arch_of_rows
 
+# Over stages of unequal length.
+SMALL_ARCH = arch_of_rows(
+    num_tokens=3,
+    token_dim=16,
+    stem=8,
+    blocks=[
+        ("lite", 16, 8),
+        ("down", 16, 12, 24),
+        ("down", 24, 10, 20),
+        ("plain", 30, 10),
+        ("plain", 20, 14),
+        ("down", 28, 18, 36),
+        ("plain", 36, 18),
+    ],
+    expanded=40,
+)
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 
 

@@ -13,7 +13,6 @@ effect.
 """
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +26,6 @@ from torch.nn import functional as F
 from qbheat_det.core.errors import UserError
 
 from .base import PretrainingModel, ProjectionHead, check_equal_shares, embedding_from_config
-
-logger = logging.getLogger(__name__)
 
 
 class MomentumCopy(nn.Module):
@@ -261,18 +258,6 @@ class MoCo(PretrainingModel):
         self.metrics = {"contrast_accuracy": 100 * is_own.float().mean()}
         targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         return {"loss_contrastive": F.cross_entropy(logits, targets)}  # Eq. (1)
-
-    def check_num_images(self, num_images: int) -> None:
-        """Warns if more than 3 % of the queries have their own image among earlier keys."""
-        size = len(self.queue.keys)
-        if 4 * size > num_images:
-            epochs = min(size / num_images, 2.0)  # of keys in the queue, at one view an epoch
-            share = epochs**2 / 2 if epochs <= 1 else 1 - (2 - epochs) ** 2 / 2
-            logger.warning(
-                f"MODEL.MOCO.QUEUE_SIZE {size:,} is more than a quarter of the {num_images:,} "
-                f"images: for {share:.0%} of the queries it holds another view of their own image, "
-                "which then counts as one of another image"
-            )
 
     def embed(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the encoder of queries."""

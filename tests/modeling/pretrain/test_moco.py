@@ -211,18 +211,6 @@ def test_any_backbone_serves(backbone: str) -> None:
     assert int(model.queue.next) == 4
 
 
-def test_a_queue_near_the_size_of_the_training_set_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = make_model(queue=12)
-    model.check_num_images(48)
-    assert not caplog.records
-    model.check_num_images(15)  # (12 / 15) ** 2 / 2
-    assert "more than a quarter of the 15 images: for 32% of the queries" in caplog.text
-    model.check_num_images(6)  # of which the queue holds two epochs
-    assert "for 100% of the queries" in caplog.text
-
-
 def unit(*shape: int) -> Tensor:
     return F.normalize(torch.randn(*shape), dim=-1)
 
