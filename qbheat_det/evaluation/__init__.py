@@ -5,11 +5,12 @@ from .build import build_evaluator
 from .classification import (
     ClassificationEvaluator,
     TopAccuracy,
+    extract_features,
     find_confusions,
     rank_true_class,
+    score_neighbours,
 )
 from .coco import CocoEvaluator, complete_annotations, resolve_coco_library
-from .knn import extract_features, score_neighbours
 
 __all__ = [
     "ClassificationEvaluator",

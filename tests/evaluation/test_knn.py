@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qbheat_det.evaluation import TopAccuracy, extract_features, score_neighbours
-from qbheat_det.evaluation.knn import rank_true_classes
+from qbheat_det.evaluation.classification import rank_true_classes
 
 Labelled = tuple[Tensor, Tensor]
 

@@ -15,7 +15,6 @@ from qbheat_det.probing import (
     depth_of,
     fit_linear_probe,
     run_probe,
-    spread_widths,
     width_of,
 )
 from tests.probing.drawn_features import draw_classes
@@ -68,13 +67,7 @@ def test_unknown_names_are_refused(names: list[str]) -> None:
     check_probes(["knn", "linear", "tran-1", "tran-12"])
 
 
-def test_widths_make_a_probe_of_each_tran_k_and_are_multiples_of_a_head() -> None:
-    names = ["knn", "tran-1", "tran-4:64"]
-    spread = spread_widths(names, [192, 768])
-    assert spread == ["knn", "tran-1:192", "tran-1:768", "tran-4:64"]
-    assert [depth_of(name) for name in spread] == [0, 1, 1, 4]
-    assert [width_of(name) for name in spread] == [0, 192, 768, 64]
-    assert spread_widths(names, []) == names
-    for probes, width in ((["linear"], 192), (names, -64)):
-        with pytest.raises(UserError, match="widths"):
-            spread_widths(probes, [width])
+def test_a_name_gives_depth_and_width() -> None:
+    names = ["knn", "tran-1", "tran-12:768"]
+    assert [depth_of(name) for name in names] == [0, 1, 12]
+    assert [width_of(name) for name in names] == [0, 0, 768]
