@@ -4,9 +4,9 @@
 from .build import build_evaluator
 from .classification import (
     ClassificationEvaluator,
-    TopAccuracy,
     extract_features,
     find_confusions,
+    measure_ranks,
     rank_true_class,
     score_neighbours,
 )
@@ -15,11 +15,11 @@ from .coco import CocoEvaluator, complete_annotations, resolve_coco_library
 __all__ = [
     "ClassificationEvaluator",
     "CocoEvaluator",
-    "TopAccuracy",
     "build_evaluator",
     "complete_annotations",
     "extract_features",
     "find_confusions",
+    "measure_ranks",
     "rank_true_class",
     "resolve_coco_library",
     "score_neighbours",

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +27,28 @@ from qbheat_det.core.files import write_atomically
 
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]
+_TOP = {"top1": 1, "top5": 5}
 _SHOWN = 5  # classes and confusions in the log
 _TINY = torch.finfo(torch.float64).tiny
 _LEAST_VOTE = 1e-300  # of a neighbour, however far: less would round to none
 _CHUNK = 2**24  # similarities at a time: 128 MB
 
 
-@dataclass(frozen=True)
-class TopAccuracy:
-    """Shares of images in per cent, with the standard errors of binomial counts; nan without any.
+def measure_ranks(ranks: Tensor) -> dict[str, float]:
+    """Returns shares of images in per cent, and the standard errors of binomial counts.
 
-    Attributes:
-        top1: images whose true class comes first.
-        top5: images whose true class is among the first five.
-        top1_standard_error: of ``top1``.
-        top5_standard_error: of ``top5``.
-        num_images: how many were classified.
+    Args:
+        ranks: (N,), of the true classes, 0 for the first.
+
+    Returns:
+        "top1", whose true class comes first, "top5", whose true class is among the first five,
+        and each with "_standard_error"; nan without images.
     """
-
-    top1: float
-    top5: float
-    top1_standard_error: float
-    top5_standard_error: float
-    num_images: int
-
-    @classmethod
-    def from_ranks(cls, ranks: Tensor) -> "TopAccuracy":
-        """Counts the ranks (N,) of the true classes, 0 for the first."""
-        num_images = len(ranks)
-        shares = [int((ranks < top).sum()) / max(1, num_images) for top in (1, 5)]
-        errors = [math.sqrt(share * (1 - share) / max(1, num_images)) for share in shares]
-        scale = 100.0 if num_images else math.nan
-        top1, top5, error1, error5 = (scale * value for value in (*shares, *errors))
-        return cls(top1, top5, error1, error5, num_images)
-
-    def to_dict(self) -> dict[str, float]:
-        """Returns all but the number of images, by name."""
-        return {name: value for name, value in vars(self).items() if name != "num_images"}
+    if not len(ranks):
+        return dict.fromkeys((*_TOP, *(f"{key}_standard_error" for key in _TOP)), math.nan)
+    shares = {key: int((ranks < top).sum()) / len(ranks) for key, top in _TOP.items()}
+    errors = {f"{k}_standard_error": math.sqrt(s * (1 - s) / len(ranks)) for k, s in shares.items()}
+    return {key: 100.0 * value for key, value in {**shares, **errors}.items()}
 
 
 class ClassificationEvaluator(DatasetEvaluator):
@@ -225,8 +209,8 @@ def score_neighbours(
     *,
     k: int = 20,
     temperature: float = 0.07,
-) -> TopAccuracy:
-    """Classifies images by the votes of others.
+) -> dict[str, float]:
+    """Classifies images by the votes of others; see ``measure_ranks``.
 
     Args:
         train: features (T, D) and labels (T,) of the images that vote.
@@ -234,7 +218,7 @@ def score_neighbours(
         k: neighbours that vote; all where there are fewer.
         temperature: the lower, the more the nearest count.
     """
-    return TopAccuracy.from_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
+    return measure_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
 
 
 @torch.no_grad()
@@ -256,8 +240,8 @@ def rank_true_classes(
     """
     (train_features, train_labels), (features, labels) = train, val
     if min(k, temperature, len(train_features)) <= 0:
-        voters = len(train_features)
-        raise ValueError(f"k {k}, temperature {temperature} and {voters} voters must be positive")
+        given = f"k {k}, temperature {temperature} and {len(train_features)} voters"
+        raise ValueError(f"{given} must be positive")
     k = min(k, len(train_features))
     num_classes = int(torch.cat([train_labels, labels]).max()) + 1
     voters = F.normalize(train_features.double(), dim=1, eps=_TINY).T
@@ -314,7 +298,7 @@ def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]
     errors = np.sqrt(shares * (1 - shares) / totals[has_images])
     count = len(shares)
     return {
-        **TopAccuracy.from_ranks(torch.as_tensor(ranks)).to_dict(),
+        **measure_ranks(torch.as_tensor(ranks)),
         "balanced": 100 * float(shares.mean()) if count else math.nan,
         "balanced_standard_error": (
             100 * float(np.sqrt((errors**2).sum())) / count if count else math.nan

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation import TopAccuracy, rank_true_class, score_neighbours
+from qbheat_det.evaluation import measure_ranks, rank_true_class, score_neighbours
 
 from .features import FrozenFeatures, channel_statistics, measure_accuracy, split_by_class
 from .transformer import TransformerSettings, fit_transformer_probe
@@ -63,7 +63,7 @@ class ProbeSettings:
 
 def run_probe(
     name: str, train: FrozenFeatures, val: FrozenFeatures, *, settings: ProbeSettings
-) -> tuple[TopAccuracy, dict[str, Any]]:
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Learns from the images of one set and classifies those of another, once.
 
     Args:
@@ -102,7 +102,7 @@ def run_probe(
             device=settings.device,
         )
         logits = transformer(val)
-    return TopAccuracy.from_ranks(rank_true_class(logits, val.labels)), chosen
+    return measure_ranks(rank_true_class(logits, val.labels)), chosen
 
 
 def check_probes(names: Sequence[str]) -> None:

@@ -184,7 +184,8 @@ class BackboneProbe:
                     "images_seen": images_seen,
                     "recalibrated": recalibrated,
                     "probe": probe,
-                    **vars(score),
+                    **score,
+                    "num_images": len(val),
                     "seconds": round(time.perf_counter() - begin, 2),
                     "chosen": chosen,
                 }

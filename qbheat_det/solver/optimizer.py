@@ -5,7 +5,6 @@ PyTorch's fused kernels compute the same up to rounding and keep the same state,
 checkpoints go both ways.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +22,6 @@ from qbheat_det.modeling.contracts import SupportsLayerGroups, get_backbone, get
 
 from .schedule import Rules, at_least, check_settings, one_of
 
-logger = logging.getLogger(__name__)
-
 _OPTIMIZER_RULES: Rules = {
     "SOLVER.OPTIMIZER": one_of("SGD", "ADAMW"),
     "SOLVER.LAYER_DECAY": (lambda value: 0 < value <= 1, "a factor in (0, 1]"),
@@ -39,23 +36,6 @@ _CLIP_RULES: Rules = {
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (lambda value: value > 0, "above 0"),
 }
 
-# Detectron2's backbones by class name (v0.6 has the first only), written as timm's models
-# write theirs: entries in order, and in each the numbers that a pattern catches count up.
-# A parameter that no pattern matches is level with the head.
-_DETECTRON2_MATCHERS: dict[str, dict[str, object]] = {
-    "ResNet": {"stem": r"^stem\.", "blocks": r"^res(\d+)\.(\d+)\."},
-    "ViT": {
-        "stem": r"^(?:patch_embed\.|pos_embed$)",
-        "blocks": r"^blocks\.(\d+)\.(?!residual\.)",  # which have no pre-trained weights
-    },
-    "SwinTransformer": {
-        "stem": r"^(?:patch_embed\.|absolute_pos_embed$)",
-        "blocks": [
-            (r"^layers\.(\d+)\.blocks\.(\d+)\.", None),
-            (r"^layers\.(\d+)\.downsample\.", (99999,)),  # timm's sign: with the block before
-        ],
-    },
-}
 _HEAD = "<head>"  # stands for a parameter that no pattern matches
 
 
@@ -193,35 +173,28 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns for every parameter of a backbone how many layers lie above its own, the head's too.
 
     The backbone's last layer has 1, as in BEiT and timm's ``param_groups_layer_decay``. Layers are
-    those of the backbone's ``group_matcher(coarse)``, as timm's models have it, or the blocks of
-    Detectron2's backbones. What belongs to no layer, such as a feature pyramid's own parameters,
-    has 0.
+    those of the backbone's ``group_matcher(coarse)``, as timm's models have it. What belongs to no
+    layer, such as a feature pyramid's own parameters, has 0.
 
     Raises:
-        UserError: nothing is known of this backbone's layers.
+        UserError: the backbone does not name its layers.
     """
     child = get_body_name(backbone)
     if child and not isinstance(backbone, SupportsLayerGroups):
         layers_below = layers_above(backbone.get_submodule(child))
         inside = {f"{child}.{key}": above for key, above in layers_below.items()}
         return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
+    if not isinstance(backbone, SupportsLayerGroups):
+        raise UserError(
+            f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers; give it "
+            "timm's `group_matcher(coarse)`"
+        )
     parameters = [*backbone.named_parameters(), (_HEAD, None)]
     names = SimpleNamespace(named_parameters=lambda: parameters)
-    layers: dict[str, int] = group_parameters(names, _group_matcher(backbone), reverse=True)
+    matcher = backbone.group_matcher(coarse=False)
+    layers: dict[str, int] = group_parameters(names, matcher, reverse=True)
     head = layers.pop(_HEAD)
     return {key: head - layer for key, layer in layers.items()}
-
-
-def _group_matcher(backbone: nn.Module) -> object:
-    if isinstance(backbone, SupportsLayerGroups):
-        return backbone.group_matcher(coarse=False)
-    for base in type(backbone).__mro__:
-        if base.__module__.startswith("detectron2.") and base.__name__ in _DETECTRON2_MATCHERS:
-            return _DETECTRON2_MATCHERS[base.__name__]
-    raise UserError(
-        f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers; give it timm's "
-        "`group_matcher(coarse)`"
-    )
 
 
 def build_fused(
@@ -232,12 +205,8 @@ def build_fused(
     What it loads may come from a run without them, or of another memory layout.
     """
     groups = [{**group, "params": list(group["params"])} for group in groups]
-    try:
-        _try_fused(optimizer, groups, arguments)
-        arguments = {**arguments, "fused": True}
-    except (RuntimeError, TypeError) as error:
-        device = groups[0]["params"][0].device.type
-        logger.info(f"the optimizer's step is not fused on '{device}': {error}")
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
     built = optimizer(groups, **arguments)
     # Else a scaler of fp16 gradients leaves them scaled, and what clips them does not know.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -249,17 +218,6 @@ def build_fused(
     built.register_load_state_dict_pre_hook(keep_kernels)
     built.register_load_state_dict_post_hook(_keep_layout)
     return built
-
-
-def _try_fused(
-    optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], arguments: dict[str, Any]
-) -> None:
-    """Takes a fused step on a number of each type and device: constructors do not tell."""
-    kinds = dict.fromkeys((p.device, p.dtype) for group in groups for p in group["params"])
-    tried = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for device, dtype in kinds]
-    for parameter in tried:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer([{**groups[0], "params": tried}], fused=True, **arguments).step()
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:

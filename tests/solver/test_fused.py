@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from qbheat_det.solver import optimizer as solver_optimizer
 from qbheat_det.solver.optimizer import build_fused, clip_norm
 
 KINDS = {
@@ -82,15 +81,9 @@ def test_state_of_a_plain_run_and_of_another_layout_is_taken_up(before: str) -> 
     train(new, plain, start=4, steps=1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pytorchs_own_are_not_fused_on_a_device_without_kernels(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", logger=solver_optimizer.__name__):
-        optimizer = build(kind, nn.Linear(2, 2, device="meta"))
+def test_steps_are_not_fused_on_a_device_without_kernels() -> None:
+    optimizer = build("SGD", nn.Linear(2, 2, device="meta"))
     assert not optimizer.param_groups[0]["fused"]
-    assert "not fused on 'meta'" in caplog.text
-    assert optimizer.state_dict()["state"] == {}
 
 
 @pytest.mark.parametrize(
