@@ -22,7 +22,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, build_mapper, load_labelled_sets, prepare_toy_set
 from qbheat_det.engine import Trainer, evaluate
-from qbheat_det.engine.data_flags import (
+from qbheat_det.engine.data_sources import (
     CUSTOM_IMAGES,
     CUSTOM_KNN_TRAIN,
     CUSTOM_KNN_VAL,
