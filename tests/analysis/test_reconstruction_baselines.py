@@ -21,7 +21,7 @@ from qbheat_det.analysis.reconstruction_baselines import (
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ImageBatches, build_mapper, load_image_folders, with_views
-from qbheat_det.evaluation.reconstruction import ReconstructionEvaluator
+from qbheat_det.evaluation.build import ReconstructionEvaluator
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import CORNERS, QUADRANTS
 
