@@ -13,7 +13,7 @@ weights that they compute anyway; ``MapAttention`` computes them while somebody 
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,12 +109,11 @@ class MapAttention(nn.MultiheadAttention):
             (N, Q, C).
         """
         if self.watchers:
-            masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             found, weights = super().forward(
-                query, key, value, need_weights=True, average_attn_weights=False, **masks
+                query, key, value, key_padding_mask, True, attn_mask, average_attn_weights=False
             )
             for watch in self.watchers:
-                watch(weights)
+                watch(cast(Tensor, weights))
             return found
         masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
         if attn_mask is not None:

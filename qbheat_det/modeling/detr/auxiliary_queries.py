@@ -232,8 +232,12 @@ class Denoising(nn.Module):
         target = image * targets.labels.shape[1] + layout.target[image, query]
         num_blocks = len(logits)
         block = torch.arange(num_blocks).repeat_interleave(len(kept))
-        matched = (block, torch.zeros_like(block), kept.repeat(num_blocks))
-        matched = (*matched, target[kept].repeat(num_blocks))
+        matched = Matches(
+            block=block,
+            image=torch.zeros_like(block),
+            query=kept.repeat(num_blocks),
+            target=target[kept].repeat(num_blocks),
+        )
         image, query = (index.to(device, non_blocking=True) for index in (image, query))
         row = Targets(
             labels=targets.labels.reshape(1, -1),
@@ -327,8 +331,9 @@ class AuxiliaryQueries(nn.ModuleDict):
         for kind, divisors in zip(self._kinds(), normalizers, strict=True):
             # Denoising queries are all that come after the groups.
             width = len(kind.position.weight) if isinstance(kind, QueryGroups) else logits.shape[2]
-            own = (x[:, :, start : start + width] for x in (logits, boxes))
-            for name, loss in kind.losses(*own, targets, criterion, divisors).items():
+            own = slice(start, start + width)
+            parts = logits[:, :, own], boxes[:, :, own]
+            for name, loss in kind.losses(*parts, targets, criterion, divisors).items():
                 losses[name.replace("loss_", kind.prefix)] = kind.weight * loss.sum()
             start += width
         return losses

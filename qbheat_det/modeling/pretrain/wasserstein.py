@@ -225,10 +225,11 @@ class WassersteinDependency(PretrainingModel):
 
     def draw(self, num_images: int) -> DependencyDraw:
         """Draws from the device's global generator, with each corner first equally often."""
-        kwargs = {"device": self.device}
-        first = (torch.randperm(num_images, **kwargs) + torch.randint(4, (), **kwargs)) % 4
-        second = (first + torch.randint(1, 4, (num_images,), **kwargs)) % 4
-        return DependencyDraw(first, second, torch.rand(num_images, **kwargs))
+        device = self.device
+        turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
+        offset = torch.randint(1, 4, (num_images,), device=device)
+        mixing = torch.rand(num_images, device=device)
+        return DependencyDraw(turns % 4, (turns + offset) % 4, mixing)
 
     def embed(self, images: Tensor) -> Tensor:
         """From images or areas of them, (N, 3, H, W), to embeddings (N, D)."""
