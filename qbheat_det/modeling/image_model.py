@@ -8,6 +8,7 @@ gives one vector for an image, its map averaged over positions and joined with t
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from qbheat_det.core.errors import UserError
 
 
+@dataclass(frozen=True)
 class CachedImages:
     """Takes the place of the pixels (N, 3, H, W) on the way through a model to its encoder.
 
@@ -29,12 +31,9 @@ class CachedImages:
         device: of the model.
     """
 
-    def __init__(
-        self, features: Sequence[Mapping[str, Tensor]], shape: torch.Size, device: torch.device
-    ) -> None:
-        self.features = features
-        self.shape = shape
-        self.device = device
+    features: Sequence[Mapping[str, Tensor]]
+    shape: torch.Size
+    device: torch.device
 
     def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:
         """Returns one output of all images, in float32 on the device.

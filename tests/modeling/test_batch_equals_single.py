@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
-from qbheat_det.modeling.detr import MFDETR, HungarianMatcher, MFDecoder, SetCriterion
+from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
 
 from .reference_mobile_former import randomise_
 
@@ -25,13 +25,12 @@ def build(variant: str = "285M", blocks: tuple[int, int, int] = (2, 1, 1)) -> MF
     features = ["s8", "s16_expanded"]
     backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=features)
     shapes = backbone.output_shape()
-    weights = {"class_weight": 1.0, "l1_weight": 5.0, "giou_weight": 2.0}
     return MFDETR(
         backbone=backbone,
         decoder=MFDecoder(
             input_shape=[shapes[name] for name in features], num_classes=6, num_blocks=blocks
         ),
-        criterion=SetCriterion(matcher=HungarianMatcher(**weights), num_classes=6, **weights),
+        criterion=SetCriterion(num_classes=6),
         in_features=features,
         pixel_mean=[123.675, 116.28, 103.53],
         pixel_std=[58.395, 57.12, 57.375],

@@ -18,7 +18,7 @@ from qbheat_det.modeling.backbone import (
     shapes_of,
 )
 from qbheat_det.modeling.classification.image_classifier import BatchMixing
-from qbheat_det.modeling.detr import HungarianMatcher
+from qbheat_det.modeling.detr import SetCriterion
 from qbheat_det.modeling.pretrain.base import check_equal_shares, find_map
 from qbheat_det.modeling.pretrain.moco import FeatureQueue, check_batch
 from tests.modeling.tiny_pretraining import make_inputs, make_tiny_config
@@ -103,7 +103,7 @@ def test_config_values_out_of_range_are_named(name: str, words: str) -> None:
         (partial(TimmBackbone, name="resnet18", out_features=["s8"], freeze_at=6), "FREEZE_AT"),
         (partial(TimmBackbone, name="resnet18", out_features=["res4"]), "res4"),
         (partial(shapes_of, arch=ARCH, names=["p3"]), "p3"),
-        (partial(HungarianMatcher, class_weight=0, l1_weight=0, giou_weight=0), "zero"),
+        (partial(SetCriterion, num_classes=1, class_weight=0, l1_weight=0, giou_weight=0), "zero"),
         (partial(FeatureQueue, size=0, dim=2), "0"),
         (partial(find_map, MAP, "s8", 64), "IN_FEATURE"),
         (partial(find_map, MAP, "s16", 40, multiple=1), "SIZE"),

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Small models and inputs of pre-training, for tests."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
 from qbheat_det.modeling.backbone import arch_of_rows
+from qbheat_det.modeling.pretrain import ReconstructionLoss, ReconstructionModel
 
 # Over stages of unequal length.
 SMALL_ARCH = arch_of_rows(
@@ -57,6 +59,24 @@ class Copies(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         return z.flatten(1, 2)
+
+
+def make_copying_model(
+    kind: Callable[..., ReconstructionModel], predictor: nn.Module, grid_size: int, **others: Any
+) -> Any:
+    """What is visible passes through unchanged, and predicted features are taken for pixels."""
+    model = kind(
+        backbone=PatchesAsMap(),
+        predictor=predictor,
+        decoder=Copies(grid_size=grid_size, patch_size=16),
+        loss=ReconstructionLoss(normalize_patches=False),
+        in_feature="map",
+        pixel_mean=MEAN,
+        pixel_std=STD,
+        **others,
+    )
+    nn.init.dirac_(model.projection.weight)
+    return model.eval()
 
 
 def make_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:

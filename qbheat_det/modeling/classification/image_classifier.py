@@ -150,16 +150,8 @@ class BatchMixing:
             )
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
-        self._mix = (
-            Mixup(
-                mixup_alpha=mixup,
-                cutmix_alpha=cutmix,
-                label_smoothing=label_smoothing,
-                num_classes=num_classes,
-            )
-            if mixup or cutmix
-            else None
-        )
+        shared = {"label_smoothing": label_smoothing, "num_classes": num_classes}
+        self._mix = Mixup(mixup, cutmix, **shared) if mixup or cutmix else None
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """From images (N, 3, H, W), mixed in place, and labels (N,) to images and targets (N, K).

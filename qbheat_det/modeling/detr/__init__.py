@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """MF-DETR: registered detector, decoder, matching, loss."""
 
-from .criterion import HungarianMatcher, SetCriterion
+from .criterion import SetCriterion
 from .mf_decoder import MFDecoder
 from .mf_detr import MFDETR
 
-__all__ = ["MFDETR", "HungarianMatcher", "MFDecoder", "SetCriterion"]
+__all__ = ["MFDETR", "MFDecoder", "SetCriterion"]

@@ -92,8 +92,7 @@ class QueryGroups(nn.Module):
             each.unflatten(2, (self.num_groups, -1)).transpose(1, 2).flatten(0, 1)
             for each in (logits, boxes)
         )
-        matches = criterion.matcher(logits, boxes, targets)
-        return criterion.block_losses(logits, boxes, targets, matches, normalizers)
+        return criterion.block_losses(logits, boxes, targets, normalizers)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
         """As ``SetCriterion.normalizers``, of the boxes in each image: those of the own queries."""
@@ -248,8 +247,8 @@ class Denoising(nn.Module):
             logits[:, image, query][:, None],
             boxes[:, image, query][:, None],
             row,
-            Matches(*(index.to(device, non_blocking=True) for index in matched)),
             normalizers,
+            Matches(*(index.to(device, non_blocking=True) for index in matched)),
         )
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.image_model import find_cached_images
 
 from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
-from .criterion import HungarianMatcher, SetCriterion, Targets
+from .criterion import SetCriterion, Targets
 from .decoder_block import DecoderWidths
 from .losses import ClassificationLoss, FocalClassification, SoftmaxClassification
 from .mf_decoder import MFDecoder
@@ -136,10 +136,12 @@ class MFDETR(nn.Module):
             targets = self.prepare_targets(batched_inputs)
             return self.losses(features, padding, targets, normalizers)
         results = self.inference(self.decoder(features, padding), images.image_sizes)
-        return [
-            {"instances": detector_postprocess(result, *_output_size(entry, result))}
-            for entry, result in zip(batched_inputs, results, strict=True)
-        ]
+        detections = []
+        for entry, found in zip(batched_inputs, results, strict=True):
+            height, width = found.image_size
+            size = entry.get("height", height), entry.get("width", width)
+            detections.append({"instances": detector_postprocess(found, *size)})
+        return detections
 
     def losses(
         self,
@@ -289,24 +291,14 @@ def _build_criterion(node: CfgNode) -> SetCriterion:
             f"MODEL.MF_DETR.CLASSIFICATION is one of {[*classifications]}, not "
             f"'{node.CLASSIFICATION}'"
         )
-    classification = classifications[node.CLASSIFICATION]
-    weights = {
-        "class_weight": node.CLASS_WEIGHT,
-        "l1_weight": node.L1_WEIGHT,
-        "giou_weight": node.GIOU_WEIGHT,
-    }
     return SetCriterion(
-        matcher=HungarianMatcher(classification=classification, **weights),
         num_classes=node.NUM_CLASSES,
-        classification=classification,
+        classification=classifications[node.CLASSIFICATION],
+        class_weight=node.CLASS_WEIGHT,
+        l1_weight=node.L1_WEIGHT,
+        giou_weight=node.GIOU_WEIGHT,
         deep_supervision=node.DEEP_SUPERVISION,
-        **weights,
     )
-
-
-def _output_size(entry: dict[str, Any], result: Instances) -> tuple[int, int]:
-    height, width = result.image_size
-    return entry.get("height", height), entry.get("width", width)
 
 
 def _build_auxiliary_queries(node: CfgNode) -> AuxiliaryQueries | None:

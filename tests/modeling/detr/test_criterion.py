@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.modeling.detr import HungarianMatcher, SetCriterion
+from qbheat_det.modeling.detr import SetCriterion
 from qbheat_det.modeling.detr.criterion import Matches, Targets
 from qbheat_det.modeling.detr.losses import SoftmaxClassification
 
@@ -31,7 +31,9 @@ COUNTS = {
 
 def criterion(classes: int, *, deep: bool = True) -> SetCriterion:
     return SetCriterion(
-        matcher=matcher(),
+        class_weight=CLASS_WEIGHT,
+        l1_weight=L1_WEIGHT,
+        giou_weight=GIOU_WEIGHT,
         num_classes=classes,
         classification=SoftmaxClassification(no_object_weight=NO_OBJECT_WEIGHT),
         deep_supervision=deep,
@@ -97,10 +99,6 @@ def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients() -> None:
     assert torch.isfinite(boxes.grad).all()
 
 
-def matcher() -> HungarianMatcher:
-    return HungarianMatcher(class_weight=CLASS_WEIGHT, l1_weight=L1_WEIGHT, giou_weight=GIOU_WEIGHT)
-
-
 def random_boxes(*shape: int, generator: torch.Generator) -> Tensor:
     """Boxes inside the image, neither thin nor aligned with it."""
     corners = torch.rand(*shape, 2, 2, generator=generator)
@@ -138,10 +136,10 @@ def test_it_finds_the_cheapest_of_all_assignments(counts: list[int]) -> None:
             )
         )
     ]
-    assert as_list(matcher()(logits, boxes, Targets.stack(labels, true_boxes))) == expected
+    assert as_list(criterion(4).match(logits, boxes, Targets.stack(labels, true_boxes))) == expected
 
 
 def test_a_diverged_model_does_not_crash_the_solver() -> None:
     logits, boxes = predictions(1, 1, queries=5, classes=4)
     targets = Targets.stack(*ground_truth([3], 4))
-    assert len(as_list(matcher()(logits * float("nan"), boxes, targets))) == 3
+    assert len(as_list(criterion(4).match(logits * float("nan"), boxes, targets))) == 3

@@ -157,25 +157,6 @@ def test_groups_give_what_processes_of_that_share_would() -> None:
     assert not torch.isclose(found, make_model()(batch)["loss_contrastive"])
 
 
-def seeded_run(model: MoCo, batches: list[list[dict[str, Any]]]) -> Tensor:
-    """Seeds as the trainer does: the order that keys are shuffled in decides how sums round."""
-    torch.manual_seed(2)
-    return torch.tensor(run(model, batches, 0.3))
-
-
-def test_all_that_a_run_goes_on_with_is_state() -> None:
-    batches = [make_batch(seed=seed) for seed in range(6)]
-    whole, halfway = make_model(momentum=0.9), make_model(momentum=0.9)
-    seeded_run(whole, batches[:3])
-    seeded_run(halfway, batches[:3])
-    resumed = make_model(momentum=0.9)
-    resumed.load_state_dict(halfway.state_dict())
-    expected, found = seeded_run(whole, batches[3:]), seeded_run(resumed, batches[3:])
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=0)
-
-
 def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     trained, path = make_model(momentum=0.9), tmp_path / "moco.safetensors"
     run(trained, [make_batch(seed=seed) for seed in range(3)], 0.3)
