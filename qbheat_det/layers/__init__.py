@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Layers: tensors in, tensors out."""
 
-from .attention import MapAttention, attend, read_attention
+from .attention import MapAttention, read_attention
 from .cpu_kernels import (
     DepthwiseConv2d,
     Dropout,
@@ -27,7 +27,6 @@ from .padded_maps import (
     halve,
     padding_mask,
     resize_bilinear,
-    valid_sizes,
     zero_padding,
 )
 
@@ -46,7 +45,6 @@ __all__ = [
     "MobileToFormer",
     "NormedConv2d",
     "SinePositionEncoding",
-    "attend",
     "depthwise",
     "halve",
     "linear",
@@ -55,6 +53,5 @@ __all__ = [
     "read_attention",
     "replace_linear_layers",
     "resize_bilinear",
-    "valid_sizes",
     "zero_padding",
 ]

@@ -52,9 +52,8 @@ def attend(
     Returns:
         (N, Q, heads * d).
     """
-    if not dropout and fused:
-        return _attend_fused(query, key, value, masked, dropout)
-    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+    has_plain = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+    if not has_plain or (fused and not dropout):
         return _attend_fused(query, key, value, masked, dropout)
     if is_recorded():
         return _attend_plainly(query, key, value, masked, dropout)

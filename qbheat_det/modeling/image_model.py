@@ -158,17 +158,12 @@ class ImageModel(nn.Module):
         """
         expected = (len(self.pixel_mean), self.image_size, self.image_size)
         for entry in batched_inputs:
-            named = f"image '{entry.get('file_name', '')}'"
-            if key not in entry:
+            shape = tuple(entry[key].shape) if key in entry else None
+            if shape != expected:
                 raise UserError(
-                    f"{named} has no '{key}': {type(self).__name__} needs "
-                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}'"
-                )
-            if entry[key].shape != expected:
-                raise UserError(
-                    f"{named} has shape {tuple(entry[key].shape)}, but the model wants {expected}: "
-                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}' crops images to "
-                    "INPUT.PRETRAIN.SIZE"
+                    f"'{key}' of '{entry.get('file_name', '')}' is {shape}, but "
+                    f"{type(self).__name__} reads {expected}: INPUT.DATASET_MAPPER_NAME "
+                    f"'{self.mapper_name}' crops to INPUT.PRETRAIN.SIZE"
                 )
         if (cached := find_cached_images(batched_inputs, 0, self.device)) is not None:
             return cached.tensor

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qbheat_det.layers import (
-    MapAttention,
-    MobileToFormer,
-    attend,
-    attention,
-    padding_mask,
-    read_attention,
-)
+from qbheat_det.layers import MapAttention, MobileToFormer, attention, padding_mask, read_attention
+from qbheat_det.layers.attention import attend
 from qbheat_det.layers.cpu_kernels import draw_kept
-from qbheat_det.modeling.backbone import BlockSpec, MobileFormer, MobileFormerArch
+from qbheat_det.modeling.backbone import MobileFormer, MobileFormerArch
+from qbheat_det.modeling.backbone.mobile_former_archs import BlockSpec
 
 
 def draw(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:

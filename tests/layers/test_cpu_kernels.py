@@ -115,22 +115,6 @@ def test_autocast_and_exporters_get_the_product(monkeypatch: pytest.MonkeyPatch)
     assert_close(program.module()(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_a_compiled_layer_convolves_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not cpu_kernels.prefers_convolutions():
-        pytest.skip("this processor's products are as fast")
-    graphs: list[str] = []
-
-    def read(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph.code)
-        return graph
-
-    layer, x = Linear(8, 5), torch.randn(64, 8)
-    compiled = torch.compile(layer, backend=read, fullgraph=True)
-    assert_close(compiled(x), F.linear(x, layer.weight, layer.bias))
-    assert len(graphs) == 1
-    assert "conv2d" in graphs[0]
-
-
 def test_a_block_of_timm_keeps_its_parameters_and_results(preferred: bool) -> None:
     torch.manual_seed(0)
     block = Block(16, 2).eval()

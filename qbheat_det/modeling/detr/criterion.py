@@ -89,27 +89,20 @@ class SetCriterion(nn.Module):
         self.deep_supervision = deep_supervision
 
     def forward(
-        self,
-        outputs: dict[str, Tensor],
-        targets: Targets,
-        normalizers: Tensor | None = None,
+        self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
     ) -> dict[str, Tensor]:
         """
         Args:
             outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
                 of the unpadded image, one entry of L a block.
             targets: ground truth of the N images.
-            normalizers: (2,), from ``mean_normalizers`` of the effective batch; by default of the
-                batches of all processes in this call.
+            normalizers: (2,), from ``mean_normalizers`` of the effective batch.
 
         Returns:
             "loss_ce", "loss_bbox", "loss_giou" of the last block, and the same with "_0", "_1", …
             of the earlier ones. Weighted; their sum is the loss.
         """
         logits, boxes = self.supervised(outputs)
-        if normalizers is None:
-            counts = logits.new_tensor(self.normalizers(targets.counts, logits.shape[2]))
-            normalizers = self.normalizers_of_processes(counts)
         losses = self.block_losses(logits, boxes, targets, normalizers)
         last = len(logits) - 1
         return {

@@ -287,27 +287,22 @@ def check_batch(
         UserError: one of these does not hold.
     """
     if queue_size < 1 or queue_size % batch_size:
-        nearest = max(1, round(queue_size / batch_size)) * batch_size
         raise UserError(
             f"MODEL.MOCO.QUEUE_SIZE {queue_size} is no multiple of SOLVER.IMS_PER_BATCH "
-            f"{batch_size}, so that some keys would stay longer than others: set it to {nearest}"
+            f"{batch_size}: some keys would stay longer than others"
         )
     smallest = batch_size // processes // accumulate
     if groups > 1 and smallest // groups < 2:
         raise UserError(
             f"MODEL.MOCO.NORM_GROUPS {groups} leaves groups of one image of the {smallest} that a "
-            "process has at once, whose query and key would have the same statistics: set it to "
-            f"{max(1, smallest // 2)}, or raise SOLVER.IMS_PER_BATCH"
+            "process has at once: lower it, or raise SOLVER.IMS_PER_BATCH"
         )
 
 
 def _copy_missing_weights(model: MoCo, incompatible: Any) -> None:
     """Lets the momentum encoder start as the encoder, with weights of another kind of model."""
     missing = set(incompatible.missing_keys)
-    pairs = {
-        "momentum_backbone": (model.momentum_backbone, model.backbone),
-        "momentum_head": (model.momentum_head, model.head),
-    }
-    for name, (momentum_copy, module) in pairs.items():
-        if missing.issuperset(f"{name}.{key}" for key in momentum_copy.state_dict()):
-            momentum_copy.copied.load_state_dict(module.state_dict())
+    pairs = (model.momentum_backbone, model.backbone), (model.momentum_head, model.head)
+    for name, (follower, module) in zip(("backbone", "head"), pairs, strict=True):
+        if missing.issuperset(f"momentum_{name}.{key}" for key in follower.state_dict()):
+            follower.copied.load_state_dict(module.state_dict())

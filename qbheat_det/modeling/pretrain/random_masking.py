@@ -126,20 +126,6 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     Takes (N, H, W, C) and (N, H, W); returns (N, H, W, C) in float32, with 0 in rows without
     visible features, and (N, H, W), True in the other rows.
     """
-    # One matrix for a row, not gathered neighbours, whose gradients a GPU adds in random order.
-    with torch.autocast(z.device.type, enabled=False):
-        weights, has_any = interpolation_weights(visible)
-        # Masked features have weight 0, and must not be infinite.
-        return weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0), has_any
-
-
-def interpolation_weights(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """From what is visible (..., W) to the weight of each such position for each of the row.
-
-    Returns:
-        (..., W, W), float32, from the second position to the first, 0 in rows where nothing is
-        visible; and (..., W), True in the others.
-    """
     width = visible.shape[-1]
     index = torch.arange(width, device=visible.device)
     before = torch.where(visible, index, -1).cummax(dim=-1).values
@@ -148,9 +134,14 @@ def interpolation_weights(visible: Tensor) -> tuple[Tensor, Tensor]:
     between = (index - before) / (after - before).clamp(min=1)  # 0 at visible positions
     weight_after = torch.where(has_before & has_after, between, has_after.float())
     weight_before = torch.where(has_before, 1 - weight_after, 0.0)
+    # One matrix (W, W) for a row, not gathered neighbours, whose gradients a GPU adds in random
+    # order.
     weights = weight_before.unsqueeze(-1) * (before.unsqueeze(-1) == index)
     weights = weights + weight_after.unsqueeze(-1) * (after.unsqueeze(-1) == index)
-    return weights, has_before | has_after
+    with torch.autocast(z.device.type, enabled=False):
+        # Masked features have weight 0, and must not be infinite.
+        mixed = weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0)
+    return mixed, has_before | has_after
 
 
 def mean_visible(z: Tensor, visible: Tensor) -> Tensor:

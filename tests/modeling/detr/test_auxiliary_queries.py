@@ -15,7 +15,7 @@ from qbheat_det.modeling.detr.mf_decoder import QuerySet
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 from tests.engine.gradient_cases import MF_DETR, Case, make_case_config, make_image
 
-from .test_criterion import COUNTS, criterion, ground_truth, predictions
+from .test_criterion import COUNTS, criterion, ground_truth, losses, predictions
 from .test_decoder_against_reference import maps, small_decoder
 
 DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 3)
@@ -126,7 +126,7 @@ def test_losses_are_the_sum_over_groups_of_what_each_costs_alone(counts: list[in
     for group in range(3):
         own = slice(6 * group, 6 * group + 6)
         outputs = {"pred_logits": logits[:, :, own], "pred_boxes": boxes[:, :, own]}
-        for name, value in loss(outputs, targets).items():
+        for name, value in losses(loss, outputs, targets).items():
             name = name.removesuffix("_0").replace("loss_", "loss_group_")
             expected[name] = expected[name] + 0.5 * value
     assert set(found) == {"loss_group_ce", "loss_group_bbox", "loss_group_giou"}

@@ -40,6 +40,12 @@ def criterion(classes: int, *, deep: bool = True) -> SetCriterion:
     )
 
 
+def losses(loss: SetCriterion, outputs: dict[str, Tensor], targets: Targets) -> dict[str, Tensor]:
+    """By the divisors of this batch alone."""
+    totals = loss.normalizers(targets.counts, outputs["pred_logits"].shape[2])
+    return loss(outputs, targets, loss.mean_normalizers(torch.tensor(totals), 1))
+
+
 def both(
     counts: list[int], *, deep: bool = True, queries: int = 6, blocks: int = 3
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
@@ -49,7 +55,7 @@ def both(
     ours = [tensor.clone().requires_grad_() for tensor in (logits, boxes)]
     theirs = [tensor.double().requires_grad_() for tensor in (logits, boxes)]
     outputs = dict(zip(("pred_logits", "pred_boxes"), ours, strict=True))
-    found = criterion(4, deep=deep)(outputs, Targets.stack(labels, true_boxes))
+    found = losses(criterion(4, deep=deep), outputs, Targets.stack(labels, true_boxes))
     expected = set_criterion(
         [
             {"pred_logits": theirs[0][block], "pred_boxes": theirs[1][block]}
@@ -89,12 +95,11 @@ def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients() -> None:
         logits[0, 0, query, label] = 30.0
         boxes[0, 0, query] = box
     logits.requires_grad_(), boxes.requires_grad_()
-    losses = criterion(4)(
-        {"pred_logits": logits, "pred_boxes": boxes}, Targets.stack(labels, true_boxes)
-    )
-    for name, loss in losses.items():
+    outputs = {"pred_logits": logits, "pred_boxes": boxes}
+    found = losses(criterion(4), outputs, Targets.stack(labels, true_boxes))
+    for name, loss in found.items():
         assert_close(loss, torch.zeros(()), rtol=0, atol=1e-5, msg=name)
-    sum(losses.values()).backward()
+    sum(found.values()).backward()
     assert torch.isfinite(logits.grad).all()
     assert torch.isfinite(boxes.grad).all()
 
