@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
 from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
@@ -144,12 +143,7 @@ class AllViews(Dataset[Mapped]):
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
-        # One array of bytes, which forked workers share instead of copying.
-        self.records = (
-            records
-            if isinstance(records, DatasetFromList)
-            else DatasetFromList(list(records), copy=False, serialize=True)
-        )
+        self.records = records
         self.count = views.count
         self._draw = views.view
 
