@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
-from qbheat_det.evaluation.reconstruction import mean_and_standard_error
+from qbheat_det.evaluation.build import mean_and_standard_error
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,
