@@ -8,8 +8,6 @@ of another network, or an incomplete one, is refused. A detector starts from it 
 --to is an encoder:
   detectron2:resnet50   Detectron2's ResNet: resnet18 to resnet152, resnext50_32x4d,
                         resnext101_32x8d, wide_resnet50_2, wide_resnet101_2
-  timm:<model>          any convolutional network of timm; timm:<model>.<tag> takes the pixel
-                        statistics of the tag
 or a change of names only:
   MobileFormer          timm's weights of mobile_former_285m and the like, for this package
   timm                  weights of this package (Mobile-Former, or timm:<model>), for
@@ -19,10 +17,6 @@ examples:
   # torchvision's ResNet-50, saved with torch.save(model.state_dict(), "resnet50.pth")
   python tools/convert_weights.py --weights resnet50.pth --to detectron2:resnet50 \\
       --output resnet50.safetensors
-
-  # timm's model.safetensors from the hub, trained with other pixel statistics than usual
-  python tools/convert_weights.py --weights model.safetensors --to timm:efficientnet_b0 \\
-      --output encoder.safetensors --pixel-mean 127.5 127.5 127.5 --pixel-std 127.5 127.5 127.5
 
   # a classifier of this package for timm
   python tools/convert_weights.py --weights output/classifier/model_final.safetensors \\
