@@ -2,10 +2,10 @@
 """Weights: read without running code, matched with a model, accounted for, written atomically."""
 
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
-from .convert import TimmWeights
 from .matching import bare_backbone, fit_weights, without_children
 from .report import GroupReport, LoadReport, check_complete, check_exact
 from .run_config import load_embedded_config, load_run_config
+from .timm_weights import TimmWeights
 from .weights_file import (
     WeightsInfo,
     check_weights_file,

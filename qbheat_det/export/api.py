@@ -24,10 +24,8 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import load_image_folders
-from qbheat_det.engine.data_sources import register_source
 from qbheat_det.engine.media import UnreadableMedia, find_media, read_bgr
 from qbheat_det.engine.predict import build_predictor
-from qbheat_det.engine.run_record import RUN_FILE, read_run_record
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
@@ -55,7 +53,7 @@ def export_model(
     Args:
         cfg: of the weights, see ``load_run_config``.
         output: ``.onnx``, or ``.pt2`` for torch.export.
-        images: files and folders to compare on; by default the config's test set or the toy set.
+        images: files and folders to compare on; by default the toy set.
         tolerance: see ``Agreement.holds``.
         overwrite: whether ``output`` may exist.
 
@@ -99,7 +97,7 @@ def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
     Raises:
         UserError: no image can be read.
     """
-    source = ", ".join(paths) or _find_test_set(cfg)
+    source = ", ".join(paths) or _TOY_SET
     if paths:
         files = [file.path for file in find_media(paths) if not file.is_video]
     else:
@@ -121,19 +119,6 @@ def on_cpu(cfg: CfgNode) -> CfgNode:
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"
     return cfg
-
-
-def _find_test_set(cfg: CfgNode) -> str:
-    """Returns the name of the config's first test set whose files are here, or the toy set."""
-    starts = read_run_record(Path(cfg.MODEL.WEIGHTS).parent / RUN_FILE)
-    sources = starts[-1].get("data", {}) if starts else {}
-    for name in cfg.DATASETS.TEST:
-        with contextlib.suppress(KeyError, UserError, OSError):  # not registered, or without files
-            if name in sources:
-                register_source(name, sources[name])
-            if DatasetCatalog.get(name):
-                return str(name)
-    return _TOY_SET
 
 
 def export_backbone(

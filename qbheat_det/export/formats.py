@@ -14,13 +14,14 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 
 from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.records import parse_record
 
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
@@ -57,7 +58,7 @@ class ExportInfo:
 
     task: Task
     outputs: tuple[str, ...]  # their names, in the file's order
-    pixel_format: str  # "RGB" or "BGR"
+    pixel_format: Literal["RGB", "BGR"]
     class_names: tuple[str, ...] = ()  # in the order of the labels; empty if unknown
     category_ids: tuple[int, ...] = ()  # the annotation file's id of each label
     score_threshold: float = 0.0  # detections with this score or less are left out in the file
@@ -77,31 +78,17 @@ class ExportInfo:
             UserError: it is not a description of this version's exports.
         """
         try:
-            content: Any = json.loads(text)
-            is_known = type(content["format"]) is int and content.pop("format") == _FORMAT
-            lists = {key: tuple(v) for key, v in content.items() if isinstance(v, list)}
-            info = cls(**(content | lists))
-            is_known = is_known and info._is_valid()
-        except (ValueError, TypeError, AttributeError, KeyError):
-            is_known = False
-        if not is_known:
+            content = json.loads(text)
+            if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+                raise ValueError
+            info: ExportInfo = parse_record(cls, content, f"'{where}'")
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"'{where}' has no valid description of its outputs: export the weights again"
-            )
+            ) from error
+        if info.outputs != TASK_OUTPUTS.get(info.task, info.outputs):
+            raise UserError(f"'{where}' does not have the outputs of its task: export it again")
         return info
-
-    def _is_valid(self) -> bool:
-        """Returns whether every value has its type, which JSON does not ensure."""
-        names = (*self.outputs, *self.class_names)
-        return (
-            self.task in get_args(Task)
-            and self.outputs == TASK_OUTPUTS.get(self.task, self.outputs)
-            and self.pixel_format in ("RGB", "BGR")
-            and isinstance(self.class_names, tuple)
-            and all(isinstance(x, str) for x in (*names, self.model, self.config, self.version))
-            and all(type(number) is int for number in self.category_ids)
-            and type(self.score_threshold) in (int, float)
-        )
 
 
 def write_onnx(

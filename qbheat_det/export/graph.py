@@ -200,7 +200,7 @@ def build_exportable(
     info = ExportInfo(
         task=head.task,
         outputs=head.outputs,
-        pixel_format=str(cfg.INPUT.FORMAT),
+        pixel_format=cfg.INPUT.FORMAT,
         class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
         category_ids=tuple(int(number) for number in cfg.MODEL.CATEGORY_IDS),
         score_threshold=head.score_threshold,

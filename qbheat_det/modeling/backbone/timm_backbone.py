@@ -4,7 +4,7 @@
 Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``, and under
 ``timm:<name>`` every model that timm lists, so that ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is
 enough wherever Detectron2 builds a backbone. Weights are loaded by
-``qbheat_det.checkpoint.convert``.
+``qbheat_det.checkpoint.timm_weights``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
