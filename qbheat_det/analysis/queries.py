@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.data import build_mapper
-from qbheat_det.engine.sample_images import read_spread
+from qbheat_det.engine.data_sources import read_spread
 from qbheat_det.layers import read_attention
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 

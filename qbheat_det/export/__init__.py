@@ -8,7 +8,7 @@ from .runtime import (
     ExportedModel,
     ExportedPredictor,
     SharedEncoderModel,
-    classify_exported,
+    build_exported_scorer,
     is_exported,
 )
 from .shared_encoder import export_shared_encoder
@@ -19,7 +19,7 @@ __all__ = [
     "ExportedModel",
     "ExportedPredictor",
     "SharedEncoderModel",
-    "classify_exported",
+    "build_exported_scorer",
     "export_backbone",
     "export_model",
     "export_shared_encoder",

@@ -5,7 +5,7 @@ Opening a torch.export file is like running a script: open only files you trust.
 code but ONNX's own operators.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from detectron2.structures import Boxes, Instances
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
-from qbheat_det.engine.classify import ClassifiedFiles, name_likeliest
-from qbheat_det.engine.media import Image, MediaFile, UnreadableMedia, read_bgr
+from qbheat_det.engine.media import Image, read_bgr
+from qbheat_det.engine.predict import Scores
 
 from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, Task, open_torch_export
 
@@ -163,24 +163,14 @@ class ExportedPredictor:
         return {"instances": self._run(image)}
 
 
-def classify_exported(model: ExportedModel, media: Sequence[MediaFile]) -> ClassifiedFiles:
-    """As ``classify_files``, with an exported classifier; videos are skipped.
+def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
+    """As ``build_scorer``, with an exported classifier.
 
     Raises:
         UserError: the model is not a classifier.
     """
-    run, found = _on_bgr(model, "classification"), ClassifiedFiles()
-    for file in media:
-        try:
-            if file.is_video:
-                raise UnreadableMedia("a classifier takes images, not videos")
-            scores = run(read_bgr(file.path))
-        except UnreadableMedia as error:
-            found.skipped.append((str(file.path), str(error)))
-            continue
-        classes = name_likeliest(scores, model.info.class_names)
-        found.results.append({"file_name": file.name, "classes": classes})
-    return found
+    run = _on_bgr(model, "classification")
+    return lambda path: run(read_bgr(path))
 
 
 def _on_bgr(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
