@@ -197,25 +197,18 @@ def open_runs(
         runs.append(run)
         if not label:
             unnamed.append(run)
-    _make_labels_unique(unnamed)
+    names = [run.label for run in unnamed]
+    for run in unnamed:
+        if names.count(run.label) > 1:
+            run.label = str(run.path)
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
         raise UserError(f"two runs are called '{twice}': label them as LABEL=PATH")
-    if config_file or opts:  # a misspelt key is an error; one damaged run of several is not
-        errors = [_find_error(run) for run in runs]
-        if all(errors):
-            raise next(filter(None, errors))
+    if config_file or opts:  # a misspelt key is found before anything is drawn
+        with contextlib.suppress(NotApplicable):
+            _ = runs[0].cfg
     return runs
-
-
-def _find_error(run: Run) -> UserError | None:
-    with contextlib.suppress(NotApplicable):
-        try:
-            _ = run.cfg
-        except UserError as error:
-            return error
-    return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -229,17 +222,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
-
-
-def _make_labels_unique(runs: Sequence[Run]) -> None:
-    """Adds parent folders to equal labels."""
-    for depth in range(2, 20):
-        labels = [run.label for run in runs]
-        for run in runs:
-            if labels.count(run.label) > 1:
-                path = run.path.resolve()
-                parts = path.with_suffix("").parts if path.is_file() else path.parts
-                run.label = "/".join(parts[-min(depth, len(parts) - 1) :])
 
 
 def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
