@@ -186,21 +186,26 @@ def fill(
         remove_leftovers(store.folder)
         missing = comm.all_gather(store.missing())[0]
         files = missing[comm.get_rank() :: comm.get_world_size()]
+        indices = [index for file in files for index in store.views_of(file)]
         loader: DataLoader[Any] = DataLoader(
             views,
             batch_size=None,
-            sampler=[index for file in files for index in store.views_of(file)],
+            sampler=indices,
             num_workers=num_workers,
             collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one
         )
         interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-        shown = is_main and files
-        loaded = iter(tqdm(loader, title, unit=" views", mininterval=interval, disable=not shown))
-        for file in files:
-            store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
-            if file == files[0]:  # the first file shows what all of them take
-                store.check_space()
+        loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
+        with tqdm(
+            desc=title, total=total, unit=" views", mininterval=interval, disable=hidden
+        ) as bar:
+            for file in files:
+                entries = list(islice(loaded, len(store.views_of(file))))
+                store.write(file, encode(entries))
+                bar.update(len(entries))
+                if file == files[0]:  # the first file shows what all of them take
+                    store.check_space()
         comm.synchronize()
 
 
