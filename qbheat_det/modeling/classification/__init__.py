@@ -2,7 +2,7 @@
 """Classifiers on any backbone; importing this package registers them."""
 
 from .image_classifier import ImageClassifier, LinearDecoder, TransformerDecoder
-from .timm_mobile_former import TIMM_NAMES, TimmMobileFormer, add_timm_weights
+from .timm_mobile_former import TIMM_NAMES, TimmMobileFormer
 
 __all__ = [
     "TIMM_NAMES",
@@ -10,5 +10,4 @@ __all__ = [
     "LinearDecoder",
     "TimmMobileFormer",
     "TransformerDecoder",
-    "add_timm_weights",
 ]

@@ -5,23 +5,15 @@ The network is ``MobileFormer`` with the names of its tensors; ``TimmMobileForme
 of timm's models, as tested by timm 1.0.31.
 
 Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
-with timm, and as ``timm:<name>`` with Detectron2. ``qbheat_det.model_zoo.api`` registers
-weights for them.
+with timm, and as ``timm:<name>`` with Detectron2.
 """
 
-import warnings
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from timm.layers import create_classifier
-from timm.models import (
-    DefaultCfg,
-    PretrainedCfg,
-    build_model_with_cfg,
-    register_model,
-)
+from timm.models import build_model_with_cfg, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -198,8 +190,9 @@ _WITHOUT_WEIGHTS: dict[str, Any] = {
 }
 """timm's ``pretrained_cfg`` of a Mobile-Former."""
 
-# timm reads this when an entry point below is registered.
-default_cfgs: dict[str, DefaultCfg] = {}
+# timm reads this when an entry point is registered. A model has no weights: its number of classes
+# must not depend on published ones.
+default_cfgs = dict.fromkeys(TIMM_NAMES.values(), _WITHOUT_WEIGHTS)
 
 
 def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
@@ -219,34 +212,6 @@ def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
     return create
 
 
-_ENTRIES = [_entry_of(size, name) for size, name in TIMM_NAMES.items()]
-
-
-def add_timm_weights(weights: Mapping[str, Mapping[str, Any]]) -> None:
-    """Registers weights with timm, instead of those registered before.
-
-    A model without a tag has none: its number of classes must not depend on published weights.
-
-    Args:
-        weights: entries of a ``pretrained_cfg`` by "model.tag".
-    """
-    for entry in _ENTRIES:
-        name = entry.__name__
-        tags = {
-            key.partition(".")[2]: PretrainedCfg(**{**_WITHOUT_WEIGHTS, **cfg})
-            for key, cfg in weights.items()
-            if key.partition(".")[0] == name
-        }
-        default_cfgs[name] = DefaultCfg(
-            tags=deque(["", *tags]),
-            cfgs={"": PretrainedCfg(**_WITHOUT_WEIGHTS), **tags},
-            is_pretrained=bool(tags),
-        )
-        with warnings.catch_warnings():  # timm warns of a second registration
-            warnings.filterwarnings("ignore", message=f"Overwriting {name}")
-            register_model(entry)
-
-
-add_timm_weights({})
-for _name in TIMM_NAMES.values():
+for _size, _name in TIMM_NAMES.items():
+    register_model(_entry_of(_size, _name))
     register_timm_backbone(_name)
