@@ -60,6 +60,7 @@ from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
 from .step import StepTrainer, choose_precision
+from .teacher import TeacherFeatures
 from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class Trainer(DefaultTrainer):
         if isinstance(self.bare_model, PretrainingObjective):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
+        distills = self.cfg.MODEL.META_ARCHITECTURE == "FeatureDistillation"
+        self.teacher = TeacherFeatures(self.cfg) if distills else None
         apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
@@ -172,6 +175,8 @@ class Trainer(DefaultTrainer):
         if self.cached_features:
             self._evaluation.close()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
+        if self.teacher:
+            self.teacher.prepare(self.data_loader)
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
             write_atomically(path, lambda stream: stream.write(self.cfg.dump().encode()))

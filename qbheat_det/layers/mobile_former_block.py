@@ -264,6 +264,9 @@ class DownMobile(nn.Module):
 class MobileFormerBlock(nn.Module):
     """Mobile->Former, Former, Mobile, Mobile<-Former."""
 
+    token_path = ("mobile_to_former", "former")
+    """See ``get_token_parameters`` in ``modeling/contracts.py``."""
+
     def __init__(
         self,
         *,

@@ -190,6 +190,17 @@ def get_backbone(model: nn.Module) -> Backbone | None:
     return backbone if isinstance(backbone, Backbone) else None
 
 
+def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns parameters of what parts list as ``token_path``, as a Mobile-Former does."""
+    return [
+        parameter
+        for module in model.modules()
+        for name in getattr(module, "token_path", ())
+        for key, parameter in module.named_parameters()
+        if key == name or key.startswith(f"{name}.")
+    ]
+
+
 def get_body_name(backbone: nn.Module) -> str:
     """Returns the name of the child with a backbone's layers, as in pyramids; "" without one."""
     children = dict(backbone.named_children())

@@ -48,6 +48,9 @@ class MobileFormer(Backbone):
     at stride s has ceil(H / s) x ceil(W / s) positions. Only needed layers are built.
     """
 
+    token_path = ("tokens",)
+    """See ``get_token_parameters`` in ``modeling/contracts.py``."""
+
     @configurable
     def __init__(
         self,
