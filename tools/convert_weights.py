@@ -11,7 +11,9 @@ of another network, or an incomplete one, is refused. A detector starts from it 
   timm:<model>          any convolutional network of timm; timm:<model>.<tag> takes the pixel
                         statistics of the tag
 or a change of names only:
-  MobileFormer          timm's weights of mobile_former_285m and the like, for this package
+  MobileFormer          timm's weights of mobile_former_285m and the like, for this package; or
+                        ImageNet weights of Mobile-Former's authors (508M to 26M), which then fit
+                        MODEL.MOBILE_FORMER.VARIANT of that name and timm's mobile_former_508m
   timm                  weights of this package (Mobile-Former, or timm:<model>), for
                         timm.create_model(…, checkpoint_path=…)
 

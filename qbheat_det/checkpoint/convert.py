@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Converts weights of torchvision and timm for the package's encoders, and back for timm."""
+"""Converts weights from elsewhere for the package's encoders, and back for timm."""
 
 import difflib
 import re
@@ -20,6 +20,7 @@ from qbheat_det.core.text import join_first
 from qbheat_det.modeling.contracts import optional_modules
 
 from .matching import bare_backbone, fit_weights
+from .official_mobile_former import convert_official, is_official
 from .report import LoadReport
 from .timm_weights import names_for_package, names_for_timm
 from .weights_file import read_weights, save_weights
@@ -104,6 +105,17 @@ def convert_weights(
     if pixel_mean and 0 <= min(pixel_mean) and max(pixel_mean) <= 1:
         raise UserError(f"--pixel-mean {list(pixel_mean)} is of images in [0, 1]: multiply by 255")
     state, info = read_weights(weights)
+    if to == MOBILE_FORMER and is_official(state):
+        # Other models than timm's skip the classifier, which has a hidden layer.
+        info = WeightsInfo(
+            pixel_format="RGB",
+            pixel_mean=tuple(pixel_mean) or _MEAN,
+            pixel_std=tuple(pixel_std) or _STD,
+            pretrain_only_modules=("decoder",),
+        )
+        renamed = names_for_package(convert_official(state))
+        save_weights(str(output), renamed, info)
+        return Conversion(len(renamed), info)
     if to in (MOBILE_FORMER, TIMM):
         renamed = _rename(weights, state, info, to)
         save_weights(str(output), renamed, info or WeightsInfo())
@@ -239,6 +251,10 @@ def _rename(
         else:
             renamed = names_for_timm(state) if "tokens" in inside.values() else {}
     if not renamed:
-        source = "timm's Mobile-Former" if to == MOBILE_FORMER else "an encoder of this package"
+        source = (
+            "a Mobile-Former of timm or its authors"
+            if to == MOBILE_FORMER
+            else "an encoder of this package"
+        )
         raise UserError(f"'{weights}' holds no weights of {source}")
     return renamed

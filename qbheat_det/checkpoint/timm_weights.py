@@ -99,13 +99,15 @@ def names_for_package(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
     inside = {n.removeprefix(prefixes[0]): t for n, t in state.items() if n.startswith(prefixes[0])}
     return {
-        f"{_DECODER if name.startswith('classifier.') else 'backbone.'}{name}": tensor
+        f"{_DECODER if name.startswith(('classifier.', 'neck.')) else 'backbone.'}{name}": tensor
         for name, tensor in inside.items()
     }
 
 
 def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     decoder = {n.partition(_DECODER)[2]: tensor for n, tensor in state.items() if _DECODER in n}
+    if any(name.startswith("neck.") for name in decoder):  # of the ImageNet networks
+        return decoder
     if not set(decoder) >= _LINEAR or not set(decoder) <= _LINEAR | _NORM:
         return {}  # a transformer decoder, or none
     weight, bias = decoder["classifier.weight"], decoder["classifier.bias"]
