@@ -20,8 +20,8 @@ sys.path.insert(0, sys.argv[1])
 import qbheat_det
 folder = pathlib.Path(qbheat_det.__file__).parent
 for path in sorted(folder.rglob("*.py")):
-    if folder / "configs" in path.parents:
-        continue  # read by LazyConfig, not imported
+    if {folder / "configs", folder / "tools"} & {*path.parents}:
+        continue  # read by LazyConfig and run as scripts
     parts = path.relative_to(folder.parent).with_suffix("").parts
     importlib.import_module(".".join(parts).removesuffix(".__init__"))
 print(folder)
@@ -38,7 +38,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scratch = tmp_path_factory.mktemp("wheel")
     source = scratch / "source"
     source.mkdir()
-    for name in ("qbheat_det", "configs", "setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in"):
+    for name in (
+        "qbheat_det",
+        "configs",
+        "tools",
+        "setup.py",
+        "pyproject.toml",
+        "LICENSE",
+        "MANIFEST.in",
+    ):
         # Links would let the build write into the checkout.
         subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-q"]
@@ -60,8 +68,9 @@ def files_below(folder: Path) -> set[str]:
     }
 
 
-def test_every_config_is_inside(wheel: Path) -> None:
-    expected = {f"qbheat_det/{name}" for name in files_below(ROOT / "configs")}
+@pytest.mark.parametrize("folder", ["configs", "tools"])
+def test_every_config_and_tool_is_inside(wheel: Path, folder: str) -> None:
+    expected = {f"qbheat_det/{name}" for name in files_below(ROOT / folder)}
     assert expected
     assert expected <= set(zipfile.ZipFile(wheel).namelist())
 
@@ -74,7 +83,7 @@ def test_every_module_and_the_typing_marker_are_inside(wheel: Path) -> None:
 
 def test_the_package_and_its_metadata_are_all_that_is_inside(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert tops == {"qbheat_det", "qbheat_det-0.1.0.dist-info"}
+    assert tops == {"qbheat_det", "qbheat_det-0.1.0.dist-info", "qbheat_det-0.1.0.data"}
 
 
 @pytest.mark.slow
