@@ -5,7 +5,7 @@
 Three predictors, evaluated as QB-Heat is: on the same squares of the same images, each seen once
 from a corner (the four in turn) and once from the centre, with the config's loss.
 
-  zero        the mean of each normalised patch; with raw pixels, the mean colour
+  zero        the mean of each normalised patch; with raw pixels, MODEL.PIXEL_MEAN
   mean image  the mean over the training images of what is to be predicted
   ridge       linear regression from the visible quarter, averaged to 16 x 16 pixels, to all pixels
               of all patches that count; one for each place of the quarter, one penalty a patch,
@@ -103,7 +103,8 @@ def compare(args: argparse.Namespace) -> None:
     print(
         f"\nSquared error of {target} at {node.LOSS_ON} positions, {size} x {size} pixels; mean "
         f"and standard error over {len(losses['zero']):,} held-out images. Learned from "
-        f"{report.num_images:,} images ({report.num_rows:,} with mirror images)."
+        f"{report.num_images:,} images"
+        + (" and their mirror images." if cfg.INPUT.RANDOM_FLIP != "none" else ".")
     )
     if report.skipped:
         names = join_first(sorted(map(str, report.skipped)), 10, "\n  ")
@@ -233,7 +234,6 @@ def write_json(
             "settings": settings,
             "held_out_images": len(losses["zero"]),
             "training_images": report.num_images,
-            "training_rows": report.num_rows,
             "ridge_penalties": report.penalties,
             "unreadable": [asdict(fault) for fault in report.skipped.values()],
         }

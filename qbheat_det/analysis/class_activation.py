@@ -7,13 +7,11 @@ first token, which has no position, is not in it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from matplotlib.figure import Figure as Chart
 from scipy import sparse
 from scipy.sparse.csgraph import laplacian
 from scipy.sparse.linalg import splu
@@ -29,11 +27,8 @@ from .plotting import (
     chart_image,
     color_map,
     enlarge,
-    list_styles,
     overlay_map,
     plot_grid,
-    start_figure,
-    themed,
     to_rgb,
     to_text,
 )
@@ -51,7 +46,6 @@ _COLORS = "inferno"
 _LABELS = {
     "steady": "steady heat",
     "with_source": "with a source",
-    "corners": "between corners",
     "shuffled": "shuffled map",
 }
 _EXPLANATION = (
@@ -62,8 +56,7 @@ _EXPLANATION = (
 )
 
 
-@dataclass(frozen=True)
-class ClassActivation:
+class ClassActivation(NamedTuple):
     """Maps (N, H, W) whose mean and ``rest``, of bias and first token, (N,), sum to the logit."""
 
     maps: Tensor
@@ -143,13 +136,6 @@ def solve_steady_heat(values: npt.ArrayLike, fixed: BoolMap) -> FloatMap:
     return solved.reshape(maps.shape)
 
 
-def interpolate_corners(values: npt.ArrayLike) -> FloatMap:
-    """Returns (H, W), bilinear between the four corners of ``values`` (H, W)."""
-    corners = np.asarray(values, dtype=np.float64)[np.ix_((0, -1), (0, -1))]
-    down, along = (np.stack([1 - t, t]) for t in (np.linspace(0, 1, n) for n in np.shape(values)))
-    return np.asarray(down.T @ corners @ along)
-
-
 def compare_maps(predicted: npt.ArrayLike, true: npt.ArrayLike, where: BoolMap) -> Agreement:
     """Compares maps (H, W) at the positions of ``where`` (H, W); nan where undefined."""
     first, second = (np.asarray(values, dtype=np.float64)[where] for values in (predicted, true))
@@ -197,7 +183,6 @@ def compare_with_heat(values: npt.ArrayLike, *, seed: int = 0) -> HeatComparison
     agreements = {
         "steady": compare_maps(steady, true, inside),
         "with_source": compare_maps(with_source, true, ~fixed),
-        "corners": compare_maps(interpolate_corners(true), true, inside),
         "shuffled": average([compare_maps(*pair, inside) for pair in pairs]),
     }
     return HeatComparison(steady, with_source, source, agreements)
@@ -233,7 +218,6 @@ def draw_heat(
     ``heat_class`` is the name or index of a class, None for the predicted one of each image.
     """
     shared = SharedImages(runs, max(options.num_images, _NUM_IMAGES), options.images)
-
     results = run_each(
         runs,
         lambda run: _compute(run, shared, options, heat_class, heat_size),
@@ -243,18 +227,10 @@ def draw_heat(
     images = {
         f"maps_{i}": _draw_maps(label, one) for i, (label, one) in enumerate(found.items(), 1)
     }
-    agreements = {
-        label: {kind: [c.agreements[kind] for c in one.comparisons] for kind in _LABELS}
-        for label, one in found.items()
-    }
-    images["agreement"] = chart_image(
-        plot_agreements(agreements),
-        caption="Median and quartiles over the images, over positions inside the border.",
-    )
     rows = []
-    for label, kinds in agreements.items():
+    for label, one in found.items():
         for kind, text in _LABELS.items():
-            mean = average(kinds[kind])
+            mean = average([comparison.agreements[kind] for comparison in one.comparisons])
             rows.append((f"{label}, {text}", *(f"{value:.2f}" for value in mean.values())))
     data = {
         label: [
@@ -323,25 +299,3 @@ def _draw_maps(label: str, one: _Heat) -> Image:
     chart = plot_grid(rows, column_names=columns, row_names=names)
     caption = f"{label}: class and score, range of colours in logits."
     return chart_image(chart, caption=caption, format="jpg")
-
-
-@themed
-def plot_agreements(agreements: Mapping[str, Mapping[str, Sequence[Agreement]]]) -> Chart:
-    """Draws median and quartiles over images of correlation and relative error, a mark a run."""
-    figure = start_figure(height=2.4 + 0.5 * len(agreements), width=7.6)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, measure in zip(panels, ("correlation", "relative_error"), strict=True):
-        for index, style in enumerate(list_styles(len(agreements))):
-            label, kinds = list(agreements.items())[index]
-            values = np.array([[one[measure] for one in kinds[kind]] for kind in _LABELS])
-            known = ~np.isnan(values).all(axis=1)
-            first, median, third = np.nanpercentile(values[known], (25, 50, 75), axis=1)
-            rows = np.flatnonzero(known) + 0.16 * (index - (len(agreements) - 1) / 2)
-            style = style | {"linestyle": "none", "label": to_text(label)}
-            axes.errorbar(median, rows, xerr=[median - first, third - median], **style)
-        axes.set_xlabel(f"{measure.replace('_', ' ')} inside")
-    panels[0].set_yticks(range(len(_LABELS)), _LABELS.values())
-    panels[0].invert_yaxis()
-    if len(agreements) > 1:
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
-    return figure

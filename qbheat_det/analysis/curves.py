@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training curves of several runs over epochs, images seen or steps."""
+"""Training curves of several runs, from their ``metrics.json``, over epochs, images or steps."""
 
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +26,20 @@ from .plotting import (
     to_text,
 )
 from .run import Run, read_metrics
-from .training_log import Curve, Quantity, find_quantities, flatten, has_step, read_series
 
+Curve = tuple[list[float], list[float]]
+"""Positions on an axis, rising, and values; nan is a gap."""
 Axis = Literal["epochs", "images", "steps"]
 AXES: dict[Axis, str] = {"epochs": "epochs", "images": "images seen", "steps": "steps"}
+_QUANTITIES = {  # pattern of keys: title of the chart, label of the values
+    r"^total_loss$": ("Total loss", "loss"),
+    r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # inner decoder blocks (_0) repeat the last
+    r"/AP(50|75)?$": ("{} on the test set", "AP (%)"),
+    r"accuracy$|/top[15]$": ("Accuracy: {}", "accuracy (%)"),
+    r"^correlation/mean$": ("Spatial correlation of the map", "mean |correlation|"),
+    r"^lr$": ("Learning rate", "learning rate"),
+    r"^gradient_norm$": ("Norm of the gradients", "norm"),
+}
 _FEW_POINTS = 25  # are marked
 _LOG_SCALE_FROM = 100.0  # largest value by the smallest
 _MOST_LINES = 6
@@ -37,6 +48,15 @@ _EXPLANATION = (
     "Training losses are medians of the last steps. Where points are marked, there are few, and "
     "the values between them are unknown."
 )
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A logged key with the title of its chart and the label of its values."""
+
+    key: str
+    title: str
+    label: str
 
 
 @register_figure("curves")
@@ -48,7 +68,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
     """
     logged, left_out = [], []
     for run in runs:
-        if find_positions(run, axis):
+        if _find_length(run, axis):
             logged.append(run)
         else:
             left_out.append(f"'{run.label}' has no metrics.json with {AXES[axis]}")
@@ -109,23 +129,51 @@ def draw_training_curves(
     return True
 
 
-def find_positions(run: Run, axis: Axis) -> dict[float, float]:
-    """Returns the position on the axis after each logged iteration; empty where it is unknown."""
-    iterations = sorted({float(record["iteration"]) for record in run.metrics if has_step(record)})
-    if axis == "steps":
-        return {iteration: iteration + 1 for iteration in iterations}
-    if axis == "images":
-        batch = _read_config(run).get("SOLVER.IMS_PER_BATCH", 0)
-        return {iteration: (iteration + 1) * batch for iteration in iterations if batch}
-    return dict(zip(*read_series(run.metrics, "epoch"), strict=True))
+def has_step(record: Mapping[str, Any]) -> bool:
+    """Whether a record of ``metrics.json`` has its iteration."""
+    iteration = record.get("iteration")
+    return isinstance(iteration, int | float) and math.isfinite(iteration)
+
+
+def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
+    """Returns the iterations at which a key was logged, rising, and its values.
+
+    Where a resumed run repeats an iteration, the later record counts. What is not finite is nan;
+    both lists are empty if nothing is finite.
+    """
+    points = {
+        float(record["iteration"]): float(record[key])
+        for record in records
+        if isinstance(record.get(key), int | float) and has_step(record)
+    }
+    if not any(map(math.isfinite, points.values())):
+        return [], []
+    iterations = sorted(points)
+    values = [points[iteration] for iteration in iterations]
+    return iterations, [value if math.isfinite(value) else math.nan for value in values]
+
+
+def find_quantities(records: Sequence[Mapping[str, Any]]) -> list[Quantity]:
+    """Returns what a log holds, in the order of ``_QUANTITIES``; AP of single classes is not."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    found: dict[str, Quantity] = {}
+    for pattern, (title, label) in _QUANTITIES.items():
+        for key in keys:
+            if key not in found and re.search(pattern, key) and read_series(records, key)[0]:
+                found[key] = Quantity(key, title.format(key), label)
+    return list(found.values())
 
 
 def select_curve(run: Run, key: str, axis: Axis) -> Curve:
-    """Returns positions on the axis and values of a key."""
-    positions = find_positions(run, axis)
-    points = dict(zip(*read_series(run.metrics, key), strict=True))
-    points = {i: value for i, value in points.items() if i in positions}
-    return [positions[i] for i in points], list(points.values())
+    """Returns positions on the axis and values of a key; empty where positions are unknown."""
+    iterations, values = read_series(run.metrics, key)
+    if axis == "epochs":
+        epochs = dict(zip(*read_series(run.metrics, "epoch"), strict=True))
+        known = [(epochs[i], value) for i, value in zip(iterations, values, strict=True)
+                 if i in epochs]  # fmt: skip
+        return [epoch for epoch, _ in known], [value for _, value in known]
+    batch = 1 if axis == "steps" else _read_config(run, "SOLVER", "IMS_PER_BATCH")
+    return ([(i + 1) * batch for i in iterations], values) if batch else ([], [])
 
 
 def _draw_quantity(
@@ -163,7 +211,7 @@ def _split_by_model(quantity: Quantity, runs: Sequence[Run]) -> dict[str, list[R
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if read_series(run.metrics, quantity.key)[0]:
-            model = str(_read_config(run).get("MODEL.META_ARCHITECTURE", "unknown model"))
+            model = str(_read_config(run, "MODEL", "META_ARCHITECTURE") or "unknown model")
             groups.setdefault(model if quantity.label == "loss" else "", []).append(run)
     return groups if len(groups) > 1 else {"": [run for own in groups.values() for run in own]}
 
@@ -171,10 +219,10 @@ def _split_by_model(quantity: Quantity, runs: Sequence[Run]) -> dict[str, list[R
 def _tabulate(runs: Sequence[Run]) -> Table:
     records = [record for run in runs for record in run.metrics]
     keys = [quantity.key for quantity in find_quantities(records)
-            if quantity.is_score or quantity.key == "total_loss"]  # fmt: skip
+            if quantity.label.endswith("(%)") or quantity.key == "total_loss"]  # fmt: skip
     rows = []
     for run in runs:
-        lengths = [max(find_positions(run, axis).values(), default=math.nan) for axis in AXES]
+        lengths = [_find_length(run, axis) or math.nan for axis in AXES]
         last = [_last(read_series(run.metrics, key)[1]) for key in keys]
         rows.append((run.label, *(_format(value) for value in (*lengths, *last))))
     return Table(("Run", *AXES.values(), *keys), rows)
@@ -190,9 +238,14 @@ def _last(values: Sequence[float]) -> float:
     return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
 
 
-def _read_config(run: Run) -> dict[str, Any]:
-    """Returns ``config.yaml`` of a run, its keys dotted; empty if it cannot be read."""
+def _find_length(run: Run, axis: Axis) -> float:
+    """Returns the last position on the axis; 0 where it is unknown."""
+    return max(select_curve(run, "iteration", axis)[0], default=0)
+
+
+def _read_config(run: Run, node: str, key: str) -> Any:
+    """Returns a key of ``config.yaml`` of a run; None if it cannot be read."""
     try:
-        return flatten(yaml.safe_load((run.path / "config.yaml").read_bytes()))
-    except (OSError, yaml.YAMLError, AttributeError, RecursionError):
-        return {}
+        return yaml.safe_load((run.path / "config.yaml").read_bytes())[node][key]
+    except (OSError, yaml.YAMLError, LookupError, TypeError, RecursionError):
+        return None

@@ -14,7 +14,7 @@ from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, preserved_randomness, seed_place
-from qbheat_det.data.errors import DataError
+from qbheat_det.data.checks import DataError
 
 from .box_drawing import RGBImage, add_heading, draw_instances, tile_images
 from .datasets import Inspection, list_objects

@@ -19,10 +19,10 @@ from detectron2.data.datasets import load_coco_json
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data.checks import find_image_errors, find_object_errors, find_record_errors
-from qbheat_det.data.datasets.coco import check_same_classes, read_coco_json
-from qbheat_det.data.datasets.coco_checks import CocoFile
-from qbheat_det.data.errors import DataError
+from qbheat_det.data.checks import DataError, find_object_errors, find_record_errors
+from qbheat_det.data.datasets.coco import check_same_classes
+from qbheat_det.data.datasets.coco_file import CocoFile
+from qbheat_det.data.images import find_image_errors
 
 Role = Literal["train", "val"]
 
@@ -108,7 +108,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8
     errors: list[DataError] = []
     if json_file is not None and image_root is not None:
         try:
-            content = read_coco_json(json_file, image_root)
+            content = CocoFile(json_file, image_root)
         except UserError as error:
             reason = str(error).removeprefix(json_file).lstrip(": ")
             unusable = DataError("annotation file that cannot be used", json_file, reason)
@@ -133,7 +133,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8
     if errors:  # which explain why nothing is left
         found = [error for error in found if error.kind not in ("empty dataset", "no boxes")]
     errors += found
-    errors += find_image_errors(records, num_threads=num_threads, progress=True)
+    errors += find_image_errors(records, num_threads=num_threads)
     warnings = list(content.warnings) if content else []
     return Inspection(source, records, class_names, errors, warnings, content)
 

@@ -26,10 +26,10 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import DataError
+from qbheat_det.data.images import check_some_readable
 
-from .checks import check_some_readable
 from .datasets.image_folder import list_classes, load_classes
-from .errors import DataError
 from .mappers import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
@@ -111,7 +111,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         # for: ``start`` and ``seed`` of a resumed run are known only after construction.
         batches: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self.dataset, self.mapper, self.seed),
-            batch_sampler=_Shares(self),
+            batch_sampler=self._shares(),
             num_workers=self.num_workers,
             pin_memory=self._pin_memory,
             collate_fn=trivial_batch_collator,
@@ -121,6 +121,12 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             for image in batch:
                 self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
             yield batch
+
+    def _shares(self) -> Iterator[list[Entry]]:
+        """Yields what this process takes of each batch."""
+        rank, world_size = comm.get_rank(), comm.get_world_size()
+        for batch in self.batches():
+            yield cut(batch, world_size)[rank]
 
     def batches(self) -> Iterator[list[Entry]]:
         """Yields the batches of all processes together, from step ``start`` on."""
@@ -134,18 +140,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         yield from itertools.islice(groups, self.start, None)
 
 
-class _Shares(Iterable[list[Entry]]):
-    """What this process takes of each batch."""
-
-    def __init__(self, stream: TrainStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[list[Entry]]:
-        rank, world_size = comm.get_rank(), comm.get_world_size()
-        for batch in self._stream.batches():
-            yield cut(batch, world_size)[rank]
-
-
 class _SeededImages(Dataset[dict[str, Any]]):
     """Images by position and index, each augmented under a seed of its own."""
 
@@ -153,9 +147,6 @@ class _SeededImages(Dataset[dict[str, Any]]):
         self._dataset = dataset
         self._mapper = mapper
         self._seed = seed
-
-    def __getitem__(self, entry: Entry) -> dict[str, Any]:
-        return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
         # Once a batch: keeping the generators takes longer than seeding them.

@@ -25,9 +25,8 @@ from qbheat_det.data import (
     PretrainingMapper,
     fingerprint_records,
     join_messages,
-    load_image_folders,
+    load_class_folders,
     preserved_randomness,
-    unite_labels,
 )
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
@@ -89,8 +88,7 @@ class BackboneProbe:
         """
         check_probes(probes)
         folders = train_folder, val_folder
-        train, val = (load_image_folders([folder], labelled=True) for folder in folders)
-        records = unite_labels([train], [val], names=folders)
+        records = load_class_folders(*folders)
         self._cfg = cfg
         # "tran-1" and "tran-1:width" are one probe where the width is the setting's.
         own = f":{cfg.MODEL.CLASSIFIER.WIDTH}"

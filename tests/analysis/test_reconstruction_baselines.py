@@ -110,7 +110,6 @@ def test_ridge_is_five_regressions_on_images_and_their_mirror_images(
     report = compute_baselines(cfg, train, val)
     axis = {"none": [], "horizontal": [1], "vertical": [0]}[flip]
     rows = images[0] + [np.flip(image, axis) for image in images[0] if axis]
-    assert report.num_rows == len(rows)
     assert len(report.penalties) == (3 if axis else 5)
     losses = [
         [
@@ -133,12 +132,14 @@ def model_losses(cfg: CfgNode, model: torch.nn.Module, val: Records) -> HeldOutL
     return losses
 
 
-@pytest.mark.parametrize("positions", ["masked", "all"])
-@pytest.mark.parametrize("visible", ["corner", "centre", "both"])
+@pytest.mark.parametrize(
+    ("positions", "visible", "normalised"),
+    [("masked", "corner", "True"), ("all", "centre", "True"), ("masked", "both", "False")],
+)
 def test_a_model_that_predicts_zero_has_the_loss_of_zero(
-    tmp_path: Path, positions: str, visible: str
+    tmp_path: Path, positions: str, visible: str, normalised: str
 ) -> None:
-    keys = {"LOSS_ON": positions, "VISIBLE": visible, "NORM_PIXEL_LOSS": "True"}
+    keys = {"LOSS_ON": positions, "VISIBLE": visible, "NORM_PIXEL_LOSS": normalised}
     opts = [word for key, value in keys.items() for word in (f"MODEL.QB_HEAT.{key}", value)]
     cfg = make_config(*opts, "INPUT.RANDOM_FLIP", "horizontal")
     train, val = (
