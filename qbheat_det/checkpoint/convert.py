@@ -115,7 +115,7 @@ def convert_weights(
         )
         renamed = names_for_package(convert_official(state))
         save_weights(str(output), renamed, info)
-        return Conversion(len(renamed), info)
+        return Conversion(len(renamed))
     if to in (MOBILE_FORMER, TIMM):
         renamed = _rename(weights, state, info, to)
         save_weights(str(output), renamed, info or WeightsInfo())

@@ -1,28 +1,21 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Features of a frozen teacher for every view of a training set, computed once, on the disk."""
 
-import json
+import functools
 import logging
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from torch import nn
 
 from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
-from qbheat_det.data import FixedViews, TrainStream, build_mapper, get_cache_dir
-from qbheat_det.data.feature_store import VIEWS_PER_CHUNK, FeatureStore
+from qbheat_det.data import FixedViews, TrainStream, build_mapper
+from qbheat_det.data.feature_store import Stored
 from qbheat_det.data.mappers.fixed_views import TargetViews
 from qbheat_det.modeling.backbone.teacher import Teacher
 
-from .cacheable import DTYPES
-from .feature_build import AllViews, CachedSet, Mapped, Stored, fill, make_view
-from .feature_cache import describe_cache, name_cache
+from .feature_build import AllViews, Mapped, describe_cache, fill, make_view, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -60,55 +53,33 @@ class TeacherFeatures:
         assert isinstance(stream.mapper, FixedViews)
         teacher = Teacher(cfg).to(cfg.MODEL.DEVICE, memory_format=torch.channels_last)
         SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
-        views = FixedViews(
-            build_mapper(cfg, is_train=True), stream.mapper.count, stream.mapper.seed
-        )
-        store = self._open(stream.dataset, views, teacher)
-        records = AllViews(stream.dataset, views)
-        cached = CachedSet(
-            "Encoding the training set", records, store, lambda entries: _encode(teacher, entries)
-        )
-        logger.info(f"The teacher's features are cached in '{store.folder}'")
-        fill(cached, num_workers=cfg.DATALOADER.NUM_WORKERS)
-        flips = cfg.INPUT.RANDOM_FLIP == "horizontal"
-        stream.mapper = TargetViews(
-            stream.mapper, store, name=cfg.MODEL.TEACHER.IN_FEATURE, flips=flips
-        )
-
-    def _open(
-        self, records: Sequence[dict[str, Any]], views: FixedViews, teacher: Teacher
-    ) -> FeatureStore:
-        cfg = self._cfg
+        mapper, count = build_mapper(cfg, is_train=True), stream.mapper.count
+        views = AllViews(stream.dataset, FixedViews(mapper, count, stream.mapper.seed))
         description = describe_cache(
             cfg,
-            SimpleNamespace(encoder=teacher.backbone, outputs=teacher.head_in_features),
-            records,
-            views=views,
+            teacher.backbone,
+            stream.dataset,
+            outputs=teacher.head_in_features,
+            views=stream.mapper,
             is_train=True,
             device=teacher.device,
             size_divisibility=1,
         )
-        named = cfg.MODEL.CACHE_FEATURES.FOLDER
-        caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
-        folder = caches / name_cache(description)
-        about = folder / "meta.json"
-        if not about.is_file():
-            text = json.dumps(description, indent=2, sort_keys=True)
-            write_atomically(about, lambda stream: stream.write(text.encode()))
-        dtype = DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
-        return FeatureStore(folder, len(records) * views.count, dtype=dtype)
+        store = open_store(cfg, description, len(views))
+        logger.info(f"The teacher's features: cached in '{store.folder}'")
+        title, workers = "Encoding the training set", cfg.DATALOADER.NUM_WORKERS
+        fill(store, views, functools.partial(_encode, teacher), title=title, num_workers=workers)
+        flips = cfg.INPUT.RANDOM_FLIP == "horizontal"
+        name = cfg.MODEL.TEACHER.IN_FEATURE
+        stream.mapper = TargetViews(stream.mapper, store, name=name, flips=flips)
 
 
-def _encode(teacher: nn.Module, entries: Sequence[Mapped]) -> list[Stored]:
+def _encode(teacher: Teacher, entries: Sequence[Mapped]) -> list[Stored]:
     """Returns a view for each entry; an error, or None, stays what it is."""
     views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
     images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
-    if not images:
-        return views
-    # One shape for all batches, so that a compiled teacher is compiled once.
-    batch = [*images.values()]
-    padding = [batch[-1]] * (VIEWS_PER_CHUNK - len(batch))
-    outputs = {k: v.float().cpu().contiguous() for k, v in teacher(batch + padding).items()}
-    for position, (index, entry) in enumerate(images.items()):
-        views[index] = make_view(entry, {k: v[position].clone() for k, v in outputs.items()})
+    if images:
+        outputs = {k: v.float().cpu() for k, v in teacher([*images.values()]).items()}
+        for position, (index, entry) in enumerate(images.items()):
+            views[index] = make_view(entry, {k: v[position].clone() for k, v in outputs.items()})
     return views

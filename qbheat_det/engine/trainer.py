@@ -32,6 +32,7 @@ from qbheat_det.engine.feature_cache import use_cached_features
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
+    needs_teacher,
     pretrain_only_modules,
     train_only_modules,
 )
@@ -91,8 +92,7 @@ class Trainer(DefaultTrainer):
         if isinstance(self.bare_model, PretrainingObjective):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
-        distills = self.cfg.MODEL.META_ARCHITECTURE == "FeatureDistillation"
-        self.teacher = TeacherFeatures(self.cfg) if distills else None
+        self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(

@@ -173,6 +173,11 @@ def masks_padding(model: object) -> bool:
     return bool(getattr(model, "masks_padding", False))
 
 
+def needs_teacher(model: nn.Module) -> bool:
+    """Returns ``needs_teacher``: in training, entries have a teacher's features as "target"."""
+    return bool(getattr(model, "needs_teacher", False))
+
+
 # Backbones
 
 

@@ -136,8 +136,10 @@ class TargetViews:
         is_flipped = self.flips and bool(torch.rand(()) < 0.5)
         entry = self.views.view(dataset_dict, number)
         stored = self.store.read(dataset_dict[VIEW_ROW] * self.views.count + number)
-        if not isinstance(entry, dict) or not isinstance(stored, View):
-            return stored if isinstance(entry, dict) else entry
+        if not isinstance(entry, dict):
+            return entry
+        if not isinstance(stored, View):
+            return stored
         entry["target"] = stored.features[self.name]
         if is_flipped:
             entry["image"] = entry["image"].flip(-1)

@@ -36,6 +36,7 @@ class FeatureDistillation(PretrainingModel):
 
     pretrain_only_modules = ("projection", "predictor", "head")
     held_out_loss = False
+    needs_teacher = True
 
     @configurable
     def __init__(
