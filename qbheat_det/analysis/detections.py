@@ -21,33 +21,10 @@ from qbheat_det.core.text import join_first
 from qbheat_det.engine.data_sources import register_source
 from qbheat_det.engine.trainer import Trainer
 
+from . import detection_metrics as metrics
+from . import plotting
 from .box_drawing import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
-from .detection_metrics import (
-    CURVE_IOUS,
-    ERROR_TYPES,
-    Array,
-    DetectionErrors,
-    DetectionScores,
-    choose_threshold,
-    count_errors,
-    evaluate_boxes,
-    find_errors,
-    find_false_alarms,
-    find_missed_boxes,
-    score_detections,
-)
 from .figure import FigureOptions, run_each
-from .plotting import (
-    add_legend,
-    chart_image,
-    list_styles,
-    shrink,
-    start_chart,
-    start_figure,
-    themed,
-    to_text,
-    to_texts,
-)
 from .run import Run
 
 TRUTH_COLOR: Color = (64, 156, 255)
@@ -74,8 +51,8 @@ class RunDetections:
     """The detections of one run; ``threshold`` is the lowest score that is counted or drawn."""
 
     label: str
-    scores: DetectionScores
-    errors: DetectionErrors
+    scores: metrics.DetectionScores
+    errors: metrics.DetectionErrors
     threshold: float
 
 
@@ -114,11 +91,11 @@ def draw_detections(
         dataset = read_set(given or run.find_set("test"))
         if sets and not dataset.json_file.samefile(sets[0].json_file):
             raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
-        evaluator = evaluate_boxes(dataset.content, _detect(run, dataset))
+        evaluator = metrics.evaluate_boxes(dataset.content, _detect(run, dataset))
         sets.append(dataset)
-        errors = find_errors(evaluator)
-        threshold = choose_threshold(errors) if score is None else score
-        return RunDetections(run.label, score_detections(evaluator), errors, threshold)
+        errors = metrics.find_errors(evaluator)
+        threshold = metrics.choose_threshold(errors) if score is None else score
+        return RunDetections(run.label, metrics.score_detections(evaluator), errors, threshold)
 
     results = run_each(runs, evaluate, nothing="no detections")
     dataset, found = sets[0], list(results.found.values())
@@ -173,31 +150,33 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
 def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
     """Draws precision over recall and, of several classes, AP by class."""
     caption = "Mean of classes; the area is AP50, or AP75."
-    images = {"precision_recall": chart_image(plot_precision_recall(runs), caption=caption)}
+    images = {
+        "precision_recall": plotting.chart_image(plot_precision_recall(runs), caption=caption)
+    }
     if len(dataset.class_names) > 1:
         chart = plot_ap_by_class(runs, dataset.class_names)
-        images["classes"] = chart_image(chart, caption="Average precision of each class.")
+        images["classes"] = plotting.chart_image(chart, caption="Average precision of each class.")
     return images
 
 
-@themed
+@plotting.themed
 def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
     """Draws precision over recall, the mean of all classes, at IoU 0.50 and at 0.75."""
-    figure = start_figure(height=3.8, width=6.4)
-    panels = figure.subplots(1, len(CURVE_IOUS), sharey=True)
-    for row, (axes, iou) in enumerate(zip(panels, CURVE_IOUS, strict=True)):
-        for run, style in zip(runs, list_styles(len(runs)), strict=True):
-            line = style | {"marker": "", "label": to_text(run.label)}
+    figure = plotting.start_figure(height=3.8, width=6.4)
+    panels = figure.subplots(1, len(metrics.CURVE_IOUS), sharey=True)
+    for row, (axes, iou) in enumerate(zip(panels, metrics.CURVE_IOUS, strict=True)):
+        for run, style in zip(runs, plotting.list_styles(len(runs)), strict=True):
+            line = style | {"marker": "", "label": plotting.to_text(run.label)}
             axes.plot(run.scores.recall, run.scores.precision[row], **line)
         axes.set_title(f"IoU {iou:.2f}")
         axes.set_xlabel("recall")
         axes.set_ylim(0, 1.03)
     panels[0].set_ylabel("precision")
-    add_legend(figure, panels[0])
+    plotting.add_legend(figure, panels[0])
     return figure
 
 
-@themed
+@plotting.themed
 def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFigure:
     """Draws the AP of each class with boxes, the best on top, a bar for each run."""
     num_boxes = runs[0].scores.num_boxes
@@ -205,20 +184,20 @@ def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) 
     order = [int(k) for k in np.argsort(-total, kind="stable") if num_boxes[k]]
     if len(order) > _MOST_CLASSES:
         order = order[: _MOST_CLASSES // 2] + order[-_MOST_CLASSES // 2 :]
-    figure, axes = start_chart(height=1.3 + len(order) * max(0.3, 0.15 * len(runs)))
+    figure, axes = plotting.start_chart(height=1.3 + len(order) * max(0.3, 0.15 * len(runs)))
     width = 0.8 / len(runs)
-    for index, (run, style) in enumerate(zip(runs, list_styles(len(runs)), strict=True)):
+    for index, (run, style) in enumerate(zip(runs, plotting.list_styles(len(runs)), strict=True)):
         rows = np.arange(len(order)) - 0.4 + (index + 0.5) * width
-        values, label = np.nan_to_num(run.scores.class_ap[order]), to_text(run.label)
+        values, label = np.nan_to_num(run.scores.class_ap[order]), plotting.to_text(run.label)
         bars = axes.barh(rows, values, 0.92 * width, color=style["color"], label=label)
         axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
     axes.margins(x=0.12)
-    names = to_texts([class_names[k] for k in order], longest=24)
+    names = plotting.to_texts([class_names[k] for k in order], longest=24)
     labels = [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
     axes.set_yticks(range(len(order)), labels)
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_xlabel("AP (%), IoU 0.50 to 0.95; numbers of boxes in brackets")
-    add_legend(figure, axes)
+    plotting.add_legend(figure, axes)
     return figure
 
 
@@ -241,7 +220,7 @@ def draw_predictions(
         if pixels is None:
             continue
         scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
-        small = shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
+        small = plotting.shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
         panels = []
         for title, boxes, scores, threshold in sources:
             kept = (boxes.image_ids == record["id"]) & (scores >= threshold)
@@ -268,10 +247,10 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     records = {record["id"]: record for record in dataset.content["images"]}
     crops = [
         (errors.truth, box, f"missed: {names[errors.truth.classes[box]]}", TRUTH_COLOR)
-        for box in find_missed_boxes(errors, run.threshold)[:_CELLS].tolist()
+        for box in metrics.find_missed_boxes(errors, run.threshold)[:_CELLS].tolist()
     ] + [
         (errors.found, box, f"{names[errors.found.classes[box]]} {errors.scores[box]:.2f}",
-         FOUND_COLOR) for box in find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
+         FOUND_COLOR) for box in metrics.find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
     ]  # fmt: skip
     cells, texts = [], []
     for boxes, index, text, color in crops:
@@ -286,7 +265,7 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     return Image.from_rgb(sheet, alt="; ".join(texts), caption=caption, quality=82)
 
 
-def crop_box(image: RGBImage, box: Array, color: Color) -> RGBImage:
+def crop_box(image: RGBImage, box: metrics.Array, color: Color) -> RGBImage:
     """Returns a box (4,) XYXY of an image, drawn, with half its length around it."""
     height, width = image.shape[:2]
     margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
@@ -294,7 +273,7 @@ def crop_box(image: RGBImage, box: Array, color: Color) -> RGBImage:
     high = np.clip(np.ceil(box[2:] + margin), low + 1, [width, height]).astype(int)
     part = image[low[1] : high[1], low[0] : high[0]]
     shifted = (box - np.tile(low, 2))[None] * (_CROP_SIDE / max(part.shape[:2]))
-    return draw_boxes(shrink(part, _CROP_SIDE), shifted, [""], [color], min_side=0)
+    return draw_boxes(plotting.shrink(part, _CROP_SIDE), shifted, [""], [color], min_side=0)
 
 
 def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage | None:
@@ -307,7 +286,7 @@ def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage | None:
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
-    types = "; ".join(f"{name}: {text}" for name, text in ERROR_TYPES.items())
+    types = "; ".join(f"{name}: {text}" for name, text in metrics.ERROR_TYPES.items())
     return [
         "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
         f"score upwards: {thresholds}. Unless --score sets it, it is the score with the best F1 at "
@@ -324,7 +303,7 @@ def _tabulate(runs: Sequence[RunDetections]) -> Table:
     ]
     rows.append(["boxes", *(f"{run.scores.num_boxes.sum():,}" for run in runs)])
     rows.append(["errors from score", *(f"{run.threshold:.3g}" for run in runs)])
-    counts = [count_errors(run.errors, run.threshold) for run in runs]
+    counts = [metrics.count_errors(run.errors, run.threshold) for run in runs]
     rows += [[name, *(f"{count[name]:,}" for count in counts)] for name in counts[0]]
     return Table(("", *(run.label for run in runs)), rows)
 
@@ -341,8 +320,8 @@ def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, 
                 **run.scores.summary,
                 "class_ap": dict(zip(names, run.scores.class_ap, strict=True)),
                 "errors_from_score": run.threshold,
-                "errors": count_errors(run.errors, run.threshold),
-                "precision": dict(zip(CURVE_IOUS, run.scores.precision, strict=True)),
+                "errors": metrics.count_errors(run.errors, run.threshold),
+                "precision": dict(zip(metrics.CURVE_IOUS, run.scores.precision, strict=True)),
             }
             for run in runs
         },

@@ -20,16 +20,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 from qbheat_det.probing import depth_of, width_of
 
+from . import plotting
 from .figure import FigureOptions, run_each
-from .plotting import (
-    add_legend,
-    chart_image,
-    list_styles,
-    start_chart,
-    start_figure,
-    themed,
-    to_text,
-)
 from .run import PROBE_FILES, Run
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -113,10 +105,10 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
         data[label] = {"setting": setting, "results": rows}
     chosen = choose_statistics(everything)
     caption = "Top-1 under each decoder; of a run, its last checkpoint."
-    images = {"decoders": chart_image(plot_by_decoder(chosen), caption=caption)}
+    images = {"decoders": plotting.chart_image(plot_by_decoder(chosen), caption=caption)}
     if len({result.images_seen for result in chosen if result.images_seen}) > 1:
         caption = "Top-1 by images seen in pre-training; random backbones are level lines."
-        images["images_seen"] = chart_image(plot_by_images(chosen), caption=caption)
+        images["images_seen"] = plotting.chart_image(plot_by_images(chosen), caption=caption)
     numbers = {"runs": data, "left_out": files.left_out}
     text, title = [*_EXPLANATION, *files.explain()], "Probes of frozen backbones"
     return Figure("probes", title, text, images, numbers, _tabulate(everything))
@@ -158,18 +150,18 @@ def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
     return chosen
 
 
-@themed
+@plotting.themed
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
     """Draws top-1 under each decoder of the backbones that saw most images of each series."""
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)
-    figure, axes = start_chart(height=3.2, width=5.2)
-    styles = list_styles(len(series))
+    figure, axes = plotting.start_chart(height=3.2, width=5.2)
+    styles = plotting.list_styles(len(series))
     for index, ((name, own), style) in enumerate(zip(series.items(), styles, strict=True)):
         most = max(result.images_seen or 0 for result in own)
         points = _average((r for r in own if (r.images_seen or 0) == most), lambda r: r.decoder)
         shift = _SPREAD * ((index + 0.5) / len(series) - 0.5)
-        label = to_text(name)
+        label = plotting.to_text(name)
         for _, same in itertools.groupby(sorted(points), key=lambda decoder: decoder.name):
             widths = list(same)
             x = [decoders.index(decoder) + shift for decoder in widths]
@@ -181,11 +173,11 @@ def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
     axes.set_xlim(-0.5, len(decoders) - 0.5)
     axes.set_xlabel("decoder on the frozen backbone")
     _finish(axes)
-    add_legend(figure, axes)
+    plotting.add_legend(figure, axes)
     return figure
 
 
-@themed
+@plotting.themed
 def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
     """Draws top-1 over images seen in pre-training, one chart per decoder.
 
@@ -194,11 +186,11 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
     """
     known = [result for result in results if result.images_seen is not None]
     names = list(dict.fromkeys(result.series for result in known))
-    styles = dict(zip(names, list_styles(len(names)), strict=True))
+    styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
     groups = _group(known, lambda result: result.decoder)
     columns = min(2, len(groups)) or 1
     rows = max(1, math.ceil(len(groups) / columns))
-    figure = start_figure(height=3 * rows, width=1 + 3.7 * columns)
+    figure = plotting.start_figure(height=3 * rows, width=1 + 3.7 * columns)
     panels = [figure.add_subplot(rows, columns, i + 1) for i in range(len(groups))]
     for axes, decoder in zip(panels, sorted(groups), strict=True):
         for name, own in _group(groups[decoder], lambda result: result.series).items():
@@ -206,17 +198,21 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
             seen = sorted(number for number in points if number)
             if seen:
                 y, errors = zip(*(points[number] for number in seen), strict=True)
-                axes.errorbar(seen, y, errors, label=to_text(name), elinewidth=1, **styles[name])
+                axes.errorbar(
+                    seen, y, errors, label=plotting.to_text(name), elinewidth=1, **styles[name]
+                )
             else:
                 color = styles[name]["color"]
-                axes.axhline(points[0][0], label=to_text(name), color=color, lw=1.4, ls="--")
+                axes.axhline(
+                    points[0][0], label=plotting.to_text(name), color=color, lw=1.4, ls="--"
+                )
         axes.set_title(decoder.title)
         axes.set_xlim(left=0)
         axes.set_xlabel("images seen in pre-training")
         _finish(axes)
     if panels:
         most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
-        add_legend(figure, most)
+        plotting.add_legend(figure, most)
     return figure
 
 

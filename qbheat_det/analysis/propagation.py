@@ -79,36 +79,15 @@ def _extend_axis(z: Tensor, forth: Tensor, back: Tensor, margin: int) -> Tensor:
 
 
 def decode_map(z: Tensor, decode: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    """Decodes a map (N, L, L, C) larger than the image in windows of the image's ``size``, G.
+    """Decodes a map (N, L, L, C) in windows of the image's ``size`` G, of which L is a multiple.
 
-    The window in the middle is the image. Others are moved by half a window, further out until
-    they end with the map; a position is decoded by the one that is moved least, along each axis.
     ``decode`` maps windows (n, G, G, C) to patches (n, G * G, P), the result is (N, L, L, P).
     """
-    length = z.shape[1]
-    starts = [_find_window(position, length, size) for position in range(length)]
-    rows = []
-    for row in sorted(set(starts)):
-        cells = []
-        for column in sorted(set(starts)):
-            window = z[:, row : row + size, column : column + size]
-            first = [starts.index(start) - start for start in (row, column)]
-            y, x = (
-                slice(one, one + starts.count(start))
-                for one, start in zip(first, (row, column), strict=True)
-            )
-            cells.append(decode(window).unflatten(1, (size, size))[:, y, x])
-        rows.append(torch.cat(cells, dim=2))
-    return torch.cat(rows, dim=1)
-
-
-def _find_window(position: int, length: int, size: int) -> int:
-    """Returns the start of the window that decodes a position of an axis."""
-    middle = (length - size) // 2
-    beyond = max(middle - position, position - (middle + size - 1), 0)
-    half = max(size // 2, 1)
-    shift = min(math.ceil(beyond / half) * half, middle)
-    return middle + shift if position > middle else middle - shift
+    number = z.shape[1] // size
+    windows = z.unflatten(1, (number, size)).unflatten(3, (number, size)).transpose(2, 3)
+    patches = decode(windows.flatten(0, 2)).unflatten(1, (size, size))
+    rows = patches.unflatten(0, (len(z), number, number)).transpose(2, 3)
+    return rows.flatten(3, 4).flatten(1, 2)
 
 
 def restore_pixels(
@@ -208,9 +187,12 @@ def decode_beyond(
     The result is in the mapper's pixels, with so many positions of ``margin`` on each side.
     """
     size, patch = model.decoder.grid_size, model.decoder.patch_size
-    large = extend_map(z.cpu(), generators, margin).to(z.device)
+    whole = size * math.ceil(margin / size)  # whole windows, the one in the middle is the image
+    large = extend_map(z.cpu(), generators, whole).to(z.device)
+    start, length = whole - margin, size + 2 * margin
+    decoded = decode_map(large, model.decoder, size)[:, start:, start:][:, :length, :length]
     true = patchify(images, patch).unflatten(1, (size, size))
-    patches = restore_pixels(true, decode_map(large, model.decoder, size), model.loss.restore)
+    patches = restore_pixels(true, decoded, model.loss.restore)
     return unpatchify(patches.flatten(1, 2), patch) * model.pixel_std + model.pixel_mean
 
 

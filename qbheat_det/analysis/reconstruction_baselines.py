@@ -6,7 +6,6 @@ A pre-training whose loss is not below ridge regression's has learned little yet
 """
 
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
-from qbheat_det.evaluation.reconstruction import mean_and_standard_error
+from qbheat_det.evaluation.build import ReconstructionEvaluator
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,
@@ -111,43 +110,6 @@ class ReconstructionTask:
         visible = visible_positions(grid)[QUADRANTS.index(place)].flatten()
         counted = torch.ones_like(visible) if self.loss.positions == "all" else ~visible
         return counted.nonzero().flatten()
-
-
-class HeldOutLosses:
-    """Losses by view and image; what is added to one twice is summed."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, dict[Any, float]] = {view: {} for view in ("corner", "centre")}
-
-    def add(self, entries: Sequence[Mapping[str, Any]], losses: Tensor) -> None:
-        """Adds losses (N,) of dicts with "image_id" and "place"."""
-        for entry, loss in zip(entries, losses.double().tolist(), strict=True):
-            values = self._values["centre" if entry["place"] == "centre" else "corner"]
-            values[entry["image_id"]] = values.get(entry["image_id"], 0.0) + loss
-
-    def __len__(self) -> int:
-        """Returns how many images were seen."""
-        return max(map(len, self._values.values()))
-
-    def summarise(self) -> dict[str, tuple[float, float]]:
-        """Returns mean and standard error over images, by view and ("mean") over all views."""
-        rows = {view: list(values.values()) for view, values in self._values.items() if values}
-        by_image: dict[Any, list[float]] = {}
-        for values in self._values.values():
-            for image, loss in values.items():
-                by_image.setdefault(image, []).append(loss)
-        rows["mean"] = [statistics.fmean(losses) for losses in by_image.values()]
-        return {name: mean_and_standard_error(row) for name, row in rows.items()}
-
-    def minus(self, other: "HeldOutLosses") -> "HeldOutLosses":
-        """Returns the differences of images that both have: they vary less than either."""
-        difference = HeldOutLosses()
-        for view, values in self._values.items():
-            known = other._values[view]
-            difference._values[view] = {
-                image: loss - known[image] for image, loss in values.items() if image in known
-            }
-        return difference
 
 
 class RidgeRegression:
@@ -241,13 +203,12 @@ def _scale(values: Tensor) -> float:
 
 @dataclass
 class BaselineReport:
-    """Losses by name of ``BASELINES``, penalties by place; ``num_images`` were learned from."""
+    """Metrics of ``ReconstructionEvaluator`` by name of ``BASELINES``, and penalties by place."""
 
-    losses: dict[str, HeldOutLosses] = field(
-        default_factory=lambda: {name: HeldOutLosses() for name in BASELINES}
-    )
+    losses: dict[str, dict[str, float]] = field(default_factory=dict)
     penalties: dict[str, list[float]] = field(default_factory=dict)
     num_images: int = 0
+    num_held_out: int = 0
     skipped: dict[str, DataError] = field(default_factory=dict)
 
 
@@ -328,6 +289,8 @@ def _evaluate(
     report: BaselineReport,
     bar: Any,
 ) -> None:
+    evaluators = {name: ReconstructionEvaluator(name) for name in BASELINES}
+    seen = set()
     for batch in evaluation:
         for place in sorted({entry["place"] for entry in batch}):
             entries = [entry for entry in batch if entry["place"] == place]
@@ -340,8 +303,13 @@ def _evaluate(
             ridge = regression.predict(task.crop_inputs(images, partner))
             for name, predicted in zip(BASELINES, (zero, mean, ridge), strict=True):
                 losses = task.loss(predicted.expand_as(patches), patches, all_counted)
-                report.losses[name].add(entries, losses)
+                outputs = [{"place": place, "loss_reconstruction": loss} for loss in losses]
+                evaluators[name].process(entries, outputs)
+            seen |= {entry["image_id"] for entry in entries}
         bar.update(len(batch))
     report.skipped.update(evaluation.skipped)
-    if not len(report.losses["zero"]):
+    report.num_held_out = len(seen)
+    if not seen:
         raise UserError("none of the held-out images can be read")
+    for name, evaluator in evaluators.items():
+        report.losses[name] = evaluator.evaluate()["reconstruction"]

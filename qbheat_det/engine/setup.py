@@ -30,7 +30,7 @@ from qbheat_det.data import (
 from qbheat_det.engine.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .data_flags import use_classes_of_folders, use_data_flags
+from .data_sources import use_classes_of_folders, use_data_flags
 from .hooks import check_neighbours, scores_neighbours
 from .resume import check_start, name_last_checkpoint
 

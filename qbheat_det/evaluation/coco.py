@@ -6,7 +6,7 @@ Detectron2's own fast evaluation is a compiled op that a pure-Python build lacks
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -16,8 +16,6 @@ from typing import Any
 from detectron2.evaluation import COCOEvaluator
 
 from qbheat_det.core.errors import UserError
-
-COCO_LIBRARIES = ("auto", "faster-coco-eval", "pycocotools")
 
 
 class CocoEvaluator(COCOEvaluator):
@@ -146,18 +144,10 @@ def resolve_coco_library(choice: str) -> str:
     Raises:
         UserError: the name is unknown, or the library is not installed.
     """
-    if choice not in COCO_LIBRARIES:
+    has_fast = importlib.util.find_spec("faster_coco_eval") is not None
+    known = ("auto", "pycocotools", *(["faster-coco-eval"] if has_fast else []))
+    if choice not in known:
         raise UserError(
-            f"TEST.COCO_EVAL_LIBRARY is '{choice}', but must be one of {', '.join(COCO_LIBRARIES)}"
+            f"TEST.COCO_EVAL_LIBRARY is '{choice}', but what is installed are {', '.join(known)}"
         )
-    if choice == "pycocotools":  # Detectron2 itself needs it, so it is always there
-        return choice
-    try:
-        importlib.import_module("faster_coco_eval")
-    except ImportError as error:
-        if choice == "auto":
-            return "pycocotools"
-        raise UserError(
-            "TEST.COCO_EVAL_LIBRARY is faster-coco-eval, which is not installed: set it to 'auto'"
-        ) from error
-    return "faster-coco-eval"
+    return known[-1] if choice == "auto" else choice

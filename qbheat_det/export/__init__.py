@@ -5,7 +5,7 @@ from .agreement import ExportReport
 from .api import export_model
 from .backbone import export_backbone
 from .metadata import ExportInfo
-from .predictor import ExportedPredictor, classify_exported, is_exported
+from .predictor import ExportedPredictor, build_exported_scorer, is_exported
 from .runtime import ExportedModel, SharedEncoderModel
 from .shared_encoder import export_shared_encoder
 
@@ -15,7 +15,7 @@ __all__ = [
     "ExportedModel",
     "ExportedPredictor",
     "SharedEncoderModel",
-    "classify_exported",
+    "build_exported_scorer",
     "export_backbone",
     "export_model",
     "export_shared_encoder",

@@ -1,13 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Predicting on files with an exported model, in place of one built from weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from pathlib import Path
 
 from detectron2.structures import Instances
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.classify import ClassifiedFiles, name_likeliest
-from qbheat_det.engine.media import Image, MediaFile, UnreadableMedia, read_bgr
+from qbheat_det.engine.media import Image, read_bgr
+from qbheat_det.engine.predict import Scores
 
 from .metadata import Task
 from .runtime import EXPORTED_SUFFIXES, ExportedModel
@@ -35,25 +36,14 @@ class ExportedPredictor:
         return {"instances": found}
 
 
-def classify_exported(model: ExportedModel, media: Sequence[MediaFile]) -> ClassifiedFiles:
-    """As ``classify_files``, with an exported classifier; videos are skipped.
+def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
+    """As ``build_scorer``, with an exported classifier.
 
     Raises:
         UserError: the model is not a classifier.
     """
     _check_task(model, "classification")
-    found = ClassifiedFiles()
-    for file in media:
-        try:
-            if file.is_video:
-                raise UnreadableMedia("a classifier takes images, not videos")
-            (scores,) = model(_as_batch(read_bgr(file.path), model))
-        except UnreadableMedia as error:
-            found.skipped.append((str(file.path), str(error)))
-            continue
-        classes = name_likeliest(scores, model.info.class_names)
-        found.results.append({"file_name": file.name, "classes": classes})
-    return found
+    return lambda path: model(_as_batch(read_bgr(path), model))[0]
 
 
 def _check_task(model: ExportedModel, task: Task) -> None:

@@ -76,7 +76,7 @@ def test_quantities_leave_out_single_classes_and_inner_blocks() -> None:
     keys = ["lr", "bbox/AP-cat", "bbox/APs", "bbox/AP50", "loss_ce_0", "loss_ce", "knn/top1",
             "total_loss", "data_time", "reconstruction/loss_corner"]  # fmt: skip
     found = find_quantities([{"iteration": 0, "never": math.nan, **dict.fromkeys(keys, 1.0)}])
-    assert [one.key for one in found] == [
+    assert list(found) == [
         "total_loss", "loss_ce", "reconstruction/loss_corner", "bbox/AP50", "knn/top1", "lr"
     ]  # fmt: skip
 
@@ -89,8 +89,8 @@ def test_each_model_has_its_losses_and_all_share_scores(tmp_path: Path) -> None:
     (tmp_path / "none" / "config.yaml").touch()
     runs = open_runs([str(tmp_path / name) for name in (*models, "none")], device="cpu")
     figure = draw_curves(runs, FigureOptions())
-    assert list(figure.images) == ["total-loss-QBHeat", "total-loss-MFDETR", "bbox-AP"]
-    assert figure.images["total-loss-QBHeat"].caption == "a ends at 2; c ends at 2."
+    titles = "Total loss, QBHeat, Total loss, MFDETR, bbox/AP on the test set."
+    assert figure.images["all"].caption == titles
     assert figure.data["runs"]["b"]["bbox/AP"] == {"epochs": [1.0, 2.0], "values": [1.0, 5.276]}
     assert [text[:6] for text in figure.data["left_out"]] == ["'none'"]
     assert figure.table is not None

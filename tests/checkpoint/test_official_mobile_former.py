@@ -88,71 +88,76 @@ _RECORDED = {
 }
 
 
-def _official_shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors of an official network by name."""
-    arch, groups = MOBILE_FORMER_ARCHS[size], 4 if size == "26M" else 1
-    dim, shapes, channels = arch.token_dim, dict[str, tuple[int, ...]](), arch.stem
+class _Shapes(dict[str, tuple[int, ...]]):
+    """Shapes of all tensors of an official network by name."""
 
-    def linear(name: str, out: int, inputs: int) -> None:
-        shapes.update({f"{name}.weight": (out, inputs), f"{name}.bias": (out,)})
-
-    def norm(name: str, width: int, *, batch: bool = True) -> None:
-        kinds = ("weight", "bias", "running_mean", "running_var") if batch else ("weight", "bias")
-        shapes.update({f"{name}.{kind}": (width,) for kind in kinds})
-
-    def convolution(name: str, number: int, out: int, inputs: int, side: int = 1) -> None:
-        shapes[f"{name}.{number}.weight"] = (out, inputs, side, side)
-        norm(f"{name}.{number + 1}", out)
-
-    def to_tokens(name: str, width: int) -> None:
-        linear(f"{name}.q", width, dim)
-        linear(f"{name}.alpha.0", width, dim)
-        linear(f"{name}.proj", dim, width)
-        norm(f"{name}.layer_norm", dim, batch=False)
-
-    def activation(name: str, width: int) -> None:
-        linear(f"{name}.hyper.0", dim // 4, dim)
-        linear(f"{name}.hyper.2", 2 * width, dim // 4)
-
-    shapes["tokens.weight"] = (arch.num_tokens, dim)
-    convolution("stem", 0, arch.stem, 3, 3)
-    for index, row in enumerate(_ROWS[size].split(",")):
-        first, out, stride, second = map(int, row.split())
-        own, hidden = f"features.{index}", channels * first
-        if not second:
-            convolution(f"{own}.conv", 0, hidden, 1, 3)
-            convolution(f"{own}.conv", 4, out, hidden // groups)
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        arch = MOBILE_FORMER_ARCHS[size]
+        self.groups, self.dim, channels = 4 if size == "26M" else 1, arch.token_dim, arch.stem
+        self["tokens.weight"] = (arch.num_tokens, arch.token_dim)
+        self.convolution("stem", 0, arch.stem, 3, 3)
+        for index, row in enumerate(_ROWS[size].split(",")):
+            first, out, stride, second = map(int, row.split())
+            self.block(f"features.{index}", channels, first, out, stride, second)
             channels = out
-            continue
+        self.to_tokens("local_global", channels)
+        self.convolution("classifier.conv", 1, arch.expanded, channels // self.groups)
+        self.linear("classifier.fc.0", arch.head_dim, arch.expanded + arch.token_dim)
+        self.norm("classifier.fc.1", arch.head_dim)
+        self.linear("classifier.classifier.1", 1000, arch.head_dim)
+
+    def linear(self, name: str, out: int, inputs: int) -> None:
+        self.update({f"{name}.weight": (out, inputs), f"{name}.bias": (out,)})
+
+    def norm(self, name: str, width: int, *, batch: bool = True) -> None:
+        kinds = ("weight", "bias", "running_mean", "running_var") if batch else ("weight", "bias")
+        self.update({f"{name}.{kind}": (width,) for kind in kinds})
+
+    def convolution(self, name: str, number: int, out: int, inputs: int, side: int = 1) -> None:
+        self[f"{name}.{number}.weight"] = (out, inputs, side, side)
+        self.norm(f"{name}.{number + 1}", out)
+
+    def to_tokens(self, name: str, width: int) -> None:
+        self.linear(f"{name}.q", width, self.dim)
+        self.linear(f"{name}.alpha.0", width, self.dim)
+        self.linear(f"{name}.proj", self.dim, width)
+        self.norm(f"{name}.layer_norm", self.dim, batch=False)
+
+    def activation(self, name: str, width: int) -> None:
+        self.linear(f"{name}.hyper.0", self.dim // 4, self.dim)
+        self.linear(f"{name}.hyper.2", 2 * width, self.dim // 4)
+
+    def block(
+        self, own: str, channels: int, first: int, out: int, stride: int, second: int
+    ) -> None:
+        hidden, groups, dim = channels * first, self.groups, self.dim
+        if not second:
+            self.convolution(f"{own}.conv", 0, hidden, 1, 3)
+            self.convolution(f"{own}.conv", 4, out, hidden // groups)
+            return
         if stride == 2:
-            convolution(f"{own}.conv1", 0, hidden, 1, 3)
-            convolution(f"{own}.conv2", 0, out, hidden // groups)
-            convolution(f"{own}.conv3", 0, out * second, 1, 3)
-            convolution(f"{own}.conv4", 0, out, out * second // groups)
-            activation(f"{own}.hyper1", hidden)
-            activation(f"{own}.hyper3", out * second)
+            self.convolution(f"{own}.conv1", 0, hidden, 1, 3)
+            self.convolution(f"{own}.conv2", 0, out, hidden // groups)
+            self.convolution(f"{own}.conv3", 0, out * second, 1, 3)
+            self.convolution(f"{own}.conv4", 0, out, out * second // groups)
+            self.activation(f"{own}.hyper1", hidden)
+            self.activation(f"{own}.hyper3", out * second)
         else:
-            convolution(f"{own}.conv1", 0, hidden, channels // groups)
-            convolution(f"{own}.conv2", 0, hidden, 1, 3)
-            convolution(f"{own}.conv3", 0, out, hidden // groups)
-            activation(f"{own}.hyper1", hidden)
-            activation(f"{own}.hyper2", hidden)
-        to_tokens(f"{own}.local_global", channels)
-        linear(f"{own}.global_block.ffn.0", 2 * dim, dim)
-        linear(f"{own}.global_block.ffn.2", dim, 2 * dim)
-        norm(f"{own}.global_block.ffn_norm", dim, batch=False)
-        linear(f"{own}.global_block.q", dim, dim)
-        linear(f"{own}.global_block.channel_mlp", dim, dim)
-        norm(f"{own}.global_block.layer_norm", dim, batch=False)
-        linear(f"{own}.global_local.k", out, dim)
-        linear(f"{own}.global_local.proj", out, dim)
-        channels = out
-    to_tokens("local_global", channels)
-    convolution("classifier.conv", 1, arch.expanded, channels // groups)
-    linear("classifier.fc.0", arch.head_dim, arch.expanded + dim)
-    norm("classifier.fc.1", arch.head_dim)
-    linear("classifier.classifier.1", 1000, arch.head_dim)
-    return shapes
+            self.convolution(f"{own}.conv1", 0, hidden, channels // groups)
+            self.convolution(f"{own}.conv2", 0, hidden, 1, 3)
+            self.convolution(f"{own}.conv3", 0, out, hidden // groups)
+            self.activation(f"{own}.hyper1", hidden)
+            self.activation(f"{own}.hyper2", hidden)
+        self.to_tokens(f"{own}.local_global", channels)
+        self.linear(f"{own}.global_block.ffn.0", 2 * dim, dim)
+        self.linear(f"{own}.global_block.ffn.2", dim, 2 * dim)
+        self.norm(f"{own}.global_block.ffn_norm", dim, batch=False)
+        self.linear(f"{own}.global_block.q", dim, dim)
+        self.linear(f"{own}.global_block.channel_mlp", dim, dim)
+        self.norm(f"{own}.global_block.layer_norm", dim, batch=False)
+        self.linear(f"{own}.global_local.k", out, dim)
+        self.linear(f"{own}.global_local.proj", out, dim)
 
 
 def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -173,7 +178,7 @@ def _images() -> Tensor:
 
 @pytest.mark.parametrize("size", _ROWS)
 def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
-    state = {name: _draw(name, shape) for name, shape in _official_shapes(size).items()}
+    state = {name: _draw(name, shape) for name, shape in _Shapes(size).items()}
     converted = names_for_timm(names_for_package(convert_official(state)))
     model = timm.create_model(TIMM_NAMES[size]).double().eval()
     fit = model.load_state_dict(converted, strict=False)
@@ -187,7 +192,7 @@ def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
 
 
 def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
-    state = {name: _draw(name, shape).float() for name, shape in _official_shapes("96M").items()}
+    state = {name: _draw(name, shape).float() for name, shape in _Shapes("96M").items()}
     torch.save(state, tmp_path / "official.pth")
     weights = str(tmp_path / "own.safetensors")
     convert_weights(str(tmp_path / "official.pth"), Path(weights), "MobileFormer")

@@ -12,7 +12,7 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import FixedViews, build_mapper
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.data_flags import CUSTOM_IMAGES
+from qbheat_det.engine.data_sources import CUSTOM_IMAGES
 from qbheat_det.modeling.pretrain.distillation import feature_loss
 from tests.data.pictures import draw, save
 

@@ -13,8 +13,7 @@ import pytest
 from detectron2.structures import BoxMode
 from PIL import Image as PILImage
 
-from qbheat_det.analysis.dataset_report import draw_samples, measure
-from qbheat_det.analysis.datasets import DatasetSource, Inspection
+from qbheat_det.analysis.datasets import DatasetSource, Inspection, draw_samples, measure
 from qbheat_det.config import get_cfg
 from qbheat_det.data import ToySpec, prepare_toy_set
 from tests.tool_modules import load_tool
@@ -227,7 +226,7 @@ def test_what_training_can_handle_is_a_warning(inspect: Any, data: dict[str, Pat
         (["--train-json", "/nowhere/x.json", "--train-images", "/"], "/nowhere/x.json"),
         (["--config-file", CONFIG, "DATASETS.TRAIN", "('none',)"], "no dataset 'none'"),
         ([], "names no dataset"),
-        (["--num-threads", "0"], "--num-threads must be 1 or more"),
+        (["--num-samples", "-1"], "--num-samples must be 0 or more"),
     ],
 )
 def test_wrong_use_ends_in_two(

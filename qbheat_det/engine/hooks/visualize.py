@@ -28,7 +28,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
 from qbheat_det.modeling.contracts import PretrainingObjective
 
-from ..sample_images import load_fixed_images
+from ..data_sources import load_fixed_images
 from .knn import NeighbourScorer, scores_neighbours
 from .training_run import TrainingRun
 

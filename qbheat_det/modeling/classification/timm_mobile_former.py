@@ -50,7 +50,7 @@ class TimmMobileFormer(MobileFormer):
         num_classes: K; 0 without a classifier.
         num_features: C + D.
         head_hidden_size: the same.
-        feature_info: "num_chs", "reduction" and "module" of the four stages.
+        feature_info: "num_chs", "reduction" and "module" of the stages.
     """
 
     def __init__(
@@ -254,6 +254,7 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
             f"'{name}' names no weights: choose one of {', '.join(tags) or 'no tags yet'}, or a "
             "file by pretrained_cfg_overlay={'file': …, 'custom_load': True}"
         )
+    num_maps = 1 + sum(block.halves for block in MOBILE_FORMER_ARCHS[size].blocks)
     return cast(
         nn.Module,
         build_model_with_cfg(
@@ -261,7 +262,7 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
             name,
             pretrained,
             pretrained_filter_fn=names_for_timm,
-            feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
+            feature_cfg={"out_indices": tuple(range(num_maps)), "feature_cls": "getter"},
             arch=MOBILE_FORMER_ARCHS[size],
             **kwargs,
         ),
