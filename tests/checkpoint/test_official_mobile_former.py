@@ -12,7 +12,6 @@ from torch import Tensor
 from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.official_mobile_former import convert_official
-from qbheat_det.checkpoint.timm_weights import names_for_package, names_for_timm
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.classification import TIMM_NAMES
@@ -179,7 +178,7 @@ def _images() -> Tensor:
 @pytest.mark.parametrize("size", _ROWS)
 def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
     state = {name: _draw(name, shape) for name, shape in _Shapes(size).items()}
-    converted = names_for_timm(names_for_package(convert_official(state)))
+    converted = convert_official(state)
     model = timm.create_model(TIMM_NAMES[size]).double().eval()
     fit = model.load_state_dict(converted, strict=False)
     assert not fit.unexpected_keys
@@ -203,6 +202,9 @@ def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
     torch.testing.assert_close(
         backbone.last_bridge.gate.weight, expected["last_bridge.gate.weight"]
     )
+    model = timm.create_model(TIMM_NAMES["96M"])
+    model.load_pretrained(weights)
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
     with torch.device("meta"):
         model = timm.create_model(TIMM_NAMES["151M"])
     with pytest.raises(UserError, match=r"own\.safetensors"):

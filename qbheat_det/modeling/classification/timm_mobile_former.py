@@ -4,15 +4,13 @@
 The network is ``MobileFormer`` with the names of its tensors; ``TimmMobileFormer`` adds the methods
 of timm's models, as tested by timm 1.0.31.
 
-Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
-with timm, and as ``timm:<name>`` with Detectron2. ``qbheat_det.model_zoo.api`` registers
-weights for them.
+Importing this module registers "mobile_former_285m" and the others of ``TIMM_NAMES`` with timm, and
+as ``timm:<name>`` with Detectron2.
 """
 
 import itertools
-import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import timm
@@ -278,34 +276,9 @@ def _entry_point(size: str) -> Callable[..., nn.Module]:
     return create
 
 
-_ENTRIES = [_entry_point(size) for size in TIMM_NAMES]
-
-
-def add_timm_weights(weights: Mapping[str, Mapping[str, Any]]) -> None:
-    """Registers weights with timm, instead of those registered before.
-
-    A model without a tag has none: its number of classes must not depend on published weights.
-
-    Args:
-        weights: entries of a ``pretrained_cfg`` by "model.tag".
-    """
-    for entry in _ENTRIES:
-        name = entry.__name__
-        tags = {
-            key.partition(".")[2]: PretrainedCfg(**describe_weights(**cfg))
-            for key, cfg in weights.items()
-            if key.partition(".")[0] == name
-        }
-        default_cfgs[name] = DefaultCfg(
-            tags=deque(["", *tags]),
-            cfgs={"": PretrainedCfg(**describe_weights()), **tags},
-            is_pretrained=bool(tags),
-        )
-        with warnings.catch_warnings():  # timm warns of a second registration
-            warnings.filterwarnings("ignore", message=f"Overwriting {name}")
-            register_model(entry)
-
-
-add_timm_weights({})
-for _name in TIMM_NAMES.values():
+# A model without a tag has no weights: its number of classes must not depend on published ones.
+for _size, _name in TIMM_NAMES.items():
+    _config = PretrainedCfg(**describe_weights())
+    default_cfgs[_name] = DefaultCfg(tags=deque([""]), cfgs={"": _config})
+    register_model(_entry_point(_size))
     register_timm_backbone(_name)
