@@ -91,15 +91,17 @@ def convert_weights(
             f"{D2_PREFIX}resnet50 or one of {', '.join(RESNETS)}; timm's files fit the encoder "
             "timm:<model> as they are"
         )
-    mean, std = tuple(pixel_mean) or mean, tuple(pixel_std) or std
     # Models other than timm's skip the classifier of Mobile-Former, which has a hidden layer.
     skipped = ("decoder",) if to == MOBILE_FORMER else ()
     info = WeightsInfo(
-        pixel_format="RGB", pixel_mean=mean, pixel_std=std, pretrain_only_modules=skipped
+        pixel_format="RGB",
+        pixel_mean=tuple(pixel_mean) or mean,
+        pixel_std=tuple(pixel_std) or std,
+        pretrain_only_modules=skipped,
     )
     save_weights(str(output), converted, info)
-    pixels = {"INPUT.FORMAT": "RGB", "MODEL.PIXEL_MEAN": mean, "MODEL.PIXEL_STD": std}
-    return account, {**keys, **pixels}
+    keys |= {"MODEL.PIXEL_MEAN": info.pixel_mean, "MODEL.PIXEL_STD": info.pixel_std}
+    return account, {**keys, "INPUT.FORMAT": info.pixel_format}
 
 
 Converted = tuple[dict[str, Tensor], str, dict[str, Any]]

@@ -113,8 +113,8 @@ def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> 
     torch.testing.assert_close(found, dict(own), rtol=0, atol=0)
     assert info is not None
     assert (info.pixel_mean, info.pixel_std) == ((127.0,) * 3, (128.0,) * 3)
+    weights, other = str(tmp_path / "theirs.pth"), "timm:tf_efficientnet_lite1"
     with pytest.raises(UserError, match="tf_efficientnet_lite1"):
-        weights, other = str(tmp_path / "theirs.pth"), "timm:tf_efficientnet_lite1"
         convert_weights(weights, tmp_path / "other.safetensors", other)
 
 
