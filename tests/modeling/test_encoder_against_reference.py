@@ -34,7 +34,7 @@ TOTALS = {"3.7G": 25_041_040, "1.0G": 11_778_952, "285M": 4_946_580}
 TOTALS_WITHOUT_BATCH_NORM = {"3.7G": 24_968_880, "1.0G": 11_742_872, "285M": 4_928_348}
 
 
-@pytest.fixture(scope="module", params=list(MOBILE_FORMER_ARCHS))
+@pytest.fixture(scope="module", params=list(PARAMETERS))
 def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

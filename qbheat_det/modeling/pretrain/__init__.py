@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Pre-training objectives; importing this package registers them."""
 
+from .distillation import FeatureDistillation
 from .heat_predictor import HeatPredictor
 from .moco import MoCo
 from .pixel_decoder import ReconstructionDecoder, patchify, take, unpatchify
@@ -13,6 +14,7 @@ __all__ = [
     "CORNERS",
     "QUADRANTS",
     "QUADRANTS_OF",
+    "FeatureDistillation",
     "HeatPredictor",
     "InterpolatedMasking",
     "MaskTokenMasking",
