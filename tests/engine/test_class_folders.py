@@ -12,9 +12,8 @@ from qbheat_det.data import build_train_stream, register_image_folders
 from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
-from .classifier_cases import configure, evaluate_knower, make_classes, train
+from .classifier_cases import configure, make_classes, train
 from .conftest import forget_runs
-from .processes import make_args, run_in_processes
 
 SETS = (LABELLED_TRAIN, LABELLED_VAL, "more_classes")
 Folders = tuple[str, str]
@@ -102,16 +101,3 @@ def test_a_run_trains_evaluates_scores_neighbours_and_is_evaluated_alone(
         {"OUTPUT_DIR": str(whole)}, "--eval-only", "--resume", "--val-folder", folders[1]
     )
     assert evaluate(cfg, resume=True) == {"classification": pytest.approx(found)}
-
-
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(folders: Folders, tmp_path: Path) -> None:
-    args = make_args(folder=folders[1], output_dir=str(tmp_path))
-    alone = evaluate_knower(args)
-    path = tmp_path / "inference" / LABELLED_VAL / "classification.json"
-    written = path.read_text()
-    main, other = run_in_processes(evaluate_knower, args, tmp_path)
-    # Images 0, 3 and 6 of 7 are wrong; the broken one is the last.
-    assert alone["classification"]["top1"] == pytest.approx(100 * 4 / 7)
-    assert (main, other) == (alone, {})
-    assert path.read_text() == written
