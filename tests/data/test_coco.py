@@ -145,21 +145,6 @@ def test_files_and_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None
             check_coco_json(json_file, image_root)
 
 
-def test_images_are_found_by_absolute_path_and_through_links(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "x.jpg").touch()
-    _, image_root = write(tmp_path, GOOD)
-    (Path(image_root) / "link").symlink_to(elsewhere)
-    names = [str(elsewhere / "x.jpg"), "link/x.jpg", "../elsewhere/x.jpg"]
-
-    def change(content: Content) -> None:
-        for image, name in zip(content["images"], names, strict=True):
-            image["file_name"] = name
-
-    assert check_coco_json(*write(tmp_path, changed(change))).images == changed(change)["images"]
-
-
 def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path: Path) -> None:
     def spoil(content: Content) -> None:
         content["images"] += [
