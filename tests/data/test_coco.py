@@ -21,7 +21,6 @@ from qbheat_det.data import (
     check_coco_json,
     check_same_classes,
     find_record_errors,
-    load_coco_images,
     register_coco_images,
     register_coco_json,
 )
@@ -267,15 +266,6 @@ def test_images_alone_come_by_id_and_are_made_when_they_are_loaded(tmp_path: Pat
     assert MetadataCatalog.get(NAME).unlabelled
     with pytest.raises(UserError, match=NAME):
         register_coco_json(NAME, tmp_path / "set.json", tmp_path / "images")
-
-
-@pytest.mark.parametrize(
-    ("named", "change"),
-    [bad for bad in BAD if "image" in bad[0][:8] and "width" not in bad[0]],
-)
-def test_images_alone_are_checked_too(named: str, change: Change, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"set\.json"):
-        load_coco_images(*write(tmp_path, changed(change)))
 
 
 def test_the_builtin_names_are_registered_without_touching_a_file() -> None:

@@ -107,17 +107,6 @@ def test_the_reduction_is_the_largest_that_leaves_enough_pixels(tmp_path: Path) 
         assert part.shape[0] in (expected, expected + 1)
 
 
-@pytest.mark.parametrize(("size", "at_least"), [((1, 1), 1), ((13, 64), 2), ((200, 3), 1)])
-def test_tiny_images_and_boxes_leave_at_least_a_pixel(
-    size: tuple[int, int], at_least: int, tmp_path: Path
-) -> None:
-    path = save(tmp_path / "a.jpg", draw(*size))
-    for x in range(0, size[0], 3):
-        for y in range(0, size[1], 3):
-            for box in ((x, y, x + 1, y + 1), (0, 0, x + 1, y + 1), (x, y, *size)):
-                assert min(read(path, box, at_least).shape) >= 1
-
-
 @pytest.mark.parametrize(("reduction", "side", "bound"), [(2, 64, 4), (4, 96, 2), (8, 64, 4)])
 def test_reduced_decoding_equals_full_decoding_up_to_resampling(
     reduction: int, side: int, bound: float, tmp_path: Path

@@ -17,7 +17,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 from qbheat_det.data.datasets import toy
 from qbheat_det.data.datasets.toy import ANNOTATION_FILE, CATEGORY_IDS, annotate, trace_polygons
-from qbheat_det.data.datasets.toy_scenes import MIN_VISIBLE, Scene, sample_scene
+from qbheat_det.data.datasets.toy_scenes import Scene, sample_scene
 
 SPEC = ToySpec(name="tiny", num_images=40, seed=3)
 
@@ -79,13 +79,11 @@ def test_owners_are_what_painting_one_by_one_leaves() -> None:
                 if 0 <= y < size and 0 <= x < size:
                     expected[y][x] = index
         np.testing.assert_array_equal(scene.owner, expected)
-
-
-def test_every_object_stays_in_view() -> None:
-    for scene in scenes(60):
-        for index, item in enumerate(scene.items):
-            if item.label >= 0:
-                assert (scene.owner == index).sum() >= MIN_VISIBLE * item.mask.sum()
+        assert all(
+            (scene.owner == index).sum() >= 0.5 * item.mask.sum()
+            for index, item in enumerate(scene.items)
+            if item.label >= 0
+        )  # every object stays in view
 
 
 def test_polygons_give_back_any_mask() -> None:
