@@ -92,6 +92,7 @@ class ImageInMemory:
     def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
         """``pixels`` is (h, w, 3), uint8, RGB; width and height are those of the upright file."""
         self._pixels = pixels
+        self.num_bytes = pixels.numel()
         self.width = width
         self.height = height
 
