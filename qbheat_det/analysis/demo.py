@@ -2,18 +2,14 @@
 """The demo: QB-Heat without labels, then detectors on its frozen and on a random backbone."""
 
 import argparse
-import contextlib
-import io
 import logging
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from detectron2.engine import HookBase
 
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
@@ -33,32 +29,6 @@ _CONFIGS = ("demo/toy_qb_heat.yaml", "demo/toy_probe.yaml")
 _FIGURES = ("curves", "reconstructions", "spectrum", "detections")
 _NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
 _MARKER = ".of_the_demo"  # in folders that the next demo may remove
-_PERIOD = 10.0  # seconds between two lines of progress
-
-
-class ProgressPrinter(HookBase):
-    """Prints the step, the loss and the time left every few seconds."""
-
-    def before_train(self) -> None:
-        self._start = self._printed = time.monotonic()
-
-    def after_step(self) -> None:
-        now = time.monotonic()
-        done, total = self.trainer.iter + 1, self.trainer.max_iter
-        if now - self._printed >= _PERIOD or done == total:
-            self._printed = now
-            loss = self.trainer.storage.history("total_loss").median(20)
-            left = (now - self._start) / (done - self.trainer.start_iter) * (total - done)
-            line = f"step {done:>5,} of {total:,}   loss {loss:.3f}   {format_duration(left)} left"
-            print(f"     {line}", flush=True)
-
-
-class DemoTrainer(Trainer):
-    """The package's trainer with ``ProgressPrinter``."""
-
-    def build_hooks(self) -> list[HookBase | None]:
-        """Progress comes first, since evaluation is a hook too."""
-        return [ProgressPrinter(), *super().build_hooks()]
 
 
 def run_demo(
@@ -81,7 +51,7 @@ def run_demo(
     """
     load_figures()
     start, page = time.monotonic(), output / "report.html"
-    print(f"1/4  pre-training without boxes (full logs: {output}/*/log.txt)", flush=True)
+    print("1/4  pre-training without boxes", flush=True)
     trainer = _start_run(_CONFIGS[0], output / "pretraining", pretraining)
     trainer.export("model_random")
     trainer.train()
@@ -109,8 +79,8 @@ def run_demo(
     print(f"{NOTE}\ntook  {took}\nopen  {page.resolve()}")
 
 
-def _start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
-    """Builds the trainer of a run in an empty folder; only errors of its log are printed."""
+def _start_run(config: str, output: Path, opts: Sequence[str]) -> Trainer:
+    """Builds the trainer of a run in an empty folder."""
     if output.exists() and any(output.iterdir()) and not (output / _MARKER).is_file():
         raise UserError(f"'{output}' is not of the demo: use another --output")
     shutil.rmtree(output, ignore_errors=True)
@@ -123,13 +93,9 @@ def _start_run(config: str, output: Path, opts: Sequence[str]) -> DemoTrainer:
         **dict.fromkeys(("train_json", "train_images", "val_json", "val_images")),
     )
     cfg = build_config(args)
-    with contextlib.redirect_stdout(io.StringIO()) as hidden:
-        setup(cfg, args)
-    for name in ("detectron2", "fvcore"):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is hidden:
-                handler.setStream(sys.stdout)
-                handler.setLevel(logging.ERROR)
-    trainer = DemoTrainer(cfg)
+    for name in ("detectron2", "fvcore", "qbheat_det"):
+        logging.getLogger(name).handlers.clear()  # of the run before
+    setup(cfg, args)
+    trainer = Trainer(cfg)
     trainer.resume_or_load(resume=False)
     return trainer

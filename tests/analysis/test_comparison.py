@@ -253,8 +253,8 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     for stage in ("probes", "pretraining"):
         (row.folder / f"{stage}.json").write_text("{}")
     assert measure_row(asked, row) == {
-        "kNN": 20.0, "kNN, BN as trained": 10.0, "images_seen": 40.0, "seconds": 30.0,
-        "seconds_per_image": 0.75,
+        "kNN": 20.0, "kNN, BN as trained": 10.0, "images seen": 40.0, "ms an image": 750.0,
+        "minutes": 0.5,
     }  # fmt: skip
     table = write_report(asked, [row], {"a title": "a reason"})
     assert "20.00 (one seed)" in table
@@ -269,12 +269,16 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
 
 def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
     asked = ask("random", "qb_heat", seeds=[1, 2])
-    measures = [{"kNN": 2.0}, {"kNN": 10.0, "linear": 50.0, "seconds": 90.0}, {}, {"kNN": 14.0}]
+    measures = [{"kNN": 2.0}, {"kNN": 10.0, "linear": 50.0, "minutes": 1.5}, {}, {"kNN": 14.0}]
     summary = summarize(list(zip(list_rows(asked), measures, strict=True)))
     spread = summary["qb_heat"]["kNN"]
     assert (spread["mean"], spread["deviation"]) == (12.0, pytest.approx(math.sqrt(8)))
     text = render_tables(asked, summary, {})
-    for part in ("| 12.00 ± 2.83 (2)", "| 1.5 min", "9.90 to 35.36"):  # 2 % and 50 % of 2 images
+    for part in (
+        "| 12.00 ± 2.83 (2)",
+        "| 1.50 (one seed)",
+        "9.90 to 35.36",
+    ):  # 2 % and 50 % of 2 images
         assert part in text
 
 
@@ -295,7 +299,7 @@ def test_a_comparison_goes_on_where_it_was_and_writes_its_table(
     assert main([*words, "--jobs", "2"]) == 0
     assert (output / "comparison.md").read_text().strip() in capsys.readouterr().out
     summary = json.loads((output / "comparison.json").read_text())["summary"]
-    assert summary["tiny"]["images_seen"]["values"] == {"1": 4.0}
+    assert summary["tiny"]["images seen"]["values"] == {"1": 4.0}
     assert set(summary["random"]) == {"kNN", "kNN, BN as trained"}
     records = {path: path.stat().st_mtime_ns for path in output.glob("*/seed1/*.json")}
     assert main(words) == 0

@@ -12,8 +12,8 @@ from qbheat_det.analysis.paper_tables import PaperCell
 from ..tool_modules import load_tool
 
 CELLS = [
-    PaperCell(1, "net MAdds", "M", 285, 284.627, True, "MAdds by EXT", True),
-    PaperCell(14, "pyramid params", "M", 61.4, 9.586, False, "all parameters", False),
+    PaperCell(1, "net MAdds", "M", 285, 284.627, True, "MAdds by EXT"),
+    PaperCell(14, "pyramid params", "M", 61.4, 9.586, False, "all parameters"),
 ]
 CONFIG = "MODEL: {META_ARCHITECTURE: MFDETR, BACKBONE: {NAME: MobileFormer, FREEZE_AT: 0}}\n"
 
