@@ -209,16 +209,13 @@ def _list_maps(
     block: BlockAttention, bridge: Bridge, heads: Heads
 ) -> list[tuple[str, list[npt.NDArray[np.float32]], int]]:
     """Returns name, maps (H, W) of the tokens and their stride, for the mean or for each head."""
-    former = bridge == "to_former"
-    weights = (block.to_former if former else block.to_mobile)[0].float()
-    stride = block.to_former_stride if former else block.to_mobile_stride
-    if former:
+    weights, stride = block.to_mobile[0].float(), block.to_mobile_stride
+    if bridge == "to_former":
+        weights, stride = block.to_former[0].float(), block.to_former_stride
         weights = weights * weights[0, 0].numel()  # multiples of uniform attention
     if heads == "mean":
-        return [
-            (f"block {block.number}, stride {stride}", list(weights.mean(dim=0).numpy()), stride)
-        ]
-    return [
-        (f"block {block.number}, head {i + 1}", list(maps.numpy()), stride)
-        for i, maps in enumerate(weights)
-    ]
+        weights, rows = weights.mean(dim=0, keepdim=True), [f"stride {stride}"]
+    else:
+        rows = [f"head {i + 1}" for i in range(len(weights))]
+    return [(f"block {block.number}, {row}", list(maps.numpy()), stride)
+            for row, maps in zip(rows, weights, strict=True)]  # fmt: skip

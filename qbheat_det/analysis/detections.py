@@ -290,8 +290,7 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
         "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
         f"score upwards: {thresholds}. Unless --score sets it, it is the score with the best F1 at "
         "IoU 0.50; if no detection is correct, the one that keeps as many detections as boxes.",
-        f"Types of errors, after TIDE (arXiv:2008.08115): {types}. Missed boxes are those without "
-        "a correct detection.",
+        f"Types of detections: {types}. Missed boxes are those without a correct detection.",
     ]
 
 
