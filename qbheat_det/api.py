@@ -26,7 +26,12 @@ from qbheat_det.engine.predict import (
     is_classifier,
     predict_media,
 )
-from qbheat_det.export import ExportedModel, ExportedPredictor, build_exported_scorer, is_exported
+from qbheat_det.export import (
+    EXPORTED_SUFFIXES,
+    ExportedModel,
+    ExportedPredictor,
+    build_exported_scorer,
+)
 
 
 def predict_files(
@@ -63,7 +68,7 @@ def predict_files(
     if json_file and json_file.is_dir():
         raise UserError(f"--json '{json_file}' is a folder: name a file")
     exported = None
-    if is_exported(weights):
+    if weights.lower().endswith(EXPORTED_SUFFIXES):
         if fast or config_file or opts:
             raise UserError(
                 f"'{weights}' is exported with its config: leave out --fast, --config-file and "
