@@ -14,7 +14,7 @@ from detectron2.structures import Instances
 from qbheat_det.analysis.box_drawing import draw_instances
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.engine.media import Image, find_media
@@ -65,8 +65,8 @@ def predict_files(
     Raises:
         UserError: weights, inputs or arguments do not fit each other.
     """
-    if json_file and json_file.is_dir():
-        raise UserError(f"--json '{json_file}' is a folder: name a file")
+    if json_file:
+        check_writable(json_file)
     exported = None
     if weights.lower().endswith(EXPORTED_SUFFIXES):
         if fast or config_file or opts:
