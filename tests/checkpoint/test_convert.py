@@ -75,7 +75,7 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     assert "2 not used" in account
     cfg = get_cfg()
     for key, value in keys.items():
-        cfg.merge_from_list([key, list(value) if isinstance(value, tuple) else value])
+        cfg.merge_from_list([key, value])
     cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]  # NORM is FrozenBN
     with torch.device("meta"):
         backbone = build_backbone(cfg)
