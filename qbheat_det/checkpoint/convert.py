@@ -115,7 +115,7 @@ def convert_weights(
 
 def _dump(keys: Mapping[str, Any]) -> str:
     """Returns a config of these keys alone as YAML."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, Any] = {"VERSION": 2}
     for key, value in keys.items():
         *parents, name = key.split(".")
         functools.reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[name] = value
@@ -149,15 +149,15 @@ def _convert_efficientnet_lite(weights: str, state: Mapping[str, Tensor], to: st
     shapes = [tensor.shape for tensor in own.values()]
     if [tensor.shape for tensor in state.values()] != shapes:
         raise UserError(f"'{weights}' is of another size than {model}")
-    converted = dict(zip(own, state.values(), strict=True))
-    return (
-        converted,
-        f"{len(converted)} tensors",
-        {
-            "MODEL.BACKBONE.NAME": to,
-            "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"],
-        },
-    )
+    keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
+    cfg = get_cfg()
+    cfg.merge_from_list([item for pair in keys.items() for item in pair])
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    with torch.device("meta"):
+        kept = build_backbone(cfg).state_dict()  # without the head
+    named = {f"net.{name}": tensor for name, tensor in zip(own, state.values(), strict=True)}
+    converted = {name: named[name] for name in kept}
+    return converted, f"{len(converted)} of {len(named)} tensors", keys
 
 
 def torchvision_name(name: str) -> str:
