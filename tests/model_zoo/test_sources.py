@@ -62,10 +62,9 @@ def test_without_a_source_the_message_says_which_file_to_put_where(
 ) -> None:
     with pytest.raises(UserError, match="QBHEAT_ZOO_URL"):
         fetch(ENTRY)
-    for address in ("file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"):
-        monkeypatch.setenv("QBHEAT_ZOO_URL", address)
-        with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
-            fetch(ENTRY)
+    monkeypatch.setenv("QBHEAT_ZOO_URL", "file:///etc")
+    with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
+        fetch(ENTRY)
     monkeypatch.setenv("QBHEAT_ZOO_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*someone/zoo") as caught:
@@ -75,7 +74,7 @@ def test_without_a_source_the_message_says_which_file_to_put_where(
     assert fetch(ENTRY).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("content", [b"short", CONTENT[:-1] + b"x", CONTENT * 2])
+@pytest.mark.parametrize("content", [b"short", CONTENT[:-1] + b"x"])
 @pytest.mark.parametrize("on_hub", [False, True])
 def test_a_wrong_download_is_refused_and_not_kept(
     monkeypatch: pytest.MonkeyPatch, server: Served, content: bytes, on_hub: bool
