@@ -34,6 +34,7 @@ def add_qbheat_config(cfg: CfgNode) -> None:
     _add_auxiliary_queries(cfg)
     _add_fcos(cfg)
     _add_pretraining(cfg)
+    _add_teacher(cfg)
     _add_random_masking(cfg)
     _add_wasserstein(cfg)
     _add_classifier(cfg)
@@ -71,6 +72,8 @@ def _add_solver(cfg: CfgNode) -> None:
     cfg.SOLVER.OPTIMIZER = "SGD"  # "SGD" or "ADAMW"
     cfg.SOLVER.BETAS = (0.9, 0.999)  # of AdamW
     cfg.SOLVER.BACKBONE_MULTIPLIER = 1.0  # learning rate of the backbone relative to the rest
+    # Of a Mobile-Former's tokens and of what computes them (tokens, mobile_to_former, former).
+    cfg.SOLVER.TOKEN_MULTIPLIER = 1.0
     # Factor on the learning rate from the head to the backbone's last layer, and from each layer of
     # the backbone to the one before it.
     cfg.SOLVER.LAYER_DECAY = 1.0
@@ -211,7 +214,8 @@ def _add_pretraining(cfg: CfgNode) -> None:
     # Backbone output to predict, of any stride s for which a quarter of INPUT.PRETRAIN.SIZE is a
     # multiple of s; a position reconstructs s x s pixels.
     cfg.MODEL.QB_HEAT.IN_FEATURE = "s16_expanded"
-    # Where the visible quarter of the image is: "corner", "centre", or "both", half a batch each.
+    # Where the visible quarter of the image is: "corner", "centre", or "both", half a batch each;
+    # FeatureDistillation also takes "whole".
     cfg.MODEL.QB_HEAT.VISIBLE = "both"
     # Explicit linear models of each scale: 8, 4 (A1, A2, B1, B2) or 2 (A1, B1).
     cfg.MODEL.QB_HEAT.NUM_MODELS = 8
@@ -223,6 +227,18 @@ def _add_pretraining(cfg: CfgNode) -> None:
     cfg.MODEL.QB_HEAT.LOSS_ON = "masked"  # positions that count: "masked" or "all"
     # Bring each true patch to mean 0 and variance 1 before it is compared.
     cfg.MODEL.QB_HEAT.NORM_PIXEL_LOSS = True
+
+
+def _add_teacher(cfg: CfgNode) -> None:
+    """The frozen network whose features ``FeatureDistillation`` predicts."""
+    cfg.MODEL.TEACHER = CfgNode()
+    cfg.MODEL.TEACHER.NAME = "tf_efficientnet_lite0"  # of timm's
+    cfg.MODEL.TEACHER.WEIGHTS = ""  # as MODEL.WEIGHTS
+    cfg.MODEL.TEACHER.IN_FEATURE = "s32"  # map to predict
+    # Side of the images that the teacher sees: its map has as many positions as the encoder's.
+    cfg.MODEL.TEACHER.IMAGE_SIZE = 256
+    cfg.MODEL.TEACHER.PIXEL_MEAN = [127.0, 127.0, 127.0]
+    cfg.MODEL.TEACHER.PIXEL_STD = [128.0, 128.0, 128.0]
 
 
 def _add_random_masking(cfg: CfgNode) -> None:

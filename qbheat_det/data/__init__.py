@@ -26,18 +26,14 @@ from .datasets.image_folder import (
 )
 from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
-from .images import check_some_readable, find_image_errors
+from .images import find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
 from .mappers import (
     DATASET_MAPPERS,
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
-    ClassificationMapper,
-    DetrDatasetMapper,
     FixedViews,
-    Mapper,
     PretrainingMapper,
-    TwoViewMapper,
     build_detr_crop,
     build_mapper,
     number_records,
@@ -50,17 +46,13 @@ __all__ = [
     "MAPPERS_OF_CLASSES",
     "MAPPERS_OF_IMAGES",
     "STEP",
-    "ClassificationMapper",
     "CocoFile",
     "DataError",
-    "DetrDatasetMapper",
     "FixedViews",
     "ImageBatches",
-    "Mapper",
     "PretrainingMapper",
     "ToySpec",
     "TrainStream",
-    "TwoViewMapper",
     "build_class_batches",
     "build_detr_crop",
     "build_image_batches",
@@ -69,7 +61,6 @@ __all__ = [
     "check_coco_json",
     "check_image_folder",
     "check_same_classes",
-    "check_some_readable",
     "cut",
     "find_image_errors",
     "find_record_errors",

@@ -24,8 +24,6 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
-
 from .checks import DataError
 
 Box = tuple[int, int, int, int]
@@ -37,7 +35,6 @@ ORIENTATION = 0x0112
 # What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
 # another program.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
-_TRIED = 32  # files of a set
 _REDUCTIONS: tuple[int, ...] = (8, 4, 2)
 _UPRIGHT = {  # as in Detectron2's reading of images
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -95,6 +92,7 @@ class ImageInMemory:
     def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
         """``pixels`` is (h, w, 3), uint8, RGB; width and height are those of the upright file."""
         self._pixels = pixels
+        self.num_bytes = pixels.numel()
         self.width = width
         self.height = height
 
@@ -150,27 +148,6 @@ def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
         raise ValueError(f"pixels of mode {image.mode} have no known range: convert the file")
     image.info.pop("transparency", None)  # Pillow warns that it drops it
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def check_some_readable(name: str, file_names: Sequence[str]) -> None:
-    """Checks that a set, whose broken images are skipped in training, does not hold these alone.
-
-    Raises:
-        UserError: of a few files spread over the set, none has the header of an image.
-    """
-    some = file_names[:: max(1, len(file_names) // _TRIED)][: 2 * _TRIED]
-    reason = ""
-    for file_name in some:
-        try:
-            with PathManager.open(file_name, "rb") as file, Image.open(file):
-                return
-        except Exception as error:  # what a broken file raises depends on its format's decoder
-            reason = reason or f"{file_name!r}: {type(error).__name__}"
-    if some:
-        raise UserError(
-            f"{name}: none of {len(some)} images, spread over {len(file_names)}, can be read "
-            f"(such as {reason})"
-        )
 
 
 def find_image_errors(

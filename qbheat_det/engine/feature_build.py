@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
 from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
@@ -33,14 +33,15 @@ from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock, hash_tensors, remove_leftovers
-from qbheat_det.data import DataError, FixedViews, cut
+from qbheat_det.core.files import file_lock, hash_tensors, remove_leftovers, write_atomically
+from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
 from qbheat_det.data.feature_store import FORMAT_VERSION, FeatureStore, Stored, View
 from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.modeling.backbone import CachedBackbone
 
 Mapped = dict[str, Any] | DataError | None
 
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
 _NOT_KEPT = {"sem_seg", "proposals"}
@@ -113,7 +114,7 @@ def check_keepable(entry: Mapping[str, Any]) -> None:
     instances = entry.get("instances")
     fields = instances.get_fields() if isinstance(instances, Instances) else {}
     others = [*(entry.keys() & _NOT_KEPT), *sorted(fields.keys() - _BOX_FIELDS)]
-    if not isinstance(fields.get("gt_boxes"), Boxes | None):
+    if type(fields.get("gt_boxes", Boxes([]))) is not Boxes:  # but a subclass
         others.append(type(fields["gt_boxes"]).__name__)
     if others:
         raise UserError(
@@ -144,12 +145,7 @@ class AllViews(Dataset[Mapped]):
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
-        # One array of bytes, which forked workers share instead of copying.
-        self.records = (
-            records
-            if isinstance(records, DatasetFromList)
-            else DatasetFromList(list(records), copy=False, serialize=True)
-        )
+        self.records = records
         self.count = views.count
         self._draw = views.view
 
@@ -192,29 +188,46 @@ def fill(
         remove_leftovers(store.folder)
         missing = comm.all_gather(store.missing())[0]
         files = missing[comm.get_rank() :: comm.get_world_size()]
+        indices = [index for file in files for index in store.views_of(file)]
         loader: DataLoader[Any] = DataLoader(
             views,
             batch_size=None,
-            sampler=[index for file in files for index in store.views_of(file)],
+            sampler=indices,
             num_workers=num_workers,
             collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one
         )
         interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-        shown = is_main and files
-        loaded = iter(tqdm(loader, title, unit=" views", mininterval=interval, disable=not shown))
-        for file in files:
-            store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
-            if file == files[0]:  # the first file shows what all of them take
-                store.check_space()
+        loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
+        with tqdm(
+            desc=title, total=total, unit=" views", mininterval=interval, disable=hidden
+        ) as bar:
+            for file in files:
+                entries = list(islice(loaded, len(store.views_of(file))))
+                store.write(file, encode(entries))
+                bar.update(len(entries))
+                if file == files[0]:  # the first file shows what all of them take
+                    store.check_space()
         comm.synchronize()
+
+
+def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> FeatureStore:
+    """Returns the store of what ``describe_cache`` gave, in the folder of all caches."""
+    named = cfg.MODEL.CACHE_FEATURES.FOLDER
+    caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
+    about = caches / name_cache(description) / "meta.json"
+    if comm.is_main_process() and not about.is_file():
+        text = json.dumps(description, indent=2, sort_keys=True)
+        write_atomically(about, lambda stream: stream.write(text.encode()))
+    return FeatureStore(about.parent, num_views, dtype=DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE])
 
 
 def describe_cache(
     cfg: CfgNode,
-    backbone: CachedBackbone,
+    encoder: nn.Module,
     records: Sequence[Mapping[str, Any]],
     *,
+    outputs: Sequence[str],
     views: FixedViews,
     is_train: bool,
     device: torch.device,
@@ -227,9 +240,10 @@ def describe_cache(
 
     Args:
         cfg: of the run; of ``INPUT``, what the views of such a set depend on enters.
-        backbone: with the encoder.
+        encoder: that gives the features.
         records: of the data set. Of a file enter its name below the folder of all files, its size
             and when it was changed, not its content. Outlines and keypoints do not enter.
+        outputs: names of its outputs that are kept.
         views: of each image.
         is_train: whether views are drawn as in training, or are those of inference.
         device: that encodes.
@@ -237,9 +251,9 @@ def describe_cache(
     """
     return {
         "format": FORMAT_VERSION,
-        "weights": hash_tensors(backbone.encoder.state_dict()),
-        "encoder": _hash(repr(backbone.encoder)),  # what no weight shows
-        "outputs": backbone.outputs,
+        "weights": hash_tensors(encoder.state_dict()),
+        "encoder": _hash(repr(encoder)),  # what no weight shows
+        "outputs": list(outputs),
         "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
         "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
         "size_divisibility": size_divisibility,

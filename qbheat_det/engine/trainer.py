@@ -32,6 +32,7 @@ from qbheat_det.engine.feature_cache import use_cached_features
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
+    needs_teacher,
     pretrain_only_modules,
     train_only_modules,
 )
@@ -60,6 +61,7 @@ from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
 from .step import StepTrainer, choose_precision
+from .teacher import TeacherFeatures
 from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Trainer(DefaultTrainer):
         if isinstance(self.bare_model, PretrainingObjective):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
+        self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
@@ -172,6 +175,8 @@ class Trainer(DefaultTrainer):
         if self.cached_features:
             self._evaluation.close()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
+        if self.teacher:
+            self.teacher.prepare(self.data_loader)
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
             write_atomically(path, lambda stream: stream.write(self.cfg.dump().encode()))

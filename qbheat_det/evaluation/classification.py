@@ -24,11 +24,12 @@ from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import join_first
 
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]
 _TOP = {"top1": 1, "top5": 5}
-_SHOWN = 5  # classes and confusions in the log
+_SHOWN = 5  # classes in the log
 _TINY = torch.finfo(torch.float64).tiny
 _LEAST_VOTE = 1e-300  # of a neighbour, however far: less would round to none
 _CHUNK = 2**24  # similarities at a time: 128 MB
@@ -139,14 +140,12 @@ class ClassificationEvaluator(DatasetEvaluator):
             for name, right, total in zip(names, self.confusion.diagonal(), totals, strict=True)
             if total
         }
-        hardest = sorted(shares, key=shares.__getitem__)[:_SHOWN]
-        confused = [f"'{one}' as '{other}' {n} times" for one, other, n in confusions[:_SHOWN]]
+        hardest = [f"{name} {shares[name]:.1f}" for name in sorted(shares, key=shares.__getitem__)]
         logger.info(
             f"'{self._dataset_name}': top-1 {results['top1']:.2f} +- "
             f"{results['top1_standard_error']:.2f} %, top-5 {results['top5']:.2f}, balanced "
             f"{results['balanced']:.2f} of {int(totals.sum()):,} images. "
-            f"Hardest classes: {', '.join(f'{name} {shares[name]:.1f}' for name in hardest)}. "
-            f"Most confused: {'; '.join(confused) or 'none'}"
+            f"Hardest classes: {join_first(hardest, _SHOWN)}"
         )
         if not self.output_dir:
             return
@@ -293,14 +292,12 @@ def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
 
 def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
     """From ranks (N,), and correct and all images of each class (K,), to the results."""
-    has_images = totals > 0
-    shares = right[has_images] / totals[has_images]
-    errors = np.sqrt(shares * (1 - shares) / totals[has_images])
-    count = len(shares)
-    return {
-        **measure_ranks(torch.as_tensor(ranks)),
-        "balanced": 100 * float(shares.mean()) if count else math.nan,
-        "balanced_standard_error": (
-            100 * float(np.sqrt((errors**2).sum())) / count if count else math.nan
-        ),
-    }
+    results = {**measure_ranks(torch.as_tensor(ranks)), "balanced": math.nan}
+    results["balanced_standard_error"] = math.nan
+    if len(ranks):
+        right, totals = right[totals > 0], totals[totals > 0]
+        shares = right / totals
+        variance = (shares * (1 - shares) / totals).sum()
+        results["balanced"] = 100 * float(shares.mean())
+        results["balanced_standard_error"] = 100 * math.sqrt(variance) / len(shares)
+    return results

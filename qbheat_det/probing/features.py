@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 
+_SHARE = 0.2  # of each class that is held out
 _CHUNK = 256  # images at a time
 _CONSTANT = 1e-6  # spread of a channel, relative to the largest, below which it is constant
 
@@ -107,15 +108,14 @@ def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
     return torch.empty((num_images, *shape), dtype=torch.float16)
 
 
-def split_by_class(labels: Tensor, *, share: float = 0.2, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Divides images at random, each class in the same proportion.
+def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Holds out a fifth of the images at random, rounded class by class.
 
     Of a class of at least two images, at least one is on either side; a class of one image is not
     held out.
 
     Args:
         labels: (N,).
-        share: of each class that is held out, rounded.
         seed: of the draw; equal seeds and labels give equal parts.
 
     Returns:
@@ -126,7 +126,7 @@ def split_by_class(labels: Tensor, *, share: float = 0.2, seed: int = 0) -> tupl
     for label in labels.unique().tolist():
         places = (labels == label).nonzero()[:, 0].tolist()
         if len(places) > 1:
-            wanted = min(max(1, round(share * len(places))), len(places) - 1)
+            wanted = min(max(1, round(_SHARE * len(places))), len(places) - 1)
             aside += draw.sample(places, wanted)
     is_aside = torch.zeros(len(labels), dtype=torch.bool)
     is_aside[aside] = True

@@ -43,7 +43,6 @@ class ProbeSettings:
     num_classes: int
     k: int = 20  # nearest neighbours that vote
     temperature: float = 0.07  # of their votes
-    l2_grid: tuple[float, ...] = L2_GRID  # of the linear probe
     transformer: TransformerSettings = field(default_factory=TransformerSettings)
     seed: int = 0
     device: str = "cpu"  # that trains tran-k
@@ -56,7 +55,7 @@ class ProbeSettings:
             "num_classes": self.num_classes,
             "seed": self.seed,
             "knn": {"k": self.k, "temperature": self.temperature},
-            "linear": {"l2_grid": list(self.l2_grid), "share": self.transformer.share},
+            "linear": {"l2_grid": list(L2_GRID)},
             "tran": transformer,
         }
 
@@ -81,12 +80,7 @@ def run_probe(
         return score, {}
     if name == "linear":
         linear, chosen = fit_linear_probe(
-            train.joined,
-            train.labels,
-            num_classes=settings.num_classes,
-            grid=settings.l2_grid,
-            share=settings.transformer.share,
-            seed=settings.seed,
+            train.joined, train.labels, num_classes=settings.num_classes, seed=settings.seed
         )
         logits = linear(val.joined)
     else:
@@ -160,8 +154,6 @@ def fit_linear_probe(
     labels: Tensor,
     *,
     num_classes: int,
-    grid: Sequence[float] = L2_GRID,
-    share: float = 0.2,
     seed: int = 0,
 ) -> tuple[LinearProbe, dict[str, Any]]:
     """Chooses the penalty on a part of the images, and then fits all of them with it.
@@ -170,19 +162,17 @@ def fit_linear_probe(
         features: (N, D).
         labels: (N,).
         num_classes: K.
-        grid: penalties to choose from.
-        share: of the images on which the penalty is chosen.
-        seed: of the draw of these.
+        seed: of the draw of the part.
 
     Returns:
         The classifier; and "l2", "gradient" (its largest entry at the end) and "trials", the
         accuracy in per cent on the part held out, by penalty as text.
     """
-    fitted, held_out = split_by_class(labels, share=share, seed=seed)
+    fitted, held_out = split_by_class(labels, seed=seed)
     trials: dict[float, float] = {}
     weights: dict[float, Tensor] = {}
     weight: Tensor | None = None
-    for l2 in sorted(grid, reverse=True):  # each fit starts from the one before, which is close
+    for l2 in L2_GRID:  # each fit starts from the one before, which is close
         trial = fit_penalised(
             features[fitted],
             labels[fitted],

@@ -13,11 +13,11 @@ from torch.testing import assert_close
 from torchvision.transforms import v2
 
 from qbheat_det.data import (
-    ClassificationMapper,
     PretrainingMapper,
     preserved_randomness,
     seed_place,
 )
+from qbheat_det.data.mappers import ClassificationMapper
 from tests.data.pictures import draw, save
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)

@@ -12,7 +12,8 @@ from detectron2.data import transforms as T
 from pycocotools import mask as coco_mask
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import DetrDatasetMapper, build_detr_crop, build_mapper
+from qbheat_det.data import build_detr_crop, build_mapper
+from qbheat_det.data.mappers import DetrDatasetMapper
 
 BOXES = [[40, 60, 150, 220], [260, 30, 330, 90]]  # XYWH, of a red and a green object
 

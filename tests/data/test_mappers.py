@@ -13,10 +13,10 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     DATASET_MAPPERS,
     DataError,
-    DetrDatasetMapper,
     FixedViews,
     build_mapper,
 )
+from qbheat_det.data.mappers import DetrDatasetMapper
 
 
 class Mine:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import PretrainingMapper, TwoViewMapper, build_mapper
+from qbheat_det.data import PretrainingMapper, build_mapper
+from qbheat_det.data.mappers import TwoViewMapper
 from tests.data.pictures import draw, save
 
 NONE: dict[str, Any] = {

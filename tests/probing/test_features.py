@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.probing import cache_features, split_by_class
+from qbheat_det.probing.features import cache_features, split_by_class
 
 
 def make_batches(*sizes: int) -> list[list[dict[str, Any]]]:
@@ -73,13 +73,10 @@ def test_maps_beyond_the_memory_are_refused_before_they_are_made() -> None:
 
 def test_each_class_is_divided_in_the_same_proportion_by_the_seed() -> None:
     labels = torch.tensor([0] * 10 + [1] * 20 + [2] * 3 + [3] * 2 + [4])[torch.randperm(36)]
-    remain, aside = split_by_class(labels, share=0.2)
+    remain, aside = split_by_class(labels)
     assert sorted([*remain.tolist(), *aside.tolist()]) == list(range(36))
     # 2 of 10, 4 of 20, 0.6 of 3 rounded, at least 1 of 2; the only image of a class stays.
     assert labels[aside].bincount(minlength=5).tolist() == [2, 4, 1, 1, 0]
     assert torch.equal(remain, remain.sort().values)
-    assert torch.equal(aside, split_by_class(labels, share=0.2)[1])
-    assert not torch.equal(aside, split_by_class(labels, share=0.2, seed=1)[1])
-    # No class is held out whole.
-    remain, aside = split_by_class(torch.tensor([0, 0, 1, 1, 1]), share=1.0)
-    assert (len(remain), len(aside)) == (2, 3)
+    assert torch.equal(aside, split_by_class(labels)[1])
+    assert not torch.equal(aside, split_by_class(labels, seed=1)[1])

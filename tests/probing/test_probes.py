@@ -13,10 +13,10 @@ from qbheat_det.probing import (
     TransformerSettings,
     check_probes,
     depth_of,
-    fit_linear_probe,
     run_probe,
     width_of,
 )
+from qbheat_det.probing.probes import fit_linear_probe
 from tests.probing.drawn_features import draw_classes
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.probing import FrozenFeatures, TransformerSettings, fit_transformer_probe
+from qbheat_det.probing import FrozenFeatures, TransformerSettings
 from qbheat_det.probing.features import channel_statistics
-from qbheat_det.probing.transformer import TransformerProbe, Whitening
+from qbheat_det.probing.transformer import TransformerProbe, Whitening, fit_transformer_probe
 
 _SETTINGS = TransformerSettings(
     width=64, dropouts=(0.0, 0.2), trial_epochs=2, max_epochs=8, patience=3, batch_size=16

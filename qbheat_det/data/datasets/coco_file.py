@@ -3,7 +3,6 @@
 
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,10 +96,10 @@ class CocoFile:
 
         sizes = dict.fromkeys(("width", "height") if "annotations" in needed else (), _SIDE)
         self.images = self._validate("images", sizes | _RULES["images"], find_file)
-        self._warn_if_repeated([image["file_name"] for image in self.images], "image file names")
         categories = self._validate("categories", _RULES["categories"])
         self.categories = sorted(categories, key=lambda entry: int(entry["id"]))
-        self._warn_if_repeated([entry["name"] for entry in categories], "category names")
+        if len(set(self.class_names)) < len(self.categories):
+            self.warnings.append(f"{json_file}: category names occur more than once")
         if "annotations" in needed:
             self._check_annotations()
 
@@ -188,11 +187,6 @@ class CocoFile:
         if without and with_boxes:
             names = join_first(without)
             self.warnings.append(f"{self.json_file}: categories without a box: {names}")
-
-    def _warn_if_repeated(self, values: list[str], what: str) -> None:
-        if twice := [repr(value) for value, count in Counter(values).items() if count > 1]:
-            some = join_first(twice)
-            self.warnings.append(f"{self.json_file}: {what} occur more than once: {some}")
 
 
 def has_area(entry: Entry) -> bool:
