@@ -30,7 +30,6 @@ from qbheat_det.model_zoo.add import (
 from qbheat_det.model_zoo.api import TrainedModel
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from tests.tool_modules import load_tool
 
 from .conftest import BACKBONE, MakeEntry, Trained, make_entry
 
@@ -176,19 +175,3 @@ def test_an_entry_is_replaced_on_request(add: MakeEntry) -> None:
     assert index.load_index() == (first,)
     assert (first.summary, first.commit, first.date) == ("Another", "abcdef0", "2026-01-02")
     assert first.command == ORIGIN["command"]  # the given commit has no changes
-
-
-def test_metrics_are_read_from_the_command_line() -> None:
-    parse_metric = load_tool("zoo").parse_metric
-    for text, metric in (
-        ("AP=21.3%:Aquarium val", Metric("AP", 21.3, "%", "Aquarium val")),
-        (
-            "latency = 7+-1 ms : a CPU : at 10:30",
-            Metric("latency", 7, "ms", "a CPU", "±1", "at 10:30"),
-        ),
-        ("loss=-0.5:toy", Metric("loss", -0.5, "", "toy")),
-    ):
-        assert parse_metric(text) == metric
-    for text in ("AP=21.3", "AP:val", "=3:val", "AP=high:val"):
-        with pytest.raises(UserError, match=f"'{text}'"):
-            parse_metric(text)
