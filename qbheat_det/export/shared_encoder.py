@@ -9,8 +9,9 @@ import copy
 import hashlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 import torch
 from detectron2.config import CfgNode
@@ -167,9 +168,12 @@ def export_shared_encoder(
             )
             reports[name].check()
         for path in sorted(Path(temporary).iterdir()):
-            content = path.read_bytes()
-            write_atomically(folder / path.name, lambda stream, c=content: stream.write(c))
+            write_atomically(folder / path.name, partial(_copy, path))
     return reports
+
+
+def _copy(path: Path, stream: BinaryIO) -> None:
+    stream.write(path.read_bytes())
 
 
 def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> None:
