@@ -108,7 +108,10 @@ def test_config_values_out_of_range_are_named(name: str, words: str) -> None:
         (partial(FeatureQueue, size=0, dim=2), "0"),
         (partial(build, "MFDETR", "MF_DETR.IN_FEATURES ['s16_expanded','s8']"), "strides"),
         (partial(make_copying_model, QBHeat, HeatPredictor(dim=2), 8, stride=8), "stride 8"),
-        (partial(make_copying_model(QBHeat, HeatPredictor(dim=2), 4), [], ["edge"]), "edge"),
+        (
+            partial(make_copying_model(QBHeat, HeatPredictor(dim=2), 4), make_inputs(1), ["edge"]),
+            "edge",
+        ),
         (partial(find_map, MAP, "s8", 64), "IN_FEATURE"),
         (partial(find_map, MAP, "s16", 40, multiple=1), "SIZE"),
     ],
