@@ -19,7 +19,6 @@ from qbheat_det.data import (
     FixedViews,
     TrainStream,
     build_mapper,
-    build_train_stream,
     number_records,
     seed_place,
 )
@@ -120,27 +119,6 @@ def make_config(count: int) -> CfgNode:
     cfg.INPUT.FIXED_VIEWS.COUNT = count
     cfg.INPUT.MIN_SIZE_TRAIN = (32, 40, 48)
     return cfg
-
-
-def test_the_config_gives_a_stream_of_fixed_views_in_the_same_order() -> None:
-    stream, plain = (build_train_stream(make_config(count)) for count in (2, 0))
-    assert isinstance(stream.mapper, FixedViews)
-    assert VIEW_ROW not in plain.dataset[5]
-    assert plain.fingerprint == stream.fingerprint
-    entries = take(stream, 2)
-    assert [e["image_id"] for e in entries] == [e["image_id"] for e in take(plain, 2)]
-    records = {record["image_id"]: record for record in stream.dataset}
-    assert stream.dataset[5][VIEW_ROW] == 5
-    for entry in entries:
-        assert VIEW_ROW not in entry
-        views = [stream.mapper.view(records[entry["image_id"]], number) for number in range(2)]
-        assert any(torch.equal(entry["image"], view["image"]) for view in views if view)
-
-
-def prepared(cfg: CfgNode, records: list[dict[str, Any]]) -> Any:
-    mapper = build_mapper(cfg, is_train=True)
-    mapper.prepare(records)
-    return mapper
 
 
 @pytest.mark.parametrize("name", ["pretrain", "classify"])
