@@ -14,7 +14,7 @@ from detectron2.modeling import Backbone, build_backbone
 from torch import Tensor
 
 from qbheat_det.config import get_cfg
-from qbheat_det.config.rules import TIMM_PREFIX, check_timm_name
+from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.modeling.contracts import optional_modules

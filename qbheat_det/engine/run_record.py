@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.data import register_coco_images, register_image_folders
+
+from .data_flags import CUSTOM_SETS, register_coco_file
 
 RUN_FILE = "run.json"
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")
@@ -25,37 +30,33 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def write_run_record(
-    output_dir: str | os.PathLike[str],
+    cfg: CfgNode,
     *,
     command: Sequence[str],
     resumed_from: str | None = None,
-    device: str = "cpu",
     processes: int = 1,
     seed: int | None = None,
-    data: Mapping[str, Any] | None = None,
 ) -> None:
     """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
 
     Args:
-        output_dir: folder of the run.
+        cfg: of the run, as it resolves.
         command: arguments of the command line, the program first.
         resumed_from: checkpoint that the run continues from; None if it begins.
-        device: ``MODEL.DEVICE``.
         processes: number of training processes.
         seed: of the run.
-        data: see ``find_sources``.
 
     Raises:
         UserError: the file cannot be written, or is no list of starts.
     """
-    path = Path(output_dir) / RUN_FILE
+    path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
     commit, dirty = find_code_version()
     if device.startswith("cuda") and torch.cuda.is_available():
         device = f"{device} ({torch.cuda.get_device_name()})"
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
-        "data": dict(data or {}),
+        "data": find_sources(cfg),
         "resumed_from": resumed_from,
         "commit": commit,
         "dirty": dirty,
@@ -64,16 +65,8 @@ def write_run_record(
         "processes": processes,
         "seed": seed,
     }
-    _write(path, [*read_run_record(path), start])
-
-
-def add_to_run_record(output_dir: str | os.PathLike[str], **values: Any) -> None:
-    """Adds values by name to the last start; does nothing if there is no ``run.json``."""
-    path = Path(output_dir) / RUN_FILE
-    starts = read_run_record(path)
-    if starts:
-        starts[-1].update(values)
-        _write(path, starts)
+    text = json.dumps([*read_run_record(path), start], indent=2) + "\n"
+    write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -91,6 +84,46 @@ def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
         raise UserError(f"'{path}' is no list of starts: move it")
     return starts
+
+
+def find_sources(cfg: CfgNode) -> dict[str, dict[str, Any]]:
+    """Returns where the custom sets of a config are, by the set's name.
+
+    A source has ``json_file`` and ``image_root``, or ``image_folders``; and ``labelled``, whether
+    boxes or the names of folders are read.
+    """
+    knn, sources = cfg.TEST.KNN, {}
+    used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
+    for name in (name for name in used if name in CUSTOM_SETS):
+        metadata = MetadataCatalog.get(name)
+        if metadata.get("image_folders"):
+            folders = list(metadata.image_folders)
+            found = {"image_folders": folders, "labelled": bool(metadata.get("labelled"))}
+        else:
+            found = {key: metadata.get(key) for key in ("json_file", "image_root")}
+            found["labelled"] = not metadata.get("unlabelled")
+        sources[name] = found
+    return sources
+
+
+def register_source(name: str, source: Mapping[str, Any]) -> None:
+    """Registers a set under a name that is free to choose, unless it is registered already.
+
+    Args:
+        name: of the set.
+        source: one of those that ``find_sources`` returns.
+
+    Raises:
+        UserError: a file or folder is missing or broken.
+    """
+    if name in DatasetCatalog:
+        return
+    if "image_folders" in source:
+        register_image_folders(name, source["image_folders"], labelled=source["labelled"])
+    elif source["labelled"]:
+        register_coco_file(name, source["json_file"], source["image_root"])
+    else:
+        register_coco_images(name, source["json_file"], source["image_root"])
 
 
 def list_versions() -> dict[str, str]:
@@ -133,8 +166,3 @@ def find_code_version(checkout: Path = _CHECKOUT) -> tuple[str | None, bool | No
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", *_CODE))
     except (OSError, subprocess.SubprocessError):
         return None, None
-
-
-def _write(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
-    text = json.dumps(starts, indent=2) + "\n"
-    write_atomically(path, lambda stream: stream.write(text.encode()))

@@ -7,17 +7,19 @@ its checkpoints hold all that a run needs to continue to the same bits.
 
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
-from detectron2.evaluation import DatasetEvaluator
+from detectron2.evaluation import DatasetEvaluator, print_csv_format
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
+    ExactCheckpointer,
     SafeCheckpointer,
     WeightsInfo,
     info_of,
@@ -43,23 +45,21 @@ from qbheat_det.solver import (
 )
 
 from .block_modes import apply_step_keys
-from .device_batches import BatchedInputs
-from .evaluation import Evaluation, TestLoader, build_test_loader
-from .failure import report_failure
-from .hooks import (
-    DataTimeMonitor,
-    EvalHook,
-    MemoryMonitor,
-    MovingAverage,
-    PeriodicCheckpointer,
-    SkippedImages,
-    build_average,
-    build_visualization_hook,
+from .evaluation import (
+    Evaluation,
+    NeighbourScorer,
+    TestLoader,
+    build_test_loader,
+    scores_neighbours,
 )
+from .failure import report_failure
+from .hooks import EvalHook, MovingAverage, PeriodicCheckpointer, build_average
 from .launch import distribute
+from .monitors import DataTimeMonitor, MemoryMonitor, SkippedImages
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
-from .step import StepTrainer, choose_precision
+from .step import BatchedInputs, StepTrainer, choose_precision
+from .visualize import build_visualization_hook
 from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class Trainer(DefaultTrainer):
         if self.start_iter >= self.max_iter:
             return self._finish()
         if self.cached_features:
-            self._evaluation.close()  # its loaders may read the cache of other weights
+            self._evaluation.forget()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
@@ -179,7 +179,6 @@ class Trainer(DefaultTrainer):
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
-            self._evaluation.close()
         return self._last_eval_results
 
     def _finish(self) -> dict[str, Any]:
@@ -312,3 +311,38 @@ class Trainer(DefaultTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         classifies = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
         return build_evaluator(cfg, dataset_name, classifies=classifies)
+
+
+def evaluate(
+    cfg: CfgNode, *, resume: bool = False, prepare: Callable[[nn.Module], nn.Module] | None = None
+) -> dict[str, Any]:
+    """Evaluates ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint of ``OUTPUT_DIR``.
+
+    Args:
+        cfg: of the weights and the data.
+        resume: see above.
+        prepare: called with the model in eval mode; what it returns is evaluated, for example a
+            deployed form. The nearest-neighbour score is always that of the model itself.
+
+    Returns:
+        Results by task, as ``Trainer.train``.
+
+    Raises:
+        UserError: there are no weights, or they do not fit the model exactly.
+    """
+    if not cfg.MODEL.WEIGHTS and not resume:
+        raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
+    model = Trainer.build_model(cfg).eval()
+    checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
+    if resume and not checkpointer.has_checkpoint():
+        raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
+    path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
+    checkpointer.load(path, checkpointables=[])
+    evaluation = Evaluation(
+        cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
+    )
+    results = evaluation(prepare(model) if prepare else model)
+    if scores_neighbours(cfg) and comm.is_main_process():
+        results = {**results, "knn": NeighbourScorer(cfg, model)(model).to_dict()}
+        print_csv_format({"knn": results["knn"]})
+    return results

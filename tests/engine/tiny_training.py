@@ -12,7 +12,7 @@ import torch
 
 import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config import get_config_path
-from qbheat_det.config.rules import EPOCH_KEYS
+from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, build_config, setup
 from tools.train_net import parse_args

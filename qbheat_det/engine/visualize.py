@@ -28,24 +28,21 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
 from qbheat_det.modeling.contracts import PretrainingObjective
 
-from ..sample_images import load_fixed_images
-from .knn import NeighbourScorer, scores_neighbours
-from .training_run import TrainingRun
+from .evaluation import NeighbourScorer, scores_neighbours
+from .hooks import TrainingRun
+from .sample_images import load_fixed_images
 
 logger = logging.getLogger(__name__)
-VISUALIZATIONS_DIR = "visualizations"
-"""Folder of the figures below ``OUTPUT_DIR``."""
 _PER_RUN = 20  # drawings of each figure where no period is given
-
 DrawFigure = Callable[[nn.Module], Figure]
 
 
 @dataclass
 class FigureCost:
-    """What a figure has cost so far."""
+    """What a figure has cost so far: seconds in all and of the last drawing, and counts."""
 
-    seconds: float = 0.0  # of all drawings
-    last: float = 0.0  # seconds of the last one
+    seconds: float = 0.0
+    last: float = 0.0
     drawn: int = 0  # failed ones included
     skipped: int = 0  # to save time
     failed: int = 0
@@ -85,6 +82,7 @@ class VisualizationHook(HookBase):
         return {"run_seconds": self._run_seconds(), "costs": costs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``."""
         self._started = perf_counter()
         self._earlier_seconds = state_dict["run_seconds"]
         for name in self.costs.keys() & state_dict["costs"].keys():
@@ -113,17 +111,17 @@ class VisualizationHook(HookBase):
 
     def after_train(self) -> None:
         """Logs what the figures have cost, also if the run ends with an error."""
-        run = max(self._run_seconds(), 1e-9)
         for name, cost in self.costs.items() if comm.is_main_process() else ():
             logger.info(
-                f"Figure '{name}': drawn {cost.drawn} times, {cost.failed} with an error; "
-                f"{cost.skipped} skipped to save time; {cost.seconds:.1f} seconds, "
-                f"{100 * cost.seconds / run:.2f} % of the run"
+                f"Figure '{name}': drawn {cost.drawn} times, {cost.failed} with an error, "
+                f"{cost.skipped} skipped to save time; {cost.seconds:.1f} of the run's "
+                f"{self._run_seconds():.1f} seconds"
             )
 
     def _draw(self, name: str, steps: int) -> None:
         model, cost = self.trainer.evaluated_model, self.costs[name]
-        _synchronize(model)  # the steps under way are no cost of the figure
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the steps under way are no cost of the figure
         started = perf_counter()
         try:
             with undisturbed(model):
@@ -135,14 +133,13 @@ class VisualizationHook(HookBase):
             cost.failed += 1
             if cost.failed == 1:
                 logger.exception(f"Figure '{name}' failed after {steps:,} steps; training goes on")
-        _synchronize(model)
         cost.drawn += 1
         cost.last = perf_counter() - started
         cost.seconds += cost.last
 
     def _publish(self, figure: Figure, steps: int) -> None:
         storage = self.trainer.storage
-        folder = Path(self.trainer.cfg.OUTPUT_DIR) / VISUALIZATIONS_DIR
+        folder = Path(self.trainer.cfg.OUTPUT_DIR) / "visualizations"
         write_figure(figure, folder, suffix=f"_{steps:07d}")
         finite = {name: float(x) for name, x in figure.scalars.items() if math.isfinite(x)}
         storage.put_scalars(smoothing_hint=False, **finite)
@@ -183,22 +180,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), np.random.get_state()
+    devices = {parameter.device for parameter in model.parameters()}
+    gpus = [device.index for device in devices if device.type == "cuda"]
     try:
         model.eval()
-        with torch.random.fork_rng(_list_gpus(model)), torch.no_grad():
+        with torch.random.fork_rng(gpus), torch.no_grad():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         for module, training in modes:
             module.training = training
-
-
-def _list_gpus(model: nn.Module) -> list[int]:
-    devices = {parameter.device for parameter in model.parameters()}
-    return [device.index for device in devices if device.type == "cuda"]
-
-
-def _synchronize(model: nn.Module) -> None:
-    for device in _list_gpus(model):
-        torch.cuda.synchronize(device)
