@@ -80,14 +80,9 @@ def convert(args: argparse.Namespace) -> None:
     if done.report is not None:
         print(done.report)
     print(f"{args.output}: {done.num_tensors} tensors")
-    if done.target is not None:
-        keys = {
-            **done.target.keys,
-            "INPUT.FORMAT": done.info.pixel_format,
-            "MODEL.PIXEL_MEAN": f'"{list(done.info.pixel_mean)}"',
-            "MODEL.PIXEL_STD": f'"{list(done.info.pixel_std)}"',
-        }
-        print("a config for it:", " ".join(f"{key} {value}" for key, value in keys.items()))
+    if done.keys:
+        values = {k: f'"{list(v)}"' if isinstance(v, tuple) else v for k, v in done.keys.items()}
+        print("a config for it:", " ".join(f"{key} {value}" for key, value in values.items()))
 
 
 if __name__ == "__main__":

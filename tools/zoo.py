@@ -75,7 +75,6 @@ def run_list(args: argparse.Namespace) -> int:
     from qbheat_det.core.text import format_bytes
     from qbheat_det.model_zoo import list_entries
     from qbheat_det.model_zoo.sources import describe_source
-    from qbheat_det.model_zoo.table import format_briefly
 
     entries = list_entries(args.pattern)
     if args.json:
@@ -89,7 +88,7 @@ def run_list(args: argparse.Namespace) -> int:
         (
             entry.name,
             entry.task,
-            "; ".join(f"{format_briefly(m)} ({m.data})" for m in entry.metrics) or "none measured",
+            "; ".join(f"{m} ({m.data})" for m in entry.metrics) or "none measured",
             format_bytes(entry.size),
             describe_source(entry),
         )
@@ -212,7 +211,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
 
 
 def run_table(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.table import write_table
+    from qbheat_det.model_zoo.add import write_table
 
     print(write_table())
     return 0

@@ -10,7 +10,7 @@ from detectron2.data.detection_utils import read_image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
-from qbheat_det.engine.data_sources import register_source
+from qbheat_det.engine.run_record import register_source
 
 from .box_drawing import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
 from .detection_errors import (

@@ -17,9 +17,8 @@ from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.data_sources import register_source
 from qbheat_det.engine.predict import build_predictor
-from qbheat_det.engine.run_record import RUN_FILE, read_run_record
+from qbheat_det.engine.run_record import RUN_FILE, read_run_record, register_source
 from qbheat_det.engine.sample_images import SpreadEntries, read_spread
 
 Kind = Literal["pretraining", "detector", "classifier"]

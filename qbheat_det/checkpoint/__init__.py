@@ -7,6 +7,7 @@ from .report import GroupReport, LoadReport, check_complete, check_exact
 from .run_config import load_embedded_config, load_run_config
 from .timm_weights import TimmWeights
 from .weights_file import (
+    WeightsInfo,
     check_weights_file,
     class_names_of,
     info_of,
@@ -14,7 +15,6 @@ from .weights_file import (
     read_weights,
     save_weights,
 )
-from .weights_info import WeightsInfo
 
 __all__ = [
     "ExactCheckpointer",

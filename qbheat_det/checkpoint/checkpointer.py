@@ -30,12 +30,11 @@ from .matching import fit_weights, has_same_shapes, without_children
 from .report import LoadReport, check_complete, check_exact
 from .weights_file import (
     WeightsFile,
+    WeightsInfo,
     check_weights_file,
-    class_names_beside,
     load_pytorch,
     read_weights_file,
 )
-from .weights_info import WeightsInfo
 
 
 class SafeCheckpointer(DetectionCheckpointer):
@@ -123,10 +122,6 @@ class SafeCheckpointer(DetectionCheckpointer):
         """Whether there is a tag to resume from, or a whole checkpoint without a tag."""
         return super().has_checkpoint() or bool(self._find_newest_whole())
 
-    def get_all_checkpoint_files(self) -> list[str]:
-        """Returns the paths of all ``.pth`` files in the folder."""
-        return list(super().get_all_checkpoint_files()) if os.path.isdir(self.save_dir) else []
-
     def find_checkpoint_to_resume(self) -> str:
         """Returns the path of the last checkpoint, or of the newest whole one; or a UserError."""
         last, error = self.get_checkpoint_file(), f"'{self.save_dir}' has no 'last_checkpoint'"
@@ -156,7 +151,8 @@ class SafeCheckpointer(DetectionCheckpointer):
     def _find_newest_whole(self) -> str:
         """Returns the whole checkpoint of the highest iteration, or ""; skips other weights."""
         found: list[tuple[int, str]] = []
-        for path in self.get_all_checkpoint_files():
+        files = Path(self.save_dir).glob("*.pth") if self.save_dir else ()
+        for path in map(str, files):
             try:
                 content = _read_whole(path)
             except UserError:
@@ -198,7 +194,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             stored,
             without_children(own_state, train_only),
             file=path,
-            old_classes=info.class_names if info else class_names_beside(path),
+            old_classes=info.class_names if info else (),
             classes=self.class_names,
             optional_modules=optional_modules(model),
             skip=[*skip, *train_only],

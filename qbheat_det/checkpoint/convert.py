@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Converts weights of torchvision and timm for the package's encoders, and back for timm."""
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from qbheat_det.modeling.contracts import optional_modules
 from .matching import bare_backbone, fit_weights
 from .report import LoadReport
 from .timm_weights import names_for_package, names_for_timm
-from .weights_file import read_weights, save_weights
-from .weights_info import WeightsInfo
+from .weights_file import WeightsInfo, read_weights, save_weights
 
 D2_PREFIX = "detectron2:"
 MOBILE_FORMER, TIMM = "MobileFormer", "timm"
@@ -67,12 +65,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Outcome of a conversion; ``report`` and ``target`` are None if only names were changed."""
+    """Outcome of a conversion; without ``report`` and ``keys`` if only names were changed.
+
+    ``keys`` of a config build the encoder and set its pixel statistics.
+    """
 
     num_tensors: int
-    info: WeightsInfo
     report: LoadReport | None = None
-    target: Target | None = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
 
 def convert_weights(
@@ -107,16 +107,15 @@ def convert_weights(
     if to in (MOBILE_FORMER, TIMM):
         renamed = _rename(weights, state, info, to)
         save_weights(str(output), renamed, info or WeightsInfo())
-        return Conversion(len(renamed), info or WeightsInfo())
+        return Conversion(len(renamed))
     target = find_target(to)
     fitting, report = _fit(weights, state, target)
-    info = WeightsInfo(
-        pixel_format="RGB",
-        pixel_mean=tuple(pixel_mean) or target.pixel_mean,
-        pixel_std=tuple(pixel_std) or target.pixel_std,
-    )
+    mean = tuple(pixel_mean) or target.pixel_mean
+    std = tuple(pixel_std) or target.pixel_std
+    info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
     save_weights(str(output), fitting, info)
-    return Conversion(len(fitting), info, report, target)
+    pixels = {"INPUT.FORMAT": "RGB", "MODEL.PIXEL_MEAN": mean, "MODEL.PIXEL_STD": std}
+    return Conversion(len(fitting), report, {**target.keys, **pixels})
 
 
 def find_target(name: str) -> Target:
@@ -150,9 +149,7 @@ def torchvision_name(name: str) -> str:
 def _build_resnet(name: str) -> Target:
     short = name.removeprefix(D2_PREFIX)
     if short not in RESNETS:
-        near = difflib.get_close_matches(short, RESNETS, n=3, cutoff=0.3) or [*RESNETS]
-        choices = ", ".join(D2_PREFIX + other for other in near)
-        raise UserError(f"Detectron2's ResNet is not '{short}'; did you mean {choices}?")
+        raise UserError(f"Detectron2's ResNet is not '{short}' but one of {', '.join(RESNETS)}")
     depth, groups, width = RESNETS[short]
     keys = {
         "MODEL.BACKBONE.NAME": "build_resnet_backbone",
@@ -177,30 +174,25 @@ def _build_timm(name: str) -> Target:
     tags = [found.partition(".")[2] for found in timm.list_models(f"{model}.*", pretrained=True)]
     if tag and tag not in tags:
         raise UserError(f"timm has no weights '{model}.{tag}' but {join_first(tags, 9) or 'none'}")
-    encoder = _build_to_coarsest_map(model)
-    settings = timm.get_pretrained_cfg(f"{model}.{tag}" if tag else model)
-    return Target(
-        name=name,
-        encoder=encoder,
-        foreign_name=lambda own: own.removeprefix("net."),
-        unused=tuple(child.removeprefix("net.") for child in optional_modules(encoder)),
-        keys={"MODEL.BACKBONE.NAME": f"{TIMM_PREFIX}{model}"},
-        pixel_mean=tuple(round(255 * v, 6) for v in settings.mean) if settings else _MEAN,
-        pixel_std=tuple(round(255 * v, 6) for v in settings.std) if settings else _STD,
-    )
-
-
-def _build_to_coarsest_map(model: str) -> Backbone:
+    keys = {"MODEL.BACKBONE.NAME": f"{TIMM_PREFIX}{model}"}
     cfg = get_cfg()
-    cfg.MODEL.BACKBONE.NAME = f"{TIMM_PREFIX}{model}"
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.FREEZE_AT = keys["MODEL.BACKBONE.NAME"], 0
+    settings = timm.get_pretrained_cfg(f"{model}.{tag}" if tag else model)
     for stride in reversed(_STRIDES):
         cfg.MODEL.TIMM.OUT_FEATURES = [stride]
         try:
-            backbone: Backbone = build_backbone(cfg)
+            encoder: Backbone = build_backbone(cfg)
         except ValueError:  # no map at this stride
             continue
-        return backbone
+        return Target(
+            name=name,
+            encoder=encoder,
+            foreign_name=lambda own: own.removeprefix("net."),
+            unused=tuple(child.removeprefix("net.") for child in optional_modules(encoder)),
+            keys=keys,
+            pixel_mean=tuple(round(255 * v, 6) for v in settings.mean) if settings else _MEAN,
+            pixel_std=tuple(round(255 * v, 6) for v in settings.std) if settings else _STD,
+        )
     raise UserError(f"timm's '{model}' gives no map at a stride of 2 to 32")
 
 

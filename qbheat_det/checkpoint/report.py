@@ -7,7 +7,27 @@ from dataclasses import dataclass, field
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 
-from .class_rows import ClassChange
+
+@dataclass(frozen=True)
+class ClassChange:
+    """Classes of a file (``old``) and of a model (``now``), in contiguous order."""
+
+    old: tuple[str, ...]
+    now: tuple[str, ...]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Classes of both, in the model's order."""
+        return tuple(name for name in self.now if name in self.old)
+
+    def __str__(self) -> str:
+        groups = {
+            "kept by name": self.kept,
+            "new": [name for name in self.now if name not in self.old],
+            "dropped": [name for name in self.old if name not in self.now],
+        }
+        parts = (f"{what} ({len(n)}): {', '.join(n) or '-'}" for what, n in groups.items())
+        return f"classes {'; '.join(parts)}"
 
 
 @dataclass

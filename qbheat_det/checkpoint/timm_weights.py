@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from qbheat_det.config.loading import check_timm_name
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 
 from .matching import bare_backbone, fit_weights
 from .report import check_complete
-from .weights_file import read_weights, save_weights
-from .weights_info import WeightsInfo
+from .weights_file import WeightsInfo, read_weights, save_weights
 
 logger = logging.getLogger(__name__)
 _PREFIX = "timm://"
@@ -47,10 +47,9 @@ class TimmWeights(PathHandler):
         try:
             model = timm.create_model(name, pretrained=True)
         except Exception as error:  # of the hub, the network or the file
-            reason = " ".join(str(error).split("\n", 1)[0].split())
             raise UserError(
-                f"timm's weights '{name}' could not be downloaded ({reason}): copy '{file}' from "
-                "another machine"
+                f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy "
+                f"'{file}' from another machine"
             ) from error
         own = model.pretrained_cfg
         mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))

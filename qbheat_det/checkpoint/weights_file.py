@@ -1,15 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reading and writing weights as tensors only: ``.safetensors`` and PyTorch's own format.
+"""Files of weights: tensors with a description, ``.safetensors`` and PyTorch's own format.
 
-A path may also be an address that Detectron2's path manager resolves, such as
-``qbheat://retinanet/285M_aquarium``.
+Nothing in a file can run code. A path may also be an address that Detectron2's path manager
+resolves, such as ``qbheat://retinanet/285M_aquarium``.
 """
 
+import dataclasses
 import json
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ import safetensors
 import safetensors.torch
 import torch
 import yaml
+from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
+from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-
-from .weights_info import WeightsInfo
 
 # One metadata key only: safetensors writes several in a random order, and equal weights should
 # give equal files.
@@ -34,6 +35,91 @@ _STATE_KEYS = (
     "model", "state_dict", "model_state_dict", "model_state",
     "model_ema", "state_dict_ema", "ema_state_dict",
 )  # fmt: skip
+# The type of each field of ``WeightsInfo``, or of its items where it is a tuple.
+_KINDS: dict[str, type] = {
+    "class_names": str,
+    "category_ids": int,
+    "pixel_format": str,
+    "pixel_mean": float,
+    "pixel_std": float,
+    "config": str,
+    "commit": str,
+    "iteration": int,
+    "pretrain_only_modules": str,
+}
+
+
+@dataclass(frozen=True)
+class WeightsInfo:
+    """The description inside a file of weights.
+
+    ``class_names`` and ``category_ids`` are in contiguous order; ``pixel_mean`` and ``pixel_std``
+    in the order of ``pixel_format``; ``config`` is the whole config as YAML. No other model loads
+    the children in ``pretrain_only_modules``.
+    """
+
+    class_names: tuple[str, ...] = ()
+    category_ids: tuple[int, ...] = ()
+    pixel_format: str = ""
+    pixel_mean: tuple[float, ...] = ()
+    pixel_std: tuple[float, ...] = ()
+    config: str = ""
+    commit: str = ""
+    iteration: int = 0
+    pretrain_only_modules: tuple[str, ...] = ()
+
+    @classmethod
+    def from_config(
+        cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
+    ) -> "WeightsInfo":
+        """Takes everything else from a run's resolved config."""
+        return cls(
+            class_names=tuple(map(str, cfg.MODEL.CLASS_NAMES)),
+            category_ids=tuple(map(int, cfg.MODEL.CATEGORY_IDS)),
+            pixel_format=str(cfg.INPUT.FORMAT),
+            pixel_mean=tuple(map(float, cfg.MODEL.PIXEL_MEAN)),
+            pixel_std=tuple(map(float, cfg.MODEL.PIXEL_STD)),
+            config=dump_config(cfg),
+            commit=commit,
+            iteration=iteration,
+            pretrain_only_modules=tuple(pretrain_only_modules),
+        )
+
+    def value_of(self, key: str) -> object:
+        """Returns the value of a key such as "MODEL.DEVICE" in the stored config, or None."""
+        try:
+            found = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return None
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns strings, numbers and lists of them, for JSON and checkpoints."""
+        fields = dataclasses.asdict(self).items()
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields}
+
+    @classmethod
+    def from_dict(cls, content: object) -> "WeightsInfo | None":
+        """Reads the output of ``to_dict`` from an untrusted file.
+
+        Returns:
+            None if the content or a field has another type. Missing fields are empty; unknown
+            fields are ignored.
+        """
+        if not isinstance(content, dict):
+            return None
+        known: dict[str, Any] = {}
+        for name, kind in _KINDS.items():
+            if name not in content:
+                continue
+            value, is_tuple = content[name], isinstance(getattr(cls, name), tuple)
+            items = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if is_tuple != isinstance(value, list | tuple) or not _are_of_type(items, kind):
+                return None
+            known[name] = items if is_tuple else value
+        return cls(**known)
 
 
 @dataclass
@@ -111,20 +197,9 @@ def info_of(path: str) -> WeightsInfo | None:
 
 
 def class_names_of(path: str) -> tuple[str, ...]:
-    """Returns the class names in a file, or else in the ``config.yaml`` beside it; or nothing."""
+    """Returns the class names in a file, or nothing."""
     info = info_of(path)
-    return class_names_beside(path) if info is None else info.class_names
-
-
-def class_names_beside(path: str) -> tuple[str, ...]:
-    """Returns ``MODEL.CLASS_NAMES`` of the ``config.yaml`` in a file's folder, or nothing."""
-    try:
-        text = (Path(local_weights(path)).parent / "config.yaml").read_text(encoding="utf-8")
-        names = yaml.safe_load(text)["MODEL"]["CLASS_NAMES"]
-    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, RecursionError):
-        return ()
-    info = WeightsInfo.from_dict({"class_names": names})
-    return info.class_names if info else ()
+    return () if info is None else info.class_names
 
 
 def check_weights_file(weights: str) -> None:
@@ -158,10 +233,7 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
                 f"'{path}' is refused: it holds objects besides tensors, which can run code; save "
                 "only its state_dict() where you trust it"
             ) from error
-        raise UserError(
-            f"'{path}' cannot be read as PyTorch weights: it is truncated, or another kind of file "
-            f"({type(error).__name__})"
-        ) from error
+        raise _unreadable(path, "PyTorch weights", type(error).__name__) from error
 
 
 def _read_pytorch(path: str) -> WeightsFile:
@@ -189,10 +261,13 @@ def _open_safetensors(path: str) -> Any:
     try:
         return safetensors.safe_open(path, framework="pt")
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise UserError(
-            f"'{path}' cannot be read as safetensors: it is truncated, or another kind of file "
-            f"({error})"
-        ) from error
+        raise _unreadable(path, "safetensors", str(error)) from error
+
+
+def _unreadable(path: str, kind: str, reason: str) -> UserError:
+    return UserError(
+        f"'{path}' cannot be read as {kind}: it is truncated, or another kind of file ({reason})"
+    )
 
 
 def _parse_metadata(metadata: Mapping[str, str] | None) -> WeightsInfo | None:
@@ -212,3 +287,9 @@ def _is_state(value: object) -> bool:
 
 def _is_safetensors(path: str) -> bool:
     return Path(path).suffix.lower() == ".safetensors"
+
+
+def _are_of_type(items: Sequence[object], kind: type) -> bool:
+    if kind is float:  # NaN compares as false, and integers in JSON have no upper bound
+        return all(type(item) in (int, float) and abs(item) < 1e38 for item in items)  # type: ignore[arg-type]
+    return all(type(item) is kind for item in items)

@@ -42,3 +42,8 @@ def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -
     listed = [str(item) for item in items]
     shown = separator.join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit:,} more"
+
+
+def one_line(error: BaseException) -> str:
+    """Returns an error's message without line breaks, cut short, or else its type."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

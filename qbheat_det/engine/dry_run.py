@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,73 @@ from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import format_bytes, format_duration
+from qbheat_det.engine.hooks import EvalHook, PeriodicCheckpointer, TrainingRun
+from qbheat_det.engine.monitors import resident_with_workers, total_memory
 
-from .dry_run_report import Cost, DryRunReport, measure_loader, share_waited
-from .hooks.checkpoints import PeriodicCheckpointer
-from .hooks.evaluation import EvalHook
-from .hooks.monitors import MOST_WAITING, describe_waiting
-from .hooks.training_run import TrainingRun
-from .memory import resident_with_workers, total_memory
 from .setup import filter_detectron2_logs
 from .trainer import Trainer
 from .writers import check_wandb
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
+
+
+@dataclass(frozen=True)
+class DryRunReport:
+    """Measured on a few steps and images; ``str`` gives the table.
+
+    Memory is the peak of this process and its workers, GPU memory that of tensors (0 without a
+    GPU).
+    """
+
+    costs: dict[str, tuple[float, int]]  # seconds each time, and the number of times
+    num_parameters: int
+    num_trainable: int
+    num_tensors_compared: int  # read back from the checkpoint, and equal bit for bit
+    num_checkpoints_kept: int  # most that lie on the disk at a time
+    checkpoint_bytes: int  # of one
+    weights_bytes: int  # of the best and the final weights together
+    free_bytes: int  # on the disk of OUTPUT_DIR
+    memory_bytes: int
+    memory_total_bytes: int
+    gpu_bytes: int = 0
+    gpu_total_bytes: int = 0
+
+    @property
+    def total_seconds(self) -> float:
+        """Of the whole run."""
+        return sum(seconds * times for seconds, times in self.costs.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of all files of weights that lie on the disk at a time."""
+        return self.num_checkpoints_kept * self.checkpoint_bytes + self.weights_bytes
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_tensors_compared} tensors of a checkpoint read back bit for bit.",
+            f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trained.",
+            "",
+            f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}",
+        ]
+        for name, (seconds, times) in self.costs.items():
+            each, together = format_duration(seconds), format_duration(seconds * times)
+            lines.append(f"{name:<32}{each:>18}{times:>10,}{together:>16}")
+        lines += [f"{'Whole run':<60}{format_duration(self.total_seconds):>16}", ""]
+        resources = {
+            "GPU memory": (self.gpu_bytes, self.gpu_total_bytes),
+            "Memory": (self.memory_bytes, self.memory_total_bytes),
+            "Disk": (self.disk_bytes, self.free_bytes),
+        }
+        for name, (needed, available) in resources.items():
+            if available:
+                of = "" if name == "Disk" else " per process"
+                line = f"{format_bytes(needed)}{of}, {format_bytes(available)} available"
+                lines.append(f"{name + ':':<12}{line}")
+        if self.disk_bytes >= self.free_bytes:
+            lines.append("The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.")
+        return "\n".join([*lines, "Larger images take more memory and time."])
 
 
 def dry_run(
@@ -78,27 +133,23 @@ def dry_run(
         trainer.save("dry_run")
         checkpoint_seconds = time.perf_counter() - begin
         disk = _measure_disk(trainer, folder)
-        loader = _measure_loader(trainer, timer.compute_seconds)
     num_checkpoints, num_kept = _count_checkpoints(planned, iterations)
-    costs = [
-        Cost("Set-up", timer.first_step_end - start, 1),
-        Cost(f"Step of {planned.SOLVER.IMS_PER_BATCH} images", timer.step_seconds, iterations),
-        Cost("Checkpoint", checkpoint_seconds, num_checkpoints),
-    ]
+    step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images"
+    costs = {"Set-up": (timer.first_step_end - start, 1), step: (timer.step_seconds, iterations)}
     if num_images:
         period = planned.TEST.EVAL_PERIOD
         times = max(1, math.ceil(iterations / period)) if period > 0 else 1
         seconds = timer.forecast_evaluation(num_images, num_tried)
-        costs.insert(-1, Cost(f"Evaluation of {num_images:,} images", seconds, times))
+        costs[f"Evaluation of {num_images:,} images"] = seconds, times
+    costs["Checkpoint"] = checkpoint_seconds, num_checkpoints
     parameters = list(trainer.bare_model.parameters())
     return DryRunReport(
-        costs=tuple(costs),
+        costs=costs,
         num_parameters=sum(p.numel() for p in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_checkpoints_kept=num_kept,
         **timer.get_memory(),
         **disk,
-        **loader,
     )
 
 
@@ -112,7 +163,7 @@ class _Timer(HookBase):
         self.first_step_end = 0.0
         self._evaluator = trainer.find_hook(EvalHook)
         self._checkpointer = trainer.find_hook(PeriodicCheckpointer)
-        self._steps: list[tuple[float, float]] = []  # seconds, and of these waiting for data
+        self._steps: list[float] = []  # seconds
         self._begin = 0.0
         self._evaluation = 0.0
         self._image_starts: list[float] = []  # of each batch, where there are batches
@@ -124,15 +175,9 @@ class _Timer(HookBase):
     @property
     def step_seconds(self) -> float:
         """Mean, not median: a long run has images of all sizes, the slow ones too."""
-        return statistics.fmean(seconds for seconds, _ in self._steps[1:] or self._steps)
+        return statistics.fmean(self._steps[1:] or self._steps)
 
-    @property
-    def compute_seconds(self) -> float:
-        """As ``step_seconds``, without waiting for data."""
-        steps = self._steps[1:] or self._steps
-        return statistics.fmean(seconds - waited for seconds, waited in steps)
-
-    def get_memory(self) -> dict[str, Any]:
+    def get_memory(self) -> dict[str, int]:
         """Returns fields of the report."""
         found = {"memory_bytes": self._memory_bytes, "memory_total_bytes": total_memory()}
         if torch.cuda.is_available():
@@ -163,8 +208,7 @@ class _Timer(HookBase):
         now = time.perf_counter()
         evaluation = self._evaluator.seconds if self._evaluator else 0.0
         saving = self._checkpointer.seconds if self._checkpointer else 0.0
-        waited = self.trainer.storage.latest()["data_time"][0]
-        self._steps.append((now - self._begin - evaluation - saving, waited))
+        self._steps.append(now - self._begin - evaluation - saving)
         self._evaluation = evaluation or self._evaluation
         self.first_step_end = self.first_step_end or now
         self._memory_bytes = max(self._memory_bytes, resident_with_workers())
@@ -175,21 +219,7 @@ class _Timer(HookBase):
             self._image_starts.append(time.perf_counter())
 
 
-def _measure_loader(trainer: Trainer, compute_seconds: float) -> dict[str, Any]:
-    """Runs the data loader alone; returns fields of the report, of all processes together."""
-    workers = trainer.data_loader.num_workers
-    speed, batch_seconds = measure_loader(trainer.data_loader)
-    share = share_waited(compute_seconds, batch_seconds, workers)
-    step = compute_seconds / (1 - share)
-    share = max(comm.all_gather(share))
-    return {
-        "loader_images_per_second": sum(comm.all_gather(speed)),
-        "wanted_images_per_second": trainer.cfg.SOLVER.IMS_PER_BATCH / compute_seconds,
-        "waiting": describe_waiting(share, step, workers) if share > MOST_WAITING else "",
-    }
-
-
-def _measure_disk(trainer: Trainer, folder: Path) -> dict[str, Any]:
+def _measure_disk(trainer: Trainer, folder: Path) -> dict[str, int]:
     """Reads the checkpoint back; returns fields of the report, the same on all processes."""
     compared = size = 0
     path = folder / "dry_run.pth"

@@ -1,19 +1,28 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Encodes the views of a set of images and fills a store with them, in one or many processes.
 
+The store's name is a hash of all that the features depend on.
+
 Views of one size are encoded together, as many at once as a step of training has: how matrix
 products are rounded depends on the number of images, but not on which these are.
 """
 
 import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import operator
+import os
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 import torch
+from detectron2.config import CfgNode
 from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
 from detectron2.structures import Boxes, Instances
@@ -22,19 +31,31 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import remove_leftovers
+from qbheat_det.core.files import file_lock, hash_tensors, remove_leftovers
 from qbheat_det.data import DataError, FixedViews, cut
-from qbheat_det.data.feature_store import FeatureStore, Stored, View, check_space
+from qbheat_det.data.feature_store import FORMAT_VERSION, FeatureStore, Stored, View
+from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.modeling.backbone import CachedBackbone
 
 Mapped = dict[str, Any] | DataError | None
 
-_SECONDS_BETWEEN_CHECKS = 0.5  # of what other processes have written
 _SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
 _NOT_KEPT = {"sem_seg", "proposals"}
 _FULL_SIZE = {"height", "width"}
+# Outlines and keypoints move no box of a model without masks, and can be most of a record.
+_IGNORED_IN_RECORDS = (VIEW_ROW, "file_name", "annotations")
+_IGNORED_IN_ANNOTATIONS = ("segmentation", "keypoints")
+# Number and seed of the views have entries of their own; fixed views are never read from memory.
+_IGNORED_IN_INPUT = ("FIXED_VIEWS", "PRETRAIN.MEMORY_GB")
+_OF_TEST_SETS = ("MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.TEST_CROP")
+_OF_TRAINING_SETS = (
+    *("MIN_SIZE_TRAIN", "MIN_SIZE_TRAIN_SAMPLING", "MAX_SIZE_TRAIN", "RANDOM_FLIP", "CROP"),
+    *("DETR_CROP_RESIZE", "DETR_CROP_RANGE", "PRETRAIN.SCALE", "PRETRAIN.RATIO"),
+    *("CLASSIFY.RAND_AUGMENT", "CLASSIFY.RANDOM_ERASING", "TWO_VIEWS"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +99,7 @@ class ViewEncoder:
                     filled = self.at_once if is_filled else len(part)
                     batch = [images[i] for i in islice(cycle(part), filled)]
                     outputs = self.backbone.encode(self.model, batch)
-                    outputs = {name: v.float().cpu().contiguous() for name, v in outputs.items()}
+                    outputs = {name: value.float().cpu() for name, value in outputs.items()}
                     for position, index in enumerate(part):
                         features = {name: value[position] for name, value in outputs.items()}
                         views[index] = make_view(images[index], features)
@@ -139,106 +160,144 @@ class AllViews(Dataset[Mapped]):
         row, number = divmod(index, self.count)
         return self._draw(self.records[row], number)
 
-    def load(self, indices: Iterable[int], num_workers: int) -> Iterator[Mapped]:
-        """Yields views in the order of the indices, loaded ahead if there are workers."""
-        loader: DataLoader[Any] = DataLoader(
-            self,
-            batch_size=None,
-            sampler=indices,
-            num_workers=num_workers,
-            collate_fn=trivial_batch_collator,
-            generator=torch.Generator(),  # else it draws from the global one
-        )
-        yield from loader
 
+def fill(
+    store: FeatureStore,
+    views: AllViews,
+    encode: Callable[[list[Mapped]], list[Stored]],
+    *,
+    title: str,
+    num_workers: int,
+) -> None:
+    """Writes what is missing of a store; to be called by all processes of a run, which share it.
 
-@dataclass
-class CachedSet:
-    """A set of images, and where the features of its views are.
+    If another run fills the same store, waits until it is done, or killed.
 
-    Attributes:
-        title: for the log.
-    """
-
-    title: str
-    views: AllViews
-    store: FeatureStore
-    encoder: ViewEncoder
-
-
-def fill(cached: CachedSet, *, num_workers: int) -> None:
-    """Writes what is missing of a set, and shares the work with other processes that do so.
-
-    Returns when nothing is missing, whoever wrote it; ``num_workers`` processes load views ahead.
+    Args:
+        store: as large as ``views``.
+        views: what is encoded.
+        encode: from mapped views to what is stored of them, such as a ``ViewEncoder``.
+        title: of the bar that shows progress.
+        num_workers: processes that load views ahead.
 
     Raises:
         UserError: the store cannot be written, or cannot hold what there is.
     """
-    store = cached.store
-    remove_leftovers(store.folder)
-    is_space_checked = False
-    with tqdm(
-        total=store.num_views,
-        desc=cached.title,
-        unit=" views",
-        mininterval=0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES,
-        disable=not comm.is_main_process(),
-    ) as bar:
-        while missing := store.missing():
-            left = sum(len(store.views_of(chunk)) for chunk in missing)
-            bar.update(store.num_views - left - bar.n)
-            with contextlib.closing(_Claims(store, missing)) as claims:
-                first = list(islice(claims, 1))
-                if not first:  # others are at work on all of them
-                    time.sleep(_SECONDS_BETWEEN_CHECKS)
-                    continue
-                loaded = cached.views.load(chain(first, claims), num_workers)
-                while (chunk := claims.next_chunk(loaded)) is not None:
-                    number, entries = chunk
-                    store.write(number, cached.encoder(entries))
-                    claims.release(number)
-                    if not is_space_checked:  # the first file shows what all of them take
-                        is_space_checked = True
-                        size = store.path_of(number).stat().st_size
-                        check_space(store.folder, size * (len(missing) - 1))
-                    bar.update(len(entries))
-        bar.update(store.num_views - bar.n)
+    if not comm.all_gather(store.missing())[0]:
+        return
+    is_main, waiting = comm.is_main_process(), f"{title}: waits for another run that does it"
+    lock = store.folder / "build.lock"
+    with file_lock(lock, waiting) if is_main else contextlib.nullcontext():
+        comm.synchronize()
+        remove_leftovers(store.folder)
+        missing = comm.all_gather(store.missing())[0]
+        files = missing[comm.get_rank() :: comm.get_world_size()]
+        loader: DataLoader[Any] = DataLoader(
+            views,
+            batch_size=None,
+            sampler=[index for file in files for index in store.views_of(file)],
+            num_workers=num_workers,
+            collate_fn=trivial_batch_collator,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+        interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+        shown = is_main and files
+        loaded = iter(tqdm(loader, title, unit=" views", mininterval=interval, disable=not shown))
+        for file in files:
+            store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
+            if file == files[0]:  # the first file shows what all of them take
+                store.check_space()
+        comm.synchronize()
 
 
-class _Claims(Iterator[int]):
-    """Claims chunks as their views are asked for, and gives the views' numbers to a loader."""
+def describe_cache(
+    cfg: CfgNode,
+    backbone: CachedBackbone,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    views: FixedViews,
+    is_train: bool,
+    device: torch.device,
+    size_divisibility: int,
+) -> dict[str, Any]:
+    """Returns all that the features of a data set depend on, long things by their SHA-256.
 
-    def __init__(self, store: FeatureStore, chunks: Sequence[int]) -> None:
-        self._store = store
-        self._chunks = iter(chunks)
-        self._held: dict[int, contextlib.ExitStack] = {}  # in the order of the views
-        self._indices: Iterator[int] = iter(())
+    Threads and versions of other libraries do not enter: caches are moved and shared, and what they
+    change is far below half precision.
 
-    def __next__(self) -> int:
-        for index in self._indices:
-            return index
-        for chunk in self._chunks:
-            stack = contextlib.ExitStack()
-            if not stack.enter_context(self._store.claim(chunk)):
-                stack.close()
-                continue
-            self._held[chunk] = stack
-            self._indices = iter(self._store.views_of(chunk))
-            return next(self._indices)
-        raise StopIteration
+    Args:
+        cfg: of the run; of ``INPUT``, what the views of such a set depend on enters.
+        backbone: with the encoder.
+        records: of the data set. Of a file enter its name below the folder of all files, its size
+            and when it was changed, not its content. Outlines and keypoints do not enter.
+        views: of each image.
+        is_train: whether views are drawn as in training, or are those of inference.
+        device: that encodes.
+        size_divisibility: that images are padded to before they are encoded.
+    """
+    return {
+        "format": FORMAT_VERSION,
+        "weights": hash_tensors(backbone.encoder.state_dict()),
+        "encoder": _hash(repr(backbone.encoder)),  # what no weight shows
+        "outputs": backbone.outputs,
+        "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
+        "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
+        "size_divisibility": size_divisibility,
+        "dtype": cfg.MODEL.CACHE_FEATURES.DTYPE,
+        "views_per_image": views.count,
+        "views_seed": views.seed,
+        "is_train": is_train,
+        "input": _dump_input(cfg.INPUT, is_train),
+        "qbheat_det": importlib.import_module("qbheat_det").__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "device": device.type,
+        "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # Detectron2 0.6 has no such
+        "channels_last": find_memory_format(cfg) == torch.channels_last,
+        "num_images": len(records),
+        "records": hash_records(records),
+    }
 
-    def next_chunk(self, loaded: Iterator[Mapped]) -> tuple[int, list[Mapped]] | None:
-        """Returns the next chunk that is held, with its views; None if there are no more."""
-        for first in loaded:
-            chunk = next(iter(self._held))
-            return chunk, [first, *(next(loaded) for _ in self._store.views_of(chunk)[1:])]
-        return None
 
-    def release(self, chunk: int) -> None:
-        """Gives back the claim on a chunk."""
-        self._held.pop(chunk).close()
+def name_cache(description: Mapping[str, Any]) -> str:
+    """Returns a name that equal descriptions share, and others do not."""
+    return _hash(json.dumps(description, sort_keys=True))[:32]
 
-    def close(self) -> None:
-        """Gives back all claims."""
-        for stack in self._held.values():
-            stack.close()
+
+def hash_records(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the SHA-256 of images, annotations and their order; see ``describe_cache``."""
+    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
+    folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
+    digest = hashlib.sha256()
+    for record, name in zip(records, names, strict=True):
+        kept = {key: value for key, value in record.items() if key not in _IGNORED_IN_RECORDS}
+        kept["annotations"] = [
+            {key: value for key, value in annotation.items() if key not in _IGNORED_IN_ANNOTATIONS}
+            for annotation in record.get("annotations", ())
+        ]
+        try:
+            found = os.stat(name)
+            state = found.st_size, found.st_mtime_ns
+        except OSError:  # not there, which the mapper reports, or not on a disk of this machine
+            state = -1, -1
+        line = [os.path.relpath(name, folder), *state, kept]
+        digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _make_plain(value: Any) -> Any:
+    is_array = isinstance(value, np.ndarray | np.generic | Tensor)
+    return value.tolist() if is_array else repr(value)
+
+
+def _dump_input(config: CfgNode, is_train: bool) -> list[str]:
+    """Returns the lines of ``INPUT`` that the views of a training set, or a test set, depend on."""
+    kept = config.clone()
+    for path in (*_IGNORED_IN_INPUT, *(_OF_TEST_SETS if is_train else _OF_TRAINING_SETS)):
+        *parents, key = path.split(".")
+        functools.reduce(operator.getitem, parents, kept).pop(key, None)
+    lines: list[str] = kept.dump().splitlines()
+    return lines
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

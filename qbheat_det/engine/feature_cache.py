@@ -6,26 +6,28 @@ weights are loaded, and shared by every run that has the same encoder, images an
 """
 
 import functools
-import hashlib
-import importlib
 import json
 import logging
 import operator
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_test_loader, get_detection_dataset_dicts
 from detectron2.data.samplers import InferenceSampler
+from detectron2.modeling import Backbone, GeneralizedRCNN
+from detectron2.modeling.backbone import FPN
 from detectron2.utils import comm
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torchvision.ops import StochasticDepth
 
 from qbheat_det.config import find_memory_format
-from qbheat_det.core.files import hash_tensors, write_atomically
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     FixedViews,
@@ -36,36 +38,24 @@ from qbheat_det.data import (
     load_classes,
     number_records,
 )
-from qbheat_det.data.feature_store import FORMAT_VERSION, VIEWS_PER_CHUNK, FeatureStore
-from qbheat_det.data.mappers import VIEW_ROW, CachedViews
+from qbheat_det.data.feature_store import VIEWS_PER_FILE, FeatureStore
+from qbheat_det.data.mappers import CachedViews
 from qbheat_det.modeling.backbone import CachedBackbone
-from qbheat_det.modeling.contracts import get_backbone
+from qbheat_det.modeling.contracts import (
+    PretrainingObjective,
+    get_backbone,
+    get_freeze_all,
+    get_in_features,
+    keeps_backbone_in_eval,
+)
 
-from .cacheable import DTYPES, check_cacheable, replace_encoder
-from .feature_build import AllViews, CachedSet, ViewEncoder, fill
+from .feature_build import AllViews, ViewEncoder, describe_cache, fill, name_cache
 
 logger = logging.getLogger(__name__)
 
-# Outlines and keypoints move no box of a model without masks, and can be most of a record.
-_IGNORED_IN_RECORDS = (VIEW_ROW, "file_name")
-_IGNORED_IN_ANNOTATIONS = ("segmentation", "keypoints")
-# Number and seed of the views have entries of their own; fixed views are never read from memory.
-_IGNORED_IN_INPUT = ("FIXED_VIEWS", "PRETRAIN.MEMORY_GB")
-_OF_TEST_SETS = ("MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.TEST_CROP")
-_OF_TRAINING_SETS = (
-    "MIN_SIZE_TRAIN",
-    "MIN_SIZE_TRAIN_SAMPLING",
-    "MAX_SIZE_TRAIN",
-    "RANDOM_FLIP",
-    "CROP",
-    "DETR_CROP_RESIZE",
-    "DETR_CROP_RANGE",
-    "PRETRAIN.SCALE",
-    "PRETRAIN.RATIO",
-    "CLASSIFY.RAND_AUGMENT",
-    "CLASSIFY.RANDOM_ERASING",
-    "TWO_VIEWS",
-)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_MAX_VIEWS = 1000
+_OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 
 
 class CachedFeatures:
@@ -78,11 +68,7 @@ class CachedFeatures:
         self._backbone = backbone
         self._dtype = DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
         self._views: FixedViews | None = None
-        self._tests: dict[str, CachedSet] = {}
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
+        self._tests: dict[str, tuple[AllViews, CachedViews]] = {}
 
     def prepare(self, stream: TrainStream) -> None:
         """Encodes what the caches lack, and makes the stream read from them.
@@ -98,9 +84,9 @@ class CachedFeatures:
             self._views = stream.mapper
         with self._backbone.encoding(self._device):
             self._share_weights()
-            training = self._open("training set", stream.dataset, self._views, is_train=True)
-            self._make([training])
-        stream.mapper = CachedViews(training.store, self._views.count)
+            _, cached = self._make("training set", stream.dataset, self._views, is_train=True)
+            self._make_test_sets()
+        stream.mapper = cached
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
         """As ``Trainer.build_test_loader``, with features in the place of images.
@@ -110,23 +96,18 @@ class CachedFeatures:
         if not (self._backbone.is_trusted and dataset_name in self._tests):
             with self._backbone.encoding(self._device):
                 self._share_weights()
-                self._make([])
-        cached = self._tests[dataset_name]
-        records, mapper = cached.views.records, CachedViews(cached.store, cached.views.count)
-        workers = cfg.DATALOADER.NUM_WORKERS
+                self._make_test_sets()
+        views, mapper = self._tests[dataset_name]
+        records, workers = views.records, cfg.DATALOADER.NUM_WORKERS
         if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
             return ImageBatches(records, mapper=mapper, num_workers=workers)
         return build_detection_test_loader(
             records, mapper=mapper, sampler=InferenceSampler(len(records)), num_workers=workers
         )
 
-    def _make(self, training: Sequence[CachedSet]) -> None:
-        """Encodes what is missing, of test sets too."""
-        self._tests = {name: self._open_test_set(name) for name in self._cfg.DATASETS.TEST}
-        for cached in (*training, *self._tests.values()):
-            logger.info(f"{cached.title}: cached in '{cached.store.folder}'")
-            fill(cached, num_workers=self._cfg.DATALOADER.NUM_WORKERS)
-        self._backbone.trust()
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
 
     def _share_weights(self) -> None:
         """Gives all processes the main one's encoder, which differs if no weights are loaded."""
@@ -136,21 +117,26 @@ class CachedFeatures:
                 torch.distributed.broadcast(sent, src=0)
                 tensor.copy_(sent)
 
-    def _open_test_set(self, name: str) -> CachedSet:
+    def _make_test_sets(self) -> None:
         cfg = self._cfg
-        if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
-            records = load_classes([name], cfg.MODEL.CLASS_NAMES)
-        else:
-            records = get_detection_dataset_dicts(name, filter_empty=False)
-        views = FixedViews(build_mapper(cfg, is_train=False), count=1)
-        return self._open(f"test set '{name}'", number_records(records), views, is_train=False)
+        for name in cfg.DATASETS.TEST:
+            if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+                records = load_classes([name], cfg.MODEL.CLASS_NAMES)
+            else:
+                records = get_detection_dataset_dicts(name, filter_empty=False)
+            views = FixedViews(build_mapper(cfg, is_train=False), count=1)
+            numbered = number_records(records)
+            self._tests[name] = self._make(f"test set '{name}'", numbered, views, is_train=False)
+        self._backbone.trust()
 
-    def _open(
+    def _make(
         self, title: str, records: Sequence[dict[str, Any]], views: FixedViews, *, is_train: bool
-    ) -> CachedSet:
+    ) -> tuple[AllViews, CachedViews]:
+        """Encodes what is missing of a set; returns its views, and the mapper that reads them."""
+        cfg = self._cfg
         whole: Any = get_backbone(self._model)
         description = describe_cache(
-            self._cfg,
+            cfg,
             self._backbone,
             records,
             views=views,
@@ -158,13 +144,13 @@ class CachedFeatures:
             device=self._device,
             size_divisibility=whole.size_divisibility,
         )
-        named = self._cfg.MODEL.CACHE_FEATURES.FOLDER
+        named = cfg.MODEL.CACHE_FEATURES.FOLDER
         caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
         folder = caches / name_cache(description)
-        about = folder / "meta.json"
-        if not about.is_file():
+        logger.info(f"The {title}: cached in '{folder}'")
+        if comm.is_main_process() and not (folder / "meta.json").is_file():
             text = json.dumps(description, indent=2, sort_keys=True)
-            write_atomically(about, lambda stream: stream.write(text.encode()))
+            write_atomically(folder / "meta.json", lambda stream: stream.write(text.encode()))
         encoder = ViewEncoder(
             self._model,
             self._backbone,
@@ -173,16 +159,19 @@ class CachedFeatures:
             is_exact=self._dtype == torch.float32,
         )
         store = FeatureStore(folder, len(records) * views.count, dtype=self._dtype)
-        return CachedSet(f"Encoding the {title}", AllViews(records, views), store, encoder)
+        every = AllViews(records, views)
+        title, workers = f"Encoding the {title}", cfg.DATALOADER.NUM_WORKERS
+        fill(store, every, encoder, title=title, num_workers=workers)
+        return every, CachedViews(store, views.count)
 
     def _count_at_once(self, is_train: bool) -> int:
         """Returns how many images the model would encode at once without a cache."""
         cfg = self._cfg
         if is_train:
             parts = comm.get_world_size() * cfg.SOLVER.ACCUMULATE
-            return min(VIEWS_PER_CHUNK, max(1, cfg.SOLVER.IMS_PER_BATCH // parts))
+            return min(VIEWS_PER_FILE, max(1, cfg.SOLVER.IMS_PER_BATCH // parts))
         # Detectors are evaluated image by image.
-        return VIEWS_PER_CHUNK if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
+        return VIEWS_PER_FILE if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
 
 
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
@@ -199,94 +188,89 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
     return CachedFeatures(cfg, model, replace_encoder(cfg, model))
 
 
-def describe_cache(
-    cfg: CfgNode,
-    backbone: CachedBackbone,
-    records: Sequence[Mapping[str, Any]],
-    *,
-    views: FixedViews,
-    is_train: bool,
-    device: torch.device,
-    size_divisibility: int,
-) -> dict[str, Any]:
-    """Returns all that the features of a data set depend on, long things by their SHA-256.
+def check_cacheable(cfg: CfgNode) -> None:
+    """Checks the keys of a config that has the cache on.
 
-    Threads and versions of other libraries do not enter: caches are moved and shared, and what they
-    change is far below half precision.
-
-    Args:
-        cfg: of the run; of ``INPUT``, what the views of such a set depend on enters.
-        backbone: with the encoder.
-        records: of the data set. Of a file enter its name below the folder of all files, its size
-            and when it was changed, not its content. Outlines and keypoints do not enter.
-        views: of each image.
-        is_train: whether views are drawn as in training, or are those of inference.
-        device: that encodes.
-        size_divisibility: that images are padded to before they are encoded.
+    Raises:
+        UserError: there is no fixed number of views, or the recipe needs what a cache cannot give.
     """
-    return {
-        "format": FORMAT_VERSION,
-        "weights": hash_tensors(backbone.encoder.state_dict()),
-        "encoder": _hash(repr(backbone.encoder)),  # what no weight shows
-        "outputs": backbone.outputs,
-        "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
-        "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
-        "size_divisibility": size_divisibility,
-        "dtype": cfg.MODEL.CACHE_FEATURES.DTYPE,
-        "views_per_image": views.count,
-        "views_seed": views.seed,
-        "is_train": is_train,
-        "input": _dump_input(cfg.INPUT, is_train),
-        "qbheat_det": importlib.import_module("qbheat_det").__version__,
-        "torch": torch.__version__.partition("+")[0],
-        "device": device.type,
-        "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # Detectron2 0.6 has no such
-        "channels_last": find_memory_format(cfg) == torch.channels_last,
-        "num_images": len(records),
-        "records": hash_records(records),
+    if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
+        raise UserError(
+            "MODEL.CACHE_FEATURES needs a number of views of each image: set "
+            f"INPUT.FIXED_VIEWS.COUNT, to {_MAX_VIEWS} at most"
+        )
+    dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
+    if dtype not in DTYPES:
+        raise UserError(f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', not one of {', '.join(DTYPES)}")
+    refused = {
+        "MODEL.MASK_ON": "needs masks, which are not cached",
+        "MODEL.KEYPOINT_ON": "needs keypoints, which are not cached",
+        "MODEL.LOAD_PROPOSALS": "needs proposals, which are not cached",
+        "TEST.KNN.TRAIN": "scores an encoder that stays frozen",
+        "VIS_PERIOD": "draws training images, which are not loaded",
     }
+    if cfg.MODEL.META_ARCHITECTURE == "ImageClassifier":
+        mixes = "mixes images before the encoder, anew in every step"
+        refused |= {"MODEL.CLASSIFIER.MIXUP": mixes, "MODEL.CLASSIFIER.CUTMIX": mixes}
+    for key, reason in refused.items():
+        if functools.reduce(operator.getitem, key.split("."), cfg):
+            raise UserError(f"{key} {reason}: switch it off, or {_OFF}")
 
 
-def name_cache(description: Mapping[str, Any]) -> str:
-    """Returns a name that equal descriptions share, and others do not."""
-    return _hash(json.dumps(description, sort_keys=True))[:32]
+def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
+    """Puts a ``CachedBackbone`` in the place of a model's frozen encoder, and returns it.
+
+    Raises:
+        UserError: the model has no frozen encoder.
+    """
+    backbone = get_backbone(model)
+    if backbone is None:
+        raise UserError(f"{type(model).__name__} has no backbone to cache: {_OFF}")
+    has_pyramid = isinstance(backbone, FPN)
+    encoder = backbone.bottom_up if has_pyramid else backbone
+    check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
+    cached = CachedBackbone(
+        encoder=encoder.to("cpu"),
+        outputs=get_in_features(backbone if has_pyramid else model) or list(encoder.output_shape()),
+        channels_last=find_memory_format(cfg) == torch.channels_last,
+    )
+    if has_pyramid:
+        backbone.bottom_up = cached
+    else:
+        model.backbone = cached
+    return cached
 
 
-def hash_records(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the SHA-256 of images, annotations and their order; see ``describe_cache``."""
-    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
-    folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
-    digest = hashlib.sha256()
-    for record, name in zip(records, names, strict=True):
-        kept = {key: value for key, value in record.items() if key not in _IGNORED_IN_RECORDS}
-        kept["annotations"] = [
-            {key: value for key, value in annotation.items() if key not in _IGNORED_IN_ANNOTATIONS}
-            for annotation in record.get("annotations", ())
-        ]
-        try:
-            found = os.stat(name)
-            state = found.st_size, found.st_mtime_ns
-        except OSError:  # not there, which the mapper reports, or not on a disk of this machine
-            state = -1, -1
-        line = [os.path.relpath(name, folder), *state, kept]
-        digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")
-    return digest.hexdigest()
+def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
+    """Checks that the encoder of a model gives the same features in every step.
+
+    Raises:
+        UserError: the model pre-trains its encoder or reads pixels alone, or part of the encoder
+            changes in training, or draws random numbers.
+    """
+    kind, name = type(model).__name__, type(encoder).__name__
+    if isinstance(model, PretrainingObjective):
+        raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {_OFF}")
+    if isinstance(model, GeneralizedRCNN):
+        raise UserError(f"Detectron2's {kind} reads pixels alone, not cached features: {_OFF}")
+    changing = [path for path, p in encoder.named_parameters() if p.requires_grad]
+    stays_in_eval = keeps_backbone_in_eval(model) and not changing
+    modules = [] if stays_in_eval else list(encoder.named_modules())
+    changing += [path for path, module in modules if isinstance(module, _BatchNorm)]
+    if changing:
+        raise UserError(
+            f"'{changing[0]}' and {len(changing) - 1} more of {name} change in training: set "
+            f"MODEL.BACKBONE.FREEZE_AT to {get_freeze_all(encoder)} instead of {freeze_at}, or "
+            f"{_OFF}"
+        )
+    for path, module in modules:
+        if _get_drop_rate(module):
+            raise UserError(f"'{path}' of {name} drops values in training: {_OFF}")
 
 
-def _make_plain(value: Any) -> Any:
-    is_array = isinstance(value, np.ndarray | np.generic | Tensor)
-    return value.tolist() if is_array else repr(value)
-
-
-def _dump_input(config: CfgNode, is_train: bool) -> list[str]:
-    """Returns the lines of ``INPUT`` that the views of a training set, or a test set, depend on."""
-    kept = config.clone()
-    for path in (*_IGNORED_IN_INPUT, *(_OF_TEST_SETS if is_train else _OF_TRAINING_SETS)):
-        *parents, key = path.split(".")
-        functools.reduce(operator.getitem, parents, kept).pop(key, None)
-    lines: list[str] = kept.dump().splitlines()
-    return lines
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _get_drop_rate(module: nn.Module) -> float:
+    if isinstance(module, _DropoutNd | StochasticDepth):
+        return float(module.p)
+    if isinstance(module, nn.MultiheadAttention):
+        return float(module.dropout)
+    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # timm's name, and others'

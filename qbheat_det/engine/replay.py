@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
-from detectron2.structures import ImageList, Instances
+from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -23,29 +23,10 @@ from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.layers import NormedConv2d
-from qbheat_det.modeling.contracts import SupportsLossNormalizers
 
-from .cacheable import replace_encoder
 from .failure import FailedStep, read_failure
+from .feature_cache import replace_encoder
 from .step import choose_precision, compute_losses, loss_weight, seed_step
-
-
-@dataclass
-class ImageReport:
-    """One image of the failed batch, and its losses if it was run alone, in training mode."""
-
-    name: str
-    size: tuple[int, int]  # (height, width) in pixels, as the model receives it
-    num_boxes: int
-    defects: tuple[str, ...] = ()  # of the image or its ground truth
-    losses: dict[str, float] = field(default_factory=dict)
-    error: str = ""
-
-    def __str__(self) -> str:
-        row = f"  {self.name}  {self.size[1]} x {self.size[0]}, {self.num_boxes} boxes"
-        row += f", loss {sum(self.losses.values()):.5g}" if self.losses else ""
-        row += f", raised {self.error}" if self.error else ""
-        return "; ".join([row, *self.defects])
 
 
 @dataclass
@@ -57,13 +38,13 @@ class ReplayReport:
     device: str
     losses: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    first_module: str | None = None  # name and class, of those whose output is not finite
-    first_module_values: tuple[int, int] = (0, 0)  # values of its output not finite, and all
-    first_module_has_finite_inputs: bool = True
-    first_module_has_finite_weights: bool = True
-    # "weights" before the step, "buffers" after it, "last gradients" of the file, "gradients".
+    # Of the modules whose output is not finite: name and class, and what is not finite.
+    first_module: str | None = None
+    first_module_values: str = ""
+    # "weights" before the step, "buffers" after it, "gradients" of this.
     not_finite: dict[str, list[str]] = field(default_factory=dict)
-    images: list[ImageReport] = field(default_factory=list)
+    # By image: a line on it, and its losses if it was run alone, in training mode.
+    images: list[tuple[str, dict[str, float]]] = field(default_factory=list)
 
     @property
     def is_same(self) -> bool:
@@ -89,73 +70,58 @@ class ReplayReport:
             lines.append(f"{name:<20}  " + "  ".join(f"{value:>11.5g}" for value in values))
         if not self.is_same:
             lines.append("The losses differ: the device, a library or other processes differ.")
-        lines += ["", *self._describe_values(), "", "Images of this process, each run alone:"]
-        return "\n".join([*lines, *map(str, self.images)])
-
-    def _describe_values(self) -> Iterator[str]:
+        lines.append("")
         if self.error:
-            yield f"The step raised {self.error}"
+            lines.append(f"The step raised {self.error}")
         if self.first_module is None:
-            yield "Every module's output is finite."
+            lines.append("Every module's output is finite.")
         else:
-            bad, total = self.first_module_values
-            yield (
-                f"First output that is not finite: {self.first_module}, {bad:,} of {total:,} "
-                f"values; finite inputs: {self.first_module_has_finite_inputs}, finite weights: "
-                f"{self.first_module_has_finite_weights}."
-            )
+            found = f"{self.first_module}, {self.first_module_values}"
+            lines.append(f"First output that is not finite: {found}.")
         for kind, names in self.not_finite.items():
-            yield f"{kind:<15} {'not finite: ' + join_first(names) if names else 'all finite'}"
+            found = f"not finite: {join_first(names)}" if names else "all finite"
+            lines.append(f"{kind:<15} {found}")
+        lines += ["", "Images of this process, each run alone:"]
+        for line, losses in self.images:
+            lines.append(f"  {line}" + (f", loss {sum(losses.values()):.5g}" if losses else ""))
+        return "\n".join(lines)
 
 
-def replay_failure(
-    path: str | os.PathLike[str], *, device: str | None = None, each_image: bool = True
-) -> ReplayReport:
+def replay_failure(path: str | os.PathLike[str]) -> ReplayReport:
     """Builds the model of a failed step, restores weights and randomness, and runs it again.
 
     Args:
         path: file that ``dump_failure`` wrote. No code in it is run.
-        device: "cpu" or "cuda"; None takes that of the failed step, if it is available.
-        each_image: also compute the losses of each image alone, without gradients.
 
     Raises:
         UserError: the file cannot be read, or its config builds no model that fits its weights.
     """
     failed = read_failure(path)
     cfg = load_embedded_config(failed.config, f"the config inside '{path}'")
-    wanted = device or failed.device
-    cfg.MODEL.DEVICE = wanted if wanted == "cpu" or torch.cuda.is_available() else "cpu"
+    cfg.MODEL.DEVICE = failed.device if torch.cuda.is_available() else "cpu"
     model = _build_model(cfg, failed, path)
     report = ReplayReport(path=str(path), failed=failed, device=cfg.MODEL.DEVICE)
     state = {**failed.weights, **failed.buffers}
-    parameters = failed.gradients.keys()
+    parameters = {name for name, _ in model.named_parameters()}
     report.not_finite = {
         "weights": _not_finite({k: v for k, v in state.items() if k in parameters}),
         "buffers": _not_finite({k: v for k, v in state.items() if k not in parameters}),
-        "last gradients": _not_finite(failed.gradients),
     }
     with EventStorage(failed.iteration):  # Detectron2's detectors write to it in training
-        if failed.normalizers is not None and isinstance(model, SupportsLossNormalizers):
-            expected = model.loss_counts(failed.batches[0]).shape
-            if failed.normalizers.shape != expected:
-                raise UserError(f"'{path}' was written by another version of qbheat_det: replay "
-                                "it with the version in the run's run.json")  # fmt: skip
         _run_step(cfg, model, failed, report)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         report.not_finite["gradients"] = _not_finite(gradients)
-        _restore(model, failed)  # the forward pass changed BatchNorm's statistics
-        entries = [entry for batch in failed.batches for entry in batch]
-        report.images = [_describe_image(entry) for entry in entries]
-        for image, entry in zip(report.images, entries, strict=True) if each_image else ():
+        for entry in (entry for batch in failed.batches for entry in batch):
+            _restore(model, failed)  # each forward pass changes BatchNorm's statistics
             seed_step(failed.seed, failed.iteration, failed.rank)
+            line, losses = _describe_image(entry), {}
             try:
                 with torch.no_grad():
-                    losses = compute_losses(model, [entry], precision=choose_precision(cfg))
-                image.losses = {name: float(value) for name, value in losses.items()}
+                    alone = compute_losses(model, [entry], precision=choose_precision(cfg))
+                losses = {name: float(value) for name, value in alone.items()}
             except Exception as error:
-                image.error = f"{type(error).__name__}: {error}"
-            finally:
-                _restore(model, failed)
+                line = f"{line}; raised {type(error).__name__}: {error}"
+            report.images.append((line, losses))
     return report
 
 
@@ -211,13 +177,13 @@ def _watch_modules(model: nn.Module, report: ReplayReport) -> Iterator[None]:
 
     def watch(name: str, module: nn.Module) -> None:
         def check(_: nn.Module, inputs: Any, output: Any) -> None:
-            if report.first_module is not None or not (counts := _count(output))[0]:
+            bad, total = _count(output)
+            if report.first_module is not None or not bad:
                 return
-            weights = [_count(parameter)[0] for parameter in module.parameters()]
+            finite = [f"finite inputs: {not _count(inputs)[0]}"]
+            finite.append(f"finite weights: {not _count(list(module.parameters()))[0]}")
             report.first_module = f"{name or 'the model itself'} ({type(module).__name__})"
-            report.first_module_values = counts
-            report.first_module_has_finite_inputs = not _count(inputs)[0]
-            report.first_module_has_finite_weights = not any(weights)
+            report.first_module_values = f"{bad:,} of {total:,} values; {', '.join(finite)}"
 
         handles.append(module.register_forward_hook(check))
 
@@ -237,30 +203,31 @@ def _watch_modules(model: nn.Module, report: ReplayReport) -> Iterator[None]:
             handle.remove()
 
 
-def _describe_image(entry: Mapping[str, Any]) -> ImageReport:
+def _describe_image(entry: Mapping[str, Any]) -> str:
+    """Returns a line on an image of the batch and what is wrong with it or its ground truth."""
     image = entry.get("image")
     image = image if isinstance(image, Tensor) else torch.empty(3, 0, 0)
     height, width = (int(length) for length in image.shape[-2:])
-    defects = [] if image.numel() else ["no pixels"]
-    if not torch.isfinite(image.float()).all():
-        defects.append("pixels that are not finite")
     instances = entry.get("instances")
+    identity = f" (id {entry['image_id']})" if "image_id" in entry else ""
+    line = [
+        f"{entry.get('file_name', 'an image without a file name')}{identity}  {width} x {height}, "
+        f"{0 if instances is None else len(instances)} boxes"
+    ]
+    if not image.numel():
+        line.append("no pixels")
+    if not torch.isfinite(image.float()).all():
+        line.append("pixels that are not finite")
     if instances is not None and instances.has("gt_boxes"):
         boxes = instances.gt_boxes.tensor  # (n, 4), XYXY
         limits = boxes.new_tensor([width, height]) + 1
         if not torch.isfinite(boxes).all():
-            defects.append("a box that is not finite")
+            line.append("a box that is not finite")
         if (boxes[:, 2:] <= boxes[:, :2]).any():
-            defects.append("a box without area")
+            line.append("a box without area")
         if (boxes[:, :2] < -1).any() or (boxes[:, 2:] > limits).any():
-            defects.append("a box beyond the image")
-    identity = f" (id {entry['image_id']})" if "image_id" in entry else ""
-    return ImageReport(
-        name=f"{entry.get('file_name', 'an image without a file name')}{identity}",
-        size=(height, width),
-        num_boxes=0 if instances is None else len(instances),
-        defects=tuple(defects),
-    )
+            line.append("a box beyond the image")
+    return "; ".join(line)
 
 
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:
@@ -269,22 +236,19 @@ def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:
 
 def _count(value: Any) -> tuple[int, int]:
     """Returns how many floating-point values of nested data are not finite, and of how many."""
-    tensors = list(_floating_tensors(value))
+    tensors = _floating_tensors(value)
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors)
     return bad, sum(tensor.numel() for tensor in tensors)
 
 
-def _floating_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-        yield value.detach()
-    elif isinstance(value, Instances):
-        yield from _floating_tensors(value.get_fields())
-    elif isinstance(value, ImageList):
-        yield from _floating_tensors(value.tensor)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _floating_tensors(vars(value))
-    elif isinstance(value, Mapping):
-        yield from _floating_tensors(list(value.values()))
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for element in value:
-            yield from _floating_tensors(element)
+def _floating_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        is_counted = value.is_floating_point() or value.is_complex()
+        return [value.detach()] if is_counted else []
+    if isinstance(value, Instances | ImageList | Boxes) or dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [tensor for element in value for tensor in _floating_tensors(element)]

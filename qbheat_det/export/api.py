@@ -13,10 +13,9 @@ from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
-from qbheat_det.engine.data_sources import register_source
 from qbheat_det.engine.media import UnreadableMedia, find_media, read_bgr
 from qbheat_det.engine.predict import build_predictor
-from qbheat_det.engine.run_record import RUN_FILE, read_run_record
+from qbheat_det.engine.run_record import RUN_FILE, read_run_record, register_source
 
 from .agreement import ExportReport, build_reference, measure_agreement
 from .graph import build_exportable, trace_images

@@ -10,7 +10,6 @@
 """
 
 from .api import (
-    ZooWeights,
     get,
     get_address,
     get_checkpoint,
@@ -20,6 +19,7 @@ from .api import (
 )
 from .api import list_names as list
 from .index import Fingerprint, Metric, OutputStats, ZooEntry, find_entry, list_entries, load_index
+from .sources import ZooWeights
 
 __all__ = [
     "Fingerprint",

@@ -1,23 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Configs, files and models by name, as in Detectron2's ``model_zoo``; addresses; timm's tags.
 
-Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, and registers the
-zoo's Mobile-Formers as weights of timm's, such as ``mobile_former_285m.qb_heat_caltech101``.
+Importing this module registers the zoo's Mobile-Formers as weights of timm's, such as
+``mobile_former_285m.qb_heat_caltech101``.
 """
 
-import functools
-import io
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
-from detectron2.utils.file_io import PathManager
-from iopath.common.file_io import PathHandler
 from torch import nn
 
 from qbheat_det.checkpoint import (
@@ -29,12 +23,11 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.classification import TIMM_NAMES, add_timm_weights
 
 from .index import PREFIX, ZooEntry, find_entry, list_entries
-from .sources import cache_folder, fetch
+from .sources import fetch
 
 logger = logging.getLogger(__name__)
 
@@ -104,31 +97,6 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
     return TrainedModel(model.eval(), cfg, checkpointer.report)
 
 
-class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to ``.pth``: Detectron2 cannot read ``.safetensors`` so far."""
-
-    def _get_supported_prefixes(self) -> list[str]:
-        return [PREFIX]
-
-    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        entry = find_entry(path)
-        return str(_write_pytorch(fetch(entry), cache_folder(entry)))
-
-
-@functools.lru_cache
-def _write_pytorch(source: Path, folder: Path) -> Path:
-    """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
-    state, info = read_weights(str(source))
-    tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    content = {"model": tensors, **({"info": info.to_dict()} if info else {})}
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    target = folder / source.with_suffix(".pth").name
-    if not target.is_file() or target.read_bytes() != stream.getvalue():
-        write_atomically(target, lambda file: file.write(stream.getvalue()))
-    return target
-
-
 def timm_name(entry: ZooEntry) -> str:
     """Returns timm's name of an entry's backbone, or "" if timm has no such model.
 
@@ -168,7 +136,6 @@ def add_entries_to_timm(entries: Iterable[ZooEntry]) -> None:
     )
 
 
-PathManager.register_handler(ZooWeights())
 try:
     add_entries_to_timm(list_entries())
 except UserError as error:  # a user's index must not keep the package from being imported

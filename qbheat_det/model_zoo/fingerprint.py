@@ -11,9 +11,8 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,18 +48,12 @@ _BEST_BOX = ".surest_box"
 _RAW_MODULES = ("backbone", "proposal_generator.rpn_head", "head", "predictor", "decoder")
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """Largest difference of one output's numbers; infinite for the reason in ``note``."""
+class Deviation(NamedTuple):
+    """How far an output is from the expected one, in tolerances: more than 1 is not equal."""
 
     output: str
-    largest: float
-    tolerance: float
-    note: str = ""
-
-    @property
-    def is_equal(self) -> bool:
-        return self.largest <= self.tolerance
+    ratio: float
+    reason: str = ""
 
 
 def draw_images() -> list[npt.NDArray[np.uint8]]:
@@ -94,9 +87,9 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
 
 
 def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Deviation]:
-    """Returns the deviation of each output of either fingerprint.
+    """Returns the deviation of each output of either fingerprint, in the order of computation.
 
-    Tolerances are those of ``found``, so that an index cannot ask for larger ones.
+    Tolerances are at most those of ``found``, so that an index cannot ask for larger ones.
 
     Raises:
         UserError: they are of other synthetic images.
@@ -107,28 +100,28 @@ def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Devi
             f"{found.version}"
         )
     outputs = {output.name: output for output in found.outputs}
-    deviations = [_compare(output, outputs.get(output.name)) for output in expected.outputs]
-    known = {output.name for output in expected.outputs}
-    deviations += [
-        Deviation(name, math.inf, output.tolerance, "the index does not have this output")
-        for name, output in outputs.items()
+    deviations = [_compare(output, outputs.pop(output.name, None)) for output in expected.outputs]
+    return deviations + [
+        Deviation(name, math.inf, "the index does not have this output")
+        for name in outputs
         # Whether there is a best box depends on a margin of scores, which are compared themselves.
-        if name not in known and not name.endswith(_BEST_BOX)
+        if not name.endswith(_BEST_BOX)
     ]
-    return deviations
 
 
 def _compare(expected: OutputStats, found: OutputStats | None) -> Deviation:
     if found is None:
-        return Deviation(expected.name, math.inf, expected.tolerance, "there is no such output")
-    if expected.shape != found.shape:
-        note = f"shape {list(found.shape)} instead of {list(expected.shape)}"
-        return Deviation(expected.name, math.inf, expected.tolerance, note)
+        return Deviation(expected.name, math.inf, "there is no such output")
     before = (expected.mean, expected.std, *expected.values)
     now = (found.mean, found.std, *found.values)
+    if expected.shape != found.shape or len(before) != len(now):
+        note = f"shape {list(found.shape)} instead of {list(expected.shape)}"
+        return Deviation(expected.name, math.inf, note)
     largest = max(abs(a - b) for a, b in zip(before, now, strict=True))
     rounding = 1e-5 * max(map(abs, before))  # the numbers have six digits
-    return Deviation(expected.name, largest, min(expected.tolerance, found.tolerance) + rounding)
+    tolerance = min(expected.tolerance, found.tolerance) + rounding
+    reason = f"differs by {largest:.3g}, tolerance {tolerance:.3g}"
+    return Deviation(expected.name, largest / tolerance, reason)
 
 
 def _draw(height: int, width: int, number: int) -> npt.NDArray[np.uint8]:

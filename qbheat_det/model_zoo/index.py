@@ -5,15 +5,15 @@ The weights are separate files, found by name and SHA-256; see ``sources``.
 """
 
 import dataclasses
-import datetime
 import difflib
 import fnmatch
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import typing
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from qbheat_det.core.errors import UserError
 
@@ -26,7 +26,7 @@ TASKS = ("pretraining", "detection", "classification")
 class Metric:
     """A measured number, such as "AP" of 21.3 "%" on the data "Aquarium test".
 
-    ``spread`` is such as "±0.4 over 3 seeds"; ``unit``, ``spread`` and ``note`` may be empty.
+    ``spread`` is such as "±0.4, over 3 seeds"; ``unit``, ``spread`` and ``note`` may be empty.
     """
 
     name: str
@@ -35,6 +35,11 @@ class Metric:
     data: str
     spread: str = ""
     note: str = ""
+
+    def __str__(self) -> str:
+        """Returns such as "AP 21.3 ±0.4 %", per cent to one decimal."""
+        value = f"{self.value:{'.1f' if self.unit == '%' else 'g'}}"
+        return " ".join(filter(None, [self.name, value, self.spread.partition(",")[0], self.unit]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,83 +94,22 @@ class ZooEntry:
     fingerprint: Fingerprint | None = None
 
 
-def _matches(pattern: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value, re.ASCII))
-
-
-def _is_note(value: Any) -> bool:  # without control characters of terminals
-    return isinstance(value, str) and value.isprintable()
-
-
-def _is_line(value: Any) -> bool:
-    return _is_note(value) and bool(value.strip())
-
-
-def _is_date(value: Any) -> bool:
-    try:
-        return datetime.date.fromisoformat(value).isoformat() == value
-    except (TypeError, ValueError):
-        return False
-
-
-def _is_number(value: Any) -> bool:  # NaN compares as false, and JSON's integers have no bound
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
-def _integer(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-_LINE = (_is_line, "one line of text")
-_NOTE = (_is_note, "at most one line of text")
-_NUMBER = (_is_number, "a finite number")
-# Per class and field: a check of the JSON value, and what is expected, for the message.
-_RULES: dict[type, dict[str, tuple[Callable[[Any], bool], str]]] = {
-    ZooEntry: {
-        # Characters that every file system, address and repository takes.
-        "name": (
-            _matches(r"(?=.{1,200}$)[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+"),
-            "task/variant of letters, digits, '_' and '.', such as retinanet/285M_aquarium",
-        ),
-        "task": (lambda value: value in TASKS, f"one of {', '.join(TASKS)}"),
-        "config": (_matches(r"(\w[\w.-]*/)*\w[\w.-]*\.yaml"), "the path of a YAML below configs/"),
-        "file": (_is_line, "the name with '-' for '/' and .safetensors"),
-        "sha256": (_matches(r"[0-9a-f]{64}"), "64 lower-case hexadecimal digits"),
-        "size": (_integer(1), "a number of bytes"),
-        "num_params": (_integer(1), "a number of parameters"),
-        "madds": (_integer(0), "a number of multiply-adds"),
-        "madds_input": (lambda v: _list_of(_integer(1))(v) and len(v) == 2, "[height, width]"),
-        **dict.fromkeys(("summary", "data", "data_licence", "licence"), _LINE),
-        "command": (
-            lambda value: isinstance(value, str) and all(map(_is_line, value.split("\n"))),
-            "lines of a shell",
-        ),
-        "commit": (_matches(r"[0-9a-f]{7,64}"), "7 to 64 lower-case hexadecimal digits"),
-        "date": (_is_date, "YYYY-MM-DD"),
-        "metrics": (_list_of(bool), "a list of metrics"),
-        "fingerprint": (lambda value: value is None or isinstance(value, dict), "an object"),
-    },
-    Metric: {
-        "name": _LINE, "value": _NUMBER, "unit": _NOTE, "data": _LINE, "spread": _NOTE,
-        "note": _NOTE,
-    },
-    Fingerprint: {
-        "version": (_integer(1), "a whole number"),
-        "outputs": (lambda value: isinstance(value, list) and bool(value), "a list of outputs"),
-    },
-    OutputStats: {
-        "name": _LINE, "mean": _NUMBER,
-        "shape": (_list_of(_integer(1)), "a list of sizes"),
-        "std": (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
-        "values": (lambda value: bool(value) and _list_of(_is_number)(value), "a list of numbers"),
-        "tolerance": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    },
-}  # fmt: skip
-_NESTED: dict[str, type] = {"metrics": Metric, "fingerprint": Fingerprint, "outputs": OutputStats}
+# Of an entry's fields that have a form of their own: the form, and how a message describes it.
+_FORMS = {
+    # Characters that every file system, address and repository takes.
+    "name": (
+        r"(?=.{1,200}$)[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+",
+        "task/variant of letters, digits, '_' and '.', such as retinanet/285M_aquarium",
+    ),
+    "task": ("|".join(TASKS), f"one of {', '.join(TASKS)}"),
+    "config": (r"(\w[\w.-]*/)*\w[\w.-]*\.yaml", "the path of a YAML below configs/"),
+    "sha256": (r"[0-9a-f]{64}", "64 lower-case hexadecimal digits"),
+    "commit": (r"[0-9a-f]{7,64}", "7 to 64 lower-case hexadecimal digits"),
+    **dict.fromkeys(
+        ("summary", "data", "data_licence", "licence"), (r".*\S.*", "one line of text")
+    ),
+    "date": (r"\d{4}-\d\d-\d\d", "YYYY-MM-DD"),
+}
 
 
 def parse_entry(value: Any, where: str) -> ZooEntry:
@@ -175,32 +119,43 @@ def parse_entry(value: Any, where: str) -> ZooEntry:
         UserError: names the field that is unknown, missing or invalid.
     """
     entry: ZooEntry = _parse(ZooEntry, value, where)
+    for name, (form, expected) in _FORMS.items():
+        if not re.fullmatch(form, text := getattr(entry, name), re.ASCII):
+            raise UserError(f"{where}: '{name}' is {text!r:.60}, expected {expected}")
     if entry.file != file_of(entry.name):
         raise UserError(f"{where}: 'file' is {entry.file!r}, expected '{file_of(entry.name)}'")
     return entry
 
 
 def _parse(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is no JSON object with named fields")
-    rules = _RULES[kind]
-    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-    for what, names in (("unknown", set(value) - set(rules)), ("missing", required - set(value))):
-        if names:
-            raise UserError(f"{where}: the field '{min(names)}' is {what}")
-    fields = {}
-    for name, part in value.items():
-        check, expected = rules[name]
-        if not check(part):
-            raise UserError(f"{where}: '{name}' is {part!r:.60}, expected {expected}")
-        inner = _NESTED.get(name)
-        if isinstance(part, list):
-            items = enumerate(part)
-            part = [_parse(inner, p, f"{where}: {name}[{i}]") if inner else p for i, p in items]
-        elif inner and part is not None:
-            part = _parse(inner, part, f"{where}: '{name}'")
-        fields[name] = tuple(part) if isinstance(part, list) else part
-    return kind(**fields)
+    """Returns JSON data as a field's type, which may be a dataclass or a tuple of such."""
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+        for what, names in (("unknown", value.keys() - fields), ("missing", required - set(value))):
+            if names:
+                raise UserError(f"{where}: the field '{min(names)}' is {what}")
+        types = typing.get_type_hints(kind)
+        parsed = {key: _parse(types[key], v, f"{where}: '{key}'") for key, v in value.items()}
+        return cast(Any, kind)(**parsed)
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        if ... in arguments or len(value) == len(arguments):
+            return tuple(_parse(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    elif type(None) in arguments:
+        return None if value is None else _parse(arguments[0], value, where)
+    elif _is_valid(kind, value):
+        return value
+    raise UserError(f"{where} is {value!r:.60}, expected {getattr(kind, '__name__', kind)}")
+
+
+def _is_valid(kind: type, value: Any) -> bool:
+    if kind is str:  # without the control characters of terminals; commands have several lines
+        return isinstance(value, str) and all(map(str.isprintable, value.split("\n")))
+    if kind is int:
+        return type(value) is int and value > 0
+    # NaN compares as false, and integers in JSON have no upper bound.
+    return kind is float and type(value) in (int, float) and abs(value) < 1e300
 
 
 def to_plain(entry: ZooEntry) -> dict[str, Any]:

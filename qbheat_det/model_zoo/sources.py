@@ -5,23 +5,29 @@ the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACH
 ``$QBHEAT_ZOO_URL``, and the hub's repositories ``OWNER/NAME[@REVISION]`` in ``$QBHEAT_ZOO_HUB``.
 
 Only a file with the SHA-256 of the index is used; one of the same name with another content is an
-error and not skipped.
+error and not skipped. Importing this module lets Detectron2's path manager resolve
+``qbheat://NAME``.
 """
 
+import functools
 import http.client
+import io
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from iopath.common.file_io import get_cache_dir
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import PathHandler, get_cache_dir
 
+from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock, hash_file
-from qbheat_det.core.text import format_bytes
+from qbheat_det.core.files import file_lock, hash_file, write_atomically
+from qbheat_det.core.text import format_bytes, one_line
 
-from .index import ZooEntry, zoo_folders
+from .index import PREFIX, ZooEntry, find_entry, zoo_folders
 
 SHIPPED = Path(__file__).with_name("weights")
 
@@ -105,6 +111,31 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
     return path
 
 
+class ZooWeights(PathHandler):
+    """Resolves ``qbheat://NAME`` to ``.pth``: Detectron2 cannot read ``.safetensors`` so far."""
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [PREFIX]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        entry = find_entry(path)
+        return str(_write_pytorch(fetch(entry), cache_folder(entry)))
+
+
+@functools.lru_cache
+def _write_pytorch(source: Path, folder: Path) -> Path:
+    """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
+    state, info = read_weights(str(source))
+    tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+    content = {"model": tensors, **({"info": info.to_dict()} if info else {})}
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    target = folder / source.with_suffix(".pth").name
+    if not target.is_file() or target.read_bytes() != stream.getvalue():
+        write_atomically(target, lambda file: file.write(stream.getvalue()))
+    return target
+
+
 def _download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
     import huggingface_hub  # takes a second, and most weights come from elsewhere
 
@@ -116,7 +147,7 @@ def _download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
             name, entry.file, revision=revision or None, local_dir=folder, endpoint=endpoint
         )
     except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise UnavailableError(f"hub {repository}: {_one_line(error)}") from error
+        raise UnavailableError(f"hub {repository}: {one_line(error)}") from error
     try:
         return check_hash(Path(path), entry)
     except UserError:
@@ -134,7 +165,7 @@ def _download(url: str, target: Path, entry: ZooEntry) -> None:
             f"'{url}' is refused: it is not the file of '{entry.name}' ({error})"
         ) from error
     except (OSError, http.client.HTTPException) as error:  # of the network
-        raise UnavailableError(f"{url}: {_one_line(error)}") from error
+        raise UnavailableError(f"{url}: {one_line(error)}") from error
 
 
 def _remote_sources() -> Iterator[str]:
@@ -147,5 +178,4 @@ def _remote_sources() -> Iterator[str]:
     yield from filter(None, map(str.strip, names))
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+PathManager.register_handler(ZooWeights())

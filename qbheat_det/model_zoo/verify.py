@@ -11,6 +11,7 @@ from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.analysis import CountingRule, count_detector_madds, count_madds, count_parameters
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES
 from qbheat_det.modeling.contracts import PretrainingObjective
 
@@ -62,8 +63,8 @@ def verify_entry(entry: ZooEntry) -> Verdict:
     except UserError as error:
         return Verdict(entry.name, **steps, error=str(error))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of a model's own code
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return Verdict(entry.name, **steps, error=f"the model does not run: {text}")
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        return Verdict(entry.name, **steps, error=f"the model does not run: {reason}")
     return Verdict(entry.name, **steps)
 
 
@@ -119,14 +120,11 @@ def check_fingerprint(expected: Fingerprint, found: Fingerprint) -> str:
         UserError: an output differs; names the first one in the order of computation.
     """
     deviations = compare_fingerprints(expected, found)
-    wrong = [deviation for deviation in deviations if not deviation.is_equal]
+    wrong = [deviation for deviation in deviations if deviation.ratio > 1]
     if not wrong:
-        largest = max(one.largest / one.tolerance for one in deviations)
-        return f"ok, {100 * largest:.2g} % of tolerance"
-    first = wrong[0]
-    reason = first.note or f"differs by {first.largest:.3g}, tolerance {first.tolerance:.3g}"
+        return f"ok, {100 * max(one.ratio for one in deviations):.2g} % of tolerance"
     more = f" (and {len(wrong) - 1} more of {len(deviations)} outputs)" if wrong[1:] else ""
-    raise UserError(f"output '{first.output}': {reason}{more}")
+    raise UserError(f"output '{wrong[0].output}': {wrong[0].reason}{more}")
 
 
 def _check_equal(field: str, expected: object, found: object) -> None:

@@ -69,11 +69,10 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     output = tmp_path / "ours.safetensors"
     done = convert_weights(str(weights), output, "detectron2:resnet50")
     assert done.report is not None
-    assert done.target is not None
     assert [key.removeprefix("module.") for key in done.report.unused] == ["fc.weight", "fc.bias"]
     cfg = get_cfg()
-    for key, value in done.target.keys.items():
-        cfg.merge_from_list([key, value])
+    for key, value in done.keys.items():
+        cfg.merge_from_list([key, list(value) if isinstance(value, tuple) else value])
     cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]  # NORM is FrozenBN
     with torch.device("meta"):
         backbone = build_backbone(cfg)
@@ -107,7 +106,7 @@ def test_a_timm_encoder_takes_timms_own_with_the_normalisation_of_the_tag(tmp_pa
     output = tmp_path / "ours.safetensors"
     done = convert_weights(_save(net, tmp_path / "theirs.safetensors"), output, f"timm:{name}")
     cfg = timm.get_pretrained_cfg(name)
-    assert done.info.pixel_mean == pytest.approx([255 * value for value in cfg.mean])
+    assert done.keys["MODEL.PIXEL_MEAN"] == pytest.approx([255 * value for value in cfg.mean])
     assert done.report is not None
     assert all(key.startswith(("conv_head.", "classifier.")) for key in done.report.unused)
     backbone = TimmBackbone(name=name, out_features=["s8", "s32"])

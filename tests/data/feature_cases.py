@@ -1,26 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Views of many kinds, and stores that other processes write, for the tests of cached features."""
+"""Views of many kinds, and a store of them, for the tests of cached features."""
 
-import multiprocessing
 from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, cast
 
-import pytest
 import torch
 
 from qbheat_det.data import DataError, FixedViews, number_records
 from qbheat_det.data.feature_store import FeatureStore, Stored, View
-from qbheat_det.engine.feature_build import AllViews, CachedSet, ViewEncoder
+from qbheat_det.engine.feature_build import AllViews
 from qbheat_det.engine.feature_build import fill as build
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
-# Forked, as loading workers are: a new interpreter would import PyTorch for seconds.
-FORK = multiprocessing.get_context("fork")
 
 
-def sample_view(index: int) -> View | DataError | None:
+def sample_view(index: int) -> Stored:
     """A view, by its index alone: ragged sizes, some without boxes, some left out by a mapper."""
     if index % 13 == 5:
         return DataError("unreadable image", f"image 'görl {index}.jpg'", "it is a text")
@@ -41,37 +35,31 @@ def sample_view(index: int) -> View | DataError | None:
     )
 
 
-def sample_views(indices: Sequence[int] = range(NUM_VIEWS)) -> list[View | DataError | None]:
-    return [sample_view(index) for index in indices]
+def make_store(folder: Path, dtype: torch.dtype = torch.float32) -> FeatureStore:
+    return FeatureStore(folder / "cache", NUM_VIEWS, dtype=dtype)
 
 
 def fill(
-    store: FeatureStore, before_write: Callable[[int], object] = lambda chunk: None
-) -> list[int]:
-    """Writes what is missing, as a run does; returns which chunks were.
+    store: FeatureStore, before_write: Callable[[Sequence[Stored]], object] = lambda views: None
+) -> int:
+    """Writes what is missing, as a run does, and returns how many files were.
 
     Args:
         store: of ``make_store``.
-        before_write: is called with each chunk once it is claimed.
+        before_write: is called with the views of each file.
     """
-    written, write = [], store.write
+    written = 0
 
-    def write_and_note(chunk: int, views: Sequence[Stored]) -> None:
-        before_write(chunk)
-        write(chunk, views)
-        written.append(chunk)
+    def encode(views: list[Stored]) -> list[Stored]:  # they are encoded already
+        nonlocal written
+        before_write(views)
+        written += 1
+        return views
 
     records = number_records([{"index": index} for index in range(NUM_VIEWS)])
-    views = AllViews(records, FixedViews(lambda record: sample_view(record["index"]), count=1))  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "write", write_and_note)
-        # The views are encoded already.
-        build(CachedSet("Encoding", views, store, cast(ViewEncoder, list)), num_workers=0)
+    views = AllViews(records, FixedViews(lambda record: sample_view(record["index"]), count=1))  # type: ignore[arg-type, return-value]
+    build(store, views, encode, title="Encoding", num_workers=0)  # type: ignore[arg-type]
     return written
-
-
-def make_store(folder: Path, dtype: torch.dtype = torch.float32) -> FeatureStore:
-    return FeatureStore(folder / "cache", NUM_VIEWS, dtype=dtype)
 
 
 def check_content(store: FeatureStore, dtype: torch.dtype = torch.float32) -> None:
@@ -86,15 +74,3 @@ def check_content(store: FeatureStore, dtype: torch.dtype = torch.float32) -> No
         rounded = {name: feature.to(dtype) for name, feature in wanted.features.items()}
         torch.testing.assert_close(found.features, rounded, rtol=0, atol=0)
         torch.testing.assert_close(found.ground_truth, wanted.ground_truth, rtol=0, atol=0)
-
-
-def start(work: Callable[..., None], *arguments: Any) -> BaseProcess:
-    process = FORK.Process(target=work, args=arguments, daemon=True)
-    process.start()
-    return process
-
-
-def finish(process: BaseProcess) -> None:
-    """Waits until a process has ended well."""
-    process.join(60)
-    assert process.exitcode == 0

@@ -17,10 +17,9 @@ from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.cacheable import check_cacheable, check_frozen
 from qbheat_det.engine.data_flags import LABELLED_TRAIN, LABELLED_VAL
 from qbheat_det.engine.failure import NonFiniteLoss
-from qbheat_det.engine.feature_cache import use_cached_features
+from qbheat_det.engine.feature_cache import check_cacheable, check_frozen, use_cached_features
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.modeling.backbone import CachedBackbone
 from tests.data.pictures import draw

@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, Instances
 from torch._subclasses import FakeTensorMode
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.device_batches import BatchSource, LossReading
+from qbheat_det.engine.step import BatchSource, LossReading
 
 from .test_step import MeanOverImages, images, make, step
 

@@ -15,7 +15,7 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.hooks.evaluation import average_over_processes
+from qbheat_det.engine.hooks import average_over_processes
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
 

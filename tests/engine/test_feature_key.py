@@ -18,7 +18,7 @@ from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import FixedViews, number_records
-from qbheat_det.engine.feature_cache import describe_cache, name_cache
+from qbheat_det.engine.feature_build import describe_cache, name_cache
 from qbheat_det.modeling.backbone import CachedBackbone
 
 Parts = dict[str, Any]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Monitors of a run's steps: memory, and time spent waiting for data."""
+"""Monitors of a run's steps: monitors, and time spent waiting for data."""
 
 import json
 import logging
@@ -16,11 +16,8 @@ import pytest
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from qbheat_det.engine import memory
-from qbheat_det.engine.hooks.monitors import (
-    DataTimeMonitor,
-    MemoryMonitor,
-)
+from qbheat_det.engine import monitors
+from qbheat_det.engine.monitors import DataTimeMonitor, MemoryMonitor
 from qbheat_det.engine.run_record import write_run_record
 
 # Frees 64 MiB and prints how much of it the process keeps, in MiB.
@@ -28,7 +25,7 @@ _PROGRAM = """
 import torch
 from torch import nn
 from qbheat_det.config import get_cfg
-from qbheat_det.engine.memory import read_bytes, _STATUS
+from qbheat_det.engine.monitors import read_bytes, _STATUS
 from qbheat_det.engine.block_modes import apply_step_keys
 cfg = get_cfg()
 cfg.SOLVER.KEEP_MEMORY = {kept}
@@ -41,7 +38,7 @@ print((read_bytes(_STATUS, "VmRSS:") - before) / 2**20)
 
 
 def touch(size: int) -> None:
-    """Uses that many bytes of fresh memory; malloc's may be left from an earlier test."""
+    """Uses that many bytes of fresh monitors; malloc's may be left from an earlier test."""
     with mmap.mmap(-1, size) as block:
         block.write(b"1" * size)
 
@@ -79,8 +76,8 @@ def test_memory_is_logged_after_the_first_step_and_recorded_with_the_run(
 @pytest.mark.parametrize(
     ("groups", "files", "expected"),
     [
-        ("0::/\n", {"memory.max": "3000\n"}, 3000),  # in a container with a name space
-        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, 2000),
+        ("0::/\n", {"monitors.max": "3000\n"}, 3000),  # in a container with a name space
+        ("0::/a/b\n", {"a/b/monitors.max": "max\n", "a/monitors.max": "2000\n"}, 2000),
         (None, {}, 2**50),
     ],
 )
@@ -97,11 +94,11 @@ def test_total_memory_is_that_of_the_container(
         path.write_text(text)
     if groups is not None:
         (tmp_path / "groups").write_text(groups)
-    monkeypatch.setattr(memory, "_GROUP", tmp_path / "groups")
-    monkeypatch.setattr(memory, "_GROUPS_ROOT", tmp_path / "folders")
+    monkeypatch.setattr(monitors, "_GROUP", tmp_path / "groups")
+    monkeypatch.setattr(monitors, "_GROUPS_ROOT", tmp_path / "folders")
     pages = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**38}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    assert memory.total_memory() == expected
+    assert monitors.total_memory() == expected
 
 
 @pytest.mark.parametrize(("waited", "warnings"), [(0.0004, 0), (0.005, 1)])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from qbheat_det.config import get_cfg
 from qbheat_det.data import DataError, register_image_folders
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.hooks.skipped_images import SKIPPED_FILE, SkippedImages
+from qbheat_det.engine.monitors import SKIPPED_FILE, SkippedImages
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs

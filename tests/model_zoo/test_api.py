@@ -23,7 +23,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo.api import _write_pytorch
+from qbheat_det.model_zoo.sources import _write_pytorch
 
 from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained
 

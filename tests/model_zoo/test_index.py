@@ -2,6 +2,7 @@
 """The index: entries survive a round trip, and whatever is invalid is refused by its field."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,39 +36,24 @@ def test_saved_entries_are_loaded_in_the_order_of_their_names(tmp_path: Path) ->
     [
         ({"colour": "red"}, "'colour' is unknown"),
         *[({"size": size}, "'size'") for size in (None, "12", True, 0)],
-        *[({"sha256": digits}, "'sha256'") for digits in ("0" * 63, "G" * 64)],
+        *[({"config": config}, "'config'") for config in ("../../a.yaml", "/a.yaml", "C:\\a.yaml")],
+        *[({"name": name}, "'name'") for name in ("../up/b", "a/../b", "a", 3)],
+        *[({"summary": text}, "'summary'") for text in ("", "a\nb", "\ud800", "\x1b]0;title")],
+        ({"sha256": "G" * 64}, "'sha256'"),
         ({"task": "magic"}, "'task'"),
         ({"file": "other.safetensors"}, "'file'"),
-        *[
-            ({"config": config}, "'config'")
-            for config in ("../../secret.yaml", "/etc/passwd", "C:\\x.yaml", "a\0.yaml")
-        ],
-        ({"summary": "two\nlines"}, "'summary'"),
-        ({"summary": "\ud800"}, "'summary'"),
-        ({"data": "\x1b]0;title"}, "'data'"),
-        ({"licence": ""}, "'licence'"),
         ({"command": "a\n\rb"}, "'command'"),
-        ({"madds_input": [64]}, "'madds_input'"),
-        ({"madds_input": [64, 0]}, "'madds_input'"),
+        *[({"madds_input": size}, "'madds_input'") for size in ([64], [64, 0], 64)],
         ({"commit": "HEAD"}, "'commit'"),
         ({"date": "yesterday"}, "'date'"),
-        ({"date": "20261121"}, "'date'"),
-        ({"metrics": {}}, "'metrics'"),
-        ({"metrics": [3]}, r"metrics\[0\]"),
-        ({"metrics": [{"name": "AP"}]}, r"metrics\[0\]: the field 'data' is missing"),
-        (_metric(value=10**400), r"metrics\[0\]: 'value'"),
-        (_metric(value=float("nan")), r"metrics\[0\]: 'value'"),
-        (_metric(data="a\nb"), r"metrics\[0\]: 'data'"),
-        (_metric(unit=None), r"metrics\[0\]: 'unit'"),
+        ({"metrics": [3]}, r"'metrics'\[0\]"),
+        ({"metrics": [{"name": "AP"}]}, r"'metrics'\[0\]: the field 'data' is missing"),
+        *[(_metric(value=number), r"'metrics'\[0\]: 'value'") for number in (10**400, math.nan)],
+        (_metric(unit=None), r"'metrics'\[0\]: 'unit'"),
         ({"fingerprint": 3}, "'fingerprint'"),
-        ({"fingerprint": {"version": 1, "outputs": []}}, "'outputs'"),
-        (_output(std=-1), r"outputs\[0\]: 'std'"),
-        (_output(shape=[-1]), r"outputs\[0\]: 'shape'"),
-        (_output(tolerance=0), r"outputs\[0\]: 'tolerance'"),
-        (_output(values=[]), r"outputs\[0\]: 'values'"),
-        *[({"name": name}, "'name'") for name in ("../up/b", "a/../b", "a", "a/b-c", 3)],
+        (_output(shape=[-1]), r"'outputs'\[0\]: 'shape'"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:30],
 )
 def test_an_invalid_field_is_refused_by_file_and_field(
     tmp_path: Path, change: dict[str, Any], field: str

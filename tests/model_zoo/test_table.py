@@ -9,13 +9,7 @@ import pytest
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import Metric, index, sources
-from qbheat_det.model_zoo.table import (
-    ZOO_FILE,
-    format_briefly,
-    format_metric,
-    render_entries,
-    write_table,
-)
+from qbheat_det.model_zoo.add import ZOO_FILE, render_entries, write_table
 
 from .conftest import MakeEntry, make_entry
 
@@ -60,8 +54,7 @@ def test_unknown_recipes_and_files_without_the_section_are_refused(tmp_path: Pat
 
 def test_metrics_are_written_in_brief_and_in_full() -> None:
     metric = Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds")
-    assert format_briefly(metric) == "kNN top-1 61.2 ± 0.4 %"
-    full = "kNN top-1 61.25 ± 0.4 % on val (±: the standard error; 3 seeds)"
-    assert format_metric(metric) == full
-    metric = Metric("loss", 0.8094, "", "toy", "0.1 to 0.9")
-    assert format_metric(metric) == "loss 0.8094 on toy (spread: 0.1 to 0.9)"
+    assert str(metric) == "kNN top-1 61.2 ±0.4 %"
+    text = render_entries([make_entry(metrics=(metric, Metric("loss", 0.8094, "", "toy")))])
+    assert "- kNN top-1 61.25 % on val (±0.4, the standard error; 3 seeds)\n" in text
+    assert "- loss 0.8094 on toy\n" in text
