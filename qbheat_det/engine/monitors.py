@@ -22,9 +22,8 @@ from qbheat_det.data import DataError, join_messages, printable
 from .hooks import TrainingRun, is_due
 
 logger = logging.getLogger(__name__)
-MOST_WAITING = 0.05
-"""Share of its time that a step may wait for data before the log suggests a remedy."""
 SKIPPED_FILE = "skipped_images.txt"
+_MOST_WAITING = 0.05  # share of its time that a step may wait for data before a warning
 _MIN_STEPS = 10  # before a warning
 _NEARLY_FULL = 0.8
 _GROUP = Path("/proc/self/cgroup")
@@ -66,8 +65,8 @@ class MemoryMonitor(HookBase):
 class DataTimeMonitor(HookBase):
     """Logs ``data_share``, the share of their time that steps wait for data, and warns once.
 
-    The share is that of the steps since the last line of the log. The first step, in which workers
-    start, is not counted. It comes after Detectron2's ``IterationTimer``, which measures steps.
+    The share is that of the steps since the last line of the log. Detectron2's ``IterationTimer``,
+    which comes before, measures them and leaves out the first ones, in which workers start.
     """
 
     trainer: TrainingRun
@@ -80,9 +79,9 @@ class DataTimeMonitor(HookBase):
 
     def after_step(self) -> None:
         """Adds the step, and logs the share if it is due."""
-        if self.trainer.iter == self.trainer.start_iter:
-            return
         latest = self.trainer.storage.latest()
+        if "time" not in latest:
+            return
         self._total += latest["time"][0]
         self._waited += latest["data_time"][0]
         self._count += 1
@@ -90,10 +89,10 @@ class DataTimeMonitor(HookBase):
             return
         share, seconds = self._waited / self._total, self._total / self._count
         self.trainer.storage.put_scalar("data_share", share, smoothing_hint=False)
-        if share > MOST_WAITING and not self._warned and self._count >= _MIN_STEPS:
+        if share > _MOST_WAITING and not self._warned and self._count >= _MIN_STEPS:
             self._warned = True
             if comm.is_main_process():
-                logger.warning(describe_waiting(share, seconds, self._num_workers))
+                logger.warning(_describe_waiting(share, seconds, self._num_workers))
         self._waited, self._total, self._count = 0.0, 0.0, 0
 
 
@@ -152,7 +151,7 @@ class SkippedImages(HookBase):
         return sorted(self.errors.values(), key=lambda error: error.where)
 
 
-def describe_waiting(share: float, step_seconds: float, num_workers: int) -> str:
+def _describe_waiting(share: float, step_seconds: float, num_workers: int) -> str:
     """Returns a warning for steps of which that share, in [0, 1], is spent waiting for data."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     waiting = f"Steps of {step_seconds:.2g} s wait for data {100 * share:.0f} % of their time"

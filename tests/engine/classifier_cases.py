@@ -14,7 +14,7 @@ from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.data_flags import LABELLED_VAL
 from qbheat_det.engine.evaluation import Evaluation
-from tests.engine.held_out_cases import make_folder
+from tests.engine.tiny_pretraining import make_folder
 from tests.engine.tiny_training import parse_run, start_run
 
 RECIPE = get_config_path("objectives/supervised.yaml")
