@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Prediction on files, as ``tools/predict.py`` does it."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,18 +14,19 @@ from detectron2.structures import Instances
 from qbheat_det.analysis.box_drawing import draw_instances
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.engine.classify import ClassifiedFiles, classify_files, is_classifier
 from qbheat_det.engine.media import Image, find_media
 from qbheat_det.engine.predict import (
-    MediaPredictor,
-    PredictionReport,
+    Predictions,
     build_predictor,
-    read_image_ids,
-    write_json,
+    build_scorer,
+    classify_media,
+    is_classifier,
+    predict_media,
 )
-from qbheat_det.export import ExportedModel, ExportedPredictor, classify_exported, is_exported
+from qbheat_det.export import ExportedModel, ExportedPredictor, build_exported_scorer, is_exported
 
 
 def predict_files(
@@ -33,13 +35,12 @@ def predict_files(
     *,
     output: Path | None = None,
     json_file: Path | None = None,
-    image_ids_from: str | None = None,
     score_threshold: float = 0.3,
     config_file: str | None = None,
     device: str | None = None,
     fast: bool = False,
     opts: Sequence[str] = (),
-) -> PredictionReport | ClassifiedFiles:
+) -> Predictions:
     """Predicts boxes, or with a classifier classes, on images, folders and videos.
 
     Args:
@@ -47,7 +48,6 @@ def predict_files(
         inputs: images, videos, and folders that are searched recursively.
         output: folder for the drawn images and videos.
         json_file: is written in COCO's results format, or with classes.
-        image_ids_from: COCO annotation file with the id of each image.
         score_threshold: boxes below it are left out, in [0, 1].
         config_file: YAML of the model; by default the one inside the weights, or beside them.
         device: "cpu" or "cuda"; by default cuda where there is a GPU.
@@ -55,7 +55,7 @@ def predict_files(
         opts: overrides of the config, ``KEY VALUE``.
 
     Returns:
-        Counts, and the files that were skipped.
+        What was found, and the files that were skipped.
 
     Raises:
         UserError: weights, inputs or arguments do not fit each other.
@@ -76,31 +76,32 @@ def predict_files(
         cfg = load_run_config(weights, config_file, device=device, opts=wanted)
     media = find_media(inputs, exclude=output)
     if is_classifier(cfg):
-        if output or image_ids_from or not json_file:
+        if output or not json_file:
             raise UserError(
-                f"'{weights}' is a classifier, which finds no boxes: leave out --output and "
-                "--image-ids-from, and name --json FILE for the classes"
+                f"'{weights}' is a classifier, which finds no boxes: leave out --output, and name "
+                "--json FILE for the classes"
             )
         if exported:
-            classified = classify_exported(exported, media)
+            score, names = build_exported_scorer(exported), exported.info.class_names
         else:
-            classified = classify_files(_build_predictor(weights, cfg).model, cfg, media)
-        write_json(json_file, classified.results)
-        return classified
-    image_ids = read_image_ids(image_ids_from, media) if image_ids_from else None
-    run = MediaPredictor(
-        ExportedPredictor(exported) if exported else _build_predictor(weights, cfg),
-        cfg=cfg,
-        score_threshold=score_threshold,
-        output_dir=output,
-        draw=lambda image, instances: _draw(image, instances, cfg.MODEL.CLASS_NAMES),
-    )
-    run.run(media, image_ids)
-    if json_file:
-        if not cfg.MODEL.CATEGORY_IDS:
+            model, names = _build_predictor(weights, cfg).model, cfg.MODEL.CLASS_NAMES
+            score = build_scorer(model, cfg)
+        found = classify_media(score, media, names)
+    else:
+        found = predict_media(
+            ExportedPredictor(exported) if exported else _build_predictor(weights, cfg),
+            media,
+            cfg=cfg,
+            score_threshold=score_threshold,
+            output_dir=output,
+            draw=lambda image, instances: _draw(image, instances, cfg.MODEL.CLASS_NAMES),
+        )
+        if json_file and not cfg.MODEL.CATEGORY_IDS:
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
-        write_json(json_file, run.results)
-    return run.report
+    if json_file:
+        content = json.dumps(found.results).encode()
+        write_atomically(json_file, lambda stream: stream.write(content))
+    return found
 
 
 def _build_predictor(weights: str, cfg: CfgNode) -> DefaultPredictor:

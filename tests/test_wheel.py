@@ -60,21 +60,13 @@ def files_below(folder: Path) -> set[str]:
     }
 
 
-def test_every_config_is_inside(wheel: Path) -> None:
+def test_the_package_its_configs_and_its_metadata_are_all_that_is_inside(wheel: Path) -> None:
+    found = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"qbheat_det/{name}" for name in files_below(ROOT / "configs")}
-    assert expected
-    assert expected <= set(zipfile.ZipFile(wheel).namelist())
-
-
-def test_every_module_and_the_typing_marker_are_inside(wheel: Path) -> None:
-    expected = files_below(ROOT / "qbheat_det")
+    expected |= files_below(ROOT / "qbheat_det")
     assert "qbheat_det/py.typed" in expected
-    assert expected <= set(zipfile.ZipFile(wheel).namelist())
-
-
-def test_the_package_and_its_metadata_are_all_that_is_inside(wheel: Path) -> None:
-    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert tops == {"qbheat_det", "qbheat_det-0.1.0.dist-info"}
+    assert expected <= found
+    assert {name.split("/")[0] for name in found} == {"qbheat_det", "qbheat_det-0.1.0.dist-info"}
 
 
 @pytest.mark.slow

@@ -2,10 +2,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Compare objectives of pre-training: same encoder, same number of images seen, same probes.
 
-Each objective is pre-trained under each seed; its frozen encoder is probed (nearest neighbors,
-linear, tran-k) and, with annotations, gets detectors. Every step is a command in a process of its
-own that continues where it was stopped: repeat this command to go on. OUTPUT/comparison.md
-and .json are rewritten after each step.
+Each objective is pre-trained under each seed, and its frozen encoder is probed (nearest neighbors,
+linear, tran-k). Every step is a command in a process of its own that continues where it was
+stopped: repeat this command to go on. OUTPUT/comparison.md and .json are rewritten after each step.
 
 examples:
   # the commands, and which are done
@@ -16,11 +15,10 @@ examples:
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
       --epochs 20 --seeds 1 2 3 --output-dir output/comparison --jobs 2
 
-  # two objectives and a config file on unlabelled images, with frozen detectors
+  # two objectives and a config file on unlabelled images
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
       --image-folder photos/ --objectives qb_heat moco_v2 mine.yaml --epochs 20 \\
-      --train-json train.json --train-images images/ --val-json val.json --val-images images/ \\
-      --detectors retinanet mf-dec-211 --output-dir output/comparison
+      --output-dir output/comparison
 """
 
 import argparse
@@ -28,9 +26,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_data_flags
 
 # Keys that flags or the tool itself set for every run.
 _RESERVED = {"SEED", "SOLVER.EPOCHS", "SOLVER.MAX_ITER", "OUTPUT_DIR", "MODEL.WEIGHTS",
@@ -47,7 +42,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--val-folder", required=True, metavar="DIR", help="class folders that probes classify")
     add("--image-folder", metavar="DIR", action="append", default=[],
         help="pre-train on these images without labels instead; can be repeated")  # fmt: skip
-    add_data_flags(parser)
     add("--objectives", metavar="NAME|FILE", nargs="+", default=[],
         help="in configs/objectives, or config files (default: all, random first)")  # fmt: skip
     add("--epochs", type=float, required=True, help="over the images of pre-training")
@@ -56,16 +50,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="knn, linear, tran-1, tran-4 (default: the first three)")  # fmt: skip
     add("--recalibrate-bn", type=int, default=1024, metavar="N",
         help="whole training images for BatchNorm's statistics (default: 1024)")  # fmt: skip
-    add("--detectors", nargs="+", default=[], choices=["retinanet", "mf-dec-211"],
-        help="frozen detectors on the annotations")  # fmt: skip
-    add("--detector-opts", nargs="+", default=[], metavar="KEY VALUE",
-        help="overrides of the detectors' configs")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder of everything")
     add("--jobs", type=int, default=1, help="commands at a time (default: 1)")
     add("--plan", action="store_true", help="print the commands and run none")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of every objective")
     args = parser.parse_intermixed_args(argv)
-    if len(args.opts) % 2 or len(args.detector_opts) % 2:
+    if len(args.opts) % 2:
         parser.error("overrides are pairs of KEY VALUE, but one has no partner")
     if reserved := [key for key in args.opts[::2] if key in _RESERVED]:
         parser.error(f"{reserved[0]} is set by a flag, or by the config of the objective")
@@ -73,11 +63,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--epochs must be above 0, --jobs and --recalibrate-bn at least 1")
     if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
         parser.error(f"--seeds must be different numbers from 0, not {args.seeds}")
-    args.annotations = [args.train_json, args.train_images, args.val_json, args.val_images]
-    if any(args.annotations) != bool(args.detectors) or (
-        args.detectors and not all(args.annotations)
-    ):
-        parser.error("--detectors needs --train-json, --train-images, --val-json, --val-images")
     return args
 
 
@@ -90,13 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs or lists the commands; returns the exit code."""
-    from qbheat_det.analysis.compare_objectives import (
-        Comparison,
-        compare,
-        is_done,
-        list_jobs,
-        load_objectives,
-    )
+    from qbheat_det.analysis.comparison import compare, is_done
+    from qbheat_det.analysis.comparison_plan import Comparison, list_rows, load_objectives
     from qbheat_det.probing import check_probes
 
     check_probes(args.probes)
@@ -111,13 +91,10 @@ def run(args: argparse.Namespace) -> int:
         image_folders=args.image_folder,
         probes=list(dict.fromkeys(args.probes)),
         num_recalibrated=args.recalibrate_bn,
-        detectors=list(dict.fromkeys(args.detectors)),
-        annotations=args.annotations if args.detectors else (),
         opts=args.opts,
-        detector_opts=args.detector_opts,
     )
     if args.plan:
-        for job in (job for row in list_jobs(comparison) for job in row.jobs):
+        for job in (job for row in list_rows(comparison) for job in row.jobs):
             print(f"{job.title}: {'done' if is_done(job) else shlex.join(job.command)}")
         return 0
     table, failed = compare(comparison, jobs=args.jobs)

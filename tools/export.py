@@ -7,11 +7,12 @@ decoding, NMS and the names of the classes are inside. It is kept only if it giv
 PyTorch at batch sizes 1, 2 and 8 on real images; the differences are printed. See docs/export.md.
 
 examples:
-  # a detector for onnxruntime, compared on the test set of its config
-  python tools/export.py --weights output/run/model_final.safetensors --output detector.onnx
+  # a detector for onnxruntime, compared on your own images
+  python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
+      --output detector.onnx
   python tools/predict.py --weights detector.onnx --input photos/ --output output/pictures
 
-  # as a program of torch.export, compared on your own images
+  # as a program of torch.export
   python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
       --format torch_export --output detector.pt2
 
@@ -70,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="images and folders to compare on (default: the config's test set, or the toy set)",
+        help="images and folders to compare on (default: the toy set)",
     )
     add(
         "--tolerance",

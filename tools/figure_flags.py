@@ -143,11 +143,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "linear models to use: those over half the image (corner, default) or over a "
             "quarter (centre)",
         },
-        "generator": {
-            "choices": ("exact", "first"),
-            "help": "how A follows from the learned M: log(I + M) / Δx (exact, default), or M / Δx "
-            "(first), the paper's first order",
-        },
         "distances": {
             "type": real(highest=4, above=True),
             "nargs": "+",

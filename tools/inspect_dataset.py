@@ -37,11 +37,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("output/inspect_dataset"), metavar="DIR",
         help="folder of the files (default: output/inspect_dataset)")  # fmt: skip
     add("--num-samples", type=int, default=12, metavar="N", help="images to draw (default: 12)")
-    add("--num-threads", type=int, default=8, metavar="N", help="that read files (default: 8)")
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
-    if args.num_threads < 1 or args.num_samples < 0:
-        parser.error("--num-threads must be 1 or more, and --num-samples 0 or more")
+    if args.num_samples < 0:
+        parser.error("--num-samples must be 0 or more")
     return args
 
 
@@ -54,8 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Prints the summary and writes the files; returns the exit code."""
-    from qbheat_det.analysis.dataset_report import draw_samples, format_report
-    from qbheat_det.analysis.datasets import compare_datasets, inspect_dataset, list_sources
+    from qbheat_det.analysis.datasets import (
+        compare_datasets,
+        draw_samples,
+        format_report,
+        inspect_dataset,
+        list_sources,
+    )
     from qbheat_det.config import load_config
     from qbheat_det.core.figures import Image
     from qbheat_det.core.files import write_atomically
@@ -63,10 +67,7 @@ def inspect(args: argparse.Namespace) -> int:
     logging.disable(logging.WARNING)  # the summary has what loaders and mappers log
     cfg = load_config(args.config_file, args.opts)
     flags = (args.train_json, args.train_images, args.val_json, args.val_images)
-    inspections = [
-        inspect_dataset(source, cfg, num_threads=args.num_threads)
-        for source in list_sources(cfg, flags)
-    ]
+    inspections = [inspect_dataset(source, cfg) for source in list_sources(cfg, flags)]
     errors, warnings = compare_datasets(inspections)
     errors = [error for one in inspections for error in one.errors] + errors
     warnings = [text for one in inspections for text in one.warnings] + warnings

@@ -11,10 +11,6 @@ examples:
   python tools/predict.py --weights output/run/model_final.pth \\
       --input photos/ clip.mp4 --output output/pictures --json output/boxes.json
 
-  # every box that the model gives, under the image ids of an annotation file: what AP needs
-  python tools/predict.py --weights output/run/model_final.pth --input val2017/ \\
-      --json output/val.json --image-ids-from instances_val2017.json --score-threshold 0
-
   # config keys can be overridden: here, larger test images
   python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
       --output output/pictures INPUT.MIN_SIZE_TEST 1000
@@ -41,8 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
-    from qbheat_det.engine.classify import ClassifiedFiles
-    from qbheat_det.engine.predict import PredictionReport
+    from qbheat_det.engine.predict import Predictions
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -60,7 +55,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
     )
-    add("--image-ids-from", metavar="FILE", help="COCO annotations that say each image's id")
     add("--score-threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add(
@@ -96,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
         args.input,
         output=args.output,
         json_file=args.json,
-        image_ids_from=args.image_ids_from,
         score_threshold=args.score_threshold,
         config_file=args.config_file,
         device=args.device,
@@ -107,21 +100,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.skipped else 0
 
 
-def print_report(report: "PredictionReport | ClassifiedFiles", args: argparse.Namespace) -> None:
+def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     """Prints counts, where the results are, and which files were skipped."""
-    from qbheat_det.engine.classify import ClassifiedFiles
-
-    if isinstance(report, ClassifiedFiles):
-        print(f"classes of {len(report.results)} images: {args.json}")
-    else:
-        frames = f" and {report.num_frames} video frames" if report.num_frames else ""
-        threshold = f"with a score of {args.score_threshold} or more"
-        print(f"{report.num_boxes} boxes {threshold} on {report.num_images} images{frames}")
-        if args.output:
-            print(f"images:  {args.output}")
-        if args.json:
-            hint = " (for AP, take all boxes: --score-threshold 0)" if args.score_threshold else ""
-            print(f"results: {args.json}{hint}")
+    frames = f" and {report.num_frames} video frames" if report.num_frames else ""
+    print(f"{report.num_images} images{frames}: {len(report.results)} results")
+    if args.output:
+        print(f"images:  {args.output}")
+    if args.json:
+        print(f"results: {args.json}")
     for path, reason in report.skipped:
         print(f"skipped {path}: {reason}", file=sys.stderr)
     if report.skipped:

@@ -22,7 +22,7 @@ examples:
 
   # wider decoders; tools/visualize.py probes draws the results as Fig. 8 of the paper
   python tools/probe_backbone.py --weights output/pretraining/model_final.pth \\
-      --train-folder flowers/train --val-folder flowers/val --widths 192 384 768 \\
+      --train-folder flowers/train --val-folder flowers/val --probes tran-1:192 tran-1:384 \\
       --json output/pretraining/probes.json
 
 With --json, a command that was stopped and is repeated goes on with the rows that are missing.
@@ -36,8 +36,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
     from detectron2.config import CfgNode
-
-    from qbheat_det.probing import ProbeRow
 
 _HEADERS = ("backbone", "images seen", "BatchNorm", "probe", "top-1, %", "top-5, %", "chosen")
 
@@ -66,15 +64,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="PROBE",
         nargs="+",
         default=["knn", "linear", "tran-1"],
-        help="of knn, linear, tran-1 and tran-4; the first three by default",
-    )
-    add(
-        "--widths",
-        metavar="W",
-        type=int,
-        nargs="+",
-        default=[],
-        help="train tran-k at each of them, multiples of 64 (default: MODEL.CLASSIFIER.WIDTH)",
+        help="of knn, linear, tran-1 and tran-4; the first three by default. tran-1:384 has this "
+        "width, a multiple of 64, in place of MODEL.CLASSIFIER.WIDTH",
     )
     add(
         "--recalibrate-bn",
@@ -142,20 +133,19 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("name what to probe: --weights FILE, --random or --random-seeds 1 2 3")
 
 
-def describe(row: "ProbeRow") -> tuple[str, ...]:
+def describe(row: dict[str, Any]) -> tuple[str, ...]:
     """Returns the cells of a row, in the order of the headers."""
     tried = {
         key: f"{value:.2g}" if isinstance(value, float) else value
-        for key, value in row.chosen.items()
+        for key, value in row["chosen"].items()
         if key in ("l2", "dropout", "epochs")
     }
     return (
-        row.backbone,
-        "" if row.images_seen is None else f"{row.images_seen:,}",
-        f"{row.recalibrated:,} whole images" if row.recalibrated else "as stored",
-        row.probe,
-        f"{row.top1:.2f} ± {row.top1_standard_error:.2f}",
-        f"{row.top5:.2f} ± {row.top5_standard_error:.2f}",
+        row["backbone"],
+        "" if row["images_seen"] is None else f"{row['images_seen']:,}",
+        f"{row['recalibrated']:,} whole images" if row["recalibrated"] else "as stored",
+        row["probe"],
+        *(f"{row[key]:.2f} ± {row[f'{key}_standard_error']:.2f}" for key in ("top1", "top5")),
         ", ".join(f"{key} {value}" for key, value in tried.items()),
     )
 
@@ -190,33 +180,29 @@ def run(args: argparse.Namespace) -> None:
     from qbheat_det.analysis.plotting import chart_image
     from qbheat_det.analysis.probes import plot_probes
     from qbheat_det.core.files import write_atomically
-    from qbheat_det.probing import BackboneProbe, spread_widths
+    from qbheat_det.probing import BackboneProbe
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     check(args)
-    probes = spread_widths(args.probes, args.widths)
     cfg = load(args)
-    seed = max(cfg.SEED, 0)
     probe = BackboneProbe(
         cfg,
         args.train_folder,
         args.val_folder,
-        probes=probes,
+        probes=args.probes,
         num_recalibrated=args.recalibrate_bn,
         feature=args.feature,
         json_file=args.json,
-        seed=seed,
         memory_gb=args.memory_gb,
         on_row=lambda row: print_line(describe(row)),
-        progress=True,
     )
     print_line(_HEADERS)
     print_line(["---"] * len(_HEADERS))
     for file in args.weights:
         probe.probe_weights(file)
-    for number in [*([seed] if args.random else []), *args.random_seeds]:
+    for number in [*([max(cfg.SEED, 0)] if args.random else []), *args.random_seeds]:
         probe.probe_random(number)
-    result = probe.results.to_dict()
+    result = probe.results
     print_closing(result)
     if args.plot is not None:
         chart = chart_image(plot_probes(result), format=args.plot.suffix[1:])

@@ -5,7 +5,7 @@
 Three predictors, evaluated as QB-Heat is: on the same squares of the same images, each seen once
 from a corner (the four in turn) and once from the centre, with the config's loss.
 
-  zero        the mean of each normalised patch; with raw pixels, the mean colour
+  zero        the mean of each normalised patch; with raw pixels, MODEL.PIXEL_MEAN
   mean image  the mean over the training images of what is to be predicted
   ridge       linear regression from the visible quarter, averaged to 16 x 16 pixels, to all pixels
               of all patches that count; one for each place of the quarter, one penalty a patch,
@@ -38,8 +38,6 @@ from figure_flags import integer
 
 if TYPE_CHECKING:  # imported below after the arguments are parsed
     from detectron2.config import CfgNode
-
-    from qbheat_det.analysis.reconstruction_baselines import HeldOutLosses
 
 Records = list[dict[str, Any]]
 
@@ -95,15 +93,15 @@ def compare(args: argparse.Namespace) -> None:
     own_losses = {file: evaluate_weights(own, held_out) for file, own in models.items()}
     report = compute_baselines(cfg, train, held_out, progress=True)
     losses = dict(report.losses)
-    for file, own in own_losses.items():
-        losses |= {file: own, f"{file} - ridge": own.minus(losses["ridge"])}
+    losses |= own_losses
     print(format_table(losses))
     node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
     target = "normalised patches" if node.NORM_PIXEL_LOSS else "raw pixels"
     print(
         f"\nSquared error of {target} at {node.LOSS_ON} positions, {size} x {size} pixels; mean "
-        f"and standard error over {len(losses['zero']):,} held-out images. Learned from "
-        f"{report.num_images:,} images ({report.num_rows:,} with mirror images)."
+        f"and standard error over {report.num_held_out:,} held-out images. Learned from "
+        f"{report.num_images:,} images"
+        + (" and their mirror images." if cfg.INPUT.RANDOM_FLIP != "none" else ".")
     )
     if report.skipped:
         names = join_first(sorted(map(str, report.skipped)), 10, "\n  ")
@@ -169,8 +167,8 @@ def load_records(folders: Sequence[str], max_images: int | None) -> Records:
     return [records[i] for i in chosen]
 
 
-def evaluate_weights(cfg: "CfgNode", held_out: Records) -> "HeldOutLosses":
-    """Returns the losses of ``MODEL.WEIGHTS``, on the batches of evaluation in training.
+def evaluate_weights(cfg: "CfgNode", held_out: Records) -> dict[str, float]:
+    """Returns the metrics of ``MODEL.WEIGHTS``, on the batches of evaluation in training.
 
     Raises:
         UserError: the weights do not fit the model of the config exactly.
@@ -179,9 +177,9 @@ def evaluate_weights(cfg: "CfgNode", held_out: Records) -> "HeldOutLosses":
     from detectron2.modeling import build_model
     from tqdm import tqdm
 
-    from qbheat_det.analysis.reconstruction_baselines import HeldOutLosses
     from qbheat_det.checkpoint import ExactCheckpointer
     from qbheat_det.data import ImageBatches, build_mapper, with_views
+    from qbheat_det.evaluation.build import ReconstructionEvaluator
     from qbheat_det.modeling.contracts import get_views
 
     model = build_model(cfg).eval()
@@ -191,29 +189,27 @@ def evaluate_weights(cfg: "CfgNode", held_out: Records) -> "HeldOutLosses":
         mapper=build_mapper(cfg, is_train=False),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )
-    losses = HeldOutLosses()
+    evaluator = ReconstructionEvaluator("held-out images")
     with torch.inference_mode():
         for batch in tqdm(batches, desc=Path(cfg.MODEL.WEIGHTS).name, unit=" batches"):
-            outputs = model(batch)
-            losses.add(batch, torch.stack([output["loss_reconstruction"] for output in outputs]))
-    return losses
+            evaluator.process(batch, model(batch))
+    return evaluator.evaluate()["reconstruction"]
 
 
-def format_table(losses: "Mapping[str, HeldOutLosses]") -> str:
-    """Returns a row for each predictor: loss ± standard error by view."""
+def format_table(losses: Mapping[str, Mapping[str, float]]) -> str:
+    """Returns a row for each predictor: losses by view, their mean and its standard error."""
     from tabulate import tabulate
 
-    rows = {name: values.summarise() for name, values in losses.items()}
-    views = list(next(iter(rows.values())))
-    cells = [
-        [name, *(f"{mean:.4f} ± {error:.4f}" for mean, error in row.values())]
-        for name, row in rows.items()
-    ]
-    return tabulate(cells, ["", *views])
+    columns = list(losses["zero"])
+    rows = [[name, *(f"{own[key]:.4f}" for key in columns)] for name, own in losses.items()]
+    return tabulate(rows, ["", *(key.replace("_", " ") for key in columns)], disable_numparse=True)
 
 
 def write_json(
-    path: Path, losses: "Mapping[str, HeldOutLosses]", report: Any, settings: Mapping[str, Any]
+    path: Path,
+    losses: Mapping[str, Mapping[str, float]],
+    report: Any,
+    settings: Mapping[str, Any],
 ) -> None:
     import json
     from dataclasses import asdict
@@ -223,17 +219,10 @@ def write_json(
 
     content = to_json(
         {
-            "losses": {
-                name: {
-                    view: {"loss": mean, "standard_error": error}
-                    for view, (mean, error) in values.summarise().items()
-                }
-                for name, values in losses.items()
-            },
+            "losses": losses,
             "settings": settings,
-            "held_out_images": len(losses["zero"]),
+            "held_out_images": report.num_held_out,
             "training_images": report.num_images,
-            "training_rows": report.num_rows,
             "ridge_penalties": report.penalties,
             "unreadable": [asdict(fault) for fault in report.skipped.values()],
         }

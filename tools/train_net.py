@@ -49,8 +49,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="build everything, train a few steps, evaluate a few images, save and reload in a "
-        "temporary folder; print the time, memory and disk space that the whole run will take",
+        help="build everything, train a few steps, evaluate a few images and save in a temporary "
+        "folder; print the time, memory and disk space that the whole run will take",
     )
     group.add_argument(
         "--allow-partial",

@@ -7,13 +7,11 @@ first token, which has no position, is not in it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from matplotlib.figure import Figure as Chart
 from scipy import sparse
 from scipy.sparse.csgraph import laplacian
 from scipy.sparse.linalg import splu
@@ -23,24 +21,11 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder
 
+from . import plotting
 from .figure import FigureOptions, SharedImages, batch_images, crop_squares, run_each
-from .plotting import (
-    RGBImage,
-    chart_image,
-    color_map,
-    enlarge,
-    list_styles,
-    overlay_map,
-    plot_grid,
-    start_figure,
-    themed,
-    to_rgb,
-    to_text,
-)
 from .run import Run
 
 FloatMap = npt.NDArray[np.float64]
-BoolMap = npt.NDArray[np.bool_]
 Agreement = Mapping[str, float]
 """"correlation" (Pearson's) and "relative_error", ‖predicted - true‖ / ‖true - its mean‖."""
 
@@ -48,22 +33,15 @@ _NUM_IMAGES = 64  # that are averaged over
 _SHUFFLES = 8  # of one map
 _ROUNDING = 1e-9  # relative; below it, a map is constant
 _COLORS = "inferno"
-_LABELS = {
-    "steady": "steady heat",
-    "with_source": "with a source",
-    "corners": "between corners",
-    "shuffled": "shuffled map",
-}
 _EXPLANATION = (
     "The paper starts from the similarity of a classifier's class activation map (CAM) to heat. "
-    "Here heat inside the CAM's own border is steady, u_xx + u_yy = 0; the last map also fixes the "
-    "CAM's largest value inside, as a source. Relative error is 0 for the same map, 1 for the mean "
-    "of the CAM. Agreement shows that a CAM is smooth, not that features obey the heat equation.",
+    "Here heat inside the CAM's own border is steady, u_xx + u_yy = 0. Relative error is 0 for the "
+    "same map, 1 for the mean of the CAM; the control are CAMs with shuffled positions. Agreement "
+    "shows that a CAM is smooth, not that features obey the heat equation.",
 )
 
 
-@dataclass(frozen=True)
-class ClassActivation:
+class ClassActivation(NamedTuple):
     """Maps (N, H, W) whose mean and ``rest``, of bias and first token, (N,), sum to the logit."""
 
     maps: Tensor
@@ -106,101 +84,66 @@ def _fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
     return folded, bias - folded @ mean.float()
 
 
-def mark_border(height: int, width: int) -> BoolMap:
-    """Returns (H, W), True at the outermost positions.
+def solve_steady_heat(values: npt.ArrayLike) -> FloatMap:
+    """Solves Laplace's equation inside the border of maps (..., H, W), by the five-point stencil.
+
+    The outermost values are given; the others become the mean of their four neighbours.
 
     Raises:
-        ValueError: there is nothing inside the border.
+        ValueError: a map has nothing inside its border.
     """
+    maps = np.array(values, dtype=np.float64)
+    height, width = maps.shape[-2:]
     if height < 3 or width < 3:
         raise ValueError(f"a map of {height} x {width} has no position inside its border")
-    border = np.ones((height, width), dtype=np.bool_)
-    border[1:-1, 1:-1] = False
-    return border
-
-
-def solve_steady_heat(values: npt.ArrayLike, fixed: BoolMap) -> FloatMap:
-    """Solves Laplace's equation on maps (..., H, W) by the five-point stencil.
-
-    Values are given where ``fixed`` (H, W) is True. Elsewhere the temperature is the mean of its
-    neighbours', and no heat flows across the edge of the map.
-
-    Raises:
-        ValueError: nothing is fixed, or a fixed value is not finite.
-    """
-    maps = np.asarray(values, dtype=np.float64)
-    flat, given = maps.reshape(-1, fixed.size), fixed.ravel()
-    if not given.any() or not np.isfinite(flat[:, given]).all():
-        raise ValueError("steady heat needs fixed temperatures that are finite")
+    inside = np.zeros((height, width), dtype=np.bool_)
+    inside[1:-1, 1:-1] = True
     # Number of neighbours on the diagonal, -1 for each of them: of a grid, the sum of two paths'.
-    height, width = (
-        laplacian(sparse.diags([1.0, 1.0], [1, -1], shape=(n, n)).tocsr()) for n in fixed.shape
+    rows, columns = (
+        laplacian(sparse.diags([1.0, 1.0], [1, -1], shape=(n, n)).tocsr()) for n in (height, width)
     )
-    stencil = sparse.kronsum(width, height).tocsr()[~given]
-    solved = np.where(given, flat, 0.0)
-    inflow = -(stencil[:, given] @ flat[:, given].T)
-    solved[:, ~given] = splu(stencil[:, ~given].tocsc()).solve(inflow).T
-    return solved.reshape(maps.shape)
+    stencil = sparse.kronsum(columns, rows).tocsr()[inside.ravel()]
+    flat = maps.reshape(-1, height * width)
+    inflow = -(stencil[:, ~inside.ravel()] @ flat[:, ~inside.ravel()].T)
+    flat[:, inside.ravel()] = splu(stencil[:, inside.ravel()].tocsc()).solve(inflow).T
+    return maps
 
 
-def interpolate_corners(values: npt.ArrayLike) -> FloatMap:
-    """Returns (H, W), bilinear between the four corners of ``values`` (H, W)."""
-    corners = np.asarray(values, dtype=np.float64)[np.ix_((0, -1), (0, -1))]
-    down, along = (np.stack([1 - t, t]) for t in (np.linspace(0, 1, n) for n in np.shape(values)))
-    return np.asarray(down.T @ corners @ along)
-
-
-def compare_maps(predicted: npt.ArrayLike, true: npt.ArrayLike, where: BoolMap) -> Agreement:
-    """Compares maps (H, W) at the positions of ``where`` (H, W); nan where undefined."""
-    first, second = (np.asarray(values, dtype=np.float64)[where] for values in (predicted, true))
-    if not first.size:
-        return {"correlation": np.nan, "relative_error": np.nan}
+def compare_maps(predicted: FloatMap, true: FloatMap) -> Agreement:
+    """Compares maps (H, W) inside their borders; nan where undefined."""
+    first, second = predicted[1:-1, 1:-1], true[1:-1, 1:-1]
     spreads = [np.linalg.norm(values - values.mean()) for values in (first, second)]
     norms = [_ROUNDING * np.linalg.norm(values) for values in (first, second)]
     vary = [spread > norm for spread, norm in zip(spreads, norms, strict=True)]
-    return {
-        "correlation": float(np.corrcoef(first, second)[0, 1]) if all(vary) else np.nan,
-        "relative_error": float(np.linalg.norm(first - second) / spreads[1]) if vary[1] else np.nan,
-    }
+    correlation = np.corrcoef(first.ravel(), second.ravel())[0, 1] if all(vary) else np.nan
+    error = np.linalg.norm(first - second) / spreads[1] if vary[1] else np.nan
+    return {"correlation": float(correlation), "relative_error": float(error)}
 
 
 class HeatComparison(NamedTuple):
-    """Steady heat (H, W) with a map's border fixed, and with ``source`` (row, column) fixed too.
+    """Steady heat (H, W) with a map's border, how it agrees with the map, and the control.
 
-    ``agreements`` compare both, and the controls, with the map; keys as those of ``_LABELS``.
+    The control are the same positions of a shuffled map.
     """
 
     steady: FloatMap
-    with_source: FloatMap
-    source: tuple[int, int]
-    agreements: Mapping[str, Agreement]
+    agreement: Agreement
+    shuffled: Agreement
 
 
 def compare_with_heat(values: npt.ArrayLike, *, seed: int = 0) -> HeatComparison:
-    """Compares a map (H, W) with the steady heat inside its border, and with controls.
+    """Compares a map (H, W) with the steady heat inside its border.
 
     Raises:
-        ValueError: the map has nothing inside its border, or a value is not finite.
+        ValueError: the map has nothing inside its border.
     """
     true = np.asarray(values, dtype=np.float64)
-    border = mark_border(*true.shape)
-    inside = ~border
-    hottest = np.unravel_index(np.argmax(np.where(inside, true, -np.inf)), true.shape)
-    source = int(hottest[0]), int(hottest[1])
-    fixed = border.copy()
-    fixed[source] = True
-    steady = solve_steady_heat(true, border)
-    with_source = true if fixed.all() else solve_steady_heat(true, fixed)
+    steady = solve_steady_heat(true)
     generator = np.random.default_rng(seed)
     shuffled = [generator.permuted(true.ravel()).reshape(true.shape) for _ in range(_SHUFFLES)]
-    pairs = zip(solve_steady_heat(np.stack(shuffled), border), shuffled, strict=True)
-    agreements = {
-        "steady": compare_maps(steady, true, inside),
-        "with_source": compare_maps(with_source, true, ~fixed),
-        "corners": compare_maps(interpolate_corners(true), true, inside),
-        "shuffled": average([compare_maps(*pair, inside) for pair in pairs]),
-    }
-    return HeatComparison(steady, with_source, source, agreements)
+    pairs = zip(solve_steady_heat(np.stack(shuffled)), shuffled, strict=True)
+    control = average([compare_maps(*pair) for pair in pairs])
+    return HeatComparison(steady, compare_maps(steady, true), control)
 
 
 def average(agreements: Sequence[Agreement]) -> Agreement:
@@ -217,7 +160,7 @@ class _Heat(NamedTuple):
     scores: list[float]
     maps: list[FloatMap]
     comparisons: list[HeatComparison]
-    images: list[RGBImage]
+    images: list[plotting.RGBImage]
 
 
 @register_figure("heat")
@@ -233,7 +176,6 @@ def draw_heat(
     ``heat_class`` is the name or index of a class, None for the predicted one of each image.
     """
     shared = SharedImages(runs, max(options.num_images, _NUM_IMAGES), options.images)
-
     results = run_each(
         runs,
         lambda run: _compute(run, shared, options, heat_class, heat_size),
@@ -243,22 +185,16 @@ def draw_heat(
     images = {
         f"maps_{i}": _draw_maps(label, one) for i, (label, one) in enumerate(found.items(), 1)
     }
-    agreements = {
-        label: {kind: [c.agreements[kind] for c in one.comparisons] for kind in _LABELS}
-        for label, one in found.items()
-    }
-    images["agreement"] = chart_image(
-        plot_agreements(agreements),
-        caption="Median and quartiles over the images, over positions inside the border.",
-    )
     rows = []
-    for label, kinds in agreements.items():
-        for kind, text in _LABELS.items():
-            mean = average(kinds[kind])
-            rows.append((f"{label}, {text}", *(f"{value:.2f}" for value in mean.values())))
+    for label, one in found.items():
+        for name, agreements in (
+            (label, [heat.agreement for heat in one.comparisons]),
+            (f"{label}, shuffled", [heat.shuffled for heat in one.comparisons]),
+        ):
+            rows.append((name, *(f"{value:.2f}" for value in average(agreements).values())))
     data = {
         label: [
-            {"class": name, "score": score, "source": heat.source, **heat.agreements}
+            {"class": name, "score": score, "steady": heat.agreement, "shuffled": heat.shuffled}
             for name, score, heat in zip(one.classes, one.scores, one.comparisons, strict=True)
         ]
         for label, one in found.items()
@@ -303,45 +239,25 @@ def _compute(
         [score for batch in activations for score in batch.scores.tolist()],
         maps,
         comparisons,
-        [to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8) for entry in drawn],
+        [plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8) for entry in drawn],
     )
 
 
 def _draw_maps(label: str, one: _Heat) -> Image:
     rows, names = [], []
-    for index, image in enumerate(map(enlarge, one.images)):
+    for index, image in enumerate(map(plotting.enlarge, one.images)):
         values, heat = one.maps[index], one.comparisons[index]
         low, high, side = float(values.min()), float(values.max()), len(image)
-        maps = (values, heat.steady, heat.with_source)
-        cells = [enlarge(color_map(m, low, high, _COLORS), side, exact=True) for m in maps]
+        cells = [plotting.enlarge(plotting.color_map(one_map, low, high, _COLORS), side, exact=True)
+                 for one_map in (values, heat.steady)]  # fmt: skip
         stride = side / len(values)
-        overlay = overlay_map(image, values, stride=stride, low=low, high=high, colors=_COLORS)
+        overlay = plotting.overlay_map(
+            image, values, stride=stride, low=low, high=high, colors=_COLORS
+        )
         rows.append([image, overlay, *cells])
-        score = f"{to_text(one.classes[index])} {one.scores[index]:.2f}"
+        score = f"{plotting.to_text(one.classes[index])} {one.scores[index]:.2f}"
         names.append(f"{score}\n{low:.3g} to {high:.3g}")
-    columns = ["image", "CAM over it", "CAM", *list(_LABELS.values())[:2]]
-    chart = plot_grid(rows, column_names=columns, row_names=names)
+    columns = ["image", "CAM over it", "CAM", "steady heat"]
+    chart = plotting.plot_grid(rows, column_names=columns, row_names=names)
     caption = f"{label}: class and score, range of colours in logits."
-    return chart_image(chart, caption=caption, format="jpg")
-
-
-@themed
-def plot_agreements(agreements: Mapping[str, Mapping[str, Sequence[Agreement]]]) -> Chart:
-    """Draws median and quartiles over images of correlation and relative error, a mark a run."""
-    figure = start_figure(height=2.4 + 0.5 * len(agreements), width=7.6)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, measure in zip(panels, ("correlation", "relative_error"), strict=True):
-        for index, style in enumerate(list_styles(len(agreements))):
-            label, kinds = list(agreements.items())[index]
-            values = np.array([[one[measure] for one in kinds[kind]] for kind in _LABELS])
-            known = ~np.isnan(values).all(axis=1)
-            first, median, third = np.nanpercentile(values[known], (25, 50, 75), axis=1)
-            rows = np.flatnonzero(known) + 0.16 * (index - (len(agreements) - 1) / 2)
-            style = style | {"linestyle": "none", "label": to_text(label)}
-            axes.errorbar(median, rows, xerr=[median - first, third - median], **style)
-        axes.set_xlabel(f"{measure.replace('_', ' ')} inside")
-    panels[0].set_yticks(range(len(_LABELS)), _LABELS.values())
-    panels[0].invert_yaxis()
-    if len(agreements) > 1:
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
-    return figure
+    return plotting.chart_image(chart, caption=caption, format="jpg")

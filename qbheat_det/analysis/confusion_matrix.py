@@ -1,5 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Which classes a classifier confuses: the chart, and the figure "classes" of finished runs."""
+"""The figure "classes": which classes a classifier confuses, as its last evaluation counted them.
+
+An evaluation writes ``inference/<set>/classification.json`` into the folder of the run.
+"""
 
 import json
 from collections.abc import Sequence
@@ -7,15 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
-from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.core.figures import Figure, Table, register_figure
+from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 from qbheat_det.core.files import write_atomically
-from qbheat_det.engine.trainer import Trainer
-from qbheat_det.evaluation import ClassificationEvaluator, find_confusions
+from qbheat_det.evaluation import find_confusions
 
 from .figure import FigureOptions, run_each
 from .plotting import INK, chart_image, start_figure, themed, to_text, to_texts
@@ -33,12 +32,17 @@ _EXPLANATION = (
 
 @register_figure("classes")
 def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws the confusion matrix of each classifier on its test set.
+    """Draws the confusion matrix of each classifier's last evaluation.
 
     Raises:
-        NotApplicable: there is no classifier with a test set on this machine.
+        NotApplicable: there is no classifier that was evaluated.
     """
-    results = run_each(runs, _count_confusions, nothing="no confusion matrix")
+    results = run_each(
+        runs,
+        lambda run: read_confusions(_find_file(run)),
+        nothing="no confusion matrix",
+        needs_weights=False,
+    )
     images, rows, data = {}, [], {}
     for number, (label, (names, counts)) in enumerate(results.found.items(), start=1):
         totals, correct = counts.sum(axis=1), counts.diagonal()
@@ -49,13 +53,7 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
         name = f"confusion_{number}" if len(results.found) > 1 else "confusion"
         images[name] = chart_image(plot_confusion(counts, names, title=title), caption=title)
         rows.append((label, f"{top1:.2f}", f"{balanced:.2f}", f"{totals.sum():,}", f"{used.sum()}"))
-        data[label] = {
-            "classes": [
-                {"name": name, "images": total, "correct": number}
-                for name, total, number in zip(names, totals, correct, strict=True)
-            ],
-            "matrix": counts,
-        }
+        data[label] = {"classes": names, "matrix": counts}
     return Figure(
         "classes",
         "Confusion of classes",
@@ -67,11 +65,19 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
 
 def draw_confusion(classification_json: Path, output_png: Path) -> None:
-    """Draws the confusion matrix of a ``classification.json`` of ``ClassificationEvaluator``.
+    """Draws the confusion matrix of an evaluation.
 
     Raises:
         UserError: the image cannot be written.
     """
+    names, counts = read_confusions(classification_json)
+    figure = plot_confusion(counts, names, title=classification_json.parent.name)
+    image = chart_image(figure, format="png")
+    write_atomically(output_png, lambda stream: stream.write(image.content))
+
+
+def read_confusions(classification_json: Path) -> tuple[list[str], Counts]:
+    """Returns class names and counts (K, K) of a file of ``ClassificationEvaluator``."""
     content = json.loads(classification_json.read_bytes())
     names = [entry["name"] for entry in content["classes"]]
     index = {name: k for k, name in enumerate(names)}
@@ -79,9 +85,7 @@ def draw_confusion(classification_json: Path, output_png: Path) -> None:
     counts = np.diag(np.round(correct).astype(np.int64))
     for pair in content["confusions"]:
         counts[index[pair["class"]], index[pair["taken_for"]]] = pair["images"]
-    title = f"{content['dataset']}: top-1 {content['top1'] or 0:.1f} %"
-    image = chart_image(plot_confusion(counts, names, title=title), format="png")
-    write_atomically(output_png, lambda stream: stream.write(image.content))
+    return names, counts
 
 
 @themed
@@ -95,12 +99,24 @@ def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "
     names = to_texts(printable, longest=26)
     side = float(np.clip(0.11 * number, 3.6, 9.0))
     figure = start_figure(height=side + 1.8, width=side + 6.5)
-    matrix, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
-    _draw_matrix(matrix, counts, names)
-    matrix.set_title(to_text(title, longest=80))
-    wrong, total = int(counts.sum() - counts.trace()), int(counts.sum())
-    lines = [f"Most confused ({wrong:,} of {total:,} images are wrong)", ""]
-    labels = [f"{name} ({i})" for i, name in enumerate(names)] if number > _MOST_NAMED else names
+    axes, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
+    shares = counts / counts.sum(axis=1).clip(min=1)[:, None]
+    strength = np.sqrt(shares)[..., None]
+    wrong, correct = np.array([0.84, 0.27, 0.31]), np.array([0.12, 0.44, 0.92])
+    color = np.where(np.eye(number, dtype=bool)[..., None], correct, wrong)
+    axes.imshow(1 - strength * (1 - color))
+    axes.grid(visible=False)
+    axes.set_xlabel("classified as")
+    axes.set_ylabel("class")
+    axes.set_title(to_text(title, longest=80))
+    if number <= _MOST_NAMED:
+        size = 8 if number <= 60 else 5
+        axes.set_xticks(range(number), names, rotation=90, fontsize=size)
+        axes.set_yticks(range(number), names, fontsize=size)
+    total, labels = int(counts.sum()), names
+    if number > _MOST_NAMED:
+        labels = [f"{name} ({i})" for i, name in enumerate(names)]
+    lines = [f"Most confused ({total - counts.trace():,} of {total:,} images are wrong)", ""]
     for i, j, count in find_confusions(counts)[: min(_MOST_LISTED, int(5 * side))]:
         lines.append(f"{labels[i]} → {labels[j]}:  {count:,} of {counts[i].sum():,}")
     text.set_axis_off()
@@ -108,31 +124,10 @@ def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "
     return figure
 
 
-def _draw_matrix(axes: Axes, counts: Counts, names: Sequence[str]) -> None:
-    shares = counts / counts.sum(axis=1).clip(min=1)[:, None]
-    strength = np.sqrt(shares)[..., None]
-    wrong, correct = np.array([0.84, 0.27, 0.31]), np.array([0.12, 0.44, 0.92])
-    color = np.where(np.eye(len(names), dtype=bool)[..., None], correct, wrong)
-    axes.imshow(1 - strength * (1 - color))
-    axes.grid(visible=False)
-    axes.set_xlabel("classified as")
-    axes.set_ylabel("class")
-    if len(names) <= _MOST_NAMED:
-        size = 8 if len(names) <= 60 else 5
-        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size)
-        axes.set_yticks(range(len(names)), names, fontsize=size)
-
-
-@torch.no_grad()
-def _count_confusions(run: Run) -> tuple[Sequence[str], Counts]:
-    """Returns class names and matrix of a run on its test set."""
-    run.require_kind("classifier")
-    names, name = tuple(run.cfg.MODEL.CLASS_NAMES), run.find_set("test")
-    evaluator = ClassificationEvaluator(name, class_names=names)
-    evaluator.reset()
-    model = run.model
-    loader = Trainer.build_test_loader(run.cfg, name)
-    for inputs in tqdm(loader, desc=f"classifying for {run.label}", unit="batch"):
-        evaluator.process(inputs, model(inputs))
-    evaluator.evaluate()
-    return names, evaluator.confusion
+def _find_file(run: Run) -> Path:
+    """Returns the newest evaluation in the folder of a run."""
+    folder = run.folder or (run.checkpoint or run.path).parent
+    files = list(folder.glob("inference/*/classification.json"))
+    if not files:
+        raise NotApplicable(f"'{run.label}' has no inference/*/classification.json")
+    return max(files, key=lambda path: path.stat().st_mtime)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Everything that is wrong with the datasets of a config, beyond the first error."""
+"""Everything that is wrong with the datasets of a config, statistics, and augmented images."""
 
 import filecmp
 import itertools
@@ -13,18 +13,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
+from detectron2.data.detection_utils import convert_image_to_rgb
+from detectron2.structures import BoxMode
+from numpy.typing import NDArray
+from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data.checks import find_image_errors, find_object_errors, find_record_errors
-from qbheat_det.data.datasets.coco import check_same_classes, read_coco_json
-from qbheat_det.data.datasets.coco_checks import CocoFile
-from qbheat_det.data.errors import DataError
+from qbheat_det.data import build_mapper, preserved_randomness, seed_place
+from qbheat_det.data.checks import DataError, find_object_errors, find_record_errors
+from qbheat_det.data.datasets.coco import check_same_classes
+from qbheat_det.data.datasets.coco_file import CocoFile
+from qbheat_det.data.images import find_image_errors
+
+from .box_drawing import RGBImage, add_heading, draw_instances, tile_images
 
 Role = Literal["train", "val"]
+_TINY_SIDE = 8  # pixels at the network's input: one cell of the finest map of most heads
+_CLASSES_SHOWN, _ERRORS_SHOWN = 40, 10  # errors: of each kind
+_COCO_SIZES = (32.0, 96.0)  # sides of squares between small, medium and large boxes
 
 
 @dataclass(frozen=True)
@@ -94,11 +105,11 @@ def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSourc
     return sources
 
 
-def inspect_dataset(source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8) -> Inspection:
+def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     """Checks the annotations, the records and every image file of a dataset.
 
     ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide
-    what training needs; ``num_threads`` read image files.
+    what training needs.
 
     Raises:
         UserError: there is no such dataset, annotation file or image folder.
@@ -108,7 +119,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8
     errors: list[DataError] = []
     if json_file is not None and image_root is not None:
         try:
-            content = read_coco_json(json_file, image_root)
+            content = CocoFile(json_file, image_root)
         except UserError as error:
             reason = str(error).removeprefix(json_file).lstrip(": ")
             unusable = DataError("annotation file that cannot be used", json_file, reason)
@@ -133,7 +144,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode, *, num_threads: int = 8
     if errors:  # which explain why nothing is left
         found = [error for error in found if error.kind not in ("empty dataset", "no boxes")]
     errors += found
-    errors += find_image_errors(records, num_threads=num_threads, progress=True)
+    errors += find_image_errors(records)
     warnings = list(content.warnings) if content else []
     return Inspection(source, records, class_names, errors, warnings, content)
 
@@ -187,19 +198,15 @@ def _locate(source: DatasetSource) -> tuple[str | None, str | None]:
 def _load_valid(json_file: str, image_root: str, content: CocoFile) -> list[dict[str, Any]]:
     """Loads the valid entries of an annotation file by Detectron2's loader."""
     name = f"qbheat_det inspection of {json_file}"
-    parts = {key: getattr(content, key) for key in ("images", "annotations", "categories")}
     if not (content.images and content.categories):
         return []
-    try:
-        if not content.errors:
-            return list(load_coco_json(json_file, image_root, name))
-        with tempfile.TemporaryDirectory() as folder:
-            valid = Path(folder) / "valid.json"
-            valid.write_text(json.dumps(parts), encoding="utf-8")
-            return list(load_coco_json(str(valid), image_root, name))
-    finally:
-        if name in MetadataCatalog:
-            MetadataCatalog.remove(name)
+    parts = {key: getattr(content, key) for key in ("images", "annotations", "categories")}
+    with tempfile.TemporaryDirectory() as folder:
+        valid = Path(folder) / "valid.json"
+        valid.write_text(json.dumps(parts), encoding="utf-8")
+        records = list(load_coco_json(str(valid), image_root, name))
+    MetadataCatalog.remove(name)
+    return records
 
 
 def _drop_invalid_objects(record: dict[str, Any], num_classes: int) -> dict[str, Any]:
@@ -215,9 +222,8 @@ def _compare_class_counts(one: Inspection, other: Inspection) -> list[str]:
     """Warns of classes that one dataset has boxes of and the other has none of."""
     missing = [name for name, number in one.boxes_per_class.items()
                if number and other.boxes_per_class.get(name) == 0]  # fmt: skip
-    names = (one.source.name, other.source.name)
-    return [f"'{names[0]}' has boxes of {join_first(map(repr, missing))}, '{names[1]}' has none"
-            ] if missing else []  # fmt: skip
+    text = f"'{one.source.name}' has boxes of {join_first(map(repr, missing))}"
+    return [f"{text}, '{other.source.name}' has none"] if missing else []
 
 
 def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
@@ -237,3 +243,107 @@ def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
                 errors.append(DataError("image in training and evaluation", where, reason))
                 break
     return errors
+
+
+def format_report(
+    inspections: Sequence[Inspection],
+    errors: Sequence[DataError],
+    warnings: Sequence[str],
+    cfg: CfgNode,
+) -> str:
+    """Returns statistics, boxes of each class, warnings and errors of all datasets as text."""
+    columns = {one.source.name: measure(one, cfg) for one in inspections}
+    names = list(next(iter(columns.values())))
+    rows = [(name, *(own[name] for own in columns.values())) for name in names]
+    counts = [one.boxes_per_class for one in inspections]
+    total: Counter[str] = Counter()
+    for own in counts:
+        total.update(own)
+    order = total.most_common(_CLASSES_SHOWN)
+    classes = [(name, *(own.get(name, 0) for own in counts)) for name, _ in order]
+    separator = "\n    "
+    by_kind: dict[str, list[DataError]] = defaultdict(list)
+    for error in errors:
+        by_kind[error.kind].append(error)
+    lines = [f"warning: {text}" for text in warnings]
+    lines.append(f"{len(errors):,} errors" if errors else "No errors.")
+    for kind, found in by_kind.items():
+        lines.append(f"  {kind}: {len(found):,}")
+        messages = (error.message for error in found)
+        lines.append(f"    {join_first(messages, _ERRORS_SHOWN, separator)}")
+    return "\n\n".join(
+        [
+            tabulate(rows, ("median (5 % to 95 %)", *columns), "plain", disable_numparse=True),
+            tabulate(classes, ("class", *columns), tablefmt="plain", intfmt=","),
+            "\n".join(lines),
+        ]
+    )
+
+
+def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
+    """Returns statistics of a dataset by name; boxes are those that are no crowds."""
+    records = inspection.records
+    rows = [(*BoxMode.convert(list(one["bbox"]), one["bbox_mode"], BoxMode.XYWH_ABS), index)
+            for index, record in enumerate(records) for one in list_objects(record)]  # fmt: skip
+    table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+    image_of = table[:, 4].astype(np.int64)
+    sizes = np.array([(r["width"], r["height"]) for r in records], np.float64).reshape(-1, 2)
+    sides = np.sqrt(table[:, 2] * table[:, 3])
+    relative = sides / np.sqrt(sizes.prod(axis=1))[image_of]
+    numbers = np.bincount(np.digitize(sides, _COCO_SIZES), minlength=3)
+    per_image = np.bincount(image_of, minlength=len(records))
+    shortest, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    scales = np.minimum(shortest / sizes.min(axis=1), longest / sizes.max(axis=1))
+    if not shortest:  # no resize
+        scales = np.ones(len(records))
+    tiny = table[:, 2:4].min(axis=1) * scales[image_of] < _TINY_SIDE
+    shares = [f"{100 * n / len(sides):.1f} %" if len(sides) else "n/a"
+              for n in (*numbers, tiny.sum())]  # fmt: skip
+    crowds = sum(len(r.get("annotations", ())) - len(list_objects(r)) for r in records)
+    return {
+        "images": f"{len(records):,}",
+        "images without boxes": f"{(per_image == 0).sum():,}",
+        "boxes": f"{len(sides):,}",
+        "crowd regions": f"{crowds:,}",
+        "boxes in an image": _quantiles(per_image, "{:.0f}"),
+        "box size (px)": _quantiles(sides, "{:.0f}"),
+        "box size (share of image)": _quantiles(100 * relative, "{:.1f} %"),
+        "small / medium / large": " / ".join(shares[:3]),
+        f"below {_TINY_SIDE} px at the input of evaluation": shares[3],
+    }
+
+
+def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage | None:
+    """Draws random images of a dataset after the config's training mapper, on one sheet.
+
+    Images without boxes, and those that cannot be read, are left out; None if no image is left.
+    ``SEED`` decides which images are drawn and how each is augmented.
+    """
+    seed = max(cfg.SEED, 0)
+    records = [record for record in inspection.records if list_objects(record)]
+    mapper = build_mapper(cfg, is_train=True) if number and records else None
+    cells: list[RGBImage] = []
+    for position, index in enumerate(np.random.default_rng(seed).permutation(len(records))):
+        if mapper is None or len(cells) == number:
+            break
+        try:
+            with preserved_randomness():
+                seed_place(seed, position)
+                mapped = mapper(records[index])
+        except UserError:
+            continue
+        if isinstance(mapped, dict):
+            pixels = mapped["image"].permute(1, 2, 0).numpy()
+            pixels = np.ascontiguousarray(convert_image_to_rgb(pixels, cfg.INPUT.FORMAT))
+            drawn = draw_instances(pixels, mapped["instances"], inspection.class_names)
+            height, width = pixels.shape[:2]
+            name = Path(records[index]["file_name"]).name
+            cells.append(add_heading(drawn, f"{name}: {width} x {height}"))
+    return tile_images(cells, columns=4) if cells else None
+
+
+def _quantiles(values: NDArray[np.number], form: str) -> str:
+    if not len(values):
+        return "none"
+    low, middle, high = (form.format(value) for value in np.quantile(values, (0.05, 0.5, 0.95)))
+    return f"{middle} ({low} to {high})"

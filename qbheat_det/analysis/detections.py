@@ -1,48 +1,49 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figure "detections": AP, precision-recall, errors, and boxes beside ground truth."""
 
+import json as json_module
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from detectron2.data import MetadataCatalog
 from detectron2.data.detection_utils import read_image
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from matplotlib.figure import Figure as MplFigure
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
-from qbheat_det.engine.run_record import register_source
+from qbheat_det.core.text import join_first
+from qbheat_det.engine.data_sources import register_source
+from qbheat_det.engine.trainer import Trainer
 
+from . import detection_metrics as metrics
+from . import plotting
 from .box_drawing import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
-from .detection_errors import (
-    ERROR_TYPES,
-    MISSED,
-    MISSED_MEANING,
-    Array,
-    DetectionErrors,
-    choose_threshold,
-    count_errors,
-    find_errors,
-    find_false_alarms,
-    find_missed_boxes,
-)
-from .detection_scores import (
-    CURVE_IOUS,
-    DetectionScores,
-    DetectionSet,
-    detect,
-    evaluate_boxes,
-    plot_ap_by_class,
-    plot_precision_recall,
-    score_detections,
-)
 from .figure import FigureOptions, run_each
-from .plotting import chart_image, shrink
 from .run import Run
 
 TRUTH_COLOR: Color = (64, 156, 255)
 FOUND_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
 _CELLS = 8  # crops of missed boxes, and of false alarms
+_MOST_CLASSES = 40  # in a chart; of more classes, the best and the worst, half each
+
+
+@dataclass(frozen=True)
+class DetectionSet:
+    """A registered dataset with its annotation file; class names and ids in contiguous order."""
+
+    name: str
+    json_file: Path
+    image_root: Path
+    content: dict[str, Any]
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class RunDetections:
     """The detections of one run; ``threshold`` is the lowest score that is counted or drawn."""
 
     label: str
-    scores: DetectionScores
-    errors: DetectionErrors
+    scores: metrics.DetectionScores
+    errors: metrics.DetectionErrors
     threshold: float
 
 
@@ -83,19 +84,18 @@ def draw_detections(
     if given:
         source = {"json_file": json, "image_root": images_root, "labelled": True}
         register_source(given, source)
-
     sets: list[DetectionSet] = []
 
     def evaluate(run: Run) -> RunDetections:
         run.require_kind("detector")
-        dataset = DetectionSet.read(given or run.find_set("test"))
+        dataset = read_set(given or run.find_set("test"))
         if sets and not dataset.json_file.samefile(sets[0].json_file):
             raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
-        evaluator = evaluate_boxes(dataset.content, detect(run, dataset))
+        evaluator = metrics.evaluate_boxes(dataset.content, _detect(run, dataset))
         sets.append(dataset)
-        errors = find_errors(evaluator)
-        threshold = choose_threshold(errors) if score is None else score
-        return RunDetections(run.label, score_detections(evaluator), errors, threshold)
+        errors = metrics.find_errors(evaluator)
+        threshold = metrics.choose_threshold(errors) if score is None else score
+        return RunDetections(run.label, metrics.score_detections(evaluator), errors, threshold)
 
     results = run_each(runs, evaluate, nothing="no detections")
     dataset, found = sets[0], list(results.found.values())
@@ -108,16 +108,97 @@ def draw_detections(
     return Figure("detections", "Detections", paragraphs, images, data, _tabulate(found))
 
 
+def read_set(name: str) -> DetectionSet:
+    """Reads the annotation file of a registered dataset.
+
+    Raises:
+        NotApplicable: the dataset has no annotation file in COCO's format, or no boxes.
+    """
+    metadata = MetadataCatalog.get(name)
+    json_file = metadata.get("json_file")
+    if not json_file:
+        raise NotApplicable(f"'{name}' has no annotation file in COCO's format")
+    content = json_module.loads(Path(json_file).read_bytes())  # was checked when it was registered
+    if not content.get("annotations"):
+        raise NotApplicable(f"'{json_file}' has no boxes")
+    categories = sorted(content["categories"], key=lambda category: category["id"])
+    names, ids = zip(*((str(one["name"]), int(one["id"])) for one in categories), strict=True)
+    root = Path(metadata.get("image_root") or "")
+    return DetectionSet(name, Path(json_file), root, content, names, ids)
+
+
+@torch.no_grad()
+def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
+    """Returns the detections of a run on all images of a dataset, in COCO's format."""
+    names = tuple(run.cfg.MODEL.CLASS_NAMES)
+    if names != dataset.class_names:
+        raise NotApplicable(
+            f"'{run.label}' has the classes {join_first(names)}, unlike '{dataset.json_file}' "
+            f"({join_first(dataset.class_names)})"
+        )
+    loader = Trainer.build_test_loader(run.cfg, dataset.name)
+    model = run.model
+    results: list[dict[str, Any]] = []
+    for inputs in tqdm(loader, desc=f"detecting for {run.label}", unit="batch"):
+        for entry, output in zip(inputs, model(inputs), strict=True):
+            results += instances_to_coco_json(output["instances"].to("cpu"), entry["image_id"])
+    for entry in results:
+        entry["category_id"] = dataset.category_ids[entry["category_id"]]
+    return results
+
+
 def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
     """Draws precision over recall and, of several classes, AP by class."""
-    scores = {run.label: run.scores for run in runs}
-    charts = {
-        "precision_recall": (plot_precision_recall(scores), "The area is AP50, or AP75."),
+    caption = "Mean of classes; the area is AP50, or AP75."
+    images = {
+        "precision_recall": plotting.chart_image(plot_precision_recall(runs), caption=caption)
     }
     if len(dataset.class_names) > 1:
-        chart = plot_ap_by_class(scores, dataset.class_names)
-        charts["classes"] = chart, "Average precision of each class."
-    return {name: chart_image(chart, caption=caption) for name, (chart, caption) in charts.items()}
+        chart = plot_ap_by_class(runs, dataset.class_names)
+        images["classes"] = plotting.chart_image(chart, caption="Average precision of each class.")
+    return images
+
+
+@plotting.themed
+def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
+    """Draws precision over recall, the mean of all classes, at IoU 0.50 and at 0.75."""
+    figure = plotting.start_figure(height=3.8, width=6.4)
+    panels = figure.subplots(1, len(metrics.CURVE_IOUS), sharey=True)
+    for row, (axes, iou) in enumerate(zip(panels, metrics.CURVE_IOUS, strict=True)):
+        for run, style in zip(runs, plotting.list_styles(len(runs)), strict=True):
+            line = style | {"marker": "", "label": plotting.to_text(run.label)}
+            axes.plot(run.scores.recall, run.scores.precision[row], **line)
+        axes.set_title(f"IoU {iou:.2f}")
+        axes.set_xlabel("recall")
+        axes.set_ylim(0, 1.03)
+    panels[0].set_ylabel("precision")
+    plotting.add_legend(figure, panels[0])
+    return figure
+
+
+@plotting.themed
+def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFigure:
+    """Draws the AP of each class with boxes, the best on top, a bar for each run."""
+    num_boxes = runs[0].scores.num_boxes
+    total = np.sum([run.scores.class_ap for run in runs], axis=0)
+    order = [int(k) for k in np.argsort(-total, kind="stable") if num_boxes[k]]
+    if len(order) > _MOST_CLASSES:
+        order = order[: _MOST_CLASSES // 2] + order[-_MOST_CLASSES // 2 :]
+    figure, axes = plotting.start_chart(height=1.3 + len(order) * max(0.3, 0.15 * len(runs)))
+    width = 0.8 / len(runs)
+    for index, (run, style) in enumerate(zip(runs, plotting.list_styles(len(runs)), strict=True)):
+        rows = np.arange(len(order)) - 0.4 + (index + 0.5) * width
+        values, label = np.nan_to_num(run.scores.class_ap[order]), plotting.to_text(run.label)
+        bars = axes.barh(rows, values, 0.92 * width, color=style["color"], label=label)
+        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
+    axes.margins(x=0.12)
+    names = plotting.to_texts([class_names[k] for k in order], longest=24)
+    labels = [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
+    axes.set_yticks(range(len(order)), labels)
+    axes.set_ylim(len(order) - 0.4, -0.6)
+    axes.set_xlabel("AP (%), IoU 0.50 to 0.95; numbers of boxes in brackets")
+    plotting.add_legend(figure, axes)
+    return figure
 
 
 def draw_predictions(
@@ -129,18 +210,18 @@ def draw_predictions(
     """
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
     number = min(number, len(records))
+    truth = runs[0].errors.truth
+    sources = [("Ground truth", truth, np.full(len(truth.classes), np.inf), 0.0)]
+    sources += [(f"{run.label}, scores from {run.threshold:.2g}", run.errors.found,
+                 run.errors.scores, run.threshold) for run in runs]  # fmt: skip
     images: dict[str, Image] = {}
     for record in (records[index * len(records) // number] for index in range(number)):
         pixels = _read(dataset, record)
         if pixels is None:
             continue
         scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
-        small = shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
+        small = plotting.shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
         panels = []
-        truth = runs[0].errors.truth
-        sources = [("Ground truth", truth, np.full(len(truth.classes), np.inf), 0.0)]
-        sources += [(f"{run.label}, scores from {run.threshold:.2g}", run.errors.found,
-                     run.errors.scores, run.threshold) for run in runs]  # fmt: skip
         for title, boxes, scores, threshold in sources:
             kept = (boxes.image_ids == record["id"]) & (scores >= threshold)
             classes = boxes.classes[kept].tolist()
@@ -164,14 +245,13 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     """
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
-    missed = find_missed_boxes(errors, run.threshold)[:_CELLS].tolist()
-    alarms = find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
-    crops = [(errors.truth, b, f"missed: {names[errors.truth.classes[b]]}", TRUTH_COLOR)
-             for b in missed]  # fmt: skip
-    crops += [
-        (errors.found, d, f"{names[errors.found.classes[d]]} {errors.scores[d]:.2f}", FOUND_COLOR)
-        for d in alarms
-    ]
+    crops = [
+        (errors.truth, box, f"missed: {names[errors.truth.classes[box]]}", TRUTH_COLOR)
+        for box in metrics.find_missed_boxes(errors, run.threshold)[:_CELLS].tolist()
+    ] + [
+        (errors.found, box, f"{names[errors.found.classes[box]]} {errors.scores[box]:.2f}",
+         FOUND_COLOR) for box in metrics.find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
+    ]  # fmt: skip
     cells, texts = [], []
     for boxes, index, text, color in crops:
         pixels = _read(dataset, records[int(boxes.image_ids[index])])
@@ -185,16 +265,15 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     return Image.from_rgb(sheet, alt="; ".join(texts), caption=caption, quality=82)
 
 
-def crop_box(image: RGBImage, box: Array, color: Color) -> RGBImage:
+def crop_box(image: RGBImage, box: metrics.Array, color: Color) -> RGBImage:
     """Returns a box (4,) XYXY of an image, drawn, with half its length around it."""
     height, width = image.shape[:2]
     margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
     low = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
     high = np.clip(np.ceil(box[2:] + margin), low + 1, [width, height]).astype(int)
     part = image[low[1] : high[1], low[0] : high[0]]
-    scale = _CROP_SIDE / max(part.shape[:2])
-    shifted = (box - np.tile(low, 2))[None] * scale
-    return draw_boxes(shrink(part, _CROP_SIDE), shifted, [""], [color], min_side=0)
+    shifted = (box - np.tile(low, 2))[None] * (_CROP_SIDE / max(part.shape[:2]))
+    return draw_boxes(plotting.shrink(part, _CROP_SIDE), shifted, [""], [color], min_side=0)
 
 
 def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage | None:
@@ -207,12 +286,13 @@ def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage | None:
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
-    types = "; ".join(f"{n}: {text}" for n, text in {**ERROR_TYPES, MISSED: MISSED_MEANING}.items())
+    types = "; ".join(f"{name}: {text}" for name, text in metrics.ERROR_TYPES.items())
     return [
         "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
         f"score upwards: {thresholds}. Unless --score sets it, it is the score with the best F1 at "
         "IoU 0.50; if no detection is correct, the one that keeps as many detections as boxes.",
-        f"Types of errors, after TIDE (arXiv:2008.08115): {types}.",
+        f"Types of errors, after TIDE (arXiv:2008.08115): {types}. Missed boxes are those without "
+        "a correct detection.",
     ]
 
 
@@ -223,27 +303,26 @@ def _tabulate(runs: Sequence[RunDetections]) -> Table:
     ]
     rows.append(["boxes", *(f"{run.scores.num_boxes.sum():,}" for run in runs)])
     rows.append(["errors from score", *(f"{run.threshold:.3g}" for run in runs)])
-    counts = [count_errors(run.errors, run.threshold) for run in runs]
+    counts = [metrics.count_errors(run.errors, run.threshold) for run in runs]
     rows += [[name, *(f"{count[name]:,}" for count in counts)] for name in counts[0]]
     return Table(("", *(run.label for run in runs)), rows)
 
 
 def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Any]:
-    first, names = runs[0].scores, dataset.class_names
-
-    def collect_run(run: RunDetections) -> dict[str, Any]:
-        return {
-            **run.scores.summary,
-            "class_ap": dict(zip(names, run.scores.class_ap, strict=True)),
-            "errors_from_score": run.threshold,
-            "errors": count_errors(run.errors, run.threshold),
-            "precision": dict(zip(CURVE_IOUS, run.scores.precision, strict=True)),
-        }
-
+    names, first = dataset.class_names, runs[0].scores
     return {
         "annotations": dataset.json_file.name,
         "images": len(dataset.content["images"]),
         "boxes": dict(zip(names, first.num_boxes.tolist(), strict=True)),
         "recall": first.recall,
-        "runs": {run.label: collect_run(run) for run in runs},
+        "runs": {
+            run.label: {
+                **run.scores.summary,
+                "class_ap": dict(zip(names, run.scores.class_ap, strict=True)),
+                "errors_from_score": run.threshold,
+                "errors": metrics.count_errors(run.errors, run.threshold),
+                "precision": dict(zip(metrics.CURVE_IOUS, run.scores.precision, strict=True)),
+            }
+            for run in runs
+        },
     }

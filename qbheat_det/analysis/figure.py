@@ -18,7 +18,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.core.text import join_first
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.sample_images import SpreadEntries, read_spread
+from qbheat_det.engine.data_sources import SpreadEntries, read_spread
 from qbheat_det.modeling.contracts import get_backbone, get_encoder, get_pixel_statistics
 
 from .run import Run

@@ -1,36 +1,27 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Accuracy of probes of frozen backbones: by decoder (Fig. 8) and by images seen (Fig. 6)."""
+"""Accuracy of probes of frozen backbones: by decoder (Fig. 8) and by images seen (Fig. 6).
+
+Results are read from the files of tools/probe_backbone.py and of comparisons.
+"""
 
 import itertools
 import json
 import math
-import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
+from qbheat_det.probing import depth_of, width_of
 
+from . import plotting
 from .figure import FigureOptions, run_each
-from .plotting import (
-    add_legend,
-    chart_image,
-    list_styles,
-    start_chart,
-    start_figure,
-    themed,
-    to_text,
-)
-from .probe_results import (
-    ProbeResult,
-    choose_statistics,
-    parse_results,
-    read_probes,
-)
 from .run import PROBE_FILES, Run
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -42,6 +33,45 @@ _EXPLANATION = (
     "Charts show backbones with BatchNorm statistics of whole images where they were recalibrated, "
     "and random backbones also as initialized; the table has all.",
 )
+
+
+class Decoder(NamedTuple):
+    """Nearest neighbors (power 0), a linear classifier (1) or tran-k (2) of depth k and a width."""
+
+    power: int
+    depth: int = 0
+    width: int = 0
+
+    @property
+    def name(self) -> str:
+        return ("kNN", "linear", f"tran-{self.depth}")[self.power]
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, width {self.width}" if self.width else self.name
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One probe of one backbone.
+
+    Attributes:
+        series: one run with its checkpoints, one objective with its seeds, or all random backbones.
+        backbone: file of the weights, or "random, seed 1".
+        images_seen: in training; 0 for a random backbone, None where unknown.
+        recalibrated: whether BatchNorm's statistics are of whole images.
+        decoder: of the probe.
+        top1: in percent.
+        error: standard error of ``top1`` over the images.
+    """
+
+    series: str
+    backbone: str
+    images_seen: int | None
+    recalibrated: bool
+    decoder: Decoder
+    top1: float
+    error: float
 
 
 @register_figure("probes")
@@ -75,33 +105,63 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
         data[label] = {"setting": setting, "results": rows}
     chosen = choose_statistics(everything)
     caption = "Top-1 under each decoder; of a run, its last checkpoint."
-    images = {"decoders": chart_image(plot_by_decoder(chosen), caption=caption)}
+    images = {"decoders": plotting.chart_image(plot_by_decoder(chosen), caption=caption)}
     if len({result.images_seen for result in chosen if result.images_seen}) > 1:
         caption = "Top-1 by images seen in pre-training; random backbones are level lines."
-        images["images_seen"] = chart_image(plot_by_images(chosen), caption=caption)
-    paragraphs = [*_EXPLANATION, *files.explain()]
+        images["images_seen"] = plotting.chart_image(plot_by_images(chosen), caption=caption)
     numbers = {"runs": data, "left_out": files.left_out}
-    title = "Probes of frozen backbones"
-    return Figure("probes", title, paragraphs, images, numbers, _tabulate(everything))
+    text, title = [*_EXPLANATION, *files.explain()], "Probes of frozen backbones"
+    return Figure("probes", title, text, images, numbers, _tabulate(everything))
 
 
 def plot_probes(content: Mapping[str, Any]) -> MplFigure:
-    """Draws the content of such a file as ``plot_by_images`` does."""
-    return plot_by_images(choose_statistics(parse_results(content)[1]))
+    """Draws the content of a file of tools/probe_backbone.py as ``plot_by_images`` does."""
+    return plot_by_images(choose_statistics(_parse_results(content)))
 
 
-@themed
+def read_probes(file: Path) -> tuple[dict[str, Any], list[ProbeResult]]:
+    """Reads settings and results that ``tools/probe_backbone.py --json`` or a comparison wrote.
+
+    Raises:
+        UserError: the file cannot be read, or has no results.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        setting, results = dict(content["setting"]), _parse_results(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"'{file}' has no results of probes: {error!r}") from error
+    if not results:
+        raise UserError(f"'{file}' has no results of probes")
+    return setting, results
+
+
+def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
+    """Returns the recalibrated results of each series, or all if there are none.
+
+    Random backbones keep both, the others as a series of their own: either may be higher.
+    """
+    recalibrated = {result.series for result in results if result.recalibrated}
+    chosen = []
+    for result in results:
+        if result.recalibrated or result.series not in recalibrated:
+            chosen.append(result)
+        elif result.images_seen == 0:
+            chosen.append(replace(result, series=f"{result.series}, as initialized"))
+    return chosen
+
+
+@plotting.themed
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
     """Draws top-1 under each decoder of the backbones that saw most images of each series."""
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)
-    figure, axes = start_chart(height=3.2, width=5.2)
-    styles = list_styles(len(series))
+    figure, axes = plotting.start_chart(height=3.2, width=5.2)
+    styles = plotting.list_styles(len(series))
     for index, ((name, own), style) in enumerate(zip(series.items(), styles, strict=True)):
         most = max(result.images_seen or 0 for result in own)
         points = _average((r for r in own if (r.images_seen or 0) == most), lambda r: r.decoder)
         shift = _SPREAD * ((index + 0.5) / len(series) - 0.5)
-        label = to_text(name)
+        label = plotting.to_text(name)
         for _, same in itertools.groupby(sorted(points), key=lambda decoder: decoder.name):
             widths = list(same)
             x = [decoders.index(decoder) + shift for decoder in widths]
@@ -113,11 +173,11 @@ def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
     axes.set_xlim(-0.5, len(decoders) - 0.5)
     axes.set_xlabel("decoder on the frozen backbone")
     _finish(axes)
-    add_legend(figure, axes)
+    plotting.add_legend(figure, axes)
     return figure
 
 
-@themed
+@plotting.themed
 def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
     """Draws top-1 over images seen in pre-training, one chart per decoder.
 
@@ -126,47 +186,39 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
     """
     known = [result for result in results if result.images_seen is not None]
     names = list(dict.fromkeys(result.series for result in known))
-    styles = dict(zip(names, list_styles(len(names)), strict=True))
+    styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
     groups = _group(known, lambda result: result.decoder)
     columns = min(2, len(groups)) or 1
     rows = max(1, math.ceil(len(groups) / columns))
-    figure = start_figure(height=3 * rows, width=1 + 3.7 * columns)
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in panels[len(groups) :]:
-        axes.set_axis_off()
-    for axes, decoder in zip(panels, sorted(groups), strict=False):
+    figure = plotting.start_figure(height=3 * rows, width=1 + 3.7 * columns)
+    panels = [figure.add_subplot(rows, columns, i + 1) for i in range(len(groups))]
+    for axes, decoder in zip(panels, sorted(groups), strict=True):
         for name, own in _group(groups[decoder], lambda result: result.series).items():
             points = _average(own, lambda result: result.images_seen)
             seen = sorted(number for number in points if number)
             if seen:
                 y, errors = zip(*(points[number] for number in seen), strict=True)
-                axes.errorbar(seen, y, errors, label=to_text(name), elinewidth=1, **styles[name])
+                axes.errorbar(
+                    seen, y, errors, label=plotting.to_text(name), elinewidth=1, **styles[name]
+                )
             else:
                 color = styles[name]["color"]
-                axes.axhline(points[0][0], label=to_text(name), color=color, lw=1.4, ls="--")
+                axes.axhline(
+                    points[0][0], label=plotting.to_text(name), color=color, lw=1.4, ls="--"
+                )
         axes.set_title(decoder.title)
         axes.set_xlim(left=0)
         axes.set_xlabel("images seen in pre-training")
         _finish(axes)
-    if len(groups):
+    if panels:
         most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
-        add_legend(figure, most)
+        plotting.add_legend(figure, most)
     return figure
 
 
 def _finish(axes: Axes) -> None:
     axes.set_ylabel("top-1 (%)")
     axes.set_ylim(0, max(1.0, 1.08 * axes.dataLim.y1))
-
-
-def _average(
-    results: Iterable[ProbeResult], key: Callable[[ProbeResult], _Key]
-) -> dict[_Key, tuple[float, float]]:
-    """Returns mean top-1 and mean standard error of each group."""
-    return {
-        name: (statistics.fmean(r.top1 for r in own), statistics.fmean(r.error for r in own))
-        for name, own in _group(results, key).items()
-    }
 
 
 def _group(
@@ -178,20 +230,59 @@ def _group(
     return groups
 
 
+def _average(
+    results: Iterable[ProbeResult], key: Callable[[ProbeResult], _Key]
+) -> dict[_Key, tuple[float, float]]:
+    """Returns mean top-1 and mean standard error of each group."""
+    return {
+        name: (fmean(r.top1 for r in own), fmean(r.error for r in own))
+        for name, own in _group(results, key).items()
+    }
+
+
 def _tabulate(results: Sequence[ProbeResult]) -> Table:
     decoders = sorted({result.decoder for result in results})
     lines = []
-    groups = _group(results, lambda r: (r.series, r.backbone, r.recalibrated))
-    for (series, backbone, recalibrated), own in groups.items():
+    groups = _group(results, lambda r: (r.series, r.backbone, r.images_seen, r.recalibrated))
+    for (series, backbone, seen, recalibrated), own in groups.items():
         cells = {r.decoder: f"{r.top1:.2f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{r.error:.2f}"
                  for r in own}  # fmt: skip
-        seen = own[0].images_seen
-        lines.append((
-            series,
-            Path(backbone).name,
-            "n/a" if seen is None else f"{seen:,}",
-            "whole images" if recalibrated else "as stored",
-            *(cells.get(decoder, "") for decoder in decoders),
-        ))  # fmt: skip
+        number = "n/a" if seen is None else f"{seen:,}"
+        statistics = "whole images" if recalibrated else "as stored"
+        start = (series, Path(backbone).name, number, statistics)
+        lines.append((*start, *(cells.get(decoder, "") for decoder in decoders)))
     titles = [f"{decoder.title} (%)" for decoder in decoders]
     return Table(("Run", "backbone", "images seen", "BatchNorm", *titles), lines)
+
+
+def _parse_results(content: Mapping[str, Any]) -> list[ProbeResult]:
+    """Returns the results of a file's content; those that are not numbers are left out."""
+    rows, found = list(content["rows"]), []
+    checkpoints: dict[Path, dict[Any, Any]] = {}  # by folder: images seen by digest
+    for row in rows:
+        if row["images_seen"] != 0:
+            folder = Path(row["backbone"]).parent
+            checkpoints.setdefault(folder, {})[row["digest"]] = row["images_seen"]
+    for row in rows:
+        seen, path = row["images_seen"], Path(row["backbone"])
+        numbers = list(checkpoints.get(path.parent, {}).values())
+        # Files of one folder that saw different numbers of images are checkpoints of one run.
+        is_run = len(set(numbers)) == len(numbers) and (None not in numbers or len(numbers) == 1)
+        series = str(path.parent if is_run else path.parent / path.stem) if seen != 0 else "random"
+        decoder = Decoder(int(row["probe"] == "linear"))
+        if depth := depth_of(row["probe"]):
+            width = width_of(row["probe"]) or int(content["setting"]["tran"]["width"])
+            decoder = Decoder(2, depth, width)
+        if row["top1"] is not None:
+            found.append(
+                ProbeResult(
+                    series=row.get("series", series),
+                    backbone=str(row["backbone"]),
+                    images_seen=None if seen is None else int(seen),
+                    recalibrated=bool(row["recalibrated"]),
+                    decoder=decoder,
+                    top1=float(row["top1"]),
+                    error=float(row["top1_standard_error"] or 0.0),
+                )
+            )
+    return found

@@ -8,7 +8,6 @@ paper stops at the border. Chosen here: A1 goes to the right, A2 to the left, B1
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
 import cv2
@@ -17,53 +16,34 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
+from qbheat_det.core.figures import Figure, NotApplicable, register_figure
 from qbheat_det.modeling.pretrain import ReconstructionModel, patchify, unpatchify
 
 from .figure import FigureOptions, SharedImages, crop_squares, run_each
-from .linear_models import NAMES, read_linear_models
-from .plotting import (
-    INK,
-    RGBImage,
-    add_legend,
-    chart_image,
-    list_styles,
-    plot_grid,
-    start_chart,
-    themed,
-    to_rgb,
-    to_text,
-)
+from .plotting import RGBImage, chart_image, plot_grid, to_rgb
 from .run import Run
+from .spectrum import NAMES, read_linear_models
 
-Order = Literal["exact", "first"]
 Generators = Mapping[str, Tensor]
 """A1, A2, B1 and B2 (C, C) by name, per side of the image."""
 DIRECTIONS = {"right": "A1", "left": "A2", "down": "B1", "up": "B2"}
-_FORMULAS = {"exact": "log(I + M) / Δx", "first": "M / Δx"}
-_GROWTH_AT = np.linspace(0, 2, 17).tolist()  # sides of the image
 _SIDE = 240  # pixels of a cell: the wider the margin, the smaller the image in it
 _EXPLANATION = (
     "Around the image are its outermost features, propagated by e^{Ax} e^{By} (Eq. 3) and decoded. "
-    "The last column is the control: features continue unchanged, A = 0. Growth is the norm of "
-    "propagated features over that at distance 0. The error compares them with the encoder's "
-    "features inside the image: 1 is no better than the mean of the map.",
+    "The last column is the control: features continue unchanged, A = 0.",
 )
 
 
-def find_generator(step: Tensor, offset: float, *, order: Order = "exact") -> Tensor:
-    """Returns A (C, C), float64, of a learned step M (C, C): z(x + Δx) = (I + M) z(x).
+def find_generator(step: Tensor, offset: float) -> Tensor:
+    """Returns A = log(I + M) / Δx (C, C), float64, of a learned step M (C, C).
 
-    The "exact" order is log(I + M) / Δx, whose exponential over Δx is the learned step; "first" is
-    M / Δx, as Eq. 5 has it. The exact one is complex where an eigenvalue of I + M is negative: no
-    real A reverses a direction within one step.
+    Its exponential over Δx is the learned step z(x + Δx) = (I + M) z(x). It is complex where an
+    eigenvalue of I + M is negative: no real A reverses a direction within one step.
 
     Raises:
         ValueError: I + M is singular and has no logarithm.
     """
     step = step.detach().cpu().double()
-    if order == "first":
-        return step / offset
     whole = torch.eye(len(step), dtype=step.dtype) + step
     if not float(torch.linalg.cond(whole)) < 1 / torch.finfo(step.dtype).eps:  # nan for zero
         raise ValueError("I + M is singular, so it has no logarithm")
@@ -99,36 +79,15 @@ def _extend_axis(z: Tensor, forth: Tensor, back: Tensor, margin: int) -> Tensor:
 
 
 def decode_map(z: Tensor, decode: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    """Decodes a map (N, L, L, C) larger than the image in windows of the image's ``size``, G.
+    """Decodes a map (N, L, L, C) in windows of the image's ``size`` G, of which L is a multiple.
 
-    The window in the middle is the image. Others are moved by half a window, further out until
-    they end with the map; a position is decoded by the one that is moved least, along each axis.
     ``decode`` maps windows (n, G, G, C) to patches (n, G * G, P), the result is (N, L, L, P).
     """
-    length = z.shape[1]
-    starts = [_find_window(position, length, size) for position in range(length)]
-    rows = []
-    for row in sorted(set(starts)):
-        cells = []
-        for column in sorted(set(starts)):
-            window = z[:, row : row + size, column : column + size]
-            first = [starts.index(start) - start for start in (row, column)]
-            y, x = (
-                slice(one, one + starts.count(start))
-                for one, start in zip(first, (row, column), strict=True)
-            )
-            cells.append(decode(window).unflatten(1, (size, size))[:, y, x])
-        rows.append(torch.cat(cells, dim=2))
-    return torch.cat(rows, dim=1)
-
-
-def _find_window(position: int, length: int, size: int) -> int:
-    """Returns the start of the window that decodes a position of an axis."""
-    middle = (length - size) // 2
-    beyond = max(middle - position, position - (middle + size - 1), 0)
-    half = max(size // 2, 1)
-    shift = min(math.ceil(beyond / half) * half, middle)
-    return middle + shift if position > middle else middle - shift
+    number = z.shape[1] // size
+    windows = z.unflatten(1, (number, size)).unflatten(3, (number, size)).transpose(2, 3)
+    patches = decode(windows.flatten(0, 2)).unflatten(1, (size, size))
+    rows = patches.unflatten(0, (len(z), number, number)).transpose(2, 3)
+    return rows.flatten(3, 4).flatten(1, 2)
 
 
 def restore_pixels(
@@ -150,41 +109,10 @@ def restore_pixels(
     return made
 
 
-def measure_growth(
-    z: Tensor, generators: Generators, distances: Sequence[float]
-) -> dict[str, list[float]]:
-    """Returns by direction the norm of features (..., C) at distances over that at 0."""
-    norm = float(z.double().norm())
-    return {
-        way: [float(propagate(z, generators[name], x).real.norm()) / norm for x in distances]
-        for way, name in DIRECTIONS.items()
-    }
-
-
-def measure_error(z: Tensor, generators: Generators) -> dict[str, list[float]]:
-    """Returns how far propagated features (N, G, G, C) are from the encoder's, inside the image.
-
-    By direction, for 1 to G - 1 positions: the norm of all errors over that of all deviations from
-    the mean feature.
-    """
-    size = z.shape[1]
-    z = z.double()
-    mean = z.mean(dim=(0, 1, 2))
-    found: dict[str, list[float]] = {way: [] for way in DIRECTIONS}
-    for (way, name), steps in product(DIRECTIONS.items(), range(1, size)):
-        # Along the last axis but one, towards higher positions.
-        maps = z if way in ("right", "left") else z.transpose(1, 2)
-        maps = maps if way in ("right", "down") else maps.flip(2)
-        predicted = propagate(maps[:, :, :-steps], generators[name], steps / size).real
-        true = maps[:, :, steps:]
-        found[way].append(float((predicted - true).norm() / (true - mean).norm()))
-    return found
-
-
 class _Propagation(NamedTuple):
     columns: Mapping[str, Sequence[RGBImage]]
-    note: str
-    data: dict[str, Any]
+    scale: str
+    offset: float
 
 
 @register_figure("beyond")
@@ -193,44 +121,44 @@ def draw_beyond(
     options: FigureOptions,
     *,
     scale: Literal["corner", "centre"] = "corner",
-    generator: Order = "exact",
     distances: Sequence[float] = (0.25, 0.5, 1.0),
 ) -> Figure:
     """Propagates the features of whole images by ``distances`` beyond their borders, and decodes.
 
-    ``scale`` says whose linear models are used, ``generator`` how A follows from them.
+    ``scale`` says whose linear models are used.
     """
     shared = SharedImages(runs, options.num_images, options.images)
     results = run_each(
-        runs,
-        lambda run: _compute(run, shared, scale, generator, distances),
-        nothing="no propagation",
+        runs, lambda run: _compute(run, shared, scale, distances), nothing="no propagation"
     )
     images = {}
     for index, (label, one) in enumerate(results.found.items(), 1):
         rows = list(zip(*one.columns.values(), strict=True))
-        chart = plot_grid(rows, column_names=list(one.columns), note=one.note)
+        note = f"Models of the {one.scale}, Δx = {one.offset:g} W"
+        chart = plot_grid(rows, column_names=list(one.columns), note=note)
         caption = f"{label}: images and their surroundings."
         images[f"{index}_images"] = chart_image(chart, caption=caption, format="jpg")
-    data = {label: one.data for label, one in results.found.items()}
+    data = {
+        label: {"scale": one.scale, "offset": one.offset} for label, one in results.found.items()
+    }
     return Figure(
         "beyond",
         "Propagation beyond the image",
         [*_EXPLANATION, *shared.explain(), *results.explain()],
-        images | _draw_charts(data),
+        images,
         {"images": shared.files, "runs": data, "left_out": results.left_out},
     )
 
 
 @torch.no_grad()
 def _compute(
-    run: Run, shared: SharedImages, scale: str, order: Order, distances: Sequence[float]
+    run: Run, shared: SharedImages, scale: str, distances: Sequence[float]
 ) -> _Propagation:
     models = read_linear_models(run.weights, run.label)
     scale = scale if scale in models else next(iter(models))
     offset, matrices = models[scale]
     try:
-        generators = {name: find_generator(matrices[name], offset, order=order) for name in NAMES}
+        generators = {name: find_generator(matrices[name], offset) for name in NAMES}
     except ValueError as error:
         raise NotApplicable(f"'{run.label}': {error}") from error
     unchanged = {name: torch.zeros_like(a) for name, a in generators.items()}
@@ -248,18 +176,7 @@ def _compute(
     columns = {"image": draw(unchanged, 0)}
     columns |= {f"{margin / size:g} W beyond": draw(generators, margin) for margin in margins}
     columns[f"A = 0, {margins[-1] / size:g} W"] = draw(unchanged, margins[-1])
-    z = z.cpu()
-    data = {
-        "scale": scale,
-        "offset": offset,
-        "growth": {"distances": _GROWTH_AT, **measure_growth(z, generators, _GROWTH_AT)},
-        "error": {
-            "distances": [steps / size for steps in range(1, size)],
-            **measure_error(z, generators),
-            "unchanged": measure_error(z, unchanged),
-        },
-    }
-    return _Propagation(columns, f"A = {_FORMULAS[order]} of the {scale}, Δx = {offset:g} W", data)
+    return _Propagation(columns, scale, offset)
 
 
 def decode_beyond(
@@ -270,9 +187,12 @@ def decode_beyond(
     The result is in the mapper's pixels, with so many positions of ``margin`` on each side.
     """
     size, patch = model.decoder.grid_size, model.decoder.patch_size
-    large = extend_map(z.cpu(), generators, margin).to(z.device)
+    whole = size * math.ceil(margin / size)  # whole windows, the one in the middle is the image
+    large = extend_map(z.cpu(), generators, whole).to(z.device)
+    start, length = whole - margin, size + 2 * margin
+    decoded = decode_map(large, model.decoder, size)[:, start:, start:][:, :length, :length]
     true = patchify(images, patch).unflatten(1, (size, size))
-    patches = restore_pixels(true, decode_map(large, model.decoder, size), model.loss.restore)
+    patches = restore_pixels(true, decoded, model.loss.restore)
     return unpatchify(patches.flatten(1, 2), patch) * model.pixel_std + model.pixel_mean
 
 
@@ -283,27 +203,3 @@ def _frame(pixels: Any, border: int) -> RGBImage:
         start, end = (round(_SIDE * at / len(pixels)) for at in (border, len(pixels) - border))
         cell = cv2.rectangle(cell, (start - 1, start - 1), (end, end), (255, 255, 255), 1)
     return np.rint(cell).astype(np.uint8)
-
-
-@themed
-def _draw_charts(data: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
-    """Draws growth and error over the distance, the means over the four directions."""
-    charts = {}
-    for measure in ("growth", "error"):
-        lines: dict[str, tuple[Any, Any]] = {}
-        for run, one in data.items():
-            x, label = one[measure]["distances"], to_text(run)
-            lines[label] = x, np.mean([one[measure][way] for way in DIRECTIONS], axis=0)
-            if measure == "error":
-                still = list(one[measure]["unchanged"].values())
-                lines[f"{label}, A = 0"] = x, np.mean(still, axis=0)
-        figure, axes = start_chart(height=3.6)
-        for (name, line), style in zip(lines.items(), list_styles(len(lines)), strict=True):
-            axes.plot(*line, label=name, **style)
-        axes.axhline(1, color=INK, lw=1, ls="--")
-        axes.set_yscale("log")
-        axes.set_title(f"{measure.capitalize()} of propagated features")
-        axes.set_xlabel("distance, sides of the image")
-        add_legend(figure, axes)
-        charts[measure] = chart_image(figure, caption=f"{measure.capitalize()} by distance.")
-    return charts

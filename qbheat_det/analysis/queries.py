@@ -7,7 +7,6 @@ arXiv:2005.12872, Fig. 6, here at each of the three scales, of the last block of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, cast
 
 import cv2
@@ -17,9 +16,9 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
 from qbheat_det.data import build_mapper
-from qbheat_det.engine.sample_images import read_spread
+from qbheat_det.engine.data_sources import read_spread
 from qbheat_det.layers import read_attention
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 
@@ -33,8 +32,7 @@ _STRIDES = (32, 16, 8)
 _CELL = 200  # pixels
 _EXPLANATION = (
     "A row is a predicted box; the colours are the attention of its query in the last block of "
-    "each scale, the mean over heads. For uniform attention the share inside the box is the share "
-    "of the image that the box covers.",
+    "each scale, the mean over heads.",
 )
 
 
@@ -74,20 +72,6 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
     return QueryAttention(found=found[chosen].to("cpu"), maps=maps)
 
 
-def measure_inside(maps: Tensor, boxes: Tensor, stride: int) -> Tensor:
-    """Returns the share of attention (n, heads, H, W) on positions with centres inside a box.
-
-    Boxes are (n, 4) XYXY in pixels, the result (n,) is the mean over heads.
-    """
-    height, width = maps.shape[-2:]
-    y = (torch.arange(height) + 0.5) * stride
-    x = (torch.arange(width) + 0.5) * stride
-    x0, y0, x1, y1 = (side[:, None] for side in boxes.unbind(dim=1))
-    rows, columns = (y >= y0) & (y < y1), (x >= x0) & (x < x1)
-    inside = rows[:, None, :, None] & columns[:, None, None, :]  # (n, 1, H, W)
-    return (maps * inside).sum(dim=(2, 3)).mean(dim=1)
-
-
 @dataclass(frozen=True)
 class _Detected:
     """Of one run, for each image: pixels, attention, names of the predicted classes."""
@@ -104,7 +88,22 @@ def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: in
     results = run_each(
         runs, lambda run: _detect(run, shared, query_boxes), nothing="no object queries"
     )
-    data = {label: _list_boxes(one) for label, one in results.found.items()}
+    data = {
+        label: [
+            [
+                {"class": name, "score": score, "query": query, "box": box}
+                for name, score, query, box in zip(
+                    names,
+                    attention.found.scores.tolist(),
+                    attention.found.query.tolist(),
+                    attention.found.pred_boxes.tensor.tolist(),
+                    strict=True,
+                )
+            ]
+            for names, attention in zip(one.classes, one.attention, strict=True)
+        ]
+        for label, one in results.found.items()
+    }
     numbers = range(len(shared.files))
     return Figure(
         "queries",
@@ -112,7 +111,6 @@ def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: in
         [*_EXPLANATION, *shared.explain(), *results.explain()],
         {f"image_{index + 1}": _draw_image(results.found, index) for index in numbers},
         {"images": shared.files, "runs": data, "left_out": results.left_out},
-        _tabulate(data),
     )
 
 
@@ -162,36 +160,3 @@ def _draw_box(image: RGBImage, box: Tensor) -> RGBImage:
     x0, y0, x1, y1 = (round(value) for value in box.tolist())
     picture = cv2.rectangle(image.copy(), (x0, y0), (x1 - 1, y1 - 1), (0, 0, 0), 3)
     return np.asarray(cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), (255, 255, 255), 1))
-
-
-def _list_boxes(one: _Detected) -> list[list[dict[str, Any]]]:
-    images = []
-    for image, attention, classes in zip(one.images, one.attention, one.classes, strict=True):
-        boxes = attention.found.pred_boxes.tensor
-        inside = {str(s): measure_inside(m, boxes, s) for s, m in attention.maps.items()}
-        area = attention.found.pred_boxes.area() / (image.shape[0] * image.shape[1])
-        images.append(
-            [
-                {
-                    "class": name,
-                    "score": float(attention.found.scores[i]),
-                    "query": int(attention.found.query[i]),
-                    "box": boxes[i].tolist(),
-                    "share_of_image": float(area[i]),
-                    "attention_inside": {s: float(share[i]) for s, share in inside.items()},
-                }
-                for i, name in enumerate(classes)
-            ]
-        )
-    return images
-
-
-def _tabulate(data: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> Table:
-    rows = []
-    for label, images in data.items():
-        boxes = [box for image in images for box in image]
-        area = fmean(box["share_of_image"] for box in boxes)
-        inside = [fmean(box["attention_inside"][str(s)] for box in boxes) for s in _STRIDES]
-        rows.append((label, f"{100 * area:.0f}", *(f"{100 * share:.0f}" for share in inside)))
-    header = ("Run", "box, % of the image", *(f"attention inside, stride {s}, %" for s in _STRIDES))
-    return Table(header, rows)

@@ -6,7 +6,6 @@ A pre-training whose loss is not below ridge regression's has learned little yet
 """
 
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
-from qbheat_det.evaluation.reconstruction import mean_and_standard_error
+from qbheat_det.evaluation.build import ReconstructionEvaluator
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,
@@ -32,11 +31,9 @@ from qbheat_det.modeling.pretrain import (
     visible_positions,
 )
 
-from .ridge import RidgeSums, with_constant
-
 BASELINES = ("zero", "mean image", "ridge")
 PENALTIES = tuple(10 ** (power / 4) for power in range(-20, 17))
-"""Relative penalties that ridge regression chooses from, see ``RidgeSums``."""
+"""Relative penalties that ridge regression chooses from, see ``RidgeRegression``."""
 _INPUT_SIZE = 16  # rows and columns to which the visible quarter is averaged
 _HELD_EVERY = 5  # one in so many training images chooses the penalties
 _BATCH_PIXELS = 256 * 128**2
@@ -88,11 +85,6 @@ class ReconstructionTask:
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    @property
-    def input_size(self) -> int:
-        """Rows and columns of ``crop_inputs``."""
-        return min(_INPUT_SIZE, self.image_size // 2)
-
     def preprocess(self, entries: Sequence[Mapping[str, Any]]) -> Tensor:
         """Returns the normalised images of mapped entries."""
         images = torch.stack([entry["image"] for entry in entries])
@@ -101,12 +93,8 @@ class ReconstructionTask:
     def crop_inputs(self, images: Tensor, place: str) -> Tensor:
         """Returns the visible quarter of all images, averaged to 16 x 16 pixels, as (N, 768)."""
         quarters = VisibleQuarters.at([place] * len(images), device=images.device)
-        size = (self.input_size, self.input_size)
-        return F.interpolate(quarters.crop(images), size, mode="area").flatten(1)
-
-    def mirror(self, images: Tensor) -> Tensor:
-        """Returns images flipped as training flips some."""
-        return images.flip(_AXES[self.flip])
+        side = min(_INPUT_SIZE, self.image_size // 2)
+        return F.interpolate(quarters.crop(images), (side, side), mode="area").flatten(1)
 
     def align(self, place: str) -> str:
         """Returns the place whose regression, with its images mirrored, serves ``place``.
@@ -124,53 +112,103 @@ class ReconstructionTask:
         return counted.nonzero().flatten()
 
 
-class HeldOutLosses:
-    """Losses by view and image; what is added to one twice is summed."""
+class RidgeRegression:
+    """Ridge regression from sums over rows, so that the rows may be a stream of any length.
 
-    def __init__(self) -> None:
-        self._values: dict[str, dict[Any, float]] = {view: {} for view in ("corner", "centre")}
+    Rows are x of D inputs and y of G groups of P outputs; the constant is not penalised. With x
+    centred, the weights for a penalty λ are V (Λ + λ)⁻¹ Vᵀ Σxyᵀ, where V Λ Vᵀ = Σxxᵀ is decomposed
+    once for all λ. Penalties are relative: 1 is the mean eigenvalue Λ, so that one value means the
+    same for any number of rows and any scale of x. All in float64.
+    """
 
-    def add(self, entries: Sequence[Mapping[str, Any]], losses: Tensor) -> None:
-        """Adds losses (N,) of dicts with "image_id" and "place"."""
-        for entry, loss in zip(entries, losses.double().tolist(), strict=True):
-            values = self._values["centre" if entry["place"] == "centre" else "corner"]
-            values[entry["image_id"]] = values.get(entry["image_id"], 0.0) + loss
+    def __init__(self, *, num_inputs: int, num_groups: int, group_size: int) -> None:
+        size = num_inputs + 1  # rows are inputs and the constant 1; columns these and the outputs
+        starts = range(size, size + num_groups * group_size, group_size)
+        self._inputs, self._groups = slice(num_inputs), [slice(i, i + group_size) for i in starts]
+        self._sums, self._held = (
+            torch.zeros(size, size + num_groups * group_size, dtype=torch.float64) for _ in range(2)
+        )
+        self._coefficients: Tensor | None = None
 
-    def __len__(self) -> int:
-        """Returns how many images were seen."""
-        return max(map(len, self._values.values()))
+    @property
+    def mean_outputs(self) -> Tensor:
+        """(G, P)."""
+        means = self._sums[-1] / self._sums[-1, self._inputs.stop]
+        return torch.stack([means[group] for group in self._groups])
 
-    def summarise(self) -> dict[str, tuple[float, float]]:
-        """Returns mean and standard error over images, by view and ("mean") over all views."""
-        rows = {view: list(values.values()) for view, values in self._values.items() if values}
-        by_image: dict[Any, list[float]] = {}
-        for values in self._values.values():
-            for image, loss in values.items():
-                by_image.setdefault(image, []).append(loss)
-        rows["mean"] = [statistics.fmean(losses) for losses in by_image.values()]
-        return {name: mean_and_standard_error(row) for name, row in rows.items()}
+    def add(self, x: Tensor, y: Tensor, held: Tensor) -> None:
+        """Adds rows x (N, D) and y (N, G, P); ``held`` (N,) marks those that choose penalties."""
+        rows = _with_constant(x)
+        columns = torch.cat([rows, y.flatten(1).double()], dim=1)
+        for sums, chosen in ((self._sums, ~held), (self._held, held)):
+            sums.addmm_(rows[chosen].T, columns[chosen])
 
-    def minus(self, other: "HeldOutLosses") -> "HeldOutLosses":
-        """Returns the differences of images that both have: they vary less than either."""
-        difference = HeldOutLosses()
-        for view, values in self._values.items():
-            known = other._values[view]
-            difference._values[view] = {
-                image: loss - known[image] for image, loss in values.items() if image in known
-            }
-        return difference
+    def solve(self, penalties: Sequence[float]) -> list[float]:
+        """Fits all rows; returns the penalty of each group, with the least error on held rows."""
+        chosen = self._choose_penalties(penalties)
+        self._sums += self._held
+        del self._held  # half of the memory, which the coefficients now take
+        values, vectors, means = self._decompose()
+        coefficients = torch.empty(len(self._sums), len(means), dtype=means.dtype)
+        for group, penalty in zip(self._groups, chosen, strict=True):
+            fitted = vectors.T @ self._centre(self._sums, means, group)
+            weights = vectors @ (fitted / (values + penalty * _scale(values))[:, None])
+            coefficients[self._inputs, group] = weights
+            coefficients[-1, group] = means[group] - means[self._inputs] @ weights
+        self._coefficients = coefficients[:, len(self._sums) :]
+        return chosen
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Returns (N, G, P)."""
+        assert self._coefficients is not None
+        return (_with_constant(x) @ self._coefficients).unflatten(1, (len(self._groups), -1))
+
+    def _choose_penalties(self, penalties: Sequence[float]) -> list[float]:
+        values, vectors, means = self._decompose()
+        grid = torch.tensor(penalties, dtype=torch.float64)
+        shrinkage = 1 / (values[:, None] + grid * _scale(values))  # (D, penalties)
+        held_xx = vectors.T @ self._centre(self._held, means, self._inputs) @ vectors
+        chosen = []
+        for group in self._groups:
+            fitted = vectors.T @ self._centre(self._sums, means, group)
+            held_xy = vectors.T @ self._centre(self._held, means, group)
+            linear = (fitted * held_xy).sum(dim=1)
+            quadratic = (fitted @ fitted.T) * held_xx
+            # By how much the squared error is below that of the mean, for each penalty.
+            gain = 2 * linear @ shrinkage - (shrinkage * (quadratic @ shrinkage)).sum(dim=0)
+            chosen.append(float(grid[gain.argmax()]))
+        return chosen
+
+    def _decompose(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns eigenvalues (D,), eigenvectors (D, D) of Σxxᵀ, and the means of all columns."""
+        means = self._sums[-1] / self._sums[-1, self._inputs.stop]
+        values, vectors = torch.linalg.eigh(self._centre(self._sums, means, self._inputs))
+        return values.clamp(min=0), vectors, means  # rounding can make them negative
+
+    def _centre(self, sums: Tensor, means: Tensor, columns: slice) -> Tensor:
+        """Returns the sum of (x - its mean)(z - its mean)ᵀ for columns z."""
+        mean_x, sum_x = means[self._inputs], sums[self._inputs, self._inputs.stop]
+        left = sums[self._inputs, columns] - torch.outer(mean_x, sums[-1, columns])
+        return left - torch.outer(sum_x - mean_x * sums[-1, self._inputs.stop], means[columns])
+
+
+def _with_constant(x: Tensor) -> Tensor:
+    """From rows (N, D) to (N, D + 1), float64, the last column 1."""
+    return torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
+
+
+def _scale(values: Tensor) -> float:
+    return float(values.mean()) or 1.0  # inputs that never change are left alone by any penalty
 
 
 @dataclass
 class BaselineReport:
-    """Losses by name of ``BASELINES``, penalties by place; ``num_rows`` counts mirror images."""
+    """Metrics of ``ReconstructionEvaluator`` by name of ``BASELINES``, and penalties by place."""
 
-    losses: dict[str, HeldOutLosses] = field(
-        default_factory=lambda: {name: HeldOutLosses() for name in BASELINES}
-    )
+    losses: dict[str, dict[str, float]] = field(default_factory=dict)
     penalties: dict[str, list[float]] = field(default_factory=dict)
     num_images: int = 0
-    num_rows: int = 0
+    num_held_out: int = 0
     skipped: dict[str, DataError] = field(default_factory=dict)
 
 
@@ -183,10 +221,10 @@ def compute_baselines(
 ) -> BaselineReport:
     """Computes the losses of ``BASELINES`` on held-out images, viewed as a model is evaluated.
 
-    *Zero* predicts the mean of every normalised patch, or the mean colour of raw pixels; *mean
-    image* the mean target. *Ridge* predicts the pixels of every counted patch from the visible
-    quarter, averaged to 16 x 16 pixels: one regression for each place of the quarter, with a
-    penalty for each patch that a fifth of the training images choose.
+    *Zero* predicts the mean of every normalised patch, or ``MODEL.PIXEL_MEAN`` for raw pixels;
+    *mean image* the mean target. *Ridge* predicts the pixels of every counted patch from the
+    visible quarter, averaged to 16 x 16 pixels: one regression for each place of the quarter, with
+    a penalty for each patch that a fifth of the training images choose.
 
     Raises:
         UserError: an image is in both sets, too few can be read, or the config is not valid.
@@ -202,109 +240,76 @@ def compute_baselines(
     views = with_views(held_out, get_views(cfg).values())
     evaluation = ImageBatches(views, mapper=mapper, num_workers=workers)
     report = BaselineReport()
-    places = dict.fromkeys(map(task.align, QUADRANTS_OF[task.visible]))
-    regressions = {place: _Regression(task, place) for place in places}
+    regressions = {
+        place: RidgeRegression(
+            num_inputs=task.crop_inputs(torch.zeros(1, 3, *2 * [task.image_size]), place).numel(),
+            num_groups=len(task.find_counted(place)),
+            group_size=3 * task.patch_size**2,
+        )
+        for place in map(task.align, QUADRANTS_OF[task.visible])
+    }
     with tqdm(total=len(train) + len(views), unit=" images", disable=not progress) as bar:
-        colour = _fit(task, training, regressions, report, bar)
-        _evaluate(task, evaluation, regressions, colour, report, bar)
+        _fit(task, training, regressions, report, bar)
+        _evaluate(task, evaluation, regressions, report, bar)
     return report
-
-
-class _Regression:
-    def __init__(self, task: ReconstructionTask, place: str) -> None:
-        self._task = task
-        self._place = place
-        self.positions = task.find_counted(place)
-        self.sums, self._held = (
-            RidgeSums(
-                num_inputs=3 * task.input_size**2,
-                num_groups=len(self.positions),
-                group_size=3 * task.patch_size**2,
-            )
-            for _ in range(2)
-        )
-        self._coefficients: Tensor | None = None
-
-    def add(self, images: Tensor, target: Tensor, held: Tensor) -> None:
-        """Adds rows; ``held`` (N,) marks those that choose penalties."""
-        x, y = self._task.crop_inputs(images, self._place), target[:, self.positions]
-        for sums, rows in ((self.sums, ~held), (self._held, held)):
-            sums.add(x[rows], y[rows])
-
-    def solve(self) -> list[float]:
-        """Fits, and returns the penalties of the patches."""
-        penalties = self.sums.choose_penalties(self._held, PENALTIES)
-        self.sums.merge(self._held)
-        del self._held  # half of the memory, which the coefficients now take
-        self._coefficients = self.sums.solve(penalties)
-        return penalties.tolist()
-
-    def predict(self, images: Tensor, colour: Tensor) -> dict[str, Tensor]:
-        """Returns (N, positions, P) by baseline; ``colour`` (3,) is that of "zero"."""
-        assert self._coefficients is not None
-        mean = self.sums.mean_outputs
-        rows = with_constant(self._task.crop_inputs(images, self._place))
-        zero = colour.repeat_interleave(self._task.patch_size**2)
-        predicted = (
-            zero.expand(len(images), *mean.shape),
-            mean.expand(len(images), *mean.shape),
-            (rows @ self._coefficients).transpose(0, 1),
-        )
-        return dict(zip(BASELINES, predicted, strict=True))
 
 
 def _fit(
     task: ReconstructionTask,
     training: ImageBatches,
-    regressions: Mapping[str, _Regression],
+    regressions: Mapping[str, RidgeRegression],
     report: BaselineReport,
     bar: Any,
-) -> Tensor:
-    """Fits to the training images; returns (3,), what "zero" predicts of each channel."""
-    colour = torch.zeros(3, dtype=torch.float64)
+) -> None:
     number = 0
     for entries in training:
         images = task.preprocess(entries)
-        colour += images.double().mean(dim=(2, 3)).sum(dim=0)
         # An image and its mirror image choose penalties together or not at all.
         held = torch.arange(number, number + len(images)) % _HELD_EVERY == 1
         number += len(images)
         if task.flip != "none":
-            images, held = torch.cat([images, task.mirror(images)]), held.repeat(2)
+            images, held = torch.cat([images, images.flip(_AXES[task.flip])]), held.repeat(2)
         target = task.loss.find_target(patchify(images, task.patch_size))
-        for regression in regressions.values():
-            regression.add(images, target, held)
+        for place, regression in regressions.items():
+            inputs = task.crop_inputs(images, place)
+            regression.add(inputs, target[:, task.find_counted(place)], held)
         bar.update(len(entries))
     report.skipped.update(training.skipped)
     report.num_images = number
     if number < 2:
         raise UserError(f"baselines need two readable training images, not {number}")
     for place, regression in regressions.items():
-        report.penalties[place] = regression.solve()
-        report.num_rows = regression.sums.num_rows
-    return torch.zeros_like(colour) if task.loss.normalize_patches else colour / number
+        report.penalties[place] = regression.solve(PENALTIES)
 
 
 def _evaluate(
     task: ReconstructionTask,
     evaluation: ImageBatches,
-    regressions: Mapping[str, _Regression],
-    colour: Tensor,
+    regressions: Mapping[str, RidgeRegression],
     report: BaselineReport,
     bar: Any,
 ) -> None:
+    evaluators = {name: ReconstructionEvaluator(name) for name in BASELINES}
+    seen = set()
     for batch in evaluation:
         for place in sorted({entry["place"] for entry in batch}):
             entries = [entry for entry in batch if entry["place"] == place]
             images, partner = task.preprocess(entries), task.align(place)
-            images = images if partner == place else task.mirror(images)
+            images = images if partner == place else images.flip(_AXES[task.flip])
             regression = regressions[partner]
-            patches = patchify(images, task.patch_size)[:, regression.positions]
+            patches = patchify(images, task.patch_size)[:, task.find_counted(partner)]
             all_counted = torch.zeros(patches.shape[:2], dtype=torch.bool)
-            for name, predicted in regression.predict(images, colour).items():
-                losses = task.loss(predicted, patches, all_counted)
-                report.losses[name].add(entries, losses)
+            zero, mean = torch.zeros(()), regression.mean_outputs
+            ridge = regression.predict(task.crop_inputs(images, partner))
+            for name, predicted in zip(BASELINES, (zero, mean, ridge), strict=True):
+                losses = task.loss(predicted.expand_as(patches), patches, all_counted)
+                outputs = [{"place": place, "loss_reconstruction": loss} for loss in losses]
+                evaluators[name].process(entries, outputs)
+            seen |= {entry["image_id"] for entry in entries}
         bar.update(len(batch))
     report.skipped.update(evaluation.skipped)
-    if not len(report.losses["zero"]):
+    report.num_held_out = len(seen)
+    if not seen:
         raise UserError("none of the held-out images can be read")
+    for name, evaluator in evaluators.items():
+        report.losses[name] = evaluator.evaluate()["reconstruction"]

@@ -1,33 +1,45 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One page with every figure of several runs, and the reason for each that is missing."""
+"""One page with every figure of several runs, and the reason for each that is missing.
 
+The page is one HTML file: images inside it, no scripts, nothing loaded from the network. The
+template ``page.html.j2`` escapes all text and has one column on a phone.
+"""
+
+import base64
 import contextlib
+import functools
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import (
     FIGURES,
     Figure,
+    Image,
     NotApplicable,
     Table,
     remove_figure,
     write_figure,
 )
-from qbheat_det.core.files import check_writable
+from qbheat_det.core.files import check_writable, write_atomically
 
+from .curves import has_step
 from .figure import FigureOptions
-from .page import Page, Section, write_page
 from .run import Run
-from .training_log import has_step
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "unknown"
+_LEAD = (
+    "Figures of trained models side by side. The folder beside this page has each image as a file, "
+    "and the numbers behind it as JSON."
+)
 
 
 @dataclass(frozen=True)
@@ -65,14 +77,10 @@ def build_report(
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
-    about = Section("Runs", table=describe_runs(runs))
-
-    def write() -> None:
-        write_page(_build_page(about, [run.label for run in runs], results.values(), command),
-                   output)  # fmt: skip
-
+    labels, about = [run.label for run in runs], describe_runs(runs)
+    title = ", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
     check_writable(folder / "curves.json")
-    write()
+    write_page(output, title, about, list(results.values()), command)
     for name in FIGURES:  # of an earlier report
         remove_figure(name, folder)
     with tqdm(names, unit="figure") as bar:
@@ -81,7 +89,7 @@ def build_report(
             results[name] = _draw(name, runs, options, keywords.get(name, {}))
             if (figure := results[name].figure) is not None:
                 write_figure(figure, folder)
-            write()
+            write_page(output, title, about, list(results.values()), command)
     return list(results.values())
 
 
@@ -97,28 +105,6 @@ def _draw(
     except Exception as error:  # an hour of drawing must not be lost to one figure
         logger.exception("figure '%s' failed", name)
         return FigureResult(name, reason=f"{type(error).__name__}: {error}", failed=True)
-
-
-def _build_page(
-    about: Section, labels: Sequence[str], results: Iterable[FigureResult], command: str
-) -> Page:
-    sections, missing = [about], []
-    for result in results:
-        if (figure := result.figure) is not None:
-            images = list(figure.images.values())
-            sections.append(Section(figure.title, figure.explanation, images, figure.table))
-        else:
-            missing.append((result.name, result.reason))
-    if missing:
-        sections.append(Section("Missing figures", table=Table(("Figure", "Reason"), missing)))
-    sections.append(Section("Command", code=[command]))
-    return Page(
-        title=", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs",
-        lead="Figures of trained models side by side. The folder beside this page has each image "
-        "as a file, and the numbers behind it as JSON.",
-        sections=sections,
-        footer="Written by tools/report.py of qbheat_det.",
-    )
 
 
 def describe_runs(runs: Iterable[Run]) -> Table:
@@ -137,3 +123,46 @@ def describe_runs(runs: Iterable[Run]) -> Table:
             backbone = run.cfg.MODEL.BACKBONE.NAME
         rows.append((run.label, kind, model, backbone, weights, number, epochs))
     return Table(("Run", "For", "Model", "Backbone", "Weights", "Steps", "Epochs"), rows)
+
+
+def write_page(
+    path: Path, title: str, runs: Table, results: Sequence[FigureResult], command: str
+) -> None:
+    """Writes the table of runs, all figures, and the reasons of those that are missing.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    figures = [result.figure for result in results if result.figure is not None]
+    missing = [(result.name, result.reason) for result in results if result.figure is None]
+    sections = [Figure("runs", "Runs", table=runs), *figures]
+    if missing:
+        table = Table(("Figure", "Reason"), missing)
+        sections.append(Figure("missing", "Missing figures", table=table))
+    text = _load_template().render(title=title, lead=_LEAD, sections=sections, command=command)
+    # Names of files may hold bytes that are no text.
+    content = text.encode(errors="backslashreplace")
+    write_atomically(path, lambda stream: stream.write(content))
+
+
+@functools.cache
+def _load_template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "."), autoescape=True, trim_blocks=True
+    )
+    environment.filters |= {"data_uri": _to_data_uri, "text_columns": _find_text_columns}
+    return environment.get_template("page.html.j2")
+
+
+def _to_data_uri(image: Image) -> str:
+    return f"data:{image.media_type};base64,{base64.b64encode(image.content).decode()}"
+
+
+def _find_text_columns(table: Table) -> set[int]:
+    """Returns the columns without a number, which are aligned on the left."""
+    columns = zip(*table.rows, strict=True)
+    return {
+        index
+        for index, cells in enumerate(columns)
+        if not any(re.match(r"[-\u2212+]?\.?\d", cell) for cell in cells)
+    }

@@ -17,9 +17,9 @@ from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
+from qbheat_det.engine.data_sources import SpreadEntries, read_spread, register_source
 from qbheat_det.engine.predict import build_predictor
-from qbheat_det.engine.run_record import RUN_FILE, read_run_record, register_source
-from qbheat_det.engine.sample_images import SpreadEntries, read_spread
+from qbheat_det.engine.run_record import RUN_FILE, read_run_record
 
 Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
@@ -197,25 +197,18 @@ def open_runs(
         runs.append(run)
         if not label:
             unnamed.append(run)
-    _make_labels_unique(unnamed)
+    names = [run.label for run in unnamed]
+    for run in unnamed:
+        if names.count(run.label) > 1:
+            run.label = str(run.path)
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
         raise UserError(f"two runs are called '{twice}': label them as LABEL=PATH")
-    if config_file or opts:  # a misspelt key is an error; one damaged run of several is not
-        errors = [_find_error(run) for run in runs]
-        if all(errors):
-            raise next(filter(None, errors))
+    if config_file or opts:  # a misspelt key is found before anything is drawn
+        with contextlib.suppress(NotApplicable):
+            _ = runs[0].cfg
     return runs
-
-
-def _find_error(run: Run) -> UserError | None:
-    with contextlib.suppress(NotApplicable):
-        try:
-            _ = run.cfg
-        except UserError as error:
-            return error
-    return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -229,17 +222,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
-
-
-def _make_labels_unique(runs: Sequence[Run]) -> None:
-    """Adds parent folders to equal labels."""
-    for depth in range(2, 20):
-        labels = [run.label for run in runs]
-        for run in runs:
-            if labels.count(run.label) > 1:
-                path = run.path.resolve()
-                parts = path.with_suffix("").parts if path.is_file() else path.parts
-                run.label = "/".join(parts[-min(depth, len(parts) - 1) :])
 
 
 def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:

@@ -1,17 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figure "spectrum": eigenvalues of the linear models of QB-Heat beside two controls.
+"""Figure "spectrum": eigenvalues of the linear models of QB-Heat beside a control.
 
 Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. M = Δx A is learned;
 eigenvalues and energies are those of A. E(A) = E(A1) + E(A2). Undefined quantities are nan.
+
+The control are "rotated" matrices, with the learned singular values in random directions: what they
+share with the learned ones depends on size and rank alone.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode
@@ -20,185 +25,224 @@ from matplotlib.figure import Figure as Chart
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
-from qbheat_det.modeling.contracts import get_linear_models
+from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
+from qbheat_det.modeling.contracts import LinearModels, get_linear_models
+from qbheat_det.modeling.pretrain import HeatPredictor
 
 from .figure import FigureOptions, run_each
-from .linear_models import (
-    AXES,
-    NAMES,
-    Models,
-    commutator,
-    cosine,
-    draw_random_models,
-    effective_rank,
-    inverse_error,
-    list_checkpoints,
-    list_linear_models,
-    magnitude_correlation,
-    read_linear_models,
-    rotate_models,
-    sort_eigenvalues,
-)
-from .plotting import COLORS, INK, QUIET, chart_image, start_figure, themed
+from .plotting import COLORS, QUIET, chart_image, start_figure, themed
 from .run import Run
 
 logger = logging.getLogger(__name__)
 
+Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
+"""For each scale, "corner" or "centre", its offset Δx and M = Δx A (C, C) by name."""
+
+AXES = {"A": ("A1", "A2"), "B": ("B1", "B2")}
+"""The two opposite directions of each axis; A is horizontal, B vertical."""
+NAMES = tuple(name for pair in AXES.values() for name in pair)
+_PREFIX = "predictor."
+_EQUAL = 1e-6  # relative spread of magnitudes that is rounding
 _COLUMNS = {
     "correlation": ("correlation of the scales' spectra", ".4f"),
     "cosine": ("cosine of the scales' matrices", ".3f"),
-    "rank": ("rank", ".0f"),
     "effective_rank": ("effective rank", ".1f"),
-    "condition": ("condition of I + M", ".3g"),
     "commutator": ("commutator", ".3f"),
     "inverse_error": ("inverse error", ".3f"),
 }
 _EXPLANATION = (
     "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x). Random "
-    "matrices of the same size also lie on the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table "
-    "3): only what differs from them was learned. What rotated matrices, with the learned singular "
-    "values, share with the learned ones is due to size and rank.",
+    "matrices also lie near the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table 3): only what "
+    "differs from the rotated matrices, which have the learned singular values, was learned.",
     "The commutator is 0 where the order of right and down makes no difference (Eq. 3), the "
-    "inverse error 0 where left undoes right. The table has the smallest rank, largest condition.",
+    "inverse error 0 where left undoes right.",
 )
 
 
 @dataclass(frozen=True)
-class MatrixSpectrum:
-    """Of one matrix: eigenvalues (C,) of A by falling magnitude, ranks of A, condition of I + M."""
-
-    eigenvalues: Tensor
-    rank: int
-    effective_rank: float
-    condition: float
-
-    @property
-    def energy(self) -> float:
-        """E(A), the sum of the magnitudes of the eigenvalues, Eq. 7."""
-        return float(self.eigenvalues.abs().sum())
-
-
-@dataclass(frozen=True)
-class ScaleSpectrum:
-    """Of the matrices of one scale, by name: spectra, E(A)/E(B), commutators, inverse errors."""
-
-    offset: float
-    matrices: Mapping[str, MatrixSpectrum]
-    energy_ratio: float
-    commutators: Sequence[float]
-    inverse_errors: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Spectrum:
-    """Of all scales; by matrix, cosine of two scales' M and correlation of their spectra."""
+    """Of each scale: Δx, and eigenvalues (C,) of A by matrix, by falling magnitude.
 
-    scales: Mapping[str, ScaleSpectrum]
-    cosines: Sequence[float]
-    correlations: Sequence[float]
+    ``summary`` has the numbers of a row of the table, by name.
+    """
 
-    def summarize(self) -> dict[str, float]:
-        """Returns the numbers of a row of the table, by name."""
-        found: dict[str, float] = {}
-        for name, scale in self.scales.items():
-            found[f"energy_ratio_{name}"] = scale.energy_ratio
-            for axis, pair in AXES.items():
-                found[f"energy_{axis}_{name}"] = sum(scale.matrices[key].energy for key in pair)
-        scales = list(self.scales.values())
-        matrices = [matrix for scale in scales for matrix in scale.matrices.values()]
-        return found | {
-            "correlation": _mean(self.correlations),
-            "cosine": _mean(self.cosines),
-            "rank": min(matrix.rank for matrix in matrices),
-            "effective_rank": _mean(matrix.effective_rank for matrix in matrices),
-            "condition": max(matrix.condition for matrix in matrices),
-            "commutator": _mean(value for scale in scales for value in scale.commutators),
-            "inverse_error": _mean(value for scale in scales for value in scale.inverse_errors),
-        }
+    offsets: Mapping[str, float]
+    eigenvalues: Mapping[str, Mapping[str, Tensor]]
+    summary: Mapping[str, float]
 
 
 def describe_models(models: Models) -> Spectrum:
     """Computes the spectra of the linear models of one or two scales."""
-    scales = {scale: _describe_scale(found, offset) for scale, (offset, found) in models.items()}
-    if len(models) != 2:
-        return Spectrum(scales, [], [])
-    (_, first), (_, second) = models.values()
-    magnitudes = [
-        [scale.matrices[name].eigenvalues.abs() for name in NAMES] for scale in scales.values()
-    ]
-    return Spectrum(
-        scales,
-        [cosine(first[name], second[name]) for name in NAMES],
-        [magnitude_correlation(*pair) for pair in zip(*magnitudes, strict=True)],
-    )
+    offsets = {scale: offset for scale, (offset, _) in models.items()}
+    matrices = {scale: found for scale, (_, found) in models.items()}
+    eigenvalues = {
+        scale: {name: sort_eigenvalues(own[name]) / offsets[scale] for name in NAMES}
+        for scale, own in matrices.items()
+    }
+    magnitudes = [{name: own[name].abs() for name in NAMES} for own in eigenvalues.values()]
+    summary: dict[str, float] = {}
+    for scale, own in zip(models, magnitudes, strict=True):
+        a, b = (float(sum(own[name].sum() for name in pair)) for pair in AXES.values())
+        summary[f"energy_ratio_{scale}"] = a / b if a and b else math.nan
+        summary |= {f"energy_A_{scale}": a, f"energy_B_{scale}": b}  # Eq. 7
+    if len(models) == 2:
+        (first, second), (one, other) = matrices.values(), magnitudes
+        summary["correlation"] = fmean(magnitude_correlation(one[k], other[k]) for k in NAMES)
+        summary["cosine"] = fmean(cosine(first[k], second[k]) for k in NAMES)
+    for name, measure, groups in (
+        ("effective_rank", effective_rank, [(name,) for name in NAMES]),
+        ("commutator", commutator, list(product(*AXES.values()))),
+        ("inverse_error", inverse_error, list(AXES.values())),
+    ):
+        values = [measure(*(own[k] for k in keys)) for own in matrices.values() for keys in groups]
+        summary[name] = fmean(values)
+    return Spectrum(offsets, eigenvalues, summary)
 
 
-def _describe_scale(matrices: Mapping[str, Tensor], offset: float) -> ScaleSpectrum:
-    described = {}
-    for name in NAMES:
-        matrix = matrices[name]
-        whole = torch.eye(len(matrix), dtype=matrix.dtype) + matrix
-        described[name] = MatrixSpectrum(
-            eigenvalues=sort_eigenvalues(matrix) / offset,
-            rank=int(torch.linalg.matrix_rank(matrix)),
-            effective_rank=effective_rank(matrix),
-            condition=float(torch.linalg.cond(whole, 2)),
+def list_linear_models(scales: Mapping[str, LinearModels]) -> Models:
+    """Returns the linear models of ``contracts.get_linear_models``, on the CPU."""
+    return {
+        scale: (
+            models.offset,
+            {name: matrix.detach().cpu() for name, matrix in models.matrices().items()},
         )
-    energy = {axis: sum(described[name].energy for name in pair) for axis, pair in AXES.items()}
-    return ScaleSpectrum(
-        offset=offset,
-        matrices=described,
-        energy_ratio=energy["A"] / energy["B"] if energy["A"] and energy["B"] else math.nan,
-        commutators=[
-            commutator(matrices[a], matrices[b]) for a, b in product(AXES["A"], AXES["B"])
-        ],
-        inverse_errors=[inverse_error(matrices[a], matrices[b]) for a, b in AXES.values()],
-    )
+        for scale, models in scales.items()
+    }
 
 
-def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return fmean(known) if known else math.nan
+def read_linear_models(path: Path, label: str) -> Models:
+    """Reads the linear models of a checkpoint.
+
+    Raises:
+        NotApplicable: the file has no linear models.
+        UserError: the file cannot be read, or its linear models are incomplete.
+    """
+    weights, _ = read_weights(str(path))
+    state = {
+        key.removeprefix(_PREFIX): value
+        for key, value in weights.items()
+        if key.startswith(f"{_PREFIX}scales.")
+    }
+    if not state:
+        raise NotApplicable(f"'{label}' has no linear models, which QB-Heat's pre-training has")
+    scales = {key.split(".")[1] for key in state}
+    try:
+        predictor = HeatPredictor(
+            dim=len(next(iter(state.values()))),
+            num_models=len(state) // len(scales),
+            visible="both" if len(scales) > 1 else scales.pop(),
+        )
+        predictor.load_state_dict(state)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"'{path}' has incomplete linear models: {error}") from error
+    return list_linear_models(cast(Mapping[str, LinearModels], predictor.scales))
 
 
-@dataclass(frozen=True)
-class _RunSpectra:
-    """Of one run: learned, controls, earlier ones by name of their row, and what was left out."""
+def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
+    """Returns so many checkpoints of a run's folder, spread over training, by their steps."""
+    found = {}
+    for path in sorted(folder.glob("model_*.pth")):
+        if match := re.fullmatch(r"model_(\d+)", path.resolve().stem):  # others may be links
+            found[int(match[1]) + 1] = path  # the name has the index of the last step
+    steps, number = sorted(found), min(number, len(found))
+    chosen = [steps[len(steps) * (index + 1) // number - 1] for index in range(number)]
+    return {step: found[step] for step in chosen}
 
-    learned: Spectrum
-    controls: Mapping[str, Spectrum]
-    earlier: Mapping[str, Spectrum]
-    left_out: Sequence[str]
+
+def rotate_models(models: Models, seed: int = 0) -> Models:
+    """Returns matrices with the same singular values, in random directions.
+
+    What opposite directions share by construction (A2 = -A1, Eq. 9) they share too.
+    """
+    rotated = {}
+    for index, (scale, (offset, matrices)) in enumerate(models.items()):
+        generator = torch.Generator().manual_seed(2 * seed + index)
+        found = {}
+        for name in NAMES:
+            left, right = (_draw_rotation(matrices[name], generator) for _ in range(2))
+            found[name] = (left * torch.linalg.svdvals(matrices[name].float())) @ right
+        for one, other in AXES.values():
+            if matrices[one].any() and torch.equal(matrices[other], -matrices[one]):
+                found[other] = -found[one]
+        rotated[scale] = offset, found
+    return rotated
+
+
+def _draw_rotation(matrix: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns an orthogonal matrix, uniform over all rotations and reflections."""
+    q, r = torch.linalg.qr(torch.randn(matrix.shape, generator=generator))
+    return q * r.diagonal().sign()
+
+
+def sort_eigenvalues(matrix: Tensor) -> Tensor:
+    """Returns the eigenvalues of a matrix (C, C), (C,), complex, by falling magnitude."""
+    eigenvalues = torch.linalg.eigvals(matrix)
+    return eigenvalues[eigenvalues.abs().argsort(descending=True, stable=True)]
+
+
+def effective_rank(matrix: Tensor) -> float:
+    """Returns the exponential of the entropy of the normalised singular values, in [1, C]."""
+    singular = torch.linalg.svdvals(matrix)
+    return float(torch.special.entr(singular / singular.sum()).sum().exp())
+
+
+def commutator(a: Tensor, b: Tensor) -> float:
+    """Returns ‖AB - BA‖ / (‖A‖‖B‖) of two (C, C), in the Frobenius norm: 0 if they commute."""
+    return _ratio((a @ b - b @ a).norm(), a.norm() * b.norm())
+
+
+def inverse_error(forth: Tensor, back: Tensor) -> float:
+    """Returns ‖(I + M1)(I + M2) - I‖ / (‖M1‖ + ‖M2‖) of two (C, C), in the Frobenius norm.
+
+    0 if they are inverse to each other, as Eq. 8 has it. Small unrelated matrices give 0.7, small
+    equal ones 1. Divided by the size of M, because near M = 0 any two would pass.
+    """
+    # Without the identity, in which small matrices would be lost.
+    return _ratio((forth + back + forth @ back).norm(), forth.norm() + back.norm())
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Returns the cosine of the angle between two matrices as vectors; nan if one is zero."""
+    return _ratio((a * b).sum(), a.norm() * b.norm())
+
+
+def magnitude_correlation(a: Tensor, b: Tensor) -> float:
+    """Returns Pearson's correlation of sorted magnitudes (C,); nan if those of one are equal."""
+    if any(float(x.std()) <= _EQUAL * float(x.norm()) for x in (a, b)):
+        return math.nan
+    return float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> float:
+    return float(numerator / denominator) if float(denominator) > 0 else math.nan
 
 
 @register_figure("spectrum")
 def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: int = 5) -> Figure:
     """Draws the spectra of each run, with so many of its ``checkpoints`` as rows of Table 3."""
-    results = run_each(
-        runs, lambda run: _compute(run, options.seed, checkpoints), nothing="no spectrum"
-    )
-    images: dict[str, Image] = {}
-    left_out = list(results.left_out)
-    rows: dict[str, Spectrum] = {}
-    for index, (label, one) in enumerate(results.found.items(), 1):
-        images[f"{index}_magnitudes"] = chart_image(
-            plot_magnitudes(one.learned, one.controls),
-            caption=f"{label}: magnitudes of eigenvalues. Grey: rotated; dotted: random matrices.",
+    left_out: list[str] = []
+
+    def compute(run: Run) -> dict[str, Spectrum]:
+        """Returns earlier spectra by name, and then "" (the last) and "rotated"."""
+        models = read_linear_models(run.weights, run.label)
+        earlier = _describe_earlier(run, checkpoints, left_out) if checkpoints else {}
+        control = rotate_models(models, options.seed)
+        return earlier | {"": describe_models(models), "rotated": describe_models(control)}
+
+    results = run_each(runs, compute, nothing="no spectrum")
+    images, rows = {}, {}
+    for index, (label, found) in enumerate(results.found.items(), 1):
+        images[f"magnitudes_{index}"] = chart_image(
+            plot_magnitudes(found[""], found["rotated"]),
+            caption=f"{label}: magnitudes of eigenvalues. Grey: rotated matrices.",
         )
-        images[f"{index}_eigenvalues"] = chart_image(
-            plot_eigenvalues(one.learned),
-            caption=f"{label}: a direction grows where the real part is positive, and turns where "
-            "the imaginary part is not 0.",
-        )
-        left_out += one.left_out
-        rows |= {f"{label}, {name}": spectrum for name, spectrum in one.earlier.items()}
-        rows[label] = one.learned
-        rows |= {f"{label}, {name}": spectrum for name, spectrum in one.controls.items()}
+        rows |= {f"{label}, {name}".removesuffix(", "): one for name, one in found.items()}
+    left_out = [*results.left_out, *left_out]
     data = {
-        "runs": {label: asdict(one.learned) for label, one in results.found.items()},
-        "rows": {name: spectrum.summarize() for name, spectrum in rows.items()},
+        "eigenvalues": {label: found[""].eigenvalues for label, found in results.found.items()},
+        "rows": {name: spectrum.summary for name, spectrum in rows.items()},
         "left_out": left_out,
     }
     explanation = [*_EXPLANATION, *(f"Left out: {reason}." for reason in left_out)]
@@ -216,45 +260,40 @@ def draw_training_spectrum(
         raise NotApplicable(f"{type(model).__name__} has no linear models")
     models = list_linear_models(scales)
     learned, control = describe_models(models), describe_models(rotate_models(models))
-    chart = plot_magnitudes(learned, {"rotated": control})
-    named = {"spectrum": learned.summarize(), "spectrum_control": control.summarize()}
+    chart = plot_magnitudes(learned, control)
+    named = {"spectrum": learned.summary, "spectrum_control": control.summary}
     return Figure(
         "spectrum",
         "Spectrum of the linear models",
         images={"magnitudes": chart_image(chart, alt="Magnitudes of eigenvalues", format="png")},
-        data={"learned": asdict(learned), "rotated": control.summarize()},
+        data={"eigenvalues": learned.eigenvalues, **named},
         scalars={f"{name}/{key}": v for name, row in named.items() for key, v in row.items()},
     )
 
 
 @themed
-def plot_magnitudes(learned: Spectrum, controls: Mapping[str, Spectrum]) -> Chart:
+def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
     """Draws magnitudes of eigenvalues at each scale, and those of one scale against the other's."""
-    styles = {"random": (INK, ":"), "rotated": (COLORS[-1], "-")}
-    panels = len(learned.scales) + (len(learned.scales) == 2)
+    panels = len(learned.offsets) + (len(learned.offsets) == 2)
     figure = start_figure(height=3.4, width=4 * panels, constrained=False)
     figure.subplots_adjust(wspace=0.35)
-    for index, (name, scale) in enumerate(learned.scales.items(), 1):
+    for index, (scale, values) in enumerate(learned.eigenvalues.items(), 1):
         axes = figure.add_subplot(1, panels, index)
-        for control, spectrum in controls.items():
-            color, dash = styles[control]
-            for matrix in spectrum.scales[name].matrices.values():
-                axes.plot(matrix.eigenvalues.abs(), dash, color=color, lw=0.9)
-            axes.plot([], [], dash, color=color, lw=0.9, label=control)
-        for key, color in zip(NAMES, COLORS, strict=False):
-            axes.plot(scale.matrices[key].eigenvalues.abs(), color=color, label=key)
-        if any(matrix.eigenvalues.any() for matrix in scale.matrices.values()):
+        for matrix in control.eigenvalues[scale].values():
+            axes.plot(matrix.abs(), color=COLORS[-1], lw=0.9)
+        for name, color in zip(NAMES, COLORS, strict=False):
+            axes.plot(values[name].abs(), color=color, label=name)
+        if any(matrix.any() for matrix in values.values()):
             axes.set_yscale("log")  # as initialised, all are zero
-        axes.set_title(f"{name}, Δx = {scale.offset:g} W")
+        axes.set_title(f"{scale}, Δx = {learned.offsets[scale]:g} W")
         axes.set_xlabel("eigenvalue, by magnitude")
         axes.set_ylabel("|eigenvalue| of A, B")
         axes.legend(loc="lower left")
-    if len(learned.scales) == 2:
+    if len(learned.offsets) == 2:
         axes = figure.add_subplot(1, panels, panels)
-        for control, spectrum in controls.items():
-            _draw_across_scales(axes, spectrum, [styles[control][0]] * len(NAMES), 1.5)
+        _draw_across_scales(axes, control, [COLORS[-1]] * len(NAMES), 1.5)
         _draw_across_scales(axes, learned, COLORS, 2.5)
-        first, second = learned.scales
+        first, second = learned.offsets
         axes.set_title("one scale against the other")
         axes.set_xlabel(f"{first}: share of its energy")
         axes.set_ylabel(f"{second}: share of its energy")
@@ -263,7 +302,7 @@ def plot_magnitudes(learned: Spectrum, controls: Mapping[str, Spectrum]) -> Char
 
 def _draw_across_scales(axes: Axes, spectrum: Spectrum, colors: Sequence[str], size: float) -> None:
     for name, color in zip(NAMES, colors, strict=False):
-        x, y = (scale.matrices[name].eigenvalues.abs() for scale in spectrum.scales.values())
+        x, y = (own[name].abs() for own in spectrum.eigenvalues.values())
         if x.any() and y.any():
             # As pixels: thousands of points would be most of the file.
             axes.plot(x / x.sum(), y / y.sum(), ".", ms=size, rasterized=True, color=color)
@@ -272,64 +311,39 @@ def _draw_across_scales(axes: Axes, spectrum: Spectrum, colors: Sequence[str], s
             axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=QUIET, lw=0.8)
 
 
-@themed
-def plot_eigenvalues(spectrum: Spectrum) -> Chart:
-    """Draws all eigenvalues of A and B in the complex plane, a panel for each scale."""
-    figure = start_figure(height=3.7, width=4 * len(spectrum.scales), constrained=False)
-    figure.subplots_adjust(wspace=0.35)
-    for index, (name, scale) in enumerate(spectrum.scales.items(), 1):
-        axes = figure.add_subplot(1, len(spectrum.scales), index)
-        for key, color in zip(NAMES, COLORS, strict=False):
-            values = scale.matrices[key].eigenvalues
-            axes.plot(values.real, values.imag, ".", color=color, ms=3, label=key, rasterized=True)
-        axes.axvline(0, color=QUIET, lw=0.8)
-        axes.axhline(0, color=QUIET, lw=0.8)
-        axes.set_aspect("equal", adjustable="datalim")
-        axes.set_title(f"{name}, Δx = {scale.offset:g} W")
-        axes.set_xlabel("real part, per side of the image")
-        axes.set_ylabel("imaginary part")
-        axes.legend(markerscale=2)
-    return figure
-
-
-def _compute(run: Run, seed: int, number: int) -> _RunSpectra:
-    models = read_linear_models(run.weights, run.label)
+def _describe_earlier(run: Run, number: int, left_out: list[str]) -> dict[str, Spectrum]:
+    """Returns the spectra of so many checkpoints; adds what cannot be read to ``left_out``."""
     earlier: dict[str, Spectrum] = {}
-    left_out: list[str] = []
-    if run.folder is not None and number:
-        unit, size = "step", 1.0
+    if run.folder is None:
+        return earlier
+    unit, size = "step", 1.0
+    try:
+        if run.cfg.SOLVER.EPOCHS:
+            unit, size = "epoch", run.cfg.SOLVER.MAX_ITER / run.cfg.SOLVER.EPOCHS
+    except UserError as error:
+        left_out.append(f"epochs of '{run.label}': {error}")
+    found = list_checkpoints(run.folder, number)
+    for steps, path in tqdm(found.items(), desc=f"spectra of {run.label}", leave=False):
+        if path.resolve() == run.weights.resolve():
+            continue
         try:
-            if run.cfg.SOLVER.EPOCHS:
-                unit, size = "epoch", run.cfg.SOLVER.MAX_ITER / run.cfg.SOLVER.EPOCHS
-        except UserError as error:
-            left_out.append(f"epochs of '{run.label}': {error}")
-        found = list_checkpoints(run.folder, number)
-        for steps, path in tqdm(found.items(), desc=f"spectra of {run.label}", leave=False):
-            if path.resolve() == run.weights.resolve():
-                continue
-            try:
-                spectrum = describe_models(read_linear_models(path, run.label))
-                earlier[f"{unit} {steps / size:,.4g}"] = spectrum
-            except (NotApplicable, UserError) as reason:  # such as one that is being written
-                left_out.append(f"step {steps:,} of '{run.label}': {reason}")
-    for text in left_out:
-        logger.warning("left out: %s", text)
-    controls = {
-        "rotated": describe_models(rotate_models(models, seed)),
-        "random": describe_models(draw_random_models(models, seed)),
-    }
-    return _RunSpectra(describe_models(models), controls, earlier, left_out)
+            spectrum = describe_models(read_linear_models(path, run.label))
+            earlier[f"{unit} {steps / size:,.4g}"] = spectrum
+        except (NotApplicable, UserError) as reason:  # such as one that is being written
+            left_out.append(f"step {steps:,} of '{run.label}': {reason}")
+            logger.warning("left out: %s", left_out[-1])
+    return earlier
 
 
 def _tabulate(spectra: Mapping[str, Spectrum]) -> Table:
-    offsets = {name: scale.offset for one in spectra.values() for name, scale in one.scales.items()}
+    offsets = {name: offset for one in spectra.values() for name, offset in one.offsets.items()}
     columns = {  # the smaller offset first, as in Table 3
         f"energy_ratio_{name}": (f"E(A)/E(B) at Δx = {offsets[name]:g} W", ".4f")
         for name in sorted(offsets, key=offsets.__getitem__)
     } | _COLUMNS
     rows = []
     for label, spectrum in spectra.items():
-        values = spectrum.summarize()
-        cells = (format(values.get(key, math.nan), form) for key, (_, form) in columns.items())
+        cells = (format(spectrum.summary.get(key, math.nan), form)
+                 for key, (_, form) in columns.items())  # fmt: skip
         rows.append([label, *cells])
     return Table(["matrices", *(title for title, _ in columns.values())], rows)

@@ -124,18 +124,15 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def find_checkpoint_to_resume(self) -> str:
         """Returns the path of the last checkpoint, or of the newest whole one; or a UserError."""
-        last, error = self.get_checkpoint_file(), f"'{self.save_dir}' has no 'last_checkpoint'"
-        if last:
-            try:
-                _read_whole(last)
-            except UserError as damage:
-                error = str(damage)
-            else:
-                return last
+        last = self.get_checkpoint_file()
+        if last and self._read_iteration(last) is not None:
+            return last
+        error = f"'{last or Path(self.save_dir) / 'last_checkpoint'}' is missing or not whole"
         other = self._find_newest_whole()
         if not other:
             raise UserError(
-                f"cannot resume: {error}, and '{self.save_dir}' has no other whole checkpoint"
+                f"cannot resume: {error}, and '{self.save_dir}' has no other whole checkpoint; a "
+                "new run starts from weights with MODEL.WEIGHTS"
             )
         self.logger.warning("%s: resuming from the newest whole checkpoint, '%s'", error, other)
         return other
@@ -150,17 +147,23 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def _find_newest_whole(self) -> str:
         """Returns the whole checkpoint of the highest iteration, or ""; skips other weights."""
-        found: list[tuple[int, str]] = []
         files = Path(self.save_dir).glob("*.pth") if self.save_dir else ()
-        for path in map(str, files):
-            try:
-                content = _read_whole(path)
-            except UserError:
-                continue
-            iteration = content.get("iteration")
-            if isinstance(iteration, int) and {"model", *self.checkpointables} <= content.keys():
-                found.append((iteration, path))
-        return max(found, default=(0, ""))[1]
+        found = {str(path): self._read_iteration(str(path)) for path in files}
+        whole = {path: iteration for path, iteration in found.items() if iteration is not None}
+        return max(whole, key=lambda path: whole[path], default="")
+
+    def _read_iteration(self, path: str) -> int | None:
+        """Returns the iteration of a whole checkpoint of a run, its checksums tested, or None."""
+        try:
+            check_weights_file(path)
+            content = load_pytorch(path, mmap=True)
+        except UserError:
+            return None
+        is_run = isinstance(content, dict) and {"model", *self.checkpointables} <= content.keys()
+        if not is_run or (zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip()):
+            return None
+        iteration = content.get("iteration")
+        return iteration if isinstance(iteration, int) else None
 
     def _load_file_into_model(
         self, path: str, checkpointables: Collection[str] | None, *, resuming: bool
@@ -169,12 +172,6 @@ class SafeCheckpointer(DetectionCheckpointer):
         if not path:
             return {}
         file = read_weights_file(path)
-        lacks = [key for key in self.checkpointables if key not in file.rest]
-        if resuming and lacks:
-            raise UserError(
-                f"cannot resume from '{path}', which holds no {' and no '.join(lacks)}: start a "
-                "new run from its weights with MODEL.WEIGHTS"
-            )
         self._fill_model(path, file, resuming=resuming)
         rest = dict(file.rest)
         for key in self.checkpointables if checkpointables is None else checkpointables:
@@ -261,15 +258,3 @@ class ExactCheckpointer(SafeCheckpointer):
 
     def _check(self, report: LoadReport) -> None:
         check_exact(report, "use the config.yaml that was written beside the weights")
-
-
-def _read_whole(path: str) -> dict[str, Any]:
-    """Returns a checkpoint's content, mapped from the disk, its checksums tested."""
-    check_weights_file(path)
-    content = load_pytorch(path, mmap=True)
-    damaged = zipfile.ZipFile(path).testzip() if zipfile.is_zipfile(path) else None
-    if damaged:
-        raise UserError(f"'{path}' is damaged at '{damaged}'")
-    if not isinstance(content, dict):
-        raise UserError(f"'{path}' holds no checkpoint")
-    return content

@@ -33,7 +33,7 @@ _UNNAMED = "the file does not name its classes: their rows are taken in order wh
 class _Layout:
     """Rows of a layer: (anchors, K, per_class) in this order, then ``trailing`` of no class."""
 
-    names: re.Pattern[str]
+    path: str  # of the layer, or its end
     per_class: int = 1
     trailing: int = 0
     has_anchors: bool = False
@@ -42,19 +42,15 @@ class _Layout:
 
 _LAYOUTS = (
     # ImageClassifier.
-    _Layout(re.compile(r"^decoder\.classifier\.(weight|bias)$")),
+    _Layout(r"decoder\.classifier"),
     # MF-DETR: no-object comes last.
-    _Layout(re.compile(r"(^|\.)class_embed\.(weight|bias)$"), trailing=1),
+    _Layout(r"class_embed", trailing=1),
     # RetinaNet, and FCOS with one anchor: all classes for each anchor.
-    _Layout(re.compile(r"(^|\.)head\.cls_score\.(weight|bias)$"), has_anchors=True),
+    _Layout(r"head\.cls_score", has_anchors=True),
     # Faster R-CNN and the stages of Cascade R-CNN: background comes last; four deltas a class.
-    _Layout(re.compile(r"(^|\.)box_predictor(\.\d+)?\.cls_score\.(weight|bias)$"), trailing=1),
-    _Layout(
-        re.compile(r"(^|\.)box_predictor(\.\d+)?\.bbox_pred\.(weight|bias)$"),
-        per_class=4,
-        class_agnostic=True,
-    ),
-    _Layout(re.compile(r"(^|\.)mask_head\.predictor\.(weight|bias)$"), class_agnostic=True),
+    _Layout(r"box_predictor(\.\d+)?\.cls_score", trailing=1),
+    _Layout(r"box_predictor(\.\d+)?\.bbox_pred", per_class=4, class_agnostic=True),
+    _Layout(r"mask_head\.predictor", class_agnostic=True),
 )
 
 
@@ -93,7 +89,7 @@ def fit_weights(
     left = {k: n for k, n in names.items() if n not in model_state and not is_optional(n)}
     prefixes = tuple(f"{module}." for module in optional_modules)
     unused = tuple(key for key, name in left.items() if name.startswith(prefixes))
-    has_classes = any(is_class_layer(name) for name in names.values() if name in model_state)
+    has_classes = any(_find_layout(name) for name in names.values() if name in model_state)
     return fitting, LoadReport(
         file=file,
         num_stored=len(names),
@@ -193,7 +189,7 @@ def _fill(
             if not is_optional(name):
                 group.missing.append(name)
             continue
-        if change is not None and is_class_layer(name):
+        if change is not None and _find_layout(name):
             fitted = carry_over_rows(name, tensor, fresh, change)
         else:
             fitted = tensor if tensor.shape == fresh.shape else None
@@ -281,11 +277,6 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
     return ClassChange(tuple(old), tuple(now))
 
 
-def is_class_layer(name: str) -> bool:
-    """Whether a tensor of a model may have rows for each class."""
-    return _find_layout(name) is not None
-
-
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
     """Returns the model's tensor with the rows of the kept classes taken from a file.
 
@@ -313,7 +304,8 @@ def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChang
 
 
 def _find_layout(name: str) -> _Layout | None:
-    return next((layout for layout in _LAYOUTS if layout.names.search(name)), None)
+    pattern = r"(.*\.)?{}\.(weight|bias)"
+    return next((one for one in _LAYOUTS if re.fullmatch(pattern.format(one.path), name)), None)
 
 
 def _split_by_class(layout: _Layout, tensor: Tensor, num_classes: int) -> Tensor | None:

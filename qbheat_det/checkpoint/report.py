@@ -21,11 +21,9 @@ class ClassChange:
         return tuple(name for name in self.now if name in self.old)
 
     def __str__(self) -> str:
-        groups = {
-            "kept by name": self.kept,
-            "new": [name for name in self.now if name not in self.old],
-            "dropped": [name for name in self.old if name not in self.now],
-        }
+        new = [name for name in self.now if name not in self.old]
+        dropped = [name for name in self.old if name not in self.now]
+        groups = {"kept by name": self.kept, "new": new, "dropped": dropped}
         parts = (f"{what} ({len(n)}): {', '.join(n) or '-'}" for what, n in groups.items())
         return f"classes {'; '.join(parts)}"
 
@@ -35,7 +33,7 @@ class GroupReport:
     """How the tensors of one part of the model, such as its backbone, were filled.
 
     ``adapted`` are class layers whose rows were taken by name; ``missing`` have no partner in the
-    file, ``mismatched`` one of another shape.
+    file, ``mismatched`` one of another shape. Optional tensors that the file lacks are left out.
     """
 
     num_loaded: int = 0
@@ -50,7 +48,7 @@ class GroupReport:
 
     @property
     def num_tensors(self) -> int:
-        """All tensors of the part but optional ones that the file lacks."""
+        """All tensors of the part."""
         return self.num_filled + len(self.missing) + len(self.mismatched)
 
     @property
@@ -67,11 +65,8 @@ class GroupReport:
         """Returns such as ``"9/9 backbone tensors"``."""
         if self.is_new:
             return f"{name}: new, {self.num_tensors} tensors"
-        if not self.adapted and not self.mismatched:
-            return f"{self.num_filled}/{self.num_tensors} {name} tensors"
-        shapes = f", {len(self.mismatched)} of another shape" if self.mismatched else ""
-        counts = f"{len(self.adapted)} adapted, {len(self.missing)} missing{shapes}"
-        return f"{name}: {counts}, {self.num_loaded} as stored"
+        adapted = f" ({len(self.adapted)} adapted)" if self.adapted else ""
+        return f"{self.num_filled}/{self.num_tensors} {name} tensors{adapted}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights from timm and for timm: ``timm://`` addresses, and names of a Mobile-Former's tensors.
+"""Weights of timm for the package's encoders, and the package's for timm.
 
-Importing this module lets Detectron2's path manager resolve ``timm://resnet18.a1_in1k``. Weights
+Importing this module lets Detectron2's path manager resolve ``timm://resnet18.a1_in1k``: weights
 are downloaded once, and kept in Detectron2's cache with their pixel statistics.
 """
 
@@ -27,7 +27,6 @@ from .weights_file import WeightsInfo, read_weights, save_weights
 logger = logging.getLogger(__name__)
 _PREFIX = "timm://"
 _DECODER = "decoder."
-_TOKENS = "tokens"  # a top-level parameter of every Mobile-Former
 _LINEAR = {"classifier.weight", "classifier.bias"}
 _NORM = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
@@ -39,39 +38,27 @@ class TimmWeights(PathHandler):
         return [_PREFIX]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        name = _complete_name(path.removeprefix(_PREFIX))
-        file = Path(get_cache_dir()) / "timm" / f"{name}.safetensors"
-        if file.is_file() and not force:
-            return str(file)
-        logger.info("Downloading timm's weights '%s' to '%s'", name, file)
+        name = path.removeprefix(_PREFIX)
+        check_timm_name(name.partition(".")[0])
+        folder = Path(get_cache_dir()) / "timm"
         try:
-            model = timm.create_model(name, pretrained=True)
-        except Exception as error:  # of the hub, the network or the file
+            published = timm.get_pretrained_cfg(name)  # of a name without a tag the default one
+            tag = published.tag if published else ""
+            file = folder / f"{name.partition('.')[0]}.{tag}.safetensors"
+            if file.is_file() and not force:
+                return str(file)
+            logger.info("Downloading timm's weights '%s' to '%s'", name, file)
+            model = timm.create_model(file.stem, pretrained=True)
+        except Exception as error:  # of the name, the hub, the network or the file
             raise UserError(
-                f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy "
-                f"'{file}' from another machine"
+                f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy their "
+                f"file in '{folder}' from another machine"
             ) from error
         own = model.pretrained_cfg
         mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))
         info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
         save_weights(str(file), model.state_dict(), info)
         return str(file)
-
-
-def _complete_name(name: str) -> str:
-    """Adds timm's default tag to a name without one."""
-    model, _, tag = name.partition(".")
-    check_timm_name(model)
-    published = timm.list_models(f"{model}.*", pretrained=True)
-    if not tag:
-        default = timm.models.get_pretrained_cfg(model)
-        name = f"{model}.{default.tag}" if default else name
-    if name not in published:
-        raise UserError(
-            f"timm has no weights '{name}'; for this model there are "
-            f"{', '.join(published) or 'none: leave MODEL.WEIGHTS empty'}"
-        )
-    return name
 
 
 def names_for_timm(
@@ -86,21 +73,6 @@ def names_for_timm(
     if not names:
         return dict(state)
     return {**{short: state[name] for name, short in names.items()}, **_fold_classifier(state)}
-
-
-def names_for_package(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the tensors of timm's Mobile-Former as ``ImageClassifier`` has them.
-
-    The result is empty if it is no Mobile-Former; names may have a common prefix.
-    """
-    prefixes = [name.removesuffix(_TOKENS) for name in state if name.endswith(_TOKENS)]
-    if len(prefixes) != 1 or f"{prefixes[0]}stem.weight" not in state:
-        return {}
-    inside = {n.removeprefix(prefixes[0]): t for n, t in state.items() if n.startswith(prefixes[0])}
-    return {
-        f"{_DECODER if name.startswith('classifier.') else 'backbone.'}{name}": tensor
-        for name, tensor in inside.items()
-    }
 
 
 def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ resolves, such as ``qbheat://retinanet/285M_aquarium``.
 import dataclasses
 import json
 import pickle
+import typing
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor
 from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.records import parse_record
 
 # One metadata key only: safetensors writes several in a random order, and equal weights should
 # give equal files.
@@ -35,18 +37,6 @@ _STATE_KEYS = (
     "model", "state_dict", "model_state_dict", "model_state",
     "model_ema", "state_dict_ema", "ema_state_dict",
 )  # fmt: skip
-# The type of each field of ``WeightsInfo``, or of its items where it is a tuple.
-_KINDS: dict[str, type] = {
-    "class_names": str,
-    "category_ids": int,
-    "pixel_format": str,
-    "pixel_mean": float,
-    "pixel_std": float,
-    "config": str,
-    "commit": str,
-    "iteration": int,
-    "pretrain_only_modules": str,
-}
 
 
 @dataclass(frozen=True)
@@ -110,16 +100,12 @@ class WeightsInfo:
         """
         if not isinstance(content, dict):
             return None
-        known: dict[str, Any] = {}
-        for name, kind in _KINDS.items():
-            if name not in content:
-                continue
-            value, is_tuple = content[name], isinstance(getattr(cls, name), tuple)
-            items = tuple(value) if isinstance(value, list | tuple) else (value,)
-            if is_tuple != isinstance(value, list | tuple) or not _are_of_type(items, kind):
-                return None
-            known[name] = items if is_tuple else value
-        return cls(**known)
+        names = [field.name for field in dataclasses.fields(cls)]
+        known = {name: content[name] for name in names if name in content}
+        try:
+            return typing.cast(WeightsInfo, parse_record(cls, known, "the description"))
+        except UserError:
+            return None
 
 
 @dataclass
@@ -287,9 +273,3 @@ def _is_state(value: object) -> bool:
 
 def _is_safetensors(path: str) -> bool:
     return Path(path).suffix.lower() == ".safetensors"
-
-
-def _are_of_type(items: Sequence[object], kind: type) -> bool:
-    if kind is float:  # NaN compares as false, and integers in JSON have no upper bound
-        return all(type(item) in (int, float) and abs(item) < 1e38 for item in items)  # type: ignore[arg-type]
-    return all(type(item) is kind for item in items)

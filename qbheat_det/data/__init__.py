@@ -4,7 +4,7 @@
 Importing this package registers the built-in sets, see ``register_builtin_sets``.
 """
 
-from .checks import check_image_files, check_some_readable, find_record_errors
+from .checks import DataError, find_record_errors, join_messages, raise_first
 from .datasets import register_builtin_sets
 from .datasets.coco import (
     check_coco_json,
@@ -13,32 +13,27 @@ from .datasets.coco import (
     register_coco_images,
     register_coco_json,
 )
-from .datasets.coco_checks import CocoFile
+from .datasets.coco_file import CocoFile
 from .datasets.image_folder import (
     IMAGE_SUFFIXES,
     check_image_folder,
     list_classes,
-    list_images,
+    load_class_folders,
     load_classes,
     load_image_folders,
     load_labelled_sets,
     register_image_folders,
-    unite_labels,
 )
 from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
-from .errors import DataError, join_messages, printable, raise_first
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
+from .images import find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
 from .mappers import (
     DATASET_MAPPERS,
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
-    ClassificationMapper,
-    DetrDatasetMapper,
     FixedViews,
-    Mapper,
     PretrainingMapper,
-    TwoViewMapper,
     build_detr_crop,
     build_mapper,
     number_records,
@@ -51,34 +46,29 @@ __all__ = [
     "MAPPERS_OF_CLASSES",
     "MAPPERS_OF_IMAGES",
     "STEP",
-    "ClassificationMapper",
     "CocoFile",
     "DataError",
-    "DetrDatasetMapper",
     "FixedViews",
     "ImageBatches",
-    "Mapper",
     "PretrainingMapper",
     "ToySpec",
     "TrainStream",
-    "TwoViewMapper",
     "build_class_batches",
     "build_detr_crop",
     "build_image_batches",
     "build_mapper",
     "build_train_stream",
     "check_coco_json",
-    "check_image_files",
     "check_image_folder",
     "check_same_classes",
-    "check_some_readable",
     "cut",
+    "find_image_errors",
     "find_record_errors",
     "fingerprint_records",
     "get_cache_dir",
     "join_messages",
     "list_classes",
-    "list_images",
+    "load_class_folders",
     "load_classes",
     "load_coco_images",
     "load_image_folders",
@@ -86,14 +76,12 @@ __all__ = [
     "number_records",
     "prepare_toy_set",
     "preserved_randomness",
-    "printable",
     "raise_first",
     "register_coco_images",
     "register_coco_json",
     "register_image_folders",
     "register_toy_set",
     "seed_place",
-    "unite_labels",
     "with_views",
 ]
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import format_bytes
-
-from .errors import DataError
+from qbheat_det.data.checks import DataError
 
 logger = logging.getLogger(__name__)
 

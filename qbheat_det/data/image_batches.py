@@ -15,10 +15,10 @@ from detectron2.data.samplers import InferenceSampler
 from torch import is_tensor
 from torch.utils.data import DataLoader
 
+from qbheat_det.data.checks import DataError
 from qbheat_det.modeling.contracts import get_views
 
 from .datasets.image_folder import load_classes
-from .errors import DataError
 from .mappers import Mapper, build_mapper
 
 BATCH_SIZE = 64
@@ -28,8 +28,8 @@ BATCH_SIZE = 64
 class ImageBatches(Iterable[list[dict[str, Any]]]):
     """Images of a set in batches and in order, as often as wanted.
 
-    Images that cannot be read are skipped, and never end a run. Entries can be kept, any number of
-    them: what workers send is copied out of the memory that they share.
+    Images that cannot be read are skipped. Any number of entries can be kept: what workers send is
+    copied out of the memory that they share.
 
     Attributes:
         skipped: what is wrong with the images of this process that were skipped, by image.
@@ -74,18 +74,16 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         if self._kept is not None:
             yield from self._kept
             return
-        keeping = self._budget > 0
-        kept: list[list[dict[str, Any]]] = []
+        kept: list[list[dict[str, Any]]] | None = [] if self._budget > 0 else None
         for batch in self._loader:
             self.skipped.update({e.where: e for e in batch if isinstance(e, DataError)})
             if whole := [_own(entry) for entry in batch if not isinstance(entry, DataError)]:
-                keeping = keeping and _bytes(whole) * len(self) <= self._budget
-                if keeping:
+                if kept is not None and _bytes(whole) * len(self) <= self._budget:
                     kept.append(whole)
                 else:
-                    kept.clear()
+                    kept = None
                 yield whole
-        self._kept = kept if keeping else None
+        self._kept = kept
 
 
 def build_image_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
@@ -93,11 +91,7 @@ def build_image_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
 
     See ``get_views`` of the model's contracts; a model without views gets each image once.
     """
-    return ImageBatches(
-        with_views(DatasetCatalog.get(dataset_name), get_views(cfg).values()),
-        mapper=build_mapper(cfg, is_train=False),
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
-    )
+    return _build(cfg, with_views(DatasetCatalog.get(dataset_name), get_views(cfg).values()))
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
@@ -106,11 +100,7 @@ def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
     Raises:
         UserError: see ``load_classes``.
     """
-    return ImageBatches(
-        load_classes([dataset_name], cfg.MODEL.CLASS_NAMES),
-        mapper=build_mapper(cfg, is_train=False),
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
-    )
+    return _build(cfg, load_classes([dataset_name], cfg.MODEL.CLASS_NAMES))
 
 
 def with_views(
@@ -130,6 +120,11 @@ def with_views(
         for i, record in enumerate(records)
         for places in kinds
     ]
+
+
+def _build(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> ImageBatches:
+    mapper = build_mapper(cfg, is_train=False)
+    return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def _bytes(batch: list[dict[str, Any]]) -> int:

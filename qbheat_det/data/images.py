@@ -1,20 +1,30 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reading a part of an image file, with no more pixels than are needed.
+"""Image files: reading a part with no more pixels than are needed, and checking whole sets.
 
 The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2,
 1/4 or 1/8 of its size (Pillow's ``draft``). Resized to S x S, such a part differs from that of the
 whole image by 1.0 to 2.5 of 255 grey levels on average; bilinear and box resizing differ by 2.3.
+
+A check trusts a JPEG by its header and its last bytes. What looks wrong, and any other format, is
+decoded by the function that training calls. Damage in the middle of a JPEG is not found.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from detectron2.data.detection_utils import read_image
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
+
+from .checks import DataError
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
@@ -82,6 +92,7 @@ class ImageInMemory:
     def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
         """``pixels`` is (h, w, 3), uint8, RGB; width and height are those of the upright file."""
         self._pixels = pixels
+        self.num_bytes = pixels.numel()
         self.width = width
         self.height = height
 
@@ -137,3 +148,77 @@ def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
         raise ValueError(f"pixels of mode {image.mode} have no known range: convert the file")
     image.info.pop("transparency", None)  # Pillow warns that it drops it
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def find_image_errors(
+    dataset_dicts: Sequence[dict[str, Any]], *, num_threads: int = 8
+) -> list[DataError]:
+    """Returns what is missing, no image, cut short or of another size than annotated, in order.
+
+    A bar on stderr shows the time left if it takes more than two seconds.
+
+    Args:
+        dataset_dicts: records of Detectron2; ``file_name`` is read, and ``width``, ``height`` and
+            ``image_id`` if they are there.
+        num_threads: how many files are checked side by side.
+    """
+    with ThreadPoolExecutor(num_threads) as pool:
+        found = pool.map(_find_image_error, dataset_dicts)
+        bar = tqdm(found, desc="Checking image files", total=len(dataset_dicts), delay=2)
+        return [error for error in bar if error is not None]
+
+
+def _find_image_error(record: dict[str, Any]) -> DataError | None:
+    path = record["file_name"]
+    try:
+        with PathManager.open(path, "rb") as file:
+            if _is_whole_jpeg(file, record):
+                return None
+        found = _read_as_training(path, record)
+    except FileNotFoundError:
+        found = "missing image file", "the file does not exist"
+    except (OSError, ValueError) as error:  # a ValueError for names that no file can have
+        found = "unreadable image", f"the file cannot be opened: {_one_line(error)}"
+    if found is None:
+        return None
+    named = f" (image id {record['image_id']})" if "image_id" in record else ""
+    return DataError(found[0], f"image {path!r}{named}", found[1])
+
+
+def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
+    try:
+        with Image.open(file, formats=["JPEG"]) as image:
+            size = image.size[::-1] if find_orientation(image) in (5, 6, 7, 8) else image.size
+            file.seek(-2, os.SEEK_END)
+            is_whole = file.read() == b"\xff\xd9"
+    except Exception:  # decoders raise nearly everything on what they do not know
+        return False
+    return is_whole and size == (record.get("width", size[0]), record.get("height", size[1]))
+
+
+def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | None:
+    """Returns kind and reason of what keeps a file from being trained on, or None."""
+    try:
+        with PathManager.open(path, "rb") as file, Image.open(file) as image:
+            mode = image.mode
+    except Exception as error:
+        return "unreadable image", f"the file is no image that Pillow can read: {_one_line(error)}"
+    if mode[0] in "IF":
+        reason = f"pixels of mode {mode} would be clipped to 8 bits: convert the file"
+        return "image of more than 8 bits", reason
+    try:
+        height, width = read_image(path, "RGB").shape[:2]
+    except Exception as error:
+        reason = f"the pixels cannot be read: {_one_line(error)}"
+        return "truncated or damaged image", reason
+    annotated = record.get("width", width), record.get("height", height)
+    if annotated == (width, height):
+        return None
+    reason = f"annotated with {annotated[0]} x {annotated[1]} pixels, but has {width} x {height}"
+    if annotated == (height, width):
+        reason += ": swapped, or the EXIF rotation is not counted in"
+    return "image of another size than annotated", reason
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -26,13 +26,11 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import DataError
 
-from .checks import check_some_readable
 from .datasets.image_folder import list_classes, load_classes
-from .errors import DataError
 from .mappers import (
     MAPPERS_OF_CLASSES,
-    MAPPERS_OF_IMAGES,
     FixedViews,
     Mapper,
     build_mapper,
@@ -50,7 +48,14 @@ MAX_TRIES = 1000  # of a mapper that returns None for images that it does not wa
 
 
 class TrainStream(Iterable[list[dict[str, Any]]]):
-    """This process's share of every batch, without end; workers live as long as the iterator."""
+    """This process's share of every batch, without end; workers live as long as the iterator.
+
+    Attributes:
+        start: step that the next iterator begins with.
+        mapper: what the next iterator maps with; another can be set before.
+        fingerprint: of the images; a run resumes only on the same.
+        skipped: what is wrong with images that this process has met and skipped, by image.
+    """
 
     def __init__(
         self,
@@ -86,24 +91,17 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             raise UserError(
                 f"SOLVER.IMS_PER_BATCH is {batch_size}, below the {comm.get_world_size()} processes"
             )
-        self.num_images = len(dataset)
-        self.batch_size = batch_size
-        self.seed = seed
+        self.num_images, self.batch_size, self.seed = len(dataset), batch_size, seed
         self.fingerprint = fingerprint_records(dataset)
-        """Of the images; a run resumes only on the same."""
         self.start = 0
-        """Step that the next iterator begins with."""
         self.skipped: dict[str, DataError] = {}
-        """What is wrong with the images that this process has met and skipped, by image."""
         self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
         # One array of bytes, which forked workers share instead of copying.
         self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
         self.mapper = mapper
-        """What the next iterator maps with; another can be set before."""
         size = len(dataset)
         self._build_sampler = build_sampler or (lambda seed: TrainingSampler(size, seed=seed))
         self.num_workers = num_workers
-        """Loading processes; 0 loads in this one."""
         self._pin_memory = pin_memory
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
@@ -111,7 +109,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         # for: ``start`` and ``seed`` of a resumed run are known only after construction.
         batches: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self.dataset, self.mapper, self.seed),
-            batch_sampler=_Shares(self),
+            batch_sampler=self._shares(),
             num_workers=self.num_workers,
             pin_memory=self._pin_memory,
             collate_fn=trivial_batch_collator,
@@ -121,6 +119,12 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             for image in batch:
                 self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
             yield batch
+
+    def _shares(self) -> Iterator[list[Entry]]:
+        """Yields what this process takes of each batch."""
+        rank, world_size = comm.get_rank(), comm.get_world_size()
+        for batch in self.batches():
+            yield cut(batch, world_size)[rank]
 
     def batches(self) -> Iterator[list[Entry]]:
         """Yields the batches of all processes together, from step ``start`` on."""
@@ -134,18 +138,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         yield from itertools.islice(groups, self.start, None)
 
 
-class _Shares(Iterable[list[Entry]]):
-    """What this process takes of each batch."""
-
-    def __init__(self, stream: TrainStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[list[Entry]]:
-        rank, world_size = comm.get_rank(), comm.get_world_size()
-        for batch in self._stream.batches():
-            yield cut(batch, world_size)[rank]
-
-
 class _SeededImages(Dataset[dict[str, Any]]):
     """Images by position and index, each augmented under a seed of its own."""
 
@@ -153,9 +145,6 @@ class _SeededImages(Dataset[dict[str, Any]]):
         self._dataset = dataset
         self._mapper = mapper
         self._seed = seed
-
-    def __getitem__(self, entry: Entry) -> dict[str, Any]:
-        return self.__getitems__([entry])[0]
 
     def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
         # Once a batch: keeping the generators takes longer than seeding them.
@@ -201,8 +190,6 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
     if cfg.INPUT.FIXED_VIEWS.COUNT:
         mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
         dataset = number_records(dataset)
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
-        check_some_readable("the training set", [entry["file_name"] for entry in dataset])
     naming.prepare(dataset)
     return TrainStream(
         dataset,
@@ -217,12 +204,12 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
 
 
 def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
+    names = cfg.DATASETS.TRAIN
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
-        names = cfg.DATASETS.TRAIN
         return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
     keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
     dataset: Sequence[dict[str, Any]] = get_detection_dataset_dicts(
-        cfg.DATASETS.TRAIN,
+        names,
         filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,

@@ -8,76 +8,43 @@ choose the same crops.
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import torch
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from PIL import Image
-from torch import Tensor
 from tqdm import tqdm
 
 from .images import ImageInMemory, open_image, resize
 
 logger = logging.getLogger(__name__)
 
-Size = tuple[int, int]
-_SAMPLED = 64  # headers from which the size of a set is estimated, before all are read
+_SAMPLED = 64  # headers from which the size of a set is estimated
 
 
-class DecodedImages:
-    """Images by file name; those that cannot be decoded are left out."""
+class DecodedImages(dict[str, ImageInMemory]):
+    """Images by file name; those that cannot be decoded are left out, which the mapper reports."""
 
-    def __init__(self, sizes: Mapping[str, Size], *, shorter_side: int) -> None:
-        """``sizes`` are (width, height), upright or not; larger images are scaled down."""
-        self._shorter_side = shorter_side
-        starts, self.num_bytes = {}, 0
-        for file_name, size in sizes.items():
-            starts[file_name] = self.num_bytes
-            self.num_bytes += _count_bytes(size, shorter_side)
-        # Never written to again, so forked workers share its pages.
-        self._pixels = torch.empty(self.num_bytes, dtype=torch.uint8)
-        self._images: dict[str, tuple[Tensor, Size]] = {}
-        with ThreadPoolExecutor(_count_threads()) as pool:
+    num_bytes = 0
+
+    def __init__(self, file_names: Sequence[str], *, shorter_side: int) -> None:
+        """Decodes images, and scales those with a longer shorter side down to it."""
+        super().__init__()
+        threads = max(1, (os.cpu_count() or 1) // comm.get_local_size())
+        with ThreadPoolExecutor(threads) as pool:
             decoded = tqdm(
-                pool.map(self._decode, starts, starts.values(), sizes.values()),
+                pool.map(partial(_decode, shorter_side=shorter_side), file_names),
                 desc="Decoding images into memory",
-                total=len(sizes),
+                total=len(file_names),
                 delay=2,
                 disable=not comm.is_main_process(),
             )
-            for file_name, image in zip(sizes, decoded, strict=True):
+            for file_name, image in zip(file_names, decoded, strict=True):
                 if image is not None:
-                    self._images[file_name] = image
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def get(self, file_name: str) -> ImageInMemory | None:
-        """Returns an image, or None if it is not in memory."""
-        if file_name not in self._images:
-            return None
-        pixels, (width, height) = self._images[file_name]
-        return ImageInMemory(pixels, width=width, height=height)
-
-    def _decode(self, file_name: str, start: int, size: Size) -> tuple[Tensor, Size] | None:
-        """Decodes an image into the memory from ``start`` on; returns it and the file's size."""
-        try:
-            with open_image(file_name) as image:
-                full = image.width, image.height
-                if sorted(full) != sorted(size):
-                    return None  # another file than a moment ago
-                pixels = image.read((0, 0, *full), self._shorter_side)
-        except MemoryError:
-            raise
-        except Exception:  # the mapper meets it again, and reports it
-            return None
-        width, height = _scale_down(full, self._shorter_side)
-        if pixels.shape[:2] != (height, width):
-            pixels = resize(pixels, height, width).permute(1, 2, 0)
-        kept = self._pixels[start : start + height * width * 3].view(height, width, 3)
-        return kept.copy_(pixels), full
+                    self[file_name] = image
+                    self.num_bytes += image.num_bytes
 
 
 # Two loaders of one set, such as that which recalibrates BatchNorm, share its images.
@@ -100,12 +67,11 @@ def decode_if_small(
     if key in _IN_USE:
         return _IN_USE[key]
     budget /= comm.get_local_size()
-    sizes = _read_sizes(file_names[:: -(-len(file_names) // _SAMPLED)])
-    needed = sum(_count_bytes(size, shorter_side) for size in sizes.values())
-    if needed * len(file_names) <= budget * max(1, len(sizes)):
-        sizes = _read_sizes(file_names)
-        if sum(_count_bytes(size, shorter_side) for size in sizes.values()) <= budget:
-            decoded = DecodedImages(sizes, shorter_side=shorter_side)
+    sampled = file_names[:: -(-len(file_names) // _SAMPLED)]
+    needed = sum(_count_bytes(name, shorter_side) for name in sampled) / len(sampled)
+    if needed * len(file_names) <= budget:
+        decoded = DecodedImages(file_names, shorter_side=shorter_side)
+        if decoded.num_bytes <= budget:
             logger.info(
                 f"{len(decoded):,} of {len(file_names):,} images stay decoded in memory: "
                 f"{decoded.num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
@@ -116,30 +82,32 @@ def decode_if_small(
     return None
 
 
-def _read_sizes(file_names: Sequence[str]) -> dict[str, Size]:
-    with ThreadPoolExecutor(_count_threads()) as pool:
-        sizes = zip(file_names, pool.map(_read_size, file_names), strict=True)
-        return {name: size for name, size in sizes if size is not None}
+def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
+    try:
+        with open_image(file_name) as image:
+            full = image.width, image.height
+            pixels = image.read((0, 0, *full), shorter_side)
+    except MemoryError:
+        raise
+    except Exception:  # what a broken file raises depends on its format's decoder
+        return None
+    width, height = _scale_down(full, shorter_side)
+    if pixels.shape[:2] != (height, width):
+        pixels = resize(pixels, height, width).permute(1, 2, 0).contiguous()
+    return ImageInMemory(pixels, width=full[0], height=full[1])
 
 
-def _read_size(file_name: str) -> Size | None:
+def _count_bytes(file_name: str, shorter_side: int) -> int:
+    """Returns what an image takes in memory, from its header; 0 if it cannot be read."""
     try:
         with PathManager.open(file_name, "rb") as file, Image.open(file) as image:
-            return int(image.size[0]), int(image.size[1])
-    except Exception:  # as above
-        return None
+            width, height = _scale_down(image.size, shorter_side)
+    except Exception:
+        return 0
+    return 3 * width * height
 
 
-def _count_threads() -> int:
-    return max(1, (os.cpu_count() or 1) // comm.get_local_size())
-
-
-def _count_bytes(size: Size, shorter_side: int) -> int:
-    width, height = _scale_down(size, shorter_side)
-    return width * height * 3
-
-
-def _scale_down(size: Size, shorter_side: int) -> Size:
+def _scale_down(size: tuple[int, int], shorter_side: int) -> tuple[int, int]:
     """Returns a size scaled down to a shorter side; the same for both orientations."""
     factor = min(1.0, shorter_side / min(size))
     return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))

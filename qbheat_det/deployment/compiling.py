@@ -1,18 +1,35 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compiling the backbone and the heads of a deployed model."""
+"""Parts of a model as machine code for one shape of their inputs (torch.export, AOTInductor), CPU.
+
+``torch.compile`` was measured beside it and is slower here by 10 %, and traces again in every
+process. Files lie in ``programs`` below ``$QBHEAT_CACHE``, for their owner alone.
+"""
 
 import contextlib
-from collections.abc import Callable, Collection
+import hashlib
+import inspect
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from detectron2.modeling import Backbone
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
+from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
-
-from .programs import PartPrograms
+from qbheat_det.core.files import file_lock, hash_tensors, write_atomically
+from qbheat_det.data.datasets.toy import get_cache_dir
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
+# Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+_PACKAGE = Path(__file__).resolve().parents[1]
+_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.2}  # of an output's largest value
+_PLAIN = (bool, int, float, str, tuple, list)
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
@@ -35,42 +52,155 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def compile_for_cpu(
-    parts: Collection[nn.Module], dtype: torch.dtype, run: Callable[[], None]
-) -> None:
-    """Compiles each part for the shapes that it is called with in ``run``; others run uncompiled.
+def supports_bfloat16(device: torch.device) -> bool:
+    """Returns whether a device multiplies bfloat16 natively, rather than by emulation."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(read_cpu_flags() & _BF16_FLAGS)
 
-    Args:
-        parts: in evaluation mode. Changed in place.
-        dtype: of their arithmetic.
-        run: calls them.
+
+def read_cpu_flags() -> set[str]:
+    """Returns the processor's features by Linux's names; none on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    fields = (line.partition(":") for line in lines)
+    found = (value for name, _, value in fields if name.strip().lower() in ("flags", "features"))
+    return set(next(found, "").split())
+
+
+class PartPrograms:
+    """Stands where ``nn.Module.compile`` puts what a module is called through.
+
+    Inputs of a shape that was compiled run as a program, others as the part itself. Copies of the
+    part leave it behind.
+
+    Attributes:
+        is_compiling: whether new shapes compile, rather than run as the part itself.
     """
-    programs = [PartPrograms(part, dtype) for part in parts]
-    for part, each in zip(parts, programs, strict=True):
-        part._compiled_call_impl = each
-        each.is_compiling = True
-    run()
-    for each in programs:
-        each.is_compiling = False
+
+    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+        """
+        Args:
+            part: in evaluation mode, on the CPU.
+            dtype: of its arithmetic, set by autocast around the call.
+        """
+        self.is_compiling = True
+        self._part = part
+        self._dtype = dtype
+        self._programs: dict[tuple[str, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the part."""
+        key = _signature(args)
+        if self.is_compiling and not kwargs and key not in self._programs:
+            self._programs[key] = self._load_or_build(args, key)
+        if kwargs or key not in self._programs:
+            return self._part._call_impl(*args, **kwargs)
+        return self._programs[key](*tree_map(_lay_out, args))
+
+    def _load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...]) -> Callable[..., Any]:
+        from torch._inductor import aoti_load_package
+
+        path = _make_folder() / f"{self._fingerprint(key)}.pt2"
+        with (
+            file_lock(path.with_suffix(".lock")),
+            quiet("torch"),
+        ):  # other processes wait, and load it
+            for _ in range(2):
+                if not path.exists():
+                    self._build(args, path)
+                program: Callable[..., Any] = aoti_load_package(str(path))
+                distance = _distance(
+                    program(*tree_map(_lay_out, args)), self._part._call_impl(*args)
+                )
+                if distance <= _TOLERANCE[self._dtype]:
+                    return program
+                path.unlink()
+        raise RuntimeError(f"compiled outputs differ by {distance:.1g} of the largest")
+
+    def _build(self, args: tuple[Any, ...], path: Path) -> None:
+        from torch._inductor import aoti_compile_and_package, config
+
+        options = {
+            "freezing": True,  # weights in the layout that each product wants
+            # As many threads as the process has when the program runs.
+            "cpp.dynamic_threads": True,
+            "cpp.threads": max(2, os.cpu_count() or 1),
+        }
+        if hasattr(config.aot_inductor, "precompile_headers"):  # not in torch 2.6
+            # They would lie in the folder of temporary files, which other users can write.
+            options["aot_inductor.precompile_headers"] = False
+        fresh = path.with_suffix(f".{os.getpid()}.pt2")
+        self._part._compiled_call_impl = None  # trace the part itself
+        try:
+            program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
+            aoti_compile_and_package(program, package_path=str(fresh), inductor_configs=options)
+            content = fresh.read_bytes()
+            write_atomically(path, lambda stream: stream.write(content))
+        finally:
+            self._part._compiled_call_impl = self
+            fresh.unlink(missing_ok=True)
+
+    def _fingerprint(self, key: tuple[str, ...]) -> str:
+        """Returns the digest of all that a program depends on."""
+        part = self._part
+        settings = [
+            f"{name}.{key}={value!r}"
+            for name, module in part.named_modules()
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, _PLAIN) or inspect.isroutine(value)
+        ]
+        tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+        text = [
+            hash_tensors(tensors), repr(part), *settings, *key, str(self._dtype),
+            torch.__version__, *sorted(read_cpu_flags()),
+            *(path.read_text(encoding="utf-8") for path in sorted(_PACKAGE.rglob("*.py"))),
+        ]  # fmt: skip
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32]
 
 
-def compile_for_cuda(
-    parts: Collection[nn.Module], *, dynamic: bool, cuda_graphs: bool, run: Callable[[], None]
-) -> None:
-    """Has ``torch.compile`` compile each part when ``run`` calls it.
+def _make_folder() -> Path:
+    """Returns the folder of programs, which are run: so nobody else may write it.
 
-    Args:
-        parts: in evaluation mode. Changed in place.
-        dynamic: whether the code serves images of all sizes, rather than one.
-        cuda_graphs: whether one launch runs a whole part.
-        run: calls them.
+    Raises:
+        UserError: the folder cannot be made, or others can write it.
     """
-    for part in parts:
-        part.compile(dynamic=dynamic, mode="reduce-overhead" if cuda_graphs else None)
-    run()
+    folder = get_cache_dir() / "programs"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise UserError(f"'{folder}' cannot be made: set QBHEAT_CACHE to another folder") from error
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if hasattr(os, "geteuid") and (others or status.st_uid != os.geteuid()):
+        raise UserError(f"others can write '{folder}', whose files are run: chmod 700, or set "
+                        "QBHEAT_CACHE to another folder")  # fmt: skip
+    return folder
 
 
-def restore_parts(parts: Collection[nn.Module]) -> None:
-    """Undoes either, for which PyTorch has no public function."""
-    for part in parts:
-        part._compiled_call_impl = None
+def _signature(args: tuple[Any, ...]) -> tuple[str, ...]:
+    leaves, structure = tree_flatten(args)
+    shapes = (f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return (str(structure), *shapes)
+
+
+def _lay_out(x: Any) -> Any:
+    """Brings a map into channels-last order, which programs are made for and do not check."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.contiguous(
+        memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    )
+
+
+def _distance(found: Any, expected: Any) -> float:
+    """Returns the largest difference of outputs, relative to the largest value; a NaN is large."""
+    pairs = zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True)
+    ratios = [
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-6))
+        for a, b in pairs
+        if isinstance(b, Tensor)
+    ]
+    return max(float("inf") if ratio != ratio else ratio for ratio in ratios)

@@ -1,37 +1,122 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``deploy``: brings a trained model into its fastest equal form, step by step."""
+"""``deploy``: brings a trained model into its fastest equal form on a device, step by step."""
 
 import copy
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from qbheat_det.core.environment import keep_freed_memory
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
-from qbheat_det.modeling.contracts import FixedSizeModel
+from qbheat_det.modeling.contracts import FixedSizeModel, masks_padding
 
-from .compiling import (
-    compile_for_cpu,
-    compile_for_cuda,
-    find_parts,
-    restore_parts,
-)
-from .deployed_model import DeployedModel, DeployReport
-from .folding import fold_batch_norms
-from .fused_blocks import fuse_blocks
-from .precision import DTYPES, supports_bfloat16
+from .compiling import PartPrograms, find_parts, supports_bfloat16
+from .fused_blocks import fold_batch_norms, fuse_blocks
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPILE = ("auto", "off")
 _DYNAMIC_SIZE = (512, 640)  # of the image that code for all sizes is compiled with
+
+
+class DeployReport(dict[str, str]):
+    """What each step did, by its name; "no: " and the reason if it left the model as it was."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())
+
+    def has_applied(self, step: str) -> bool:
+        """Returns whether a step changed the model."""
+        return not self[step].startswith("no: ")
+
+
+class DeployedModel(nn.Module):
+    """A copy of a model that only predicts, called as the original is.
+
+    ``copy.deepcopy`` and pickle give a copy that is not compiled.
+
+    Attributes:
+        model: the folded, fused and perhaps compiled copy, of the original's class.
+        report: the steps of ``deploy``.
+        compiled_sizes: (height, width) in pixels of the images that a CPU's code is for.
+        dtype: of the backbone's and the heads' arithmetic.
+        has_cuda_graphs: whether results are overwritten by the next call.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, report: DeployReport) -> None:
+        """
+        Args:
+            model: in evaluation mode, without gradients.
+            dtype: of the backbone's and the heads' arithmetic; results are float32.
+            report: see above.
+        """
+        super().__init__()
+        self.model = model
+        self.report = report
+        self.compiled_sizes: frozenset[tuple[int, int]] = frozenset()
+        self.has_cuda_graphs = False
+        self._masks_padding = masks_padding(model)
+        self.dtype = dtype
+        for part in find_parts(model).values() if dtype != torch.float32 else ():
+            # Under autocast the parts compute in bfloat16, and what follows them in float32.
+            part.register_forward_hook(_to_float32)
+        self.eval()
+
+    def forward(self, inputs: Any) -> Any:
+        """As the original's: a list of dicts with "image" (3, H, W), or a backbone's (N, 3, H, W).
+
+        Autocast of the caller's has no effect, nor has inference mode.
+        """
+        device_type = next(self.model.parameters()).device.type
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device_type, self.dtype, enabled=self.dtype != torch.float32),
+        ):
+            if isinstance(inputs, Tensor):
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            elif self._runs_images_alone(inputs):
+                return [self._run([entry])[0] for entry in inputs]
+            return self._run(inputs)
+
+    def train(self, mode: bool = True) -> "DeployedModel":
+        """Stays in evaluation mode.
+
+        Raises:
+            UserError: ``mode`` is True.
+        """
+        if mode:
+            raise UserError("a deployed model does not train: train the original, and deploy that")
+        return super().train(False)
+
+    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Not possible, since weights are folded and compiled.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "a deployed model takes no other weights: load them into the original, and deploy that"
+        )
+
+    def _runs_images_alone(self, inputs: list[dict[str, Any]]) -> bool:
+        """Whether a batch gives the same, and sooner, as images one by one."""
+        sizes = {(entry["image"].shape[-2], entry["image"].shape[-1]) for entry in inputs}
+        return self._masks_padding if len(sizes) > 1 else sizes <= self.compiled_sizes
+
+    def _run(self, inputs: Any) -> Any:
+        if self.has_cuda_graphs:  # the results of the last call have been read
+            torch.compiler.cudagraph_mark_step_begin()
+        return self.model(inputs)
 
 
 def deploy(
@@ -73,13 +158,18 @@ def deploy(
     with torch.inference_mode(False):  # whatever the caller's mode, for weights that compile
         copied = copy.deepcopy(model).eval().requires_grad_(False)
         _rewrite(copied, device, report)
-        _keep_memory(keep_memory, device, report)
-        _describe_precision(precision, device, report)
-        deployed = DeployedModel(copied, DTYPES[precision], report)
+        kept = keep_memory and device.type == "cpu" and keep_freed_memory()
+        report["memory"] = (
+            "this process keeps freed memory"
+            if kept
+            else "no: " + ("only on CPUs with glibc" if keep_memory else "not asked for")
+        )
+        report["precision"] = _describe_precision(precision, device)
+        deployed = DeployedModel(copied, _DTYPES[precision], report)
         if compile == "off":
-            report.add("compile", False, "not asked for")
+            report["compile"] = "no: not asked for"
         elif device.type == "cpu" and not sizes:
-            report.add("compile", False, "image_sizes name no size to compile for")
+            report["compile"] = "no: image_sizes name no size to compile for"
         else:
             _compile(deployed, sizes, device)
     return deployed
@@ -106,8 +196,8 @@ def deploy_by_config(model: nn.Module, node: CfgNode) -> DeployedModel:
 
 def _check_arguments(precision: Any, compile: Any, image_sizes: Any) -> list[tuple[int, int]]:
     """Returns ``image_sizes`` as tuples."""
-    if precision not in DTYPES:
-        raise UserError(f"precision is one of {', '.join(DTYPES)}, not {precision!r}")
+    if precision not in _DTYPES:
+        raise UserError(f"precision is one of {', '.join(_DTYPES)}, not {precision!r}")
     if compile not in _COMPILE:
         raise UserError(f"compile is one of {', '.join(_COMPILE)}, not {compile!r}")
     try:
@@ -120,30 +210,22 @@ def _check_arguments(precision: Any, compile: Any, image_sizes: Any) -> list[tup
 
 
 def _rewrite(model: nn.Module, device: torch.device, report: DeployReport) -> None:
+    on_cpu = device.type == "cpu"
     folded, left = fold_batch_norms(model)
     rest = f"; {left} follow no convolution and stay" if left else ""
-    detail = f"{folded} BatchNorms are folded into convolutions{rest}"
-    report.add("fold", folded > 0, detail if folded or left else "there is no BatchNorm")
-    fused = fuse_blocks(model) if device.type == "cpu" else 0
-    none = "the model has no blocks with a fused form" if device.type == "cpu" else "only on CPUs"
-    report.add("fuse", fused > 0, f"{fused} blocks are fused for single images" if fused else none)
+    report["fold"] = f"{folded or 'no: no'} BatchNorms are folded into convolutions{rest}"
+    fused = fuse_blocks(model) if on_cpu else 0
+    none = "no: the model has no blocks with a fused form" if on_cpu else "no: only on CPUs"
+    report["fuse"] = f"{fused} blocks are fused for single images" if fused else none
     model.to(memory_format=torch.channels_last)
-    report.add("channels-last", True, "weights and feature maps have their channels last")
+    report["channels-last"] = "weights and feature maps have their channels last"
 
 
-def _keep_memory(wanted: bool, device: torch.device, report: DeployReport) -> None:
-    kept = wanted and device.type == "cpu" and keep_freed_memory()
-    why_not = "only on CPUs with glibc" if wanted else "not asked for"
-    report.add("memory", kept, "this process keeps freed memory" if kept else why_not)
-
-
-def _describe_precision(precision: str, device: torch.device, report: DeployReport) -> None:
+def _describe_precision(precision: str, device: torch.device) -> str:
     is_native = supports_bfloat16(device)
     if precision == "bfloat16":
-        detail = "bfloat16 by autocast" + ("" if is_native else ", slower: this device emulates it")
-    else:
-        detail = "float32" + ("; precision='bfloat16' is faster, and not equal" * is_native)
-    report.add("precision", precision == "bfloat16", detail)
+        return "bfloat16 by autocast" + ("" if is_native else ", slower: this device emulates it")
+    return "no: float32" + ("; precision='bfloat16' is faster, and not equal" * is_native)
 
 
 def _compile(
@@ -164,25 +246,31 @@ def _compile(
     run()  # raises where the model does not take a size
     logger.info("Compiling %s: this takes minutes, and less in later processes", what)
     start = time.perf_counter()
+    programs = [PartPrograms(part, deployed.dtype) for part in parts.values()]
     try:
-        if device.type == "cuda":
-            deployed.has_cuda_graphs = graphs
-            compile_for_cuda(parts.values(), dynamic=not sizes, cuda_graphs=graphs, run=run)
-        else:
-            compile_for_cpu(parts.values(), deployed.dtype, run)
+        for part, program in zip(parts.values(), programs, strict=True):
+            if device.type == "cuda":
+                part.compile(dynamic=not sizes, mode="reduce-overhead" if graphs else None)
+            else:
+                part._compiled_call_impl = program
+        deployed.has_cuda_graphs = graphs
+        run()
     except Exception as error:  # of the compiler, of PyTorch, of Triton, each with its own type
-        restore_parts(parts.values())
+        for part in parts.values():  # PyTorch has no public function for this
+            part._compiled_call_impl = None
         deployed.has_cuda_graphs = False
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        report.add("compile", False, f"PyTorch cannot compile {what}: {reason}")
+        report["compile"] = f"no: PyTorch cannot compile {what}: {reason}"
         logger.warning("PyTorch cannot compile %s: %s", what, reason)
         return
+    for program in programs:
+        program.is_compiling = False
+    report["compile"] = f"{what}, in {format_duration(time.perf_counter() - start)}"
     if device.type == "cpu":
         deployed.compiled_sizes = frozenset(sizes)
-    report.add("compile", True, f"{what}, in {format_duration(time.perf_counter() - start)}")
-    if device.type == "cuda":
+    else:
         none = "a backbone's outputs would be overwritten" if sizes else "image_sizes name no size"
-        report.add("CUDA graphs", graphs, "one for each image size" if graphs else none)
+        report["CUDA graphs"] = "one for each image size" if graphs else f"no: {none}"
 
 
 def _run_random_image(deployed: DeployedModel, size: tuple[int, int], device: torch.device) -> None:
@@ -207,3 +295,13 @@ def _run_random_image(deployed: DeployedModel, size: tuple[int, int], device: to
         raise UserError(
             f"image_sizes: the model does not take an image of {size[0]}x{size[1]} pixels: {error}"
         ) from error
+
+
+def _to_float32(_: nn.Module, __: Any, output: Any) -> Any:
+    """Casts tensors in half precision; integers and masks are left as they are."""
+
+    def widen(x: Any) -> Any:
+        is_half = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+        return x.float() if is_half else x
+
+    return tree_map(widen, output)

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Fused inference blocks: Mobile-Former's and MF-DETR's blocks with fewer passes over wide maps.
+"""BatchNorm folded into convolutions, and Mobile-Former's and MF-DETR's blocks fused for inference.
 
-Three rewrites, equal to the plain blocks up to rounding:
+Fused blocks pass less often over wide maps; they equal the plain ones up to rounding:
 
 * max(a1 u, a2 u) is a PReLU times the larger slope. The PReLU is one pass over the map; the factor,
   one number a channel, is multiplied into the weights of the convolution that follows.
@@ -14,11 +14,15 @@ Each fused block holds the plain one, and calls it for batches, padded images, t
 and exporters.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from detectron2.layers import Conv2d, FrozenBatchNorm2d, NaiveSyncBatchNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from qbheat_det.layers import (
     DepthwiseConv2d,
@@ -34,6 +38,62 @@ from qbheat_det.modeling.detr.decoder_block import LevelMap, LiteMobile
 
 _MIN_SLOPE = 1e-12  # slopes are divided by one another
 _MAX_ENCODINGS = 6  # map sizes: three levels of a decoder for two image sizes
+
+# Exact types: subclasses may do more than normalise, as timm's BatchNormAct2d does.
+_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, NaiveSyncBatchNorm, FrozenBatchNorm2d)
+
+
+def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
+    """Folds, in place, every BatchNorm that directly follows a convolution used nowhere else.
+
+    Found are the ``norm`` of Detectron2's convolutions, and neighbours in an ``nn.Sequential``.
+
+    Args:
+        model: in evaluation mode.
+
+    Returns:
+        The number of folded norms, and of those that are left.
+    """
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    folded = 0
+    for module in list(model.modules()):
+        if isinstance(module, Conv2d) and _can_fold(module, module.norm):
+            _fold(module, module.norm)
+            module.norm = None
+            folded += 1
+        elif type(module) is nn.Sequential:
+            for index in range(len(module) - 1):
+                convolution, norm = module[index], module[index + 1]
+                unshared = uses[id(convolution)] == uses[id(norm)] == 1
+                # Detectron2's own norm and activation would come between the two.
+                is_bare = not isinstance(convolution, Conv2d) or (
+                    convolution.norm is convolution.activation is None
+                )
+                if unshared and is_bare and _can_fold(convolution, norm):
+                    _fold(convolution, norm)
+                    module[index + 1] = nn.Identity()
+                    folded += 1
+    return folded, sum(type(module) in _NORMS for module in model.modules())
+
+
+def _can_fold(convolution: nn.Module, norm: object) -> bool:
+    return (
+        type(convolution) in (nn.Conv2d, Conv2d, NormedConv2d, DepthwiseConv2d)
+        and type(norm) in _NORMS
+        and getattr(norm, "running_var", None) is not None
+    )
+
+
+def _fold(convolution: Any, norm: Any) -> None:
+    convolution.weight, convolution.bias = fuse_conv_bn_weights(
+        convolution.weight,
+        convolution.bias,
+        norm.running_mean,
+        norm.running_var,
+        norm.eps,
+        norm.weight,
+        norm.bias,
+    )
 
 
 class FusedMobile(nn.Module):

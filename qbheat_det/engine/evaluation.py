@@ -24,7 +24,7 @@ from qbheat_det.data import (
     join_messages,
     load_labelled_sets,
 )
-from qbheat_det.evaluation import TopAccuracy, extract_features, score_neighbours
+from qbheat_det.evaluation import extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class NeighbourScorer:
         self._batches: list[ImageBatches] = []  # of both sets, once loaded
         self._has_warned = False
 
-    def __call__(self, model: nn.Module) -> TopAccuracy:
+    def __call__(self, model: nn.Module) -> dict[str, float]:
         """Returns the score of a model in eval mode; each process goes through all images."""
         keys = self._cfg.TEST.KNN
         if not self._batches:
@@ -170,16 +170,15 @@ class NeighbourScorer:
     def draw(self, model: nn.Module) -> Figure:
         """Returns the score as a figure without images, for the visualization hook."""
         score = self(model)
-        values = score.to_dict()
         logger.info(
-            f"Nearest neighbours: top-1 {score.top1:.2f} +- {score.top1_standard_error:.2f} %, "
-            f"top-5 {score.top5:.2f} +- {score.top5_standard_error:.2f} %"
+            f"Nearest neighbours: top-1 {score['top1']:.2f} +- {score['top1_standard_error']:.2f} "
+            f"%, top-5 {score['top5']:.2f} +- {score['top5_standard_error']:.2f}"
         )
         return Figure(
             "knn",
             "Nearest-neighbour classification",
-            data={**values, "num_images": score.num_images},
-            scalars={f"knn/{name}": value for name, value in values.items()},
+            data=score,
+            scalars={f"knn/{name}": value for name, value in score.items()},
         )
 
     def _load(self, records: list[dict[str, Any]]) -> ImageBatches:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetFromList
 from detectron2.data.build import trivial_batch_collator
 from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
@@ -113,7 +112,7 @@ def check_keepable(entry: Mapping[str, Any]) -> None:
     instances = entry.get("instances")
     fields = instances.get_fields() if isinstance(instances, Instances) else {}
     others = [*(entry.keys() & _NOT_KEPT), *sorted(fields.keys() - _BOX_FIELDS)]
-    if not isinstance(fields.get("gt_boxes"), Boxes | None):
+    if type(fields.get("gt_boxes", Boxes([]))) is not Boxes:  # but a subclass
         others.append(type(fields["gt_boxes"]).__name__)
     if others:
         raise UserError(
@@ -144,12 +143,7 @@ class AllViews(Dataset[Mapped]):
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
-        # One array of bytes, which forked workers share instead of copying.
-        self.records = (
-            records
-            if isinstance(records, DatasetFromList)
-            else DatasetFromList(list(records), copy=False, serialize=True)
-        )
+        self.records = records
         self.count = views.count
         self._draw = views.view
 
@@ -192,21 +186,26 @@ def fill(
         remove_leftovers(store.folder)
         missing = comm.all_gather(store.missing())[0]
         files = missing[comm.get_rank() :: comm.get_world_size()]
+        indices = [index for file in files for index in store.views_of(file)]
         loader: DataLoader[Any] = DataLoader(
             views,
             batch_size=None,
-            sampler=[index for file in files for index in store.views_of(file)],
+            sampler=indices,
             num_workers=num_workers,
             collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one
         )
         interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-        shown = is_main and files
-        loaded = iter(tqdm(loader, title, unit=" views", mininterval=interval, disable=not shown))
-        for file in files:
-            store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
-            if file == files[0]:  # the first file shows what all of them take
-                store.check_space()
+        loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
+        with tqdm(
+            desc=title, total=total, unit=" views", mininterval=interval, disable=hidden
+        ) as bar:
+            for file in files:
+                entries = list(islice(loaded, len(store.views_of(file))))
+                store.write(file, encode(entries))
+                bar.update(len(entries))
+                if file == files[0]:  # the first file shows what all of them take
+                    store.check_space()
         comm.synchronize()
 
 

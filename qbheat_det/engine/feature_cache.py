@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import build_detection_test_loader, get_detection_dataset_dicts
+from detectron2.data import (
+    DatasetFromList,
+    build_detection_test_loader,
+    get_detection_dataset_dicts,
+)
 from detectron2.data.samplers import InferenceSampler
 from detectron2.modeling import Backbone, GeneralizedRCNN
 from detectron2.modeling.backbone import FPN
@@ -125,7 +129,8 @@ class CachedFeatures:
             else:
                 records = get_detection_dataset_dicts(name, filter_empty=False)
             views = FixedViews(build_mapper(cfg, is_train=False), count=1)
-            numbered = number_records(records)
+            # One array of bytes, which forked workers share instead of copying.
+            numbered = DatasetFromList(number_records(records), copy=False, serialize=True)
             self._tests[name] = self._make(f"test set '{name}'", numbered, views, is_train=False)
         self._backbone.trust()
 

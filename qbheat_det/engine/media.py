@@ -124,29 +124,30 @@ def write_image(path: Path, image: Image) -> None:
         raise UserError(f"cannot write '{path}'")
 
 
-class VideoReader:
-    """The frames of a video one by one, as (H, W, 3) BGR arrays.
+def read_video(path: Path) -> tuple[Iterator[Image], float, int | None]:
+    """Opens a video.
+
+    Returns:
+        Its frames one by one, (H, W, 3) BGR; frames per second, 25 if the file does not say; and
+        an estimate of the number of frames, None if there is none.
 
     Raises:
         UnreadableMedia: OpenCV finds no frame in the file.
     """
+    capture = cv2.VideoCapture(str(path))
+    found, first = capture.read()
+    if not found:
+        raise UnreadableMedia("not a video: no frame could be decoded")
 
-    def __init__(self, path: Path) -> None:
-        self._capture = cv2.VideoCapture(str(path))
-        found, self._first = self._capture.read()
-        if not found:
-            raise UnreadableMedia("not a video: no frame could be decoded")
-        fps = self._capture.get(cv2.CAP_PROP_FPS)
-        self.fps: float = fps if 0 < fps < 1000 else 25.0  # some containers do not say
-        count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        self.num_frames: int | None = count if count > 0 else None  # an estimate, for progress
-
-    def __iter__(self) -> Iterator[Image]:
-        frame, found = self._first, True
+    def read_frames() -> Iterator[Image]:
+        frame, found = first, True
         while found:
             yield frame
-            found, frame = self._capture.read()
-        self._capture.release()
+            found, frame = capture.read()
+        capture.release()
+
+    fps, count = capture.get(cv2.CAP_PROP_FPS), int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+    return read_frames(), fps if 0 < fps < 1000 else 25.0, count if count > 0 else None
 
 
 @contextlib.contextmanager

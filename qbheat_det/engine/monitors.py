@@ -17,7 +17,7 @@ from detectron2.utils import comm
 
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import format_bytes
-from qbheat_det.data import DataError, join_messages, printable
+from qbheat_det.data import DataError, join_messages
 
 from .hooks import TrainingRun, is_due
 
@@ -131,7 +131,7 @@ class SkippedImages(HookBase):
         new = [error for error in self._sorted() if error.where not in known]
         if new and comm.is_main_process():
             logger.warning(f"Skipped, with another image in its place: {join_messages(new)}")
-            text = "".join(f"{printable(error)}\n" for error in self._sorted())
+            text = "".join(f"{error.message}\n" for error in self._sorted())
             path = Path(self.trainer.cfg.OUTPUT_DIR) / SKIPPED_FILE
             write_atomically(path, lambda stream: stream.write(text.encode()))
 

@@ -1,13 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction on images and videos with trained weights, by Detectron2's ``DefaultPredictor``."""
+"""Prediction on images and videos with trained weights: boxes, or classes of images."""
 
 import contextlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
@@ -17,18 +20,49 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
-from qbheat_det.core.text import join_first
+from qbheat_det.data import MAPPERS_OF_CLASSES, build_mapper
 from qbheat_det.engine.media import (
     Image,
     MediaFile,
     UnreadableMedia,
-    VideoReader,
     name_outputs,
     open_video,
     read_bgr,
+    read_video,
     write_image,
 )
+
+_TOP_CLASSES = 5
+Scores = npt.NDArray[np.floating[Any]]
+
+
+@dataclass
+class Predictions:
+    """What a model found on files.
+
+    Attributes:
+        results: for each box "image_id", "file_name", "category_id", "bbox" (XYWH, pixels of the
+            upright input image) and "score"; "segmentation" (RLE) where the model predicts masks;
+            "frame" (from 0) in videos, where each frame has an image id of its own. Of a
+            classifier, for each image "file_name" and "classes": the likeliest first, each with
+            "name" and "score" in [0, 1].
+        num_images: images that were predicted on.
+        num_frames: frames of videos that were.
+        skipped: path of each file that was not, and the reason.
+    """
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    num_images: int = 0
+    num_frames: int = 0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def skip_unreadable(self, file: MediaFile) -> Iterator[None]:
+        """Notes why a file cannot be read, instead of raising ``UnreadableMedia``."""
+        try:
+            yield
+        except UnreadableMedia as error:
+            self.skipped.append((str(file.path), str(error)))
 
 
 def build_predictor(
@@ -72,141 +106,110 @@ def get_category_id(cfg: CfgNode, class_index: int) -> int:
     return int(ids[class_index])
 
 
-def read_image_ids(json_file: str, media: Sequence[MediaFile]) -> list[int]:
-    """Looks up each file's image id in a COCO annotation file, by its path or else its own name.
+def predict_media(
+    predictor: Callable[[Image], Mapping[str, Instances]],
+    media: Sequence[MediaFile],
+    *,
+    cfg: CfgNode,
+    score_threshold: float,
+    output_dir: Path | None,
+    draw: Callable[[Image, Instances], Image],
+) -> Predictions:
+    """Predicts on files and draws the boxes; files that cannot be read are skipped.
 
-    Raises:
-        UserError: the file is not COCO's format, or does not know all of the images.
+    Args:
+        predictor: a ``DefaultPredictor``, or another function from a (H, W, 3) BGR image,
+            whatever ``cfg.INPUT.FORMAT`` is, to {"instances"}.
+        media: as of ``find_media``; images and frames are numbered from 1.
+        cfg: ``MODEL.CATEGORY_IDS`` and ``INPUT.MAX_SIZE_TEST`` are read.
+        score_threshold: boxes below it are neither drawn nor returned.
+        output_dir: folder for the drawn images; nothing is drawn if None.
+        draw: from a BGR image and its instances to the drawn image, also BGR.
     """
-    try:
-        images = json.loads(Path(json_file).read_text(encoding="utf-8"))["images"]
-        ids = {str(image["file_name"]): int(image["id"]) for image in images}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{json_file}' is not a COCO annotation file: {error!r}") from error
-    by_name: dict[str, set[int]] = {}
-    for file_name, image_id in ids.items():
-        by_name.setdefault(Path(file_name).name, set()).add(image_id)
-    found, unknown = [], []
-    for file in media:
-        same_name = by_name.get(file.path.name, set())
-        if file.name in ids:
-            found.append(ids[file.name])
-        elif len(same_name) == 1 and not file.is_video:
-            found.extend(same_name)
-        else:
-            unknown.append(file.name)
-    if unknown:
-        raise UserError(f"'{json_file}' has no single image for {join_first(map(repr, unknown))}")
-    if len(set(found)) < len(found):
-        raise UserError(f"{json_file}: two of the input files are the same image there")
+    found = Predictions()
+    image_ids = itertools.count(1)
+
+    def predict(image: Image, **origin: object) -> Instances:
+        instances = predictor(image)["instances"].to("cpu")
+        instances = instances[instances.scores >= score_threshold]
+        for box in instances_to_coco_json(instances, next(image_ids)):
+            category_id = get_category_id(cfg, box["category_id"])
+            found.results.append({**box, **origin, "category_id": category_id})
+        return instances
+
+    def predict_image(file: MediaFile, output: Path | None) -> None:
+        image = read_bgr(file.path)
+        short, long = sorted(image.shape[:2])
+        if short * cfg.INPUT.MAX_SIZE_TEST < long:
+            raise UnreadableMedia(f"{long} x {short} pixels is too elongated to be resized")
+        instances = predict(image, file_name=file.name)
+        found.num_images += 1
+        if output is not None:
+            write_image(output, draw(image, instances))
+
+    def predict_video(file: MediaFile, output: Path | None) -> None:
+        frames, fps, count = read_video(file.path)
+        bar = tqdm(frames, total=count, unit="frame", desc=file.name, leave=False)
+        with contextlib.nullcontext() if output is None else open_video(output, fps) as append:
+            for index, frame in enumerate(bar):
+                instances = predict(frame, file_name=file.name, frame=index)
+                found.num_frames += 1
+                if append is not None:
+                    append(draw(frame, instances))
+
+    pairs = zip(media, name_outputs(media), strict=True)
+    for file, name in tqdm(pairs, total=len(media), unit="file", desc="predicting"):
+        with found.skip_unreadable(file):
+            output = output_dir and output_dir / name
+            predict_video(file, output) if file.is_video else predict_image(file, output)
     return found
 
 
-@dataclass
-class PredictionReport:
-    """Counts of a run over files; ``skipped`` pairs a file's path with the reason."""
-
-    num_images: int = 0
-    num_frames: int = 0
-    num_boxes: int = 0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+def is_classifier(cfg: CfgNode) -> bool:
+    """Whether the config is that of a classifier of images."""
+    return cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
 
-class MediaPredictor:
-    """Predicts on files, draws the boxes with ``draw``, and collects COCO-format results.
+def classify_media(
+    score: Callable[[Path], Scores], media: Iterable[MediaFile], class_names: Sequence[str]
+) -> Predictions:
+    """Classifies images; videos and images that cannot be read are skipped.
 
-    ``results`` has, for each box, ``image_id``, ``file_name``, ``category_id``, ``bbox`` (XYWH,
-    pixels of the upright input image) and ``score``; ``segmentation`` (RLE) where the model
-    predicts masks; ``frame`` (from 0) in videos, where each frame has an image id of its own.
+    Args:
+        score: from an image's path to the scores (K,) of its classes, such as ``build_scorer``'s.
+        media: as of ``find_media``.
+        class_names: of the K classes; where there are none, their numbers replace them.
     """
-
-    def __init__(
-        self,
-        predictor: Callable[[Image], Mapping[str, Instances]],
-        *,
-        cfg: CfgNode,
-        score_threshold: float,
-        output_dir: Path | None,
-        draw: Callable[[Image, Instances], Image],
-    ) -> None:
-        """
-        Args:
-            predictor: a ``DefaultPredictor``, or another function from a (H, W, 3) BGR image,
-                whatever ``cfg.INPUT.FORMAT`` is, to {"instances"}.
-            cfg: ``MODEL.CATEGORY_IDS`` and ``INPUT.MAX_SIZE_TEST`` are read.
-            score_threshold: boxes below it are neither drawn nor collected.
-            output_dir: folder for the drawn images; nothing is drawn if None.
-            draw: from a BGR image and its instances to the drawn image, also BGR.
-        """
-        self._predictor = predictor
-        self._cfg = cfg
-        self._score_threshold = score_threshold
-        self._output_dir = output_dir
-        self._draw = draw
-        self._next_id = 1
-        self.results: list[dict[str, Any]] = []
-        self.report = PredictionReport()
-
-    def run(self, media: Sequence[MediaFile], image_ids: Sequence[int] | None = None) -> None:
-        """Predicts on every file; unreadable ones are listed in ``report`` and passed over.
-
-        Args:
-            media: as of ``find_media``.
-            image_ids: an id for each file; None numbers images and frames from 1.
-        """
-        outputs = name_outputs(media)
-        with tqdm(total=len(media), unit="file", desc="predicting") as bar:
-            for index, (file, output) in enumerate(zip(media, outputs, strict=True)):
-                try:
-                    if file.is_video:
-                        self._run_video(file, output)
-                    else:
-                        self._run_image(file, output, image_ids[index] if image_ids else None)
-                except UnreadableMedia as error:
-                    self.report.skipped.append((str(file.path), str(error)))
-                bar.update()
-
-    def _run_image(self, file: MediaFile, output: Path, image_id: int | None) -> None:
-        image = read_bgr(file.path)
-        short, long = sorted(image.shape[:2])
-        if short * self._cfg.INPUT.MAX_SIZE_TEST < long:
-            raise UnreadableMedia(f"{long} x {short} pixels is too elongated to be resized")
-        instances = self._predict(image, image_id, {"file_name": file.name})
-        self.report.num_images += 1
-        if self._output_dir is not None:
-            write_image(self._output_dir / output, self._draw(image, instances))
-
-    def _run_video(self, file: MediaFile, output: Path) -> None:
-        frames = VideoReader(file.path)
-        bar = tqdm(frames, total=frames.num_frames, unit="frame", desc=file.name, leave=False)
-        with contextlib.ExitStack() as stack:
-            append = None
-            if self._output_dir is not None:
-                append = stack.enter_context(open_video(self._output_dir / output, frames.fps))
-            for index, frame in enumerate(bar):
-                instances = self._predict(frame, None, {"file_name": file.name, "frame": index})
-                self.report.num_frames += 1
-                if append is not None:
-                    append(self._draw(frame, instances))
-
-    def _predict(self, image: Image, image_id: int | None, origin: Mapping[str, Any]) -> Instances:
-        """Returns the boxes above the threshold, after collecting them as results."""
-        instances = self._predictor(image)["instances"].to("cpu")
-        instances = instances[instances.scores >= self._score_threshold]
-        if image_id is None:
-            image_id, self._next_id = self._next_id, self._next_id + 1
-        for found in instances_to_coco_json(instances, image_id):
-            found["category_id"] = get_category_id(self._cfg, found["category_id"])
-            self.results.append({"image_id": image_id, **origin, **found})
-        self.report.num_boxes += len(instances)
-        return instances
+    found = Predictions()
+    for file in tqdm(list(media), unit="image", desc="classifying"):
+        with found.skip_unreadable(file):
+            if file.is_video:
+                raise UnreadableMedia("a classifier takes images, not videos")
+            scores = score(file.path)
+            classes = [
+                {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
+                for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
+            ]
+            found.results.append({"file_name": file.name, "classes": classes})
+            found.num_images += 1
+    return found
 
 
-def write_json(path: Path, content: object) -> None:
-    """Writes JSON, whole or not at all.
+def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[Path], Scores]:
+    """Returns a function from an image's path to its scores (K,), as in evaluation.
 
-    Raises:
-        UserError: the file cannot be written.
+    Args:
+        model: a classifier in evaluation mode, with its weights.
+        cfg: of the model.
     """
-    text = json.dumps(content).encode()
-    write_atomically(path, lambda stream: stream.write(text))
+    mapper = build_mapper(cfg, is_train=False)
+
+    @torch.no_grad()
+    def score(path: Path) -> Scores:
+        entry = mapper({"file_name": str(path), "image_id": 0})
+        if not isinstance(entry, dict):
+            raise UnreadableMedia("not an image" if entry is None else entry.reason)
+        scores: Scores = model([entry])[0]["scores"].float().cpu().numpy()
+        return scores
+
+    return score

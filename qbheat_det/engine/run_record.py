@@ -8,20 +8,18 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import register_coco_images, register_image_folders
 
-from .data_flags import CUSTOM_SETS, register_coco_file
+from .data_sources import find_sources
 
 RUN_FILE = "run.json"
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")
@@ -84,46 +82,6 @@ def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
         raise UserError(f"'{path}' is no list of starts: move it")
     return starts
-
-
-def find_sources(cfg: CfgNode) -> dict[str, dict[str, Any]]:
-    """Returns where the custom sets of a config are, by the set's name.
-
-    A source has ``json_file`` and ``image_root``, or ``image_folders``; and ``labelled``, whether
-    boxes or the names of folders are read.
-    """
-    knn, sources = cfg.TEST.KNN, {}
-    used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
-    for name in (name for name in used if name in CUSTOM_SETS):
-        metadata = MetadataCatalog.get(name)
-        if metadata.get("image_folders"):
-            folders = list(metadata.image_folders)
-            found = {"image_folders": folders, "labelled": bool(metadata.get("labelled"))}
-        else:
-            found = {key: metadata.get(key) for key in ("json_file", "image_root")}
-            found["labelled"] = not metadata.get("unlabelled")
-        sources[name] = found
-    return sources
-
-
-def register_source(name: str, source: Mapping[str, Any]) -> None:
-    """Registers a set under a name that is free to choose, unless it is registered already.
-
-    Args:
-        name: of the set.
-        source: one of those that ``find_sources`` returns.
-
-    Raises:
-        UserError: a file or folder is missing or broken.
-    """
-    if name in DatasetCatalog:
-        return
-    if "image_folders" in source:
-        register_image_folders(name, source["image_folders"], labelled=source["labelled"])
-    elif source["labelled"]:
-        register_coco_file(name, source["json_file"], source["image_root"])
-    else:
-        register_coco_images(name, source["json_file"], source["image_root"])
 
 
 def list_versions() -> dict[str, str]:

@@ -21,15 +21,14 @@ from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
-    check_image_files,
     check_image_folder,
-    check_some_readable,
+    find_image_errors,
     find_record_errors,
     raise_first,
 )
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .data_flags import use_classes_of_folders, use_data_flags
+from .data_sources import use_classes_of_folders, use_data_flags
 from .evaluation import check_neighbours, scores_neighbours
 from .feature_cache import check_cacheable
 from .resume import check_start, name_last_checkpoint
@@ -234,10 +233,9 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
             )
         )
         if cfg.DATASETS.CHECK_IMAGES:
-            check_image_files(records, progress=True)
+            raise_first(find_image_errors(records))
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
-        file_names = [record["file_name"] for record in DatasetCatalog.get(name)]
-        check_some_readable(f"data set '{name}'", file_names)
+        DatasetCatalog.get(name)
 
 
 def _suggest_flags(mapper: str) -> str:

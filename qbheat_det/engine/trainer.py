@@ -343,6 +343,6 @@ def evaluate(
     )
     results = evaluation(prepare(model) if prepare else model)
     if scores_neighbours(cfg) and comm.is_main_process():
-        results = {**results, "knn": NeighbourScorer(cfg, model)(model).to_dict()}
+        results = {**results, "knn": NeighbourScorer(cfg, model)(model)}
         print_csv_format({"knn": results["knn"]})
     return results

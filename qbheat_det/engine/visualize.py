@@ -28,9 +28,9 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
 from qbheat_det.modeling.contracts import PretrainingObjective
 
+from .data_sources import load_fixed_images
 from .evaluation import NeighbourScorer, scores_neighbours
 from .hooks import TrainingRun
-from .sample_images import load_fixed_images
 
 logger = logging.getLogger(__name__)
 _PER_RUN = 20  # drawings of each figure where no period is given

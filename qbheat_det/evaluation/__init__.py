@@ -4,21 +4,22 @@
 from .build import build_evaluator
 from .classification import (
     ClassificationEvaluator,
-    TopAccuracy,
+    extract_features,
     find_confusions,
+    measure_ranks,
     rank_true_class,
+    score_neighbours,
 )
 from .coco import CocoEvaluator, complete_annotations, resolve_coco_library
-from .knn import extract_features, score_neighbours
 
 __all__ = [
     "ClassificationEvaluator",
     "CocoEvaluator",
-    "TopAccuracy",
     "build_evaluator",
     "complete_annotations",
     "extract_features",
     "find_confusions",
+    "measure_ranks",
     "rank_true_class",
     "resolve_coco_library",
     "score_neighbours",

@@ -1,17 +1,25 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""From a dataset's name to the evaluator that its metadata, or the task of a run, asks for."""
+"""From a dataset's name to its evaluator, and that of pre-training, which is its held-out loss."""
 
+import itertools
+import math
 import os
+import statistics
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import DatasetEvaluator
+from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
 
 from .classification import ClassificationEvaluator
 from .coco import CocoEvaluator
-from .reconstruction import ReconstructionEvaluator
+
+_LOSS = "loss_reconstruction"
 
 
 def build_evaluator(
@@ -45,3 +53,65 @@ def build_evaluator(
             "in COCO format"
         )
     return CocoEvaluator(dataset_name, output_dir=output_dir, library=cfg.TEST.COCO_EVAL_LIBRARY)
+
+
+class ReconstructionEvaluator(DatasetEvaluator):
+    """Averages "loss_reconstruction" of a model's outputs over the images of a set.
+
+    Results are ``{"reconstruction": {"loss_corner", "loss_centre", "loss",
+    "loss_standard_error"}}``: the means over corner views and over centre views, left out where
+    there are none; the mean over images of each one's mean over its views; and its standard error.
+    """
+
+    def __init__(self, dataset_name: str) -> None:
+        self._dataset_name = dataset_name
+        self._losses: list[tuple[str, str, float]] = []  # image, view, loss
+
+    def reset(self) -> None:
+        """Forgets all images."""
+        self._losses = []
+
+    def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
+        """Takes a batch in.
+
+        Raises:
+            UserError: the model does not reconstruct.
+        """
+        if any(_LOSS not in output for output in outputs):
+            raise UserError(
+                f"dataset '{self._dataset_name}' has no annotations, which the model needs: only "
+                "pre-training is evaluated on images alone"
+            )
+        losses = torch.stack([output[_LOSS] for output in outputs]).double().tolist()
+        for entry, output, loss in zip(inputs, outputs, losses, strict=True):
+            view = output.get("place", "")
+            view = "corner" if view not in ("", "centre") else view
+            image = str(entry.get("image_id", entry.get("file_name")))
+            self._losses.append((image, view, loss))
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Gathers the images of all processes; empty results but on the main one."""
+        parts = comm.gather(self._losses, dst=0)
+        if not comm.is_main_process():
+            return {}
+        # Sorted, so that the sums are those of one process to the last bit.
+        losses = sorted(itertools.chain.from_iterable(parts))
+        views = ("corner", "centre")
+        by_view = {view: [loss for _, seen, loss in losses if seen == view] for view in views}
+        each = [
+            statistics.fmean(loss for _, _, loss in seen)
+            for _, seen in itertools.groupby(losses, key=lambda entry: entry[0])
+        ]
+        mean, error = mean_and_standard_error(each)
+        found = {f"loss_{view}": statistics.fmean(seen) for view, seen in by_view.items() if seen}
+        return {"reconstruction": {**found, "loss": mean, "loss_standard_error": error}}
+
+
+def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of independent values, and its standard error; nan where undefined."""
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan, math.nan
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return mean, math.nan
+    return mean, statistics.stdev(values, xbar=mean) / math.sqrt(len(values))

@@ -1,12 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Accuracy of a classifier over images and over classes, and its confusion matrix."""
+"""Accuracy of classifiers and of nearest neighbours, over images and over classes.
+
+Neighbours as in "Unsupervised Feature Learning via Non-Parametric Instance Discrimination",
+arXiv:1805.01978: the k most similar training images vote, without training, each with weight
+exp(cosine similarity / temperature).
+"""
 
 import itertools
 import json
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +20,36 @@ import torch
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from torch import Tensor
+from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import join_first
 
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]
-_SHOWN = 5  # classes and confusions in the log
+_TOP = {"top1": 1, "top5": 5}
+_SHOWN = 5  # classes in the log
+_TINY = torch.finfo(torch.float64).tiny
+_LEAST_VOTE = 1e-300  # of a neighbour, however far: less would round to none
+_CHUNK = 2**24  # similarities at a time: 128 MB
 
 
-@dataclass(frozen=True)
-class TopAccuracy:
-    """Shares of images in per cent, with the standard errors of binomial counts; nan without any.
+def measure_ranks(ranks: Tensor) -> dict[str, float]:
+    """Returns shares of images in per cent, and the standard errors of binomial counts.
 
-    Attributes:
-        top1: images whose true class comes first.
-        top5: images whose true class is among the first five.
-        top1_standard_error: of ``top1``.
-        top5_standard_error: of ``top5``.
-        num_images: how many were classified.
+    Args:
+        ranks: (N,), of the true classes, 0 for the first.
+
+    Returns:
+        "top1", whose true class comes first, "top5", whose true class is among the first five,
+        and each with "_standard_error"; nan without images.
     """
-
-    top1: float
-    top5: float
-    top1_standard_error: float
-    top5_standard_error: float
-    num_images: int
-
-    @classmethod
-    def from_ranks(cls, ranks: Tensor) -> "TopAccuracy":
-        """Counts the ranks (N,) of the true classes, 0 for the first."""
-        num_images = len(ranks)
-        shares = [int((ranks < top).sum()) / max(1, num_images) for top in (1, 5)]
-        errors = [math.sqrt(share * (1 - share) / max(1, num_images)) for share in shares]
-        scale = 100.0 if num_images else math.nan
-        top1, top5, error1, error5 = (scale * value for value in (*shares, *errors))
-        return cls(top1, top5, error1, error5, num_images)
-
-    def to_dict(self) -> dict[str, float]:
-        """Returns all but the number of images, by name."""
-        values = vars(self).items()
-        return {name: value for name, value in values if name != "num_images"}
+    if not len(ranks):
+        return dict.fromkeys((*_TOP, *(f"{key}_standard_error" for key in _TOP)), math.nan)
+    shares = {key: int((ranks < top).sum()) / len(ranks) for key, top in _TOP.items()}
+    errors = {f"{k}_standard_error": math.sqrt(s * (1 - s) / len(ranks)) for k, s in shares.items()}
+    return {key: 100.0 * value for key, value in {**shares, **errors}.items()}
 
 
 class ClassificationEvaluator(DatasetEvaluator):
@@ -138,21 +132,20 @@ class ClassificationEvaluator(DatasetEvaluator):
         return {"classification": results}
 
     def _report(self, results: dict[str, float], totals: Counts) -> None:
-        confused = find_confusions(self.confusion)
+        """Logs the results, and writes them with those of each class."""
         names = self.class_names
+        confusions = [(names[i], names[j], n) for i, j, n in find_confusions(self.confusion)]
         shares = {
             name: 100 * int(right) / int(total)
             for name, right, total in zip(names, self.confusion.diagonal(), totals, strict=True)
             if total
         }
-        hardest = sorted(shares, key=shares.__getitem__)[:_SHOWN]
-        parts = [f"'{names[i]}' as '{names[j]}' {n} times" for i, j, n in confused[:_SHOWN]]
+        hardest = [f"{name} {shares[name]:.1f}" for name in sorted(shares, key=shares.__getitem__)]
         logger.info(
             f"'{self._dataset_name}': top-1 {results['top1']:.2f} +- "
             f"{results['top1_standard_error']:.2f} %, top-5 {results['top5']:.2f}, balanced "
             f"{results['balanced']:.2f} of {int(totals.sum()):,} images. "
-            f"Hardest classes: {', '.join(f'{name} {shares[name]:.1f}' for name in hardest)}. "
-            f"Most confused: {'; '.join(parts) or 'none'}"
+            f"Hardest classes: {join_first(hardest, _SHOWN)}"
         )
         if not self.output_dir:
             return
@@ -165,13 +158,12 @@ class ClassificationEvaluator(DatasetEvaluator):
                 for name, total in zip(names, totals, strict=True)
             ],
             "confusions": [
-                {"class": names[i], "taken_for": names[j], "images": n} for i, j, n in confused
+                {"class": one, "taken_for": other, "images": n} for one, other, n in confusions
             ],
         }
-        folder = Path(self.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=1, allow_nan=False)
-        (folder / "classification.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(content, indent=1).encode()
+        path = Path(self.output_dir) / "classification.json"
+        write_atomically(path, lambda stream: stream.write(text))
 
 
 def predict(scores: Tensor) -> Tensor:
@@ -209,16 +201,103 @@ def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
     return [(int(i), int(j), int(wrong[i, j])) for i, j in pairs[order]]
 
 
+@torch.no_grad()
+def score_neighbours(
+    train: tuple[Tensor, Tensor],
+    val: tuple[Tensor, Tensor],
+    *,
+    k: int = 20,
+    temperature: float = 0.07,
+) -> dict[str, float]:
+    """Classifies images by the votes of others; see ``measure_ranks``.
+
+    Args:
+        train: features (T, D) and labels (T,) of the images that vote.
+        val: features (N, D) and labels (N,) of those that are classified.
+        k: neighbours that vote; all where there are fewer.
+        temperature: the lower, the more the nearest count.
+    """
+    return measure_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
+
+
+@torch.no_grad()
+def rank_true_classes(
+    train: tuple[Tensor, Tensor],
+    val: tuple[Tensor, Tensor],
+    *,
+    k: int,
+    temperature: float,
+    chunk: int = _CHUNK,
+) -> Tensor:
+    """Returns (N,), how many classes come before the true one; see ``score_neighbours``.
+
+    Of equally similar images the first vote, of classes with equal votes the lower label comes
+    first, and a class without votes comes last.
+
+    Raises:
+        ValueError: ``k`` or ``temperature`` is not positive, or nobody can vote.
+    """
+    (train_features, train_labels), (features, labels) = train, val
+    if min(k, temperature, len(train_features)) <= 0:
+        given = f"k {k}, temperature {temperature} and {len(train_features)} voters"
+        raise ValueError(f"{given} must be positive")
+    k = min(k, len(train_features))
+    num_classes = int(torch.cat([train_labels, labels]).max()) + 1
+    voters = F.normalize(train_features.double(), dim=1, eps=_TINY).T
+    ranks = [labels[:0]]
+    rows = max(1, chunk // len(train_features))
+    for some, truth in zip(features.split(rows), labels.split(rows), strict=True):
+        # In float64 and rounded, equal features have equal similarities, whatever the chunks.
+        similarities = (F.normalize(some.double(), dim=1, eps=_TINY) @ voters).float()
+        neighbours = _first_of_the_largest(similarities, k)
+        nearest = similarities.gather(1, neighbours).double()
+        # Relative to the largest: exp(1 / temperature) alone is infinite at a low temperature.
+        nearest -= nearest.amax(dim=1, keepdim=True)
+        weights = (nearest / temperature).exp().clamp(min=_LEAST_VOTE)
+        votes = weights.new_zeros(len(some), num_classes)
+        votes.scatter_add_(1, train_labels[neighbours], weights)
+        has_votes = votes.gather(1, truth[:, None])[:, 0] > 0
+        ranks.append(torch.where(has_votes, rank_true_class(votes, truth), num_classes + 5))
+    return torch.cat(ranks)
+
+
+@torch.no_grad()
+def extract_features(
+    describe: Callable[[list[dict[str, Any]]], Tensor], batches: Iterable[list[dict[str, Any]]]
+) -> tuple[Tensor, Tensor]:
+    """Returns features (N, D) and labels (N,) of all images, on the CPU.
+
+    Args:
+        describe: from a batch of a mapper's dicts to its features (N, D).
+        batches: dicts with "label".
+    """
+    features, labels = [torch.empty(0, 0)], []
+    for batch in batches:
+        features.append(describe(batch).float().cpu())
+        labels += [entry["label"] for entry in batch]
+    return torch.cat(features[1:] or features), torch.tensor(labels, dtype=torch.long)
+
+
+def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
+    """Returns (N, k), the columns of the k largest of each row, of equal ones the first.
+
+    ``topk`` alone leaves open which of equal ones it takes.
+    """
+    smallest = values.topk(k, dim=1).values[:, -1:]
+    above, equal = values > smallest, values == smallest
+    free = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(dim=1) <= free))
+    return chosen.nonzero()[:, 1].view(len(values), k)
+
+
 def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
     """From ranks (N,), and correct and all images of each class (K,), to the results."""
-    has_images = totals > 0
-    shares = right[has_images] / totals[has_images]
-    errors = np.sqrt(shares * (1 - shares) / totals[has_images])
-    count = len(shares)
-    return {
-        **TopAccuracy.from_ranks(torch.as_tensor(ranks)).to_dict(),
-        "balanced": 100 * float(shares.mean()) if count else math.nan,
-        "balanced_standard_error": (
-            100 * float(np.sqrt((errors**2).sum())) / count if count else math.nan
-        ),
-    }
+    results = {**measure_ranks(torch.as_tensor(ranks)), "balanced": math.nan}
+    results["balanced_standard_error"] = math.nan
+    if len(ranks):
+        right, totals = right[totals > 0], totals[totals > 0]
+        shares = right / totals
+        variance = (shares * (1 - shares) / totals).sum()
+        results["balanced"] = 100 * float(shares.mean())
+        results["balanced_standard_error"] = 100 * math.sqrt(variance) / len(shares)
+    return results

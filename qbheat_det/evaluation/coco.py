@@ -6,7 +6,7 @@ Detectron2's own fast evaluation is a compiled op that a pure-Python build lacks
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -16,8 +16,6 @@ from typing import Any
 from detectron2.evaluation import COCOEvaluator
 
 from qbheat_det.core.errors import UserError
-
-COCO_LIBRARIES = ("auto", "faster-coco-eval", "pycocotools")
 
 
 class CocoEvaluator(COCOEvaluator):
@@ -54,6 +52,8 @@ class CocoEvaluator(COCOEvaluator):
             output_dir=output_dir,
             use_fast_impl=False,
         )
+        to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
+        self._to_dataset_id = {label: id_ for id_, label in to_contiguous.items()}
         complete_annotations(self._coco_api.dataset)
         with contextlib.redirect_stdout(io.StringIO()):
             self._coco_api.createIndex()
@@ -62,24 +62,37 @@ class CocoEvaluator(COCOEvaluator):
         self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None
     ) -> None:
         results = list(itertools.chain.from_iterable(p["instances"] for p in predictions))
-        self._check_classes(results)
-        self._warn_if_empty(results, len(predictions))
+        known = set(self._to_dataset_id)
+        if known and (strange := {r["category_id"] for r in results} - known):
+            raise UserError(
+                f"the model predicted class {min(strange)}, but '{self._metadata.name}' has "
+                f"{len(known)} classes: NUM_CLASSES does not fit"
+            )
+        if not results:
+            images = len(predictions)
+            self._logger.warning(f"The model predicted nothing on {images} images: AP is nan.")
+        if self._do_evaluation and not self._coco_api.anns:
+            self._logger.warning(f"{self._metadata.json_file} has no annotated objects: AP is nan.")
         tasks = set(self._tasks or self._tasks_from_predictions(results))
         # Keypoints need Detectron2's sigmas.
         if self._library == "pycocotools" or not results or "keypoints" in tasks:
             super()._eval_predictions(predictions, img_ids)
         else:
             self._eval_by_faster_coco_eval(results, sorted(tasks), img_ids)
-        self._keep_class_keys()
+        # Detectron2 leaves the classes out where nothing was predicted.
+        names = self._metadata.get("thing_classes") or []
+        for metrics in self._results.values():
+            for name in names if len(names) > 1 else []:
+                metrics.setdefault(f"AP-{name}", float("nan"))
 
     def _eval_by_faster_coco_eval(
         self, results: list[dict[str, Any]], tasks: list[str], img_ids: list[int] | None
     ) -> None:
         from faster_coco_eval import COCO, COCOeval_faster
 
-        to_dataset_id = self._dataset_ids()
         for result in results:
-            result["category_id"] = to_dataset_id.get(result["category_id"], result["category_id"])
+            label = result["category_id"]
+            result["category_id"] = self._to_dataset_id.get(label, label)
         if self._output_dir:
             path = os.path.join(self._output_dir, "coco_instances_results.json")
             with open(path, "w", encoding="utf-8") as file:
@@ -102,32 +115,6 @@ class CocoEvaluator(COCOEvaluator):
                 coco_eval, task, class_names=self._metadata.get("thing_classes")
             )
 
-    def _dataset_ids(self) -> dict[int, int]:
-        to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
-        return {contiguous: dataset_id for dataset_id, contiguous in to_contiguous.items()}
-
-    def _check_classes(self, results: list[dict[str, Any]]) -> None:
-        known = self._dataset_ids()
-        strange = {r["category_id"] for r in results} - known.keys() if known else set()
-        if strange:
-            raise UserError(
-                f"the model predicted class {min(strange)}, but '{self._metadata.name}' has "
-                f"{len(known)} classes: NUM_CLASSES does not fit"
-            )
-
-    def _warn_if_empty(self, results: list[dict[str, Any]], num_images: int) -> None:
-        if not results:
-            self._logger.warning(f"The model predicted nothing on {num_images} images: AP is nan.")
-        if self._do_evaluation and not self._coco_api.anns:
-            self._logger.warning(f"{self._metadata.json_file} has no annotated objects: AP is nan.")
-
-    def _keep_class_keys(self) -> None:
-        # Detectron2 leaves the classes out where nothing was predicted.
-        names = self._metadata.get("thing_classes") or []
-        for metrics in self._results.values():
-            for name in names if len(names) > 1 else []:
-                metrics.setdefault(f"AP-{name}", float("nan"))
-
 
 def complete_annotations(dataset: dict[str, Any]) -> None:
     """Fills in ``iscrowd`` and ``area``, and numbers annotations from 1, in place."""
@@ -146,18 +133,10 @@ def resolve_coco_library(choice: str) -> str:
     Raises:
         UserError: the name is unknown, or the library is not installed.
     """
-    if choice not in COCO_LIBRARIES:
+    has_fast = importlib.util.find_spec("faster_coco_eval") is not None
+    known = ("auto", "pycocotools", *(["faster-coco-eval"] if has_fast else []))
+    if choice not in known:
         raise UserError(
-            f"TEST.COCO_EVAL_LIBRARY is '{choice}', but must be one of {', '.join(COCO_LIBRARIES)}"
+            f"TEST.COCO_EVAL_LIBRARY is '{choice}', but what is installed are {', '.join(known)}"
         )
-    if choice == "pycocotools":  # Detectron2 itself needs it, so it is always there
-        return choice
-    try:
-        importlib.import_module("faster_coco_eval")
-    except ImportError as error:
-        if choice == "auto":
-            return "pycocotools"
-        raise UserError(
-            "TEST.COCO_EVAL_LIBRARY is faster-coco-eval, which is not installed: set it to 'auto'"
-        ) from error
-    return "faster-coco-eval"
+    return known[-1] if choice == "auto" else choice

@@ -2,11 +2,15 @@
 """Trained models as files for other runtimes: writing them, checking them, running them."""
 
 from .agreement import ExportReport
-from .api import export_model
-from .backbone import export_backbone
-from .metadata import ExportInfo
-from .predictor import ExportedPredictor, classify_exported, is_exported
-from .runtime import ExportedModel, SharedEncoderModel
+from .api import export_backbone, export_model
+from .formats import ExportInfo
+from .runtime import (
+    ExportedModel,
+    ExportedPredictor,
+    SharedEncoderModel,
+    build_exported_scorer,
+    is_exported,
+)
 from .shared_encoder import export_shared_encoder
 
 __all__ = [
@@ -15,7 +19,7 @@ __all__ = [
     "ExportedModel",
     "ExportedPredictor",
     "SharedEncoderModel",
-    "classify_exported",
+    "build_exported_scorer",
     "export_backbone",
     "export_model",
     "export_shared_encoder",

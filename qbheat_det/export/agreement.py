@@ -22,7 +22,7 @@ from scipy.optimize import linear_sum_assignment
 
 from qbheat_det.core.errors import UserError
 
-from .metadata import Task
+from .formats import Task
 from .runtime import ExportedModel, Images, Outputs, to_instances
 
 BATCH_SIZES = (1, 2, 8)
@@ -162,25 +162,18 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
 
 
 def _make_batches(images: Sequence[Images], size: int) -> list[Images]:
-    """Returns batches (N, H, W, 3) that hold every image, with variants to fill the last one."""
+    """Returns batches (N, H, W, 3) that hold every image, and darker ones to fill the last."""
     if size == 1:
         return [image[None] for image in images]
-    missing = range(-len(images) % size)
-    chosen = [*images, *(_vary(images[i % len(images)], i // len(images) + 1) for i in missing)]
     batches = []
-    for start in range(0, len(chosen), size):
-        batch = chosen[start : start + size]
+    for start in range(0, len(images), size):
+        numbers = range(start, start + size)
+        batch = [images[n % len(images)] // (1 + n // len(images)) for n in numbers]
         height, width = (int(np.median([image.shape[axis] for image in batch])) for axis in (0, 1))
         rows, columns = range(height), range(width)
         tiled = [x.take(rows, 0, mode="wrap").take(columns, 1, mode="wrap") for x in batch]
         batches.append(np.stack(tiled))
     return batches
-
-
-def _vary(image: Images, bits: int) -> Images:
-    """Inverts (bit 1), flips left to right (2) and upside down (4)."""
-    flipped = image[:: -1 if bits & 4 else 1, :: -1 if bits & 2 else 1]
-    return 255 - flipped if bits & 1 else flipped
 
 
 def compare_detections(

@@ -1,28 +1,39 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Exports a model with its weights to one file, kept only if it gives the results of PyTorch."""
+"""Exports a model to one file, kept only if it gives PyTorch's results; and a bare backbone."""
 
 import contextlib
+import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
-from torch import nn
+from torch import Tensor, nn
 
+from qbheat_det.checkpoint import (
+    WeightsInfo,
+    bare_backbone,
+    check_exact,
+    fit_weights,
+    load_run_config,
+    read_weights,
+    save_weights,
+)
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.data import load_image_folders
 from qbheat_det.engine.media import UnreadableMedia, find_media, read_bgr
 from qbheat_det.engine.predict import build_predictor
-from qbheat_det.engine.run_record import RUN_FILE, read_run_record, register_source
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
 from .agreement import ExportReport, build_reference, measure_agreement
+from .formats import METADATA_KEY, write_onnx, write_torch_export
 from .graph import build_exportable, trace_images
-from .metadata import METADATA_KEY
-from .onnx import suppress_operator, write_onnx
+from .heads import suppress_operator, suppress_overlaps
 from .runtime import EXPORTED_SUFFIXES, ExportedModel, Images
-from .torch_export import write_torch_export
 
 TOLERANCE = 1e-4
 _TOY_SET = "qbheat_toy_val"
@@ -42,7 +53,7 @@ def export_model(
     Args:
         cfg: of the weights, see ``load_run_config``.
         output: ``.onnx``, or ``.pt2`` for torch.export.
-        images: files and folders to compare on; by default the config's test set or the toy set.
+        images: files and folders to compare on; by default the toy set.
         tolerance: see ``Agreement.holds``.
         overwrite: whether ``output`` may exist.
 
@@ -50,11 +61,7 @@ def export_model(
         UserError: the model or the weights cannot be exported, or the file does not agree with
             PyTorch; nothing is written then.
     """
-    if output.suffix.lower() not in EXPORTED_SUFFIXES:
-        raise UserError(f"--output '{output}' must end in {' or '.join(EXPORTED_SUFFIXES)}")
-    if output.exists() and not overwrite:
-        raise UserError(f"'{output}' exists: choose another name, or pass --overwrite")
-    check_writable(output)
+    _check_output(output, EXPORTED_SUFFIXES, overwrite=overwrite)
     cfg = on_cpu(cfg)
     examples, source = read_images(cfg, images)
     predictor = build_predictor(cfg)
@@ -74,18 +81,14 @@ def export_model(
 
 def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
     """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison."""
-    if path.suffix.lower() == ".pt2":
-        exportable = build_exportable(model, cfg)
-        write_torch_export(trace_images(exportable), path, exportable.info.to_json())
-        return
-    exportable = build_exportable(model, cfg, suppress=suppress_operator)
-    write_onnx(
-        trace_images(exportable),
-        path,
-        inputs=["images"],
-        outputs=exportable.info.outputs,
-        metadata={METADATA_KEY: exportable.info.to_json()},
-    )
+    is_onnx = path.suffix.lower() == ".onnx"
+    suppress = suppress_operator if is_onnx else suppress_overlaps
+    exportable = build_exportable(model, cfg, suppress=suppress)
+    program, description = trace_images(exportable), exportable.info.to_json()
+    if is_onnx:
+        write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
+    else:
+        write_torch_export(program, path, description)
 
 
 def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
@@ -94,7 +97,7 @@ def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
     Raises:
         UserError: no image can be read.
     """
-    source = ", ".join(paths) or _find_test_set(cfg)
+    source = ", ".join(paths) or _TOY_SET
     if paths:
         files = [file.path for file in find_media(paths) if not file.is_video]
     else:
@@ -118,14 +121,71 @@ def on_cpu(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def _find_test_set(cfg: CfgNode) -> str:
-    """Returns the name of the config's first test set whose files are here, or the toy set."""
-    starts = read_run_record(Path(cfg.MODEL.WEIGHTS).parent / RUN_FILE)
-    sources = starts[-1].get("data", {}) if starts else {}
-    for name in cfg.DATASETS.TEST:
-        with contextlib.suppress(KeyError, UserError, OSError):  # not registered, or without files
-            if name in sources:
-                register_source(name, sources[name])
-            if DatasetCatalog.get(name):
-                return str(name)
-    return _TOY_SET
+def export_backbone(
+    weights: str,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    num_images: int = 0,
+    image_folders: Sequence[str] = (),
+    opts: Sequence[str] = (),
+) -> tuple[int, int]:
+    """Writes the backbone of ``weights``, names without prefix, with its description.
+
+    Args:
+        weights: of any model with a child ``backbone``; of an FPN, its ``bottom_up`` is taken.
+        output: a ``.safetensors``, which any config with this backbone takes as ``MODEL.WEIGHTS``.
+        overwrite: whether ``output`` may exist.
+        num_images: if not 0, recalibrate BatchNorm on this many whole images.
+        image_folders: of these images; by default the training set of the weights' config.
+        opts: overrides of that config, ``KEY VALUE``.
+
+    Returns:
+        The number of tensors written, and of images used.
+
+    Raises:
+        UserError: the weights have no backbone or cannot be read, or ``output`` cannot be written.
+    """
+    _check_output(output, (".safetensors",), overwrite=overwrite)
+    if (image_folders or opts) and not num_images:
+        raise UserError("--image-folder and config overrides need --recalibrate-bn")
+    state, info = read_weights(weights)
+    names = bare_backbone(state)
+    if not names:
+        raise UserError(f"'{weights}' has no tensors named 'backbone.…'")
+    backbone = {short: state[name] for name, short in names.items()}
+    images: list[Tensor] = []
+    if num_images:
+        cfg = load_run_config(weights, opts=opts)
+        records = load_image_folders(image_folders)[0] if image_folders else training_records(cfg)
+        images = read_whole_images(cfg, records, num_images)
+        backbone = _recalibrate(backbone, weights, cfg, images)
+    # The rest of the description is about the model around it.
+    info = dataclasses.replace(
+        info or WeightsInfo(), class_names=(), category_ids=(), pretrain_only_modules=()
+    )
+    save_weights(str(output), backbone, info)
+    return len(backbone), len(images)
+
+
+def _recalibrate(
+    state: Mapping[str, Tensor], weights: str, cfg: CfgNode, images: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    backbone = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
+    fitting, report = fit_weights(state, backbone.state_dict(), file=weights)
+    check_exact(report, "name the config that belongs to these weights")
+    backbone.load_state_dict(fitting, strict=False)
+    num_norms = recalibrate_bn(
+        backbone, images, pixel_mean=cfg.MODEL.PIXEL_MEAN, pixel_std=cfg.MODEL.PIXEL_STD
+    )
+    if not num_norms:
+        raise UserError(f"the backbone of '{weights}' has no BatchNorm to recalibrate")
+    return dict(backbone.state_dict())
+
+
+def _check_output(output: Path, suffixes: Sequence[str], *, overwrite: bool) -> None:
+    if output.suffix.lower() not in suffixes:
+        raise UserError(f"--output '{output}' must end in {' or '.join(suffixes)}")
+    if output.exists() and not overwrite:
+        raise UserError(f"'{output}' exists: choose another name, or pass --overwrite")
+    check_writable(output)

@@ -1,8 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A trained model with its pre- and post-processing as one module of tensors, and its graph."""
+"""A trained model as one module of tensors: preprocessing, network and head; and its graph.
+
+Detectron2 resizes with Pillow, whose bilinear filter is antialiased and computes in fixed point. No
+format has an operator with the same results; products with matrices of its weights have them. Sizes
+are computed as tensors, so that they stay symbolic in the graph.
+"""
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,14 +16,139 @@ from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn import functional as F
 
 from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import get_backbone
 
+from .formats import ExportInfo
 from .heads import Head, Suppress, build_head, suppress_overlaps
-from .metadata import ExportInfo
-from .preprocessing import CenterCrop, Preprocessing, ShortestEdge
+
+_HALF = 2.0**11
+"""Pillow's weights are integers over the square of this."""
+
+
+@dataclass(frozen=True)
+class ShortestEdge:
+    """Detectron2's ``ResizeShortestEdge`` with one length, as its ``DefaultPredictor`` applies it.
+
+    The shorter side becomes ``min_size`` pixels (0: unchanged), the longer ``max_size`` at most.
+    """
+
+    min_size: int
+    max_size: int
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """From (N, H, W, 3), uint8, to (N, 3, H', W'), integral, and int64 (4,): H, W, H', W'."""
+        size = _size_of(images)
+        planes = images.permute(0, 3, 1, 2).float()
+        if not self.min_size:
+            return planes, torch.cat([size, size])
+        resized = torch.minimum(
+            _divide(size * self.min_size, size.min()), _divide(size * self.max_size, size.max())
+        ).clamp(min=1)
+        height, width = (_as_int(length) for length in resized.unbind())
+        return resize_as_pillow(planes, height, width), torch.cat([size, resized])
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """The test-time crop of classifiers: a square of ``share`` of the shorter side, to ``size``."""
+
+    size: int
+    share: float
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``ShortestEdge``, to (N, 3, size, size)."""
+        size = _size_of(images)
+        # Rounds halves to even, as Python does.
+        side = (size.min().double() * self.share).round().long().clamp(min=1)
+        start = torch.div(size - side, 2, rounding_mode="floor")
+        # By index: the two formats do not agree on slices whose ends are computed.
+        steps = torch.arange(_as_int(side), device=images.device)
+        planes = images.index_select(1, start[0] + steps).index_select(2, start[1] + steps)
+        resized = resize_as_pillow(planes.permute(0, 3, 1, 2).float(), self.size, self.size)
+        return resized, torch.cat([size, torch.full_like(size, self.size)])
+
+
+class Preprocessing(nn.Module):
+    """Resizes, normalises, and pads with zeros right and below."""
+
+    def __init__(
+        self,
+        resize: ShortestEdge | CenterCrop,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        size_divisibility: int = 0,
+    ) -> None:
+        """Pads height and width to multiples of ``size_divisibility``; 0 for no padding."""
+        super().__init__()
+        self.resize = resize
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
+        self.mean: Tensor
+        self.std: Tensor
+        self.size_divisibility = size_divisibility if size_divisibility > 1 else 0
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """From (N, H, W, 3), uint8, to (N, 3, H'', W''), padded, and (4,): H, W, H', W'."""
+        planes, sizes = self.resize(images)
+        x = (planes - self.mean) / self.std
+        if not self.size_divisibility:
+            return x, sizes
+        multiple = self.size_divisibility
+        steps = torch.div(sizes[2:] + (multiple - 1), multiple, rounding_mode="floor")
+        height, width = (multiple * _as_int(length) for length in steps.unbind())
+        return F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])), sizes
+
+
+def resize_as_pillow(planes: Tensor, height: int, width: int) -> Tensor:
+    """Resizes (N, C, H, W), integers in [0, 255], to (N, C, height, width), integers.
+
+    Bilinear and antialiased, first along the rows, then the columns, with rounding after each.
+    """
+    high, low = _weights(planes.shape[3], width, planes)
+    planes = _round(planes @ high.transpose(0, 1), planes @ low.transpose(0, 1))
+    high, low = _weights(planes.shape[2], height, planes)
+    return _round(high @ planes, low @ planes)
+
+
+def _weights(length: int, resized: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns Pillow's weights (resized, length), of 22 bits: the upper 11 and the lower 11."""
+    pixel = torch.arange(length, dtype=torch.float64, device=like.device) + 0.5
+    new = torch.arange(resized, dtype=torch.float64, device=like.device) + 0.5
+    # As tensors: Python numbers would be constants of the example in the graph.
+    scale = torch.true_divide(*(torch.full_like(pixel[:1], n) for n in (length, resized)))
+    distance = (pixel - new[:, None] * scale).abs() / scale.clamp(min=1)
+    weights = (1 - distance).clamp(min=0)
+    weights = weights / weights.sum(dim=1, keepdim=True)
+    weights = (weights * _HALF**2 + 0.5).floor()
+    high = (weights / _HALF).floor()
+    return high.to(like.dtype), (weights - high * _HALF).to(like.dtype)
+
+
+def _round(high: Tensor, low: Tensor) -> Tensor:
+    """Computes (2048 high + low) / 2048 ** 2 to the nearest integer, exactly, in float32."""
+    return ((high + (low / _HALF).floor() + _HALF / 2) / _HALF).floor()
+
+
+def _size_of(images: Tensor) -> Tensor:
+    """Returns (2,), int64: H and W of (N, H, W, C)."""
+    return torch.stack([torch.scalar_tensor(n, dtype=torch.int64) for n in images.shape[1:3]])
+
+
+def _as_int(length: Tensor) -> int:
+    """Returns a computed length, 0-d and at least 1, as an integer that the graph keeps open."""
+    number = length.item()
+    torch._check(number >= 1)
+    return cast(int, number)
+
+
+def _divide(dividend: Tensor, divisor: Tensor) -> Tensor:
+    """Divides integers, to the nearest; halves go up."""
+    return torch.div(2 * dividend + divisor, 2 * divisor, rounding_mode="floor")
 
 
 class ExportableModel(nn.Module):
@@ -69,7 +200,7 @@ def build_exportable(
     info = ExportInfo(
         task=head.task,
         outputs=head.outputs,
-        pixel_format=str(cfg.INPUT.FORMAT),
+        pixel_format=cfg.INPUT.FORMAT,
         class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
         category_ids=tuple(int(number) for number in cfg.MODEL.CATEGORY_IDS),
         score_threshold=head.score_threshold,

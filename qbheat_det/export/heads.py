@@ -6,6 +6,7 @@ tables of fixed size, in which a score of -1 marks an empty row.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from detectron2.modeling import RetinaNet
@@ -20,7 +21,7 @@ from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 from qbheat_det.modeling.detr import MFDETR
 
-from .metadata import TASK_OUTPUTS, Task
+from .formats import ONNX_TRANSLATIONS, TASK_OUTPUTS, Task
 
 Suppress = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 EMPTY = -1.0
@@ -182,6 +183,44 @@ def suppress_overlaps(
     best = scores[image, row]
     kept = nms(boxes[image, row].double() + offset[:, None], best.double(), iou_threshold)
     return torch.full_like(scores, EMPTY).index_put((image[kept], row[kept]), best[kept])
+
+
+@torch.library.custom_op("qbheat_det::suppress_overlaps", mutates_args=())
+def suppress_operator(
+    boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int, iou_threshold: float
+) -> Tensor:
+    """``suppress_overlaps`` as one operator of the graph, in ONNX its NonMaxSuppression."""
+    return suppress_overlaps(boxes, scores, labels, num_classes, iou_threshold)
+
+
+@suppress_operator.register_fake
+def _(
+    boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int, iou_threshold: float
+) -> Tensor:
+    return torch.empty_like(scores)
+
+
+def _translate(boxes: Any, scores: Any, labels: Any, num_classes: int, iou_threshold: float) -> Any:
+    """Writes it as ONNX's operator, which separates images and classes."""
+    from onnxscript import opset18
+
+    op: Any = opset18  # accepts Python's numbers as constants, unlike its annotations
+    classes = op.Constant(value_ints=list(range(num_classes)))
+    is_class = op.Equal(op.Unsqueeze(labels, [1]), op.Unsqueeze(classes, [0, 2]))
+    empty = op.Constant(value_float=EMPTY)
+    class_scores = op.Where(is_class, op.Unsqueeze(scores, [1]), empty)  # (N, K, M)
+    selected = op.NonMaxSuppression(
+        boxes,
+        class_scores,
+        op.Gather(op.Shape(scores), [1]),  # keep up to M boxes
+        op.Constant(value_floats=[iou_threshold]),
+        op.Constant(value_floats=[0.0]),
+    )
+    kept = op.Gather(selected, [0, 2], axis=1)  # image and row
+    return op.ScatterND(op.Expand(empty, op.Shape(scores)), kept, op.GatherND(scores, kept))
+
+
+ONNX_TRANSLATIONS[torch.ops.qbheat_det.suppress_overlaps.default] = _translate
 
 
 def build_head(model: nn.Module, suppress: Suppress) -> Head:

@@ -5,7 +5,7 @@ Opening a torch.export file is like running a script: open only files you trust.
 code but ONNX's own operators.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from detectron2.structures import Boxes, Instances
 
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
+from qbheat_det.engine.media import Image, read_bgr
+from qbheat_det.engine.predict import Scores
 
-from .metadata import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo
-from .torch_export import open_torch_export
+from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, Task, open_torch_export
 
 Images = npt.NDArray[np.uint8]
 Outputs = dict[str, npt.NDArray[Any]]
@@ -81,7 +83,7 @@ class ExportedModel:
             return self._run(contiguous)
         except Exception as error:  # a program may raise anything
             raise UserError(
-                f"'{self.path}' fails on images {images.shape}: {_shorten(error)}"
+                f"'{self.path}' fails on images {images.shape}: {one_line(error)}"
             ) from error
 
     def load_config(self) -> CfgNode:
@@ -110,12 +112,12 @@ class SharedEncoderModel:
             UserError: a file is missing, damaged or not an export, or a head belongs to another
                 encoder.
         """
-        self._encoder, self.info, encoder_hash = _open_part(Path(folder) / ENCODER, device)
+        self._encoder, self.info, encoder_hash = _open_session(Path(folder) / ENCODER, device)
         self._sessions: dict[str, Any] = {}
         self.heads: dict[str, ExportedModel] = {}
         for path in sorted(Path(folder).glob(f"{HEAD_PREFIX}*.onnx")):
-            session, info, own_hash = _open_part(path, device)
-            if own_hash != encoder_hash:
+            session, info, own_hash = _open_session(path, device)
+            if not own_hash or own_hash != encoder_hash:
                 raise UserError(
                     f"'{path}' was exported with another encoder than the {ENCODER} beside it"
                 )
@@ -139,6 +141,45 @@ class SharedEncoderModel:
 
     def _run(self, session: Any, images: Images) -> Outputs:
         return _run_session(session, self.encode(images))
+
+
+def is_exported(weights: str) -> bool:
+    """Returns whether a path has the suffix of an exported file."""
+    return weights.lower().endswith(EXPORTED_SUFFIXES)
+
+
+class ExportedPredictor:
+    """Replaces Detectron2's ``DefaultPredictor``: from a BGR image to its instances."""
+
+    def __init__(self, model: ExportedModel) -> None:
+        """
+        Raises:
+            UserError: the model is not a detector.
+        """
+        self._run = _on_bgr(model, "detection")
+
+    def __call__(self, image: Image) -> dict[str, Instances]:
+        """From (H, W, 3), uint8, always BGR, to {"instances"}, XYXY in pixels of the image."""
+        return {"instances": self._run(image)}
+
+
+def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
+    """As ``build_scorer``, with an exported classifier.
+
+    Raises:
+        UserError: the model is not a classifier.
+    """
+    run = _on_bgr(model, "classification")
+    return lambda path: run(read_bgr(path))
+
+
+def _on_bgr(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
+    """Returns a model of a task as a function of one image, (H, W, 3), uint8, always BGR."""
+    if model.info.task != task:
+        raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
+    step = -1 if model.info.pixel_format == "RGB" else 1
+    # Pillow's arrays may be read-only, and PyTorch warns of it.
+    return lambda image: model(image[None, :, :, ::step].copy())[0]
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
@@ -169,29 +210,20 @@ def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
 
 
 def _open_onnx(path: Path, device: str | None) -> ExportedModel:
-    session, metadata = _open_session(path, device)
-    if SHARED_ENCODER_KEY in metadata:
-        heads = SharedEncoderModel(path.parent, device=device).heads
+    session, info, encoder_hash = _open_session(path, device)
+    if encoder_hash:
         if path.name == ENCODER:
             raise UserError(f"'{path}' has no head: name a {HEAD_PREFIX}NAME.onnx beside it")
+        heads = SharedEncoderModel(path.parent, device=device).heads
         return heads[path.stem.removeprefix(HEAD_PREFIX)]
-    info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
     names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
     if names != ["images", *info.outputs]:
         raise UserError(f"'{path}' does not have the outputs it describes: export it again")
     return ExportedModel(path, info, lambda images: _run_session(session, {"images": images}))
 
 
-def _open_part(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
-    session, metadata = _open_session(path, device)
-    if SHARED_ENCODER_KEY not in metadata:
-        raise UserError(f"'{path}' is not part of a shared-encoder export")
-    info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
-    return session, info, metadata[SHARED_ENCODER_KEY]
-
-
-def _open_session(path: Path, device: str | None) -> tuple[Any, Mapping[str, str]]:
-    """Returns an ``onnxruntime.InferenceSession``, and the file's ``metadata_props``."""
+def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
+    """Returns an ``onnxruntime.InferenceSession``, the description, and the encoder's hash."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -204,7 +236,9 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, Mapping[str, str
         session = onnxruntime.InferenceSession(str(path), providers=providers)
     except Exception as error:  # onnxruntime's errors have no common base
         raise _damaged(path, error) from error
-    return session, session.get_modelmeta().custom_metadata_map
+    metadata = session.get_modelmeta().custom_metadata_map
+    info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
+    return session, info, metadata.get(SHARED_ENCODER_KEY, "")
 
 
 def _run_session(session: Any, values: Outputs) -> Outputs:
@@ -233,9 +267,5 @@ def _open_pt2(path: Path, device: str | None) -> ExportedModel:
 
 def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"'{path}' cannot be opened (missing, truncated or of another kind): {_shorten(error)}"
+        f"'{path}' cannot be opened (missing, truncated or of another kind): {one_line(error)}"
     )
-
-
-def _shorten(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

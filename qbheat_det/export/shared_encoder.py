@@ -28,9 +28,9 @@ from qbheat_det.modeling.contracts import get_encoder
 
 from .agreement import ExportReport, build_reference, measure_agreement
 from .api import TOLERANCE, on_cpu, read_images
+from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, write_onnx
 from .graph import ExportableModel, build_exportable, example_images, trace, trace_images
-from .metadata import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo
-from .onnx import suppress_operator, write_onnx
+from .heads import suppress_operator
 from .runtime import ENCODER, HEAD_PREFIX, SharedEncoderModel
 
 SIZES = "sizes"
@@ -190,17 +190,11 @@ def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> Non
 
 
 def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path) -> None:
-    info = next(iter(heads.values())).info
-    outputs = (*encoder.names, SIZES)
-    about = ExportInfo("features", outputs, info.pixel_format, config=info.config)
+    info, outputs = next(iter(heads.values())).info, (*encoder.names, SIZES)
+    about = ExportInfo("features", outputs, info.pixel_format, config=info.config).to_json()
     shared = {SHARED_ENCODER_KEY: encoder.hash()}
-    write_onnx(
-        trace_images(encoder),
-        folder / ENCODER,
-        inputs=["images"],
-        outputs=outputs,
-        metadata={METADATA_KEY: about.to_json(), **shared},
-    )
+    metadata = {METADATA_KEY: about, **shared}
+    write_onnx(trace_images(encoder), folder / ENCODER, ["images"], outputs, metadata)
     with torch.no_grad():
         *maps, sizes = encoder(example_images())
     features = dict(zip(encoder.names, maps, strict=True))
@@ -208,10 +202,6 @@ def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path
         inputs = [features[read] for read in head.names]
         # The exporter finds how the sizes of maps of two strides depend on each other.
         shapes = [dict.fromkeys((0, 2, 3) if x.ndim == 4 else (0,), Dim.AUTO) for x in inputs]
-        write_onnx(
-            trace(head, (inputs, sizes), (shapes, None)),
-            folder / f"{HEAD_PREFIX}{name}.onnx",
-            inputs=[*head.names, SIZES],
-            outputs=head.info.outputs,
-            metadata={METADATA_KEY: head.info.to_json(), **shared},
-        )
+        program = trace(head, (inputs, sizes), (shapes, None))
+        path, metadata = folder / f"{HEAD_PREFIX}{name}.onnx", {METADATA_KEY: head.info.to_json()}
+        write_onnx(program, path, [*head.names, SIZES], head.info.outputs, metadata | shared)

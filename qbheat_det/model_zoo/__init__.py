@@ -15,7 +15,6 @@ from .api import (
     get_checkpoint,
     get_config,
     get_config_file,
-    timm_name,
 )
 from .api import list_names as list
 from .index import Fingerprint, Metric, OutputStats, ZooEntry, find_entry, list_entries, load_index
@@ -36,5 +35,4 @@ __all__ = [
     "list",
     "list_entries",
     "load_index",
-    "timm_name",
 ]

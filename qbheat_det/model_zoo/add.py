@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Adds entries to the model zoo: weights in half precision, the index, and ``MODEL_ZOO.md``."""
+"""Adds an entry to the model zoo: weights in half precision, and their description in the index."""
 
 import dataclasses
 import datetime
@@ -27,22 +27,6 @@ from .verify import count_costs, find_task
 MAX_SHIPPED = 40_000_000
 """Bytes of all weights that are shipped with the package."""
 
-ZOO_FILE = Path(__file__).resolve().parents[2] / "MODEL_ZOO.md"
-_BEGIN, _END = "<!-- begin: python tools/zoo.py table -->", "<!-- end -->"
-_HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
-_NOTES = """\
-Parameters are those of the whole file. Multiply-adds are of convolutions, linear layers and
-attention on one image of the stated size; of pre-trained models, those of the backbone on it.
-Metrics are of the files as they are, in half precision, unless a note below says otherwise.
-"Shipped" files, 40 MB at most, are in the repository and in the wheel: their names work without a
-network, and `tools/zoo.py verify` and the tests check that code and weights agree."""
-
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
-_METRIC = re.compile(
-    rf"(?P<name>[^=:]+)=\s*(?P<value>{_NUMBER})\s*(?:(?:±|\+-)\s*(?P<spread>{_NUMBER}))?"
-    r"\s*(?P<unit>(?:[^:\d.][^:]*)?):(?P<data>[^:]+)(?::(?P<note>.*))?",
-    re.DOTALL,
-)
 # Absolute paths, those below a home, of Windows, a server or an address, and those with "..".
 _PATH = re.compile(r"([/~\\]|[A-Za-z]:[\\/]|file:).*|(.*[\\/])?\.\.([\\/].*)?", re.DOTALL)
 # Keys that only have a meaning on the machine of the run.
@@ -111,23 +95,6 @@ def add_entry(
         write_atomically(folder / file.name, lambda stream: stream.write(weights_content))
         write_atomically(index_file, lambda stream: stream.write(content))
     return entry
-
-
-def parse_metric(text: str) -> Metric:
-    """Reads "NAME=VALUE:DATA" or "NAME=VALUE±SPREAD UNIT:DATA:NOTE".
-
-    Raises:
-        UserError: it is neither.
-    """
-    match = _METRIC.fullmatch(text.strip())
-    if match is None:
-        raise UserError(
-            f"--metric '{text}' is not NAME=VALUE:DATA or NAME=VALUE±SPREAD UNIT:DATA:NOTE, such "
-            "as 'top-1=61.2±0.4%:Caltech-101 val:3 seeds'"
-        )
-    parts = {name: (value or "").strip() for name, value in match.groupdict().items()}
-    spread = f"±{parts.pop('spread')}" if parts["spread"] else parts.pop("spread")
-    return Metric(**{**parts, "value": float(parts["value"])}, spread=spread)  # type: ignore[arg-type]
 
 
 def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -200,75 +167,3 @@ def _has_path(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_path, value))
     return isinstance(value, str) and _PATH.fullmatch(value) is not None
-
-
-def write_table(path: Path = ZOO_FILE) -> Path:
-    """Replaces the entries in ``MODEL_ZOO.md`` by those of the package's index; returns its path.
-
-    Raises:
-        UserError: there is no such file with the marks of the section.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        head, begin, rest = text.partition(_BEGIN)
-        _, end, tail = rest.partition(_END)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    if not (begin and end):
-        raise UserError(f"'{path}' has no section between '{_BEGIN}' and '{_END}'")
-    section = render_entries(index.load_index())
-    content = f"{head}{begin}\n\n{section}\n\n{end}{tail}".encode()
-    write_atomically(path, lambda stream: stream.write(content))
-    return path
-
-
-def render_entries(entries: Sequence[ZooEntry]) -> str:
-    """Returns a table of the entries, then a section for each."""
-    entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
-    lines = [_HEADERS, ["---"] * len(_HEADERS), *map(_render_row, entries)]
-    table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
-    parts = [table, _NOTES]
-    for entry in entries:
-        get_config_path(entry.config)  # which must exist
-        parts.append(_describe_entry(entry))
-    return "\n\n".join(parts)
-
-
-def _describe_entry(entry: ZooEntry) -> str:
-    """Returns a section with all that the index has about an entry."""
-    height, width = entry.madds_input
-    # Longer than any fence inside the command.
-    ticks = "`" * (max(map(len, re.findall("`{3,}", entry.command)), default=2) + 1)
-    lines = [
-        f"- Recipe: [{entry.config}](configs/{entry.config})",
-        f"- Data: {entry.data} (licence: {entry.data_licence})",
-        f"- Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
-        f"`{entry.sha256}`",
-        f"- Parameters: {entry.num_params / 1e6:.1f} M; multiply-adds: {entry.madds / 1e9:.2f} G "
-        f"at {height}x{width}",
-        f"- Made: {entry.date}, at commit `{entry.commit}`",
-        *[f"- {_format_metric(metric)}" for metric in entry.metrics],
-    ]
-    command = f"{ticks}sh\n{entry.command}\n{ticks}"
-    return "\n\n".join([f"### {entry.name}", entry.summary, "\n".join(lines), command])
-
-
-def _format_metric(metric: Metric) -> str:
-    """Returns such as "AP 21.3 % on Aquarium val (±0.4, over 3 seeds; at 512)"."""
-    notes = "; ".join(filter(None, [metric.spread, metric.note]))
-    value = " ".join(filter(None, [metric.name, f"{metric.value:g}", metric.unit]))
-    return f"{value} on {metric.data}{f' ({notes})' if notes else ''}"
-
-
-def _render_row(entry: ZooEntry) -> Sequence[str]:
-    # GitHub's anchors of headings have no dots and slashes.
-    anchor = "".join(letter for letter in entry.name.lower() if letter.isalnum() or letter in "-_")
-    shipped = ", shipped" if (sources.SHIPPED / entry.file).is_file() else ""
-    return (
-        f"[`{entry.name}`](#{anchor})",
-        entry.task,
-        "; ".join(map(str, entry.metrics)) or "—",
-        f"{entry.num_params / 1e6:.1f} M",
-        f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
-        f"{entry.size / 1e6:.1f} MB{shipped}",
-    )

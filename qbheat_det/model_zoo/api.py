@@ -1,12 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Configs, files and models by name, as in Detectron2's ``model_zoo``; addresses; timm's tags.
+"""Configs, files and models by name, as in Detectron2's ``model_zoo``."""
 
-Importing this module registers the zoo's Mobile-Formers as weights of timm's, such as
-``mobile_former_285m.qb_heat_caltech101``.
-"""
-
-import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +16,10 @@ from qbheat_det.checkpoint import (
     read_weights,
 )
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.modeling.classification import TIMM_NAMES, add_timm_weights
 
-from .index import PREFIX, ZooEntry, find_entry, list_entries
+from .index import PREFIX, find_entry, list_entries
 from .sources import fetch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,48 +85,3 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
     if trained:
         checkpointer.load(weights)
     return TrainedModel(model.eval(), cfg, checkpointer.report)
-
-
-def timm_name(entry: ZooEntry) -> str:
-    """Returns timm's name of an entry's backbone, or "" if timm has no such model.
-
-    "qb_heat/285M_caltech101" is "mobile_former_285m.qb_heat_caltech101".
-    """
-    task, _, variant = entry.name.partition("/")
-    size, _, rest = variant.partition("_")
-    if size not in TIMM_NAMES:
-        return ""
-    tag = "_".join(filter(None, [task, rest])).lower()
-    return f"{TIMM_NAMES[size]}.{tag.replace('/', '_').replace('.', '_')}"
-
-
-def add_entries_to_timm(entries: Iterable[ZooEntry]) -> None:
-    """Registers entries as weights of timm's Mobile-Formers; all or none.
-
-    Raises:
-        UserError: two entries have one tag, such as "x/285M_a.b" and "x/285M_a_b".
-    """
-    tagged: dict[str, ZooEntry] = {}
-    for entry in entries:
-        name = timm_name(entry)
-        other = tagged.setdefault(name, entry) if name else entry
-        if other != entry:
-            raise UserError(f"'{other.name}' and '{entry.name}' have one tag in timm: rename one")
-    add_timm_weights(
-        {
-            name: {
-                "file": PREFIX + entry.name,
-                "custom_load": True,
-                "num_classes": 0,
-                "license": entry.licence,
-                "description": entry.summary,
-            }
-            for name, entry in tagged.items()
-        }
-    )
-
-
-try:
-    add_entries_to_timm(list_entries())
-except UserError as error:  # a user's index must not keep the package from being imported
-    logger.warning("timm has no weights of the model zoo: %s", error)

@@ -10,12 +10,12 @@ import fnmatch
 import json
 import os
 import re
-import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.records import parse_record
 
 INDEX_FILE = Path(__file__).with_name("index.json")
 PREFIX = "qbheat://"  # of addresses
@@ -118,44 +118,25 @@ def parse_entry(value: Any, where: str) -> ZooEntry:
     Raises:
         UserError: names the field that is unknown, missing or invalid.
     """
-    entry: ZooEntry = _parse(ZooEntry, value, where)
+    entry: ZooEntry = parse_record(ZooEntry, value, where)
     for name, (form, expected) in _FORMS.items():
         if not re.fullmatch(form, text := getattr(entry, name), re.ASCII):
             raise UserError(f"{where}: '{name}' is {text!r:.60}, expected {expected}")
+    for text in _find_strings(value):
+        if not all(map(str.isprintable, text.split("\n"))):  # control characters of terminals
+            raise UserError(f"{where}: {text!r:.60} is not plain text")
     if entry.file != file_of(entry.name):
         raise UserError(f"{where}: 'file' is {entry.file!r}, expected '{file_of(entry.name)}'")
     return entry
 
 
-def _parse(kind: Any, value: Any, where: str) -> Any:
-    """Returns JSON data as a field's type, which may be a dataclass or a tuple of such."""
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        fields = {field.name: field for field in dataclasses.fields(kind)}
-        required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
-        for what, names in (("unknown", value.keys() - fields), ("missing", required - set(value))):
-            if names:
-                raise UserError(f"{where}: the field '{min(names)}' is {what}")
-        types = typing.get_type_hints(kind)
-        parsed = {key: _parse(types[key], v, f"{where}: '{key}'") for key, v in value.items()}
-        return cast(Any, kind)(**parsed)
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
-        if ... in arguments or len(value) == len(arguments):
-            return tuple(_parse(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    elif type(None) in arguments:
-        return None if value is None else _parse(arguments[0], value, where)
-    elif _is_valid(kind, value):
-        return value
-    raise UserError(f"{where} is {value!r:.60}, expected {getattr(kind, '__name__', kind)}")
-
-
-def _is_valid(kind: type, value: Any) -> bool:
-    if kind is str:  # without the control characters of terminals; commands have several lines
-        return isinstance(value, str) and all(map(str.isprintable, value.split("\n")))
-    if kind is int:
-        return type(value) is int and value > 0
-    # NaN compares as false, and integers in JSON have no upper bound.
-    return kind is float and type(value) in (int, float) and abs(value) < 1e300
+def _find_strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else ():
+        yield from _find_strings(part)
+    for part in value if isinstance(value, list) else ():
+        yield from _find_strings(part)
 
 
 def to_plain(entry: ZooEntry) -> dict[str, Any]:

@@ -4,7 +4,6 @@
 "Rethinking 'Batch' in BatchNorm", Wu & Johnson, arXiv:2105.07576, by its code in fvcore.
 """
 
-import itertools
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -12,14 +11,14 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, build_detection_test_loader
+from detectron2.data import DatasetCatalog
 from detectron2.modeling import Backbone
 from detectron2.structures import ImageList
 from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import DataError, build_mapper, join_messages, raise_first
+from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, raise_first
 
 logger = logging.getLogger(__name__)
 
@@ -109,22 +108,15 @@ def read_whole_images(
         UserError: no image can be read.
     """
     chosen = random.Random(seed).sample(list(records), min(num_images, len(records)))
-    loader = build_detection_test_loader(
-        chosen, mapper=build_mapper(cfg, is_train=False), num_workers=cfg.DATALOADER.NUM_WORKERS
-    )
-    images: list[Tensor] = []
-    faults: list[DataError] = []
-    for entry in itertools.chain.from_iterable(loader):
-        if isinstance(entry, DataError):
-            faults.append(entry)
-        else:  # copied, since what workers send is an open file each, and a process may have few
-            images.append(entry["image"].clone())
+    mapper = build_mapper(cfg, is_train=False)
+    workers = cfg.DATALOADER.NUM_WORKERS
+    batches = ImageBatches(chosen, mapper=mapper, num_workers=workers, shared=False)
+    images = [entry["image"] for batch in batches for entry in batch]
+    skipped = list(batches.skipped.values())
     if not images:
-        raise_first(faults)
-    if faults:
-        logger.warning(
-            "%d of %d images are left out: %s", len(faults), len(chosen), join_messages(faults)
-        )
+        raise_first(skipped)
+    if skipped:
+        logger.warning(f"Left out, {len(skipped):,} in all: {join_messages(skipped)}")
     return images
 
 
@@ -133,6 +125,4 @@ def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[
     for image in images:
         by_size.setdefault(image.shape, []).append(image)
     for group in by_size.values():
-        parts = -(-len(group) // batch_size)  # about equal, so that none is tiny
-        bounds = [len(group) * part // parts for part in range(parts + 1)]
-        yield from (group[start:stop] for start, stop in itertools.pairwise(bounds))
+        yield from cut(group, -(-len(group) // batch_size))  # about equal, so that none is tiny

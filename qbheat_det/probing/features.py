@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 
+_SHARE = 0.2  # of each class that is held out
 _CHUNK = 256  # images at a time
 _CONSTANT = 1e-6  # spread of a channel, relative to the largest, below which it is constant
 
@@ -22,7 +23,7 @@ class FrozenFeatures:
     Attributes:
         pooled: mean over the positions of the map, (N, C), float32.
         labels: (N,), int64.
-        maps: the map itself, (N, C, H, W), of the type that was asked for; None if not kept.
+        maps: the map itself, (N, C, H, W), float16; None if not kept.
         tokens: (N, M, D), float32; None for a backbone without tokens.
     """
 
@@ -59,7 +60,6 @@ def cache_features(
     num_images: int,
     feature: str,
     keep_maps: bool = False,
-    dtype: torch.dtype = torch.float16,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
     """Runs a backbone once over images.
@@ -69,8 +69,7 @@ def cache_features(
         batches: dicts with "label".
         num_images: the most images that may come.
         feature: name of the map.
-        keep_maps: whether the map is kept beside its mean.
-        dtype: of the maps that are kept; float32 where values are beyond its range.
+        keep_maps: whether the map is kept beside its mean, in float16 and clipped to its range.
         memory_gb: the most memory of these, in GB.
 
     Raises:
@@ -83,7 +82,10 @@ def cache_features(
         outputs = describe(batch)
         found = outputs[feature].float()
         if keep_maps:
-            maps = _put(maps, found, len(labels), num_images, dtype, memory_gb)
+            if maps is None:
+                maps = _make_room(found.shape[1:], num_images, memory_gb)
+            largest = torch.finfo(maps.dtype).max
+            maps[len(labels) : len(labels) + len(batch)] = found.clamp(-largest, largest).cpu()
         pooled.append(found.mean(dim=(2, 3)).cpu())
         if "tokens" in outputs:
             tokens.append(outputs["tokens"].float().cpu())
@@ -96,41 +98,24 @@ def cache_features(
     )
 
 
-def _put(
-    maps: Tensor | None,
-    found: Tensor,
-    start: int,
-    num_images: int,
-    dtype: torch.dtype,
-    memory_gb: float,
-) -> Tensor:
-    """Writes maps into the tensor of all maps, which the first call makes."""
-    fits = bool(found.abs().amax() <= torch.finfo(dtype).max)
-    if maps is None or not (fits or maps.dtype is torch.float32):
-        kept = dtype if fits else torch.float32
-        needed = num_images * found[0].numel() * kept.itemsize / 1e9
-        if needed > memory_gb:
-            raise UserError(
-                f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more than "
-                f"--memory-gb {memory_gb:.1f}: allow more, or probe without tran-k"
-            )
-        before = maps
-        maps = torch.empty((num_images, *found.shape[1:]), dtype=kept)
-        if before is not None:
-            maps[:start] = before[:start]
-    maps[start : start + len(found)] = found.cpu()
-    return maps
+def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
+    needed = num_images * shape.numel() * torch.float16.itemsize / 1e9
+    if needed > memory_gb:
+        raise UserError(
+            f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more than "
+            f"--memory-gb {memory_gb:.1f}: allow more, or probe without tran-k"
+        )
+    return torch.empty((num_images, *shape), dtype=torch.float16)
 
 
-def split_by_class(labels: Tensor, *, share: float = 0.2, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Divides images at random, each class in the same proportion.
+def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Holds out a fifth of the images at random, rounded class by class.
 
     Of a class of at least two images, at least one is on either side; a class of one image is not
     held out.
 
     Args:
         labels: (N,).
-        share: of each class that is held out, rounded.
         seed: of the draw; equal seeds and labels give equal parts.
 
     Returns:
@@ -141,7 +126,7 @@ def split_by_class(labels: Tensor, *, share: float = 0.2, seed: int = 0) -> tupl
     for label in labels.unique().tolist():
         places = (labels == label).nonzero()[:, 0].tolist()
         if len(places) > 1:
-            wanted = min(max(1, round(share * len(places))), len(places) - 1)
+            wanted = min(max(1, round(_SHARE * len(places))), len(places) - 1)
             aside += draw.sample(places, wanted)
     is_aside = torch.zeros(len(labels), dtype=torch.bool)
     is_aside[aside] = True
@@ -154,8 +139,7 @@ def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
     Channels that are constant have 0 instead.
     """
     count = features.numel() // features.shape[1]
-    parts = [part.flatten(2) if part.ndim > 2 else part[..., None]
-             for part in features.split(_CHUNK)]  # fmt: skip
+    parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
     squares = [(part.double() - mean[:, None]).square().sum(dim=(0, 2)) for part in parts]
     spread = (torch.stack(squares).sum(dim=0) / count).sqrt()

@@ -1,11 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Probes frozen backbones, trained or random, of any config on the same images."""
+"""Probes frozen backbones, trained or random, of any config on the same images.
 
-import heapq
+Scores are rows of a JSON file, which is written after each, and from which an interrupted command
+continues.
+"""
+
 import itertools
+import json
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,28 +20,35 @@ from detectron2.modeling import Backbone
 from torch import Tensor
 from tqdm import tqdm
 
+from qbheat_det.checkpoint import (
+    WeightsInfo,
+    bare_backbone,
+    fit_weights,
+    load_embedded_config,
+    read_weights,
+)
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import hash_tensors
+from qbheat_det.core.files import hash_tensors, write_atomically
 from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
     fingerprint_records,
     join_messages,
-    load_image_folders,
+    load_class_folders,
     preserved_randomness,
-    unite_labels,
 )
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.modeling.contracts import optional_modules
 
-from .backbones import count_images_seen, find_feature, load_backbone
 from .batch_norm import recalibrate_bn
 from .features import FrozenFeatures, cache_features
 from .probes import ProbeSettings, check_probes, depth_of, run_probe
-from .results import ProbeResults, ProbeRow
 from .transformer import TransformerSettings
 
 logger = logging.getLogger(__name__)
+Row = dict[str, Any]
+
 _DELAY = 2.0  # seconds without a bar
 _DIGITS = 12  # of the hash that identifies a backbone's weights
 
@@ -49,7 +59,11 @@ class BackboneProbe:
     Images are centre-cropped to a square and resized to ``INPUT.PRETRAIN.SIZE``.
 
     Attributes:
-        results: a row for each backbone and probe.
+        results: what the JSON file holds: "setting", on which scores depend; "skipped_images",
+            which could not be read; and "rows", one for each backbone and probe, with the keys
+            "backbone" (file, or "random, seed 1"), "digest" of its tensors, "images_seen" in
+            training (None if unknown), "recalibrated" (images for BatchNorm, 0 for none), "probe",
+            "top1", "top5", their "_standard_error", "num_images", "seconds" and "chosen".
     """
 
     def __init__(
@@ -62,14 +76,13 @@ class BackboneProbe:
         num_recalibrated: int = 0,
         feature: str = "",
         json_file: Path | None = None,
-        seed: int = 0,
         memory_gb: float = 8.0,
-        on_row: Callable[[ProbeRow], None] = lambda row: None,
-        progress: bool = False,
+        on_row: Callable[[Row], None] = lambda row: None,
     ) -> None:
         """
         Args:
-            cfg: of backbone and images; ``TEST.KNN`` and ``MODEL.CLASSIFIER.WIDTH`` are read.
+            cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED``, of
+                all that the probes draw, are read.
             train_folder: class folders whose images the probes learn from.
             val_folder: class folders whose images are classified, once for each row.
             probes: names as in ``PROBES``; "tran-k:width" for another width than
@@ -79,40 +92,43 @@ class BackboneProbe:
             feature: name of the feature map; by default the backbone's coarsest, of several the
                 last.
             json_file: rewritten after each row; rows that it holds are not computed again.
-            seed: of all that the probes draw, and of the images for BatchNorm.
             memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
             on_row: called with each row as it comes, those of ``json_file`` included.
-            progress: show a bar with the time left on stderr.
 
         Raises:
             UserError: images, ``json_file`` or a name are not sound.
         """
         check_probes(probes)
-        folders = train_folder, val_folder
-        train, val = (load_image_folders([folder], labelled=True) for folder in folders)
-        records = unite_labels([train], [val], names=folders)
+        records = load_class_folders(train_folder, val_folder)
         self._cfg = cfg
         # "tran-1" and "tran-1:width" are one probe where the width is the setting's.
         own = f":{cfg.MODEL.CLASSIFIER.WIDTH}"
         self._probes = list(dict.fromkeys(name.removesuffix(own) for name in probes))
         self._sizes = [len(part) for part in records]
         self._images = tuple(map(self._load, records))
-        chosen = random.Random(seed).sample(range(self._sizes[0]), self._sizes[0])
-        self._order = {image_id: place for place, image_id in enumerate(chosen)}
-        self._num_recalibrated, self._seed = num_recalibrated, seed
-        self._memory_gb, self._progress, self._on_row = memory_gb, progress, on_row
+        self._num_recalibrated, self._memory_gb, self._on_row = num_recalibrated, memory_gb, on_row
         self._feature = find_feature(self._build(), feature)
         self._settings = ProbeSettings(
             num_classes=1 + max(record["label"] for part in records for record in part),
             k=cfg.TEST.KNN.K,
             temperature=cfg.TEST.KNN.TEMPERATURE,
             transformer=TransformerSettings(width=cfg.MODEL.CLASSIFIER.WIDTH),
-            seed=seed,
+            seed=max(cfg.SEED, 0),
             device=cfg.MODEL.DEVICE,
         )
-        setting = self._describe_setting(folders, records)
-        self.results = ProbeResults(setting, json_file)
-        self._warned = False
+        setting = {
+            "train_folder": os.path.abspath(train_folder),
+            "val_folder": os.path.abspath(val_folder),
+            "num_images": self._sizes,
+            "contents": [fingerprint_records(part) for part in records],
+            "feature": self._feature,
+            "size": cfg.INPUT.PRETRAIN.SIZE,
+            "pixels": [cfg.INPUT.FORMAT, list(cfg.MODEL.PIXEL_MEAN), list(cfg.MODEL.PIXEL_STD)],
+            "recalibrate_bn": num_recalibrated,
+            **self._settings.to_dict(),
+        }
+        self._file = json_file
+        self.results = _read_results(json_file, setting)
 
     def probe_weights(self, weights: str) -> None:
         """Probes the backbone of a file.
@@ -131,22 +147,6 @@ class BackboneProbe:
             backbone = self._build()
         self._probe(backbone, f"random, seed {seed}", 0)
 
-    def _describe_setting(
-        self, folders: tuple[str, str], records: Sequence[list[dict[str, Any]]]
-    ) -> dict[str, Any]:
-        cfg = self._cfg
-        return {
-            "train_folder": os.path.abspath(folders[0]),
-            "val_folder": os.path.abspath(folders[1]),
-            "num_images": self._sizes,
-            "contents": [fingerprint_records(part) for part in records],
-            "feature": self._feature,
-            "size": cfg.INPUT.PRETRAIN.SIZE,
-            "pixels": [cfg.INPUT.FORMAT, list(cfg.MODEL.PIXEL_MEAN), list(cfg.MODEL.PIXEL_STD)],
-            "recalibrate_bn": self._num_recalibrated,
-            **self._settings.to_dict(),
-        }
-
     def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
         return ImageBatches(
             records,
@@ -162,46 +162,50 @@ class BackboneProbe:
 
     def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
         backbone.eval()
-        known = name, hash_tensors(backbone.state_dict())[:_DIGITS]
+        digest = hash_tensors(backbone.state_dict())[:_DIGITS]
         for anew in (False, True)[: 2 if self._num_recalibrated else 1]:
-            rows = {probe: self.results.find((*known, anew, probe)) for probe in self._probes}
-            for old in filter(None, rows.values()):
+            known = {_place(row): row for row in self.results["rows"] if row["digest"] == digest}
+            rows = [known.get((name, anew, probe)) for probe in self._probes]
+            for old in filter(None, rows):
                 self._on_row(old)
-            missing = [probe for probe, old in rows.items() if old is None]
+            missing = [probe for probe, old in zip(self._probes, rows, strict=True) if old is None]
             if not missing:
                 continue
             recalibrated = self._recalibrate(backbone) if anew else 0
             if anew and not recalibrated:  # no BatchNorm, so nothing would differ
                 continue
-            train, val = self._extract(
-                backbone,
-                f"{name}{', BatchNorm recalibrated' if anew else ''}",
-                keep_maps=any(map(depth_of, missing)),
-            )
+            train, val = self._extract(backbone, name, keep_maps=any(map(depth_of, missing)))
             for probe in missing:
                 begin = time.perf_counter()
                 score, chosen = run_probe(probe, train, val, settings=self._settings)
-                row = ProbeRow(
-                    *known,
-                    images_seen=images_seen,
-                    recalibrated=recalibrated,
-                    probe=probe,
-                    seconds=round(time.perf_counter() - begin, 2),
-                    chosen=chosen,
-                    **vars(score),
-                )
-                self.results.add(row)
+                row = {
+                    "backbone": name,
+                    "digest": digest,
+                    "images_seen": images_seen,
+                    "recalibrated": recalibrated,
+                    "probe": probe,
+                    **score,
+                    "num_images": len(val),
+                    "seconds": round(time.perf_counter() - begin, 2),
+                    "chosen": chosen,
+                }
+                self._add(row)
                 self._on_row(row)
+
+    def _add(self, row: Row) -> None:
+        """Adds a row in place of one of other weights of the same name, and writes all of them."""
+        rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
+        self.results["rows"] = [*rows, row]
+        if self._file is not None:
+            text = json.dumps(self.results, indent=1).encode()
+            write_atomically(self._file, lambda stream: stream.write(text))
 
     def _recalibrate(self, backbone: Backbone) -> int:
         """Returns the number of images; 0 for a backbone without BatchNorm."""
-        # Of those that can be read, the first in the order drawn; no more of them are held.
-        entries = heapq.nsmallest(
-            self._num_recalibrated,
-            itertools.chain.from_iterable(self._images[0]),
-            key=lambda entry: self._order[entry["image_id"]],
-        )
-        images = [entry["image"] for entry in entries]
+        step = max(1, self._sizes[0] // self._num_recalibrated)  # spread over the classes
+        entries = itertools.chain.from_iterable(self._images[0])
+        chosen = itertools.islice(entries, 0, step * self._num_recalibrated, step)
+        images = [entry["image"] for entry in chosen]
         keys = self._cfg.MODEL
         norms = recalibrate_bn(
             backbone, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD
@@ -224,9 +228,7 @@ class BackboneProbe:
             return outputs
 
         total = sum(map(len, self._images))
-        with tqdm(
-            total=total, desc=title[-40:], unit=" batches", delay=_DELAY, disable=not self._progress
-        ) as bar:
+        with tqdm(total=total, desc=title[-40:], unit=" batches", delay=_DELAY) as bar:
             train, val = (
                 cache_features(
                     describe,
@@ -238,12 +240,93 @@ class BackboneProbe:
                 )
                 for batches, size in zip(self._images, self._sizes, strict=True)
             )
-        faults = [fault for batches in self._images for fault in batches.skipped.values()]
-        self.results.skipped_images = len(faults)
-        if faults and not self._warned:
-            logger.warning(f"Left out, {len(faults):,} in all: {join_messages(faults)}")
-        self._warned = True
+        skipped = [error for batches in self._images for error in batches.skipped.values()]
+        if skipped and not self.results["skipped_images"]:
+            logger.warning(f"Left out, {len(skipped):,} in all: {join_messages(skipped)}")
+        self.results["skipped_images"] = len(skipped)
         for flag, features in {"--train-folder": train, "--val-folder": val}.items():
             if not len(features):
                 raise UserError(f"no image of {flag} can be read")
         return train, val
+
+
+def _place(row: Row) -> tuple[str, bool, str]:
+    return row["backbone"], bool(row["recalibrated"]), row["probe"]
+
+
+def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a file holds, and results without rows where there is none.
+
+    Raises:
+        UserError: the file holds something else, or scores of another setting.
+    """
+    setting = json.loads(json.dumps(setting))
+    if file is None or not file.exists():
+        return {"setting": setting, "skipped_images": 0, "rows": []}
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+        found = dict(results["setting"])
+        results["skipped_images"] += 0
+        for row in results["rows"]:
+            _place(row)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{file}' holds no scores of probes: name another file") from error
+    if changed := sorted(k for k in {**found, **setting} if found.get(k) != setting.get(k)):
+        raise UserError(
+            f"'{file}' holds scores of another setting ({', '.join(changed)}): name another file, "
+            "or remove it"
+        )
+    return dict(results)
+
+
+def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
+    """Fills a backbone from the weights of any model that has it, or from a bare one.
+
+    Returns:
+        The metadata of the file.
+
+    Raises:
+        UserError: the tensors of the file's backbone are not exactly those of this one.
+    """
+    state, info = read_weights(weights)
+    names = bare_backbone(state)
+    bare = {short: state[name] for name, short in names.items()} if names else state
+    optional = optional_modules(backbone)
+    fitting, report = fit_weights(
+        bare, backbone.state_dict(), file=weights, optional_modules=optional
+    )
+    groups = report.groups.values()
+    filled, total = report.num_loaded, sum(group.num_tensors for group in groups)
+    if filled < total or report.unexpected:
+        raise UserError(
+            f"'{weights}' fills {filled} of the {total} tensors of the config's backbone, and has "
+            f"{len(report.unexpected)} more: name its own config with --config-file"
+        )
+    backbone.load_state_dict(fitting, strict=False)
+    logger.info(f"'{weights}': {filled}/{total} backbone tensors")
+    return info
+
+
+def find_feature(backbone: Backbone, wanted: str = "") -> str:
+    """Returns the name of the map to probe: the coarsest, of several the last.
+
+    Raises:
+        UserError: the backbone has no map of the wanted name.
+    """
+    strides = {
+        name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
+    }
+    if wanted and wanted not in strides:
+        raise UserError(f"the backbone has no map '{wanted}', but {', '.join(strides)}")
+    return wanted or max(reversed(strides), key=strides.__getitem__)
+
+
+def count_images_seen(info: WeightsInfo | None) -> int | None:
+    """Returns the number of training images of weights; None if unknown."""
+    if info is None or not info.config:
+        return None
+    try:
+        cfg = load_embedded_config(info.config, "the config inside the weights")
+    except UserError:  # of another version of the package, which does not make the weights worse
+        return None
+    return (info.iteration + 1) * int(cfg.SOLVER.IMS_PER_BATCH)

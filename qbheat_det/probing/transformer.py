@@ -75,7 +75,6 @@ class TransformerSettings:
     learning_rate: float = 1e-3  # of AdamW, after one epoch of warm-up
     weight_decay: float = 0.1
     label_smoothing: float = 0.1
-    share: float = 0.2  # of the training images on which dropout and length are chosen
 
 
 class TransformerProbe:
@@ -102,7 +101,6 @@ class TransformerProbe:
             dropout: rate inside the blocks.
             settings: all else.
             device: that trains; the maps stay where they are.
-
         """
         assert features.maps is not None
         self._features, self._settings, self._device = features, settings, device
@@ -122,10 +120,11 @@ class TransformerProbe:
             self.decoder, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / (1 + self._steps))
         )
         # As elsewhere, norms and biases do not decay.
-        matrices = [p for p in self.decoder.parameters() if p.ndim > 1]
-        others = [p for p in self.decoder.parameters() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others}]
-        groups[0]["weight_decay"], groups[1]["weight_decay"] = settings.weight_decay, 0.0
+        groups = [
+            {"params": [p for p in self.decoder.parameters() if (p.ndim > 1) is decays],
+             "weight_decay": settings.weight_decay if decays else 0.0}
+            for decays in (True, False)
+        ]  # fmt: skip
         self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
         self._done = 0
 
@@ -199,7 +198,7 @@ def fit_transformer_probe(
         raise ValueError("a tran-k probe learns from maps, and there are none")
     whiten = Whitening.of(features.maps)
     features = _whitened(features, whiten)
-    fitted, aside = split_by_class(features.labels, share=settings.share, seed=seed)
+    fitted, aside = split_by_class(features.labels, seed=seed)
     train, asked = features.select(fitted), features.select(aside)
 
     def start(part: FrozenFeatures, dropout: float) -> TransformerProbe:

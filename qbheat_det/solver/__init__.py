@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Optimizers, and schedules in epochs on Detectron2's learning-rate schedulers."""
 
-from .layers import layers_above
-from .optimizer import adamw, build_optimizer, parameter_groups
+from .optimizer import adamw, build_optimizer, layers_above, parameter_groups
 from .schedule import build_lr_scheduler, describe_schedule, resolve_schedule
 
 __all__ = [

@@ -1,22 +1,42 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""AdamW or SGD with learning rates of its own for the backbone, and full-model clipping."""
+"""AdamW or SGD with learning rates of its own for each layer of the backbone, in fused steps.
+
+PyTorch's fused kernels compute the same up to rounding and keep the same state, so that
+checkpoints go both ways.
+"""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.layers import batch_norm
 from detectron2.solver import build as detectron2_build
-from torch import nn
+from timm.models import group_parameters
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.contracts import get_backbone
+from qbheat_det.modeling.contracts import SupportsLayerGroups, get_backbone, get_body_name
 
-from .fused import build_fused, clip_before_step
-from .layers import layers_above
-from .settings import CLIP_RULES, OPTIMIZER_RULES, check_settings
+from .schedule import Rules, at_least, check_settings, one_of
+
+_OPTIMIZER_RULES: Rules = {
+    "SOLVER.OPTIMIZER": one_of("SGD", "ADAMW"),
+    "SOLVER.LAYER_DECAY": (lambda value: 0 < value <= 1, "a factor in (0, 1]"),
+    "SOLVER.BACKBONE_MULTIPLIER": at_least(0),
+    "SOLVER.BETAS": (
+        lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
+        "two factors in [0, 1)",
+    ),
+}
+_CLIP_RULES: Rules = {
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": one_of("value", "norm", "full_model"),
+    "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (lambda value: value > 0, "above 0"),
+}
+
+_HEAD = "<head>"  # stands for a parameter that no pattern matches
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
@@ -36,9 +56,9 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
     optimizer: Callable[..., Optimizer]
     arguments: dict[str, Any]
-    check_settings(cfg, OPTIMIZER_RULES)
+    check_settings(cfg, _OPTIMIZER_RULES)
     if clip.ENABLED:
-        check_settings(cfg, CLIP_RULES)
+        check_settings(cfg, _CLIP_RULES)
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
@@ -147,6 +167,96 @@ def adamw(
     if max_norm:
         clip_before_step(built, max_norm=max_norm, norm_type=2.0)
     return built
+
+
+def layers_above(backbone: nn.Module) -> dict[str, int]:
+    """Returns for every parameter of a backbone how many layers lie above its own, the head's too.
+
+    The backbone's last layer has 1, as in BEiT and timm's ``param_groups_layer_decay``. Layers are
+    those of the backbone's ``group_matcher(coarse)``, as timm's models have it. What belongs to no
+    layer, such as a feature pyramid's own parameters, has 0.
+
+    Raises:
+        UserError: the backbone does not name its layers.
+    """
+    child = get_body_name(backbone)
+    if child and not isinstance(backbone, SupportsLayerGroups):
+        layers_below = layers_above(backbone.get_submodule(child))
+        inside = {f"{child}.{key}": above for key, above in layers_below.items()}
+        return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
+    if not isinstance(backbone, SupportsLayerGroups):
+        raise UserError(
+            f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers; give it "
+            "timm's `group_matcher(coarse)`"
+        )
+    parameters = [*backbone.named_parameters(), (_HEAD, None)]
+    names = SimpleNamespace(named_parameters=lambda: parameters)
+    matcher = backbone.group_matcher(coarse=False)
+    layers: dict[str, int] = group_parameters(names, matcher, reverse=True)
+    head = layers.pop(_HEAD)
+    return {key: head - layer for key, layer in layers.items()}
+
+
+def build_fused(
+    optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], **arguments: Any
+) -> Optimizer:
+    """Builds an optimizer with fused kernels, or without them where PyTorch has none.
+
+    What it loads may come from a run without them, or of another memory layout.
+    """
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
+    built = optimizer(groups, **arguments)
+    # Else a scaler of fp16 gradients leaves them scaled, and what clips them does not know.
+    built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    kernels = {key: built.defaults.get(key) for key in ("fused", "foreach")}
+
+    def keep_kernels(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": [{**group, **kernels} for group in state["param_groups"]]}
+
+    built.register_load_state_dict_pre_hook(keep_kernels)
+    built.register_load_state_dict_post_hook(_keep_layout)
+    return built
+
+
+def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
+    """Makes each step of ``optimizer`` first clip the norm of all its gradients together.
+
+    The norm before clipping is then ``optimizer.gradient_norm``. A gradient scaler that skips a
+    step leaves the norm of the step before.
+    """
+
+    def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        parameters = [p for group in stepped.param_groups for p in group["params"]]
+        norm = clip_norm(parameters, max_norm=max_norm, norm_type=norm_type)
+        stepped.gradient_norm = norm  # type: ignore[attr-defined]
+
+    optimizer.register_step_pre_hook(clip)
+
+
+def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
+    """As ``nn.utils.clip_grad_norm_``, but leaves gradients on a CPU alone if nothing is clipped.
+
+    Returns:
+        0-d, the norm before clipping.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients, norm_type).detach()
+    # There the norm is known at once; a GPU would be waited for, and multiplies by 1 instead.
+    if norm.device.type != "cpu" or not max_norm / (norm + 1e-6) >= 1:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _keep_layout(optimizer: Optimizer) -> None:
+    """Gives moments the layout of their parameters, which fused kernels take for granted."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            if value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _backbone_factors(

@@ -1,8 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Schedules: iterations from epochs, and the learning rate from the batch size."""
+"""Schedules: iterations from epochs, the learning rate from the batch size, and valid settings."""
 
 import math
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.solver import build as detectron2_build
@@ -11,7 +13,60 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qbheat_det.core.errors import UserError
 
-from .settings import EPOCH_RULES, ITERATION_RULES, LR_SCALING, check_settings
+Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""By key: whether a value is valid, and what is expected, for the message."""
+
+LR_SCALING: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+"""Factor on the learning rate by the ratio of the batch to the reference batch."""
+_SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR")
+
+
+def one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value in names, f"one of {', '.join(names)}"
+
+
+def at_least(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value >= least, f"at least {least}"
+
+
+def _is_epochs(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _rises(values: Any) -> bool:
+    return all(map(_is_epochs, values)) and sorted({0, *values}) == [0, *values]
+
+
+_EPOCHS = (_is_epochs, "a number of epochs from 0 on")
+_EPOCH_RULES: Rules = {
+    "SOLVER.IMS_PER_BATCH": at_least(1),
+    "SOLVER.REFERENCE_BATCH_SIZE": (
+        lambda value: value >= 0,
+        "the batch that SOLVER.BASE_LR is meant for, or 0 not to scale it",
+    ),
+    "SOLVER.LR_SCALING": one_of(*LR_SCALING),
+    "SOLVER.REFERENCE_WORLD_SIZE": (
+        lambda value: value == 0,
+        "0: give the batch of a step as SOLVER.IMS_PER_BATCH, whatever the number of processes",
+    ),
+    "SOLVER.BASE_LR": (lambda value: 0 < value < math.inf, "a number above 0"),
+    "SOLVER.STEP_EPOCHS": (_rises, "epochs that rise from above 0"),
+    "SOLVER.EPOCHS": _EPOCHS,
+    "SOLVER.WARMUP_EPOCHS": _EPOCHS,
+    "SOLVER.CHECKPOINT_EPOCHS": _EPOCHS,
+    "TEST.EVAL_EPOCHS": _EPOCHS,
+    "VIS.EPOCHS": _EPOCHS,
+}
+_ITERATION_RULES: Rules = {
+    "SOLVER.LR_SCHEDULER_NAME": one_of(*_SCHEDULERS),
+    "SOLVER.WARMUP_METHOD": one_of("linear", "constant"),
+    "SOLVER.WARMUP_FACTOR": at_least(0),
+    "SOLVER.WARMUP_ITERS": at_least(0),
+    "SOLVER.MAX_ITER": at_least(1),
+    "SOLVER.CHECKPOINT_PERIOD": at_least(1),
+    "TEST.EVAL_PERIOD": at_least(0),
+    "VIS.PERIOD": at_least(0),
+}
 
 
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
@@ -33,7 +88,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """
     if num_images < 1:
         raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
-    check_settings(cfg, EPOCH_RULES)
+    check_settings(cfg, _EPOCH_RULES)
     _check_events_in_epochs(cfg)
     resolved: CfgNode = cfg.clone()
     resolved.defrost()
@@ -72,7 +127,7 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     per_epoch = num_images / solver.IMS_PER_BATCH
 
     def spell(iterations: int) -> str:
-        return f"{iterations:,} iterations ({_short(iterations / per_epoch)} epochs)"
+        return f"{iterations:,} iterations ({iterations / per_epoch:,.5g} epochs)"
 
     shape = [solver.LR_SCHEDULER_NAME]
     if solver.WARMUP_ITERS and solver.WARMUP_FACTOR != 1:
@@ -80,24 +135,24 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
         shape.append(f"{start} over {spell(solver.WARMUP_ITERS)}")
     if _has_steps(resolved):
         shape += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _effective_steps(resolved)]
+    reference = "not scaled"
+    if cfg.SOLVER.REFERENCE_BATCH_SIZE:
+        reference = f"{solver.LR_SCALING} from {cfg.SOLVER.REFERENCE_BATCH_SIZE:,} images a step"
     every = f"every {spell(period)} and at the end" if period else "at the end"
     lines = [
         f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images; an epoch of "
-        f"{num_images:,} images is {_short(per_epoch)} iterations",
-        _describe_rate(cfg, resolved),
+        f"{num_images:,} images is {per_epoch:,.5g} iterations",
+        f"Learning rate: base {cfg.SOLVER.BASE_LR:g}, effective {solver.BASE_LR:.6g} ({reference});"
+        f" backbone x {solver.BACKBONE_MULTIPLIER:g}, x {solver.LAYER_DECAY:g} from layer to layer",
         f"Its course: {', '.join(shape)}",
         f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {every}",
     ]
     late = [f"{step:,}" for step in solver.STEPS if step >= solver.MAX_ITER]
     if late and _has_steps(resolved):
-        lines.append(
-            f"Note: SOLVER.STEPS {', '.join(late)} have no effect, as the run ends before them"
-        )
+        steps = ", ".join(late)
+        lines.append(f"Note: SOLVER.STEPS {steps} have no effect, as the run ends before them")
     if solver.WARMUP_ITERS > solver.MAX_ITER:
-        lines.append(
-            f"Note: the run ends after {solver.MAX_ITER:,} of SOLVER.WARMUP_ITERS "
-            f"{solver.WARMUP_ITERS:,}"
-        )
+        lines.append(f"Note: the run ends within SOLVER.WARMUP_ITERS {solver.WARMUP_ITERS:,}")
     return "\n".join(lines)
 
 
@@ -115,28 +170,6 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     pruned.defrost()
     pruned.SOLVER.STEPS = _effective_steps(cfg)
     return detectron2_build.build_lr_scheduler(pruned, optimizer)
-
-
-def _describe_rate(cfg: CfgNode, resolved: CfgNode) -> str:
-    solver, batch = cfg.SOLVER, resolved.SOLVER.IMS_PER_BATCH
-    line = f"Learning rate: base {solver.BASE_LR:g}, effective {resolved.SOLVER.BASE_LR:.6g}"
-    if solver.REFERENCE_BATCH_SIZE:
-        reference = f"{solver.REFERENCE_BATCH_SIZE:,} images a step"
-        line += f" (base for {reference}, {solver.LR_SCALING} in the batch)"
-    else:
-        line += f" at {batch:,} images a step (SOLVER.REFERENCE_BATCH_SIZE 0: not scaled)"
-    if solver.BACKBONE_MULTIPLIER != 1:
-        line += f"; backbone x {solver.BACKBONE_MULTIPLIER:g}"
-    if solver.LAYER_DECAY != 1:
-        line += (
-            f"; x {solver.LAYER_DECAY:g} from the head to the backbone's last layer, and from each "
-            "layer to the one before"
-        )
-    return line
-
-
-def _short(number: float) -> str:
-    return f"{number:,.2f}".rstrip("0").rstrip(".")
 
 
 def _has_steps(cfg: CfgNode) -> bool:
@@ -164,7 +197,7 @@ def _check_events_in_epochs(cfg: CfgNode) -> None:
 
 
 def _check_iterations(cfg: CfgNode) -> None:
-    check_settings(cfg, ITERATION_RULES)
+    check_settings(cfg, _ITERATION_RULES)
     solver, steps = cfg.SOLVER, [0, *_effective_steps(cfg)]
     if _has_steps(cfg) and sorted(set(steps)) != steps:
         raise UserError(
@@ -176,3 +209,17 @@ def _check_iterations(cfg: CfgNode) -> None:
             f"SOLVER.BASE_LR_END {solver.BASE_LR_END} must lie between 0 and SOLVER.BASE_LR "
             f"{solver.BASE_LR}"
         )
+
+
+def check_settings(cfg: CfgNode, rules: Rules) -> None:
+    """Checks the values of a config.
+
+    Raises:
+        UserError: a value is invalid; names its key.
+    """
+    for key, (is_valid, expected) in rules.items():
+        value: Any = cfg
+        for part in key.split("."):
+            value = value[part]
+        if not is_valid(value):
+            raise UserError(f"{key} is {value!r}, expected {expected}")

@@ -11,12 +11,12 @@ import pytest
 from qbheat_det.analysis.curves import (
     draw_curves,
     draw_training_curves,
-    find_positions,
+    find_quantities,
+    read_series,
     select_curve,
 )
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
-from qbheat_det.analysis.training_log import find_quantities, read_series
 from qbheat_det.config import get_cfg
 from qbheat_det.core.figures import NotApplicable
 
@@ -54,10 +54,10 @@ def resumed(tmp_path: Path) -> Run:
 
 
 def test_positions_are_those_computed_by_hand(resumed: Run) -> None:
-    steps = {9: 10, 19: 20, 29: 30, 34: 35, 39: 40}
-    assert find_positions(resumed, "steps") == steps
-    assert find_positions(resumed, "images") == {i: 8 * n for i, n in steps.items()}
-    assert find_positions(resumed, "epochs") == {9: 0.5, 19: 1.0, 29: 1.5, 34: 1.75, 39: 2.0}
+    steps = [10, 20, 30, 35, 40]
+    assert select_curve(resumed, "iteration", "steps")[0] == steps
+    assert select_curve(resumed, "iteration", "images")[0] == [8 * n for n in steps]
+    assert select_curve(resumed, "iteration", "epochs")[0] == [0.5, 1.0, 1.5, 1.75, 2.0]
 
 
 def test_repeated_iterations_count_once_and_infinity_is_a_gap(resumed: Run) -> None:
@@ -76,7 +76,7 @@ def test_quantities_leave_out_single_classes_and_inner_blocks() -> None:
     keys = ["lr", "bbox/AP-cat", "bbox/APs", "bbox/AP50", "loss_ce_0", "loss_ce", "knn/top1",
             "total_loss", "data_time", "reconstruction/loss_corner"]  # fmt: skip
     found = find_quantities([{"iteration": 0, "never": math.nan, **dict.fromkeys(keys, 1.0)}])
-    assert [one.key for one in found] == [
+    assert list(found) == [
         "total_loss", "loss_ce", "reconstruction/loss_corner", "bbox/AP50", "knn/top1", "lr"
     ]  # fmt: skip
 
@@ -89,8 +89,8 @@ def test_each_model_has_its_losses_and_all_share_scores(tmp_path: Path) -> None:
     (tmp_path / "none" / "config.yaml").touch()
     runs = open_runs([str(tmp_path / name) for name in (*models, "none")], device="cpu")
     figure = draw_curves(runs, FigureOptions())
-    assert list(figure.images) == ["total-loss-QBHeat", "total-loss-MFDETR", "bbox-AP"]
-    assert figure.images["total-loss-QBHeat"].caption == "a ends at 2; c ends at 2."
+    titles = "Total loss, QBHeat, Total loss, MFDETR, bbox/AP on the test set."
+    assert figure.images["all"].caption == titles
     assert figure.data["runs"]["b"]["bbox/AP"] == {"epochs": [1.0, 2.0], "values": [1.0, 5.276]}
     assert [text[:6] for text in figure.data["left_out"]] == ["'none'"]
     assert figure.table is not None

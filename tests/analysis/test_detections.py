@@ -89,7 +89,7 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert run["class_ap"] == pytest.approx({"square": 0, "disc": AP_DISC})
     assert figure.data["boxes"] == {"square": 1, "disc": 2}
     assert run["errors"] == {
-        "correct": 1, "classification": 1, "background": 1, "missed": 1,
+        "correct": 1, "classification": 1, "background": 1, "missed": 2,
         "localization": 0, "duplicate": 0, "both": 0,
     }  # fmt: skip
     assert figure.table is not None

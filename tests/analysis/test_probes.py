@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.probe_results import (
+from qbheat_det.analysis.probes import (
     Decoder,
     ProbeResult,
     choose_statistics,
+    draw_probes,
+    plot_by_decoder,
+    plot_by_images,
+    plot_probes,
     read_probes,
 )
-from qbheat_det.analysis.probes import draw_probes, plot_by_decoder, plot_by_images, plot_probes
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.page import Page, Section, write_page
-from qbheat_det.analysis.report import describe_runs
+from qbheat_det.analysis.report import FigureResult, describe_runs, write_page
 from qbheat_det.analysis.run import Run
 from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
 from tests.tool_modules import load_tool
@@ -58,11 +57,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:
-    figure = make_figure([], FigureOptions())
-    section = Section("S & T", figure.explanation, list(figure.images.values()), figure.table,
-                      ["a <b>"])  # fmt: skip
-    page = Page("<title>", "lead \udcff", [section] * 4, "end")
-    write_page(page, tmp_path / "new" / "page.html")
+    drawn = FigureResult("curves", make_figure([], FigureOptions()))
+    results = [drawn, drawn, FigureResult("S & T", reason="\udcff")]
+    write_page(tmp_path / "new" / "page.html", "<title>", Table((), []), results, "a <b>")
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
                     "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.analysis.ridge import RidgeSums, with_constant
+from qbheat_det.analysis.reconstruction_baselines import RidgeRegression
 
 D, G, P = 7, 3, 2
 
@@ -20,11 +20,11 @@ def make_rows(num_rows: int, *, seed: int) -> tuple[Tensor, Tensor]:
     return x, (x @ truth + noise + 3).view(num_rows, G, P)
 
 
-def sums_of(x: Tensor, y: Tensor, *, batch: int = 1000) -> RidgeSums:
-    sums = RidgeSums(num_inputs=x.shape[1], num_groups=y.shape[1], group_size=y.shape[2])
-    for rows_x, rows_y in zip(x.split(batch), y.split(batch), strict=True):
-        sums.add(rows_x, rows_y)
-    return sums
+def regress(x: Tensor, y: Tensor, held: Tensor, *, batch: int = 1000) -> RidgeRegression:
+    model = RidgeRegression(num_inputs=x.shape[1], num_groups=y.shape[1], group_size=y.shape[2])
+    for rows in zip(x.split(batch), y.split(batch), held.split(batch), strict=True):
+        model.add(*rows)
+    return model
 
 
 def fit_naively(x: Tensor, y: Tensor, penalty: float) -> np.ndarray:
@@ -38,23 +38,18 @@ def fit_naively(x: Tensor, y: Tensor, penalty: float) -> np.ndarray:
     return solution
 
 
-def test_coefficients_are_those_of_least_squares_on_rows_for_each_penalty() -> None:
+@pytest.mark.parametrize("batch", [3, 1000])
+@pytest.mark.parametrize("penalty", [1e-4, 0.3, 50.0])
+def test_predictions_are_those_of_least_squares_on_all_rows(penalty: float, batch: int) -> None:
     x, y = make_rows(40, seed=0)
-    penalties = torch.tensor([1e-4, 0.3, 50.0])
-    found = sums_of(x, y).solve(penalties)
-    for group, penalty in enumerate(penalties.tolist()):
-        expected = torch.from_numpy(fit_naively(x, y[:, group], penalty))
-        torch.testing.assert_close(found[group], expected, rtol=1e-7, atol=1e-7)
-
-
-def test_batches_and_merged_parts_give_what_all_rows_give() -> None:
-    x, y = make_rows(40, seed=0)
-    whole, parts = sums_of(x, y), sums_of(x[:25], y[:25], batch=3)
-    parts.merge(sums_of(x[25:], y[25:], batch=1))
-    assert (whole.num_rows, parts.num_rows) == (40, 40)
-    penalties = torch.full((G,), 0.01)
-    torch.testing.assert_close(parts.solve(penalties), whole.solve(penalties))
-    torch.testing.assert_close(parts.mean_outputs, y.double().mean(dim=0))
+    model = regress(x, y, torch.arange(40) % 5 == 1, batch=batch)
+    assert model.solve([penalty]) == [penalty] * G
+    torch.testing.assert_close(model.mean_outputs, y.double().mean(dim=0))
+    new, _ = make_rows(9, seed=3)
+    rows = torch.cat([new.double(), torch.ones(9, 1)], dim=1)
+    for group in range(G):
+        expected = rows @ torch.from_numpy(fit_naively(x, y[:, group], penalty))
+        torch.testing.assert_close(model.predict(new)[:, group], expected, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_rows", [9, 60])
@@ -62,8 +57,9 @@ def test_the_penalty_chosen_has_the_least_error_on_the_rows_held_out(num_rows: i
     grid = [1e-4, 1e-2, 0.1, 1.0, 10.0, 1000.0]
     x, y = make_rows(num_rows, seed=1)
     held_x, held_y = make_rows(30, seed=2)
-    chosen = sums_of(x, y).choose_penalties(sums_of(held_x, held_y), grid)
-    rows = with_constant(held_x)
+    held = torch.arange(num_rows + 30) >= num_rows
+    chosen = regress(torch.cat([x, held_x]), torch.cat([y, held_y]), held).solve(grid)
+    rows = torch.cat([held_x.double(), torch.ones(30, 1)], dim=1)
     for group in range(G):
         errors = [
             (rows @ torch.from_numpy(fit_naively(x, y[:, group], penalty)) - held_y[:, group])
@@ -72,4 +68,4 @@ def test_the_penalty_chosen_has_the_least_error_on_the_rows_held_out(num_rows: i
             for penalty in grid
         ]
         assert chosen[group] == grid[int(torch.stack(errors).argmin())]
-    assert {grid[0], grid[-1]} - set(chosen.tolist())  # a choice was to be made
+    assert {grid[0], grid[-1]} - set(chosen)  # a choice was to be made

@@ -2,7 +2,6 @@
 """Spectra of linear models whose eigenvalues are known by construction, and their figure."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,26 +10,23 @@ import torch
 from torch import Tensor
 
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.linear_models import (
+from qbheat_det.analysis.run import Run
+from qbheat_det.analysis.spectrum import (
     NAMES,
     Models,
     commutator,
     cosine,
-    draw_random_models,
+    describe_models,
+    draw_spectrum,
+    draw_training_spectrum,
     effective_rank,
     inverse_error,
     list_checkpoints,
     magnitude_correlation,
+    plot_magnitudes,
     read_linear_models,
     rotate_models,
     sort_eigenvalues,
-)
-from qbheat_det.analysis.run import Run
-from qbheat_det.analysis.spectrum import (
-    describe_models,
-    draw_spectrum,
-    draw_training_spectrum,
-    plot_magnitudes,
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
@@ -66,10 +62,13 @@ def test_eigenvalues_come_by_magnitude_as_they_were_put_in() -> None:
 def test_energy_is_the_sum_of_the_magnitudes_of_a_not_of_m() -> None:
     values = {"A1": [1.0, -2.0], "A2": [3.0, 0.5], "B1": [1.0, 1.5], "B2": [-2.0, 0.5]}
     matrices = {name: with_eigenvalues(found) for name, found in values.items()}
-    scale = describe_models({"centre": (0.25, matrices)}).scales["centre"]
-    assert scale.matrices["A1"].energy == pytest.approx((1 + 2) / 0.25)
+    found = describe_models({"centre": (0.25, matrices)})
+    torch.testing.assert_close(
+        found.eigenvalues["centre"]["A1"].abs(), torch.tensor([2.0, 1.0]).double() / 0.25
+    )
     # Both directions of an axis count: (3 + 3.5) / (2.5 + 2.5).
-    assert scale.energy_ratio == pytest.approx(6.5 / 5.0)
+    assert found.summary["energy_A_centre"] == pytest.approx(6.5 / 0.25)
+    assert found.summary["energy_ratio_centre"] == pytest.approx(6.5 / 5.0)
 
 
 def test_the_inverse_error_is_zero_for_an_exact_inverse() -> None:
@@ -95,33 +94,19 @@ def make_models(factor: float) -> Models:
     }
 
 
-@pytest.mark.parametrize("control", [rotate_models, draw_random_models])
-def test_controls_depend_on_the_seed_and_share_what_opposite_directions_share(
-    control: Callable[..., Models],
-) -> None:
+def test_rotated_models_have_the_learned_singular_values_and_share_opposites() -> None:
     models = make_models(0.3)
-    for (_, one), (_, other) in zip(
-        control(models, 1).values(), control(models, 1).values(), strict=True
-    ):
-        assert all(torch.equal(one[name], other[name]) for name in NAMES)
-    (_, first), (_, second) = control(models, 1)["corner"], control(models, 2)["corner"]
-    assert not torch.equal(first["A1"], second["A1"])
+    (_, one), (_, again), (_, other) = (rotate_models(models, seed)["corner"] for seed in (1, 1, 2))
+    for name in NAMES:
+        assert torch.equal(one[name], again[name])
+        assert not torch.equal(one[name], other[name])
+        expected = torch.linalg.svdvals(models["corner"][1][name])
+        torch.testing.assert_close(torch.linalg.svdvals(one[name]), expected)
     offset, matrices = models["corner"]
     opposite = {"corner": (offset, {**matrices, "A2": -matrices["A1"]})}
-    _, found = control(opposite)["corner"]
+    _, found = rotate_models(opposite)["corner"]
     assert torch.equal(found["A2"], -found["A1"])
     assert not torch.equal(found["B2"], -found["B1"])
-
-
-def test_rotated_models_have_the_learned_singular_values_and_random_ones_the_mean_norm() -> None:
-    models = make_models(0.3)
-    for scale, (_, rotated) in rotate_models(models).items():
-        for name in NAMES:
-            expected = torch.linalg.svdvals(models[scale][1][name])
-            torch.testing.assert_close(torch.linalg.svdvals(rotated[name]), expected)
-    norms = [float(matrix.norm()) for matrix in models["corner"][1].values()]
-    for matrix in draw_random_models(models)["corner"][1].values():
-        assert float(matrix.norm()) == pytest.approx(np.mean(norms))
 
 
 @pytest.mark.parametrize("number", [8, 4, 2])
@@ -159,7 +144,7 @@ def test_a_run_has_a_row_for_each_checkpoint_itself_and_its_controls(
     figure = draw_spectrum([run, detector], FigureOptions())
     check_files(figure, tmp_path)
     assert figure.table is not None
-    rows = [f"qb_heat, {name}" for name in ("epoch 1", "epoch 2", "epoch 3", "rotated", "random")]
+    rows = [f"qb_heat, {name}" for name in ("epoch 1", "epoch 2", "epoch 3", "rotated")]
     assert [row[0] for row in figure.table.rows] == [*rows[:3], "qb_heat", *rows[3:]]
     # The same matrices, scaled: energies grow with them.
     energies = [figure.data["rows"][row]["energy_A_centre"] for row in [*rows[:3], "qb_heat"]]
@@ -201,5 +186,5 @@ def test_effective_rank_is_the_exponential_of_the_entropy() -> None:
 def test_models_as_initialised_are_drawn_without_a_warning(factor: float, scale: str) -> None:
     """Linear models start from zero, which a logarithmic axis cannot show."""
     learned = describe_models(make_models(factor))
-    chart = plot_magnitudes(learned, {"rotated": learned})
+    chart = plot_magnitudes(learned, learned)
     assert chart.axes[0].get_yscale() == scale

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights of the package in Mobile-Formers that timm builds, and what timm knows of the zoo."""
+"""Weights of the package in Mobile-Formers that timm builds."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,9 @@ from torch import Tensor
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo import list_entries, timm_name
-from qbheat_det.model_zoo.api import add_entries_to_timm
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.engine.gradient_cases import BLOCKS
-from tests.model_zoo.conftest import make_entry
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 
@@ -67,8 +64,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "weights.safetensors"
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("pixel_format", ["RGB", "BGR"])
+@pytest.mark.parametrize(("normalize", "pixel_format"), [(False, "RGB"), (True, "BGR")])
 def test_a_linear_classifier_gives_its_scores_of_rgb_images(
     path: Path, normalize: bool, pixel_format: str
 ) -> None:
@@ -107,42 +103,10 @@ def test_without_a_classifier_that_fits_the_backbone_is_taken_over(path: Path, k
     torch.testing.assert_close(grey.stem.weight.detach(), weight.sum(dim=1, keepdim=True))
 
 
-def test_a_backbone_of_other_widths_is_refused_and_nothing_is_changed(path: Path) -> None:
+def test_timm_takes_a_file_and_has_no_weights_of_its_own(path: Path) -> None:
     _save_classifier(path, _config())
-    other = _timm_model(_config({"MODEL.MOBILE_FORMER.TOKEN_DIM": 32}), num_classes=0)
-    before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(UserError, match="tokens"):
-        other.load_pretrained(str(path))
-    torch.testing.assert_close(dict(other.state_dict()), before, rtol=0, atol=0)
-
-
-def test_entries_of_the_zoo_are_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [
-        make_entry(name, licence="cc0-1.0")
-        for name in ("qb_heat/285M_toy.2", "x/3.7G", "timm/resnet50_toy")
-    ]
-    assert [timm_name(entry) for entry in entries] == [
-        "mobile_former_285m.qb_heat_toy_2",
-        "mobile_former_3_7g.x",
-        "",
-    ]
-    asked: list[str] = []
-    monkeypatch.setattr(
-        TimmMobileFormer, "load_pretrained", lambda self, path, prefix="": asked.append(path)
-    )
-    try:
-        add_entries_to_timm(entries)
-        tags = timm.list_models("mobile_former*", pretrained=True)
-        assert tags == ["mobile_former_3_7g.x", "mobile_former_285m.qb_heat_toy_2"]
-        with torch.device("meta"):
-            model = timm.create_model(tags[1], pretrained=True)
-            plain = timm.create_model("mobile_former_285m")
-    finally:
-        add_entries_to_timm(list_entries())
-    assert asked == ["qbheat://qb_heat/285M_toy.2"]
-    assert (model.num_classes, plain.num_classes) == (0, 1000)
-    assert model.pretrained_cfg["license"] == "cc0-1.0"
+    weights = {"file": str(path), "custom_load": True}
+    with pytest.raises(UserError, match="tokens"):  # of other widths
+        timm.create_model("mobile_former_285m", pretrained=True, pretrained_cfg_overlay=weights)
     with pytest.raises(UserError, match="'mobile_former_1g'"):
         timm.create_model("mobile_former_1g", pretrained=True)
-    with pytest.raises(UserError, match=r"qb_heat/285M_toy_2"):
-        add_entries_to_timm([*entries, make_entry("qb_heat/285M_toy_2")])

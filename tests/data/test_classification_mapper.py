@@ -12,16 +12,12 @@ from torch import Tensor
 from torch.testing import assert_close
 from torchvision.transforms import v2
 
-from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    ClassificationMapper,
-    DataError,
     PretrainingMapper,
-    build_mapper,
     preserved_randomness,
     seed_place,
 )
+from qbheat_det.data.mappers import ClassificationMapper
 from tests.data.pictures import draw, save
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
@@ -73,32 +69,28 @@ def test_inference_is_torchvisions_resizing_and_centre_crop(
     # A slope, on which a shift by a part of a pixel can be told, and is bounded.
     y, x = np.mgrid[:192, :256]
     path = save(tmp_path / "a.png", np.stack([x * 0.9, y * 1.2, x * 0], axis=2).astype(np.uint8))
-    mapper = classify(test_crop=test_crop, is_train=False)
+    # Nothing is drawn.
+    mapper = classify(
+        test_crop=test_crop, is_train=False, rand_augment=(9, 0.5), random_erasing=1.0
+    )
     reference = v2.Compose([v2.Resize(round(48 / test_crop), antialias=True), v2.CenterCrop(48)])
     pixels = torch.from_numpy(np.stack([x * 0.9, y * 1.2, x * 0]).astype(np.uint8))
     difference = map_image(mapper, path).int() - reference(pixels).int()
     assert int(difference.abs().max()) <= 4  # a pixel of the small image is 4 to 5 levels wide
 
 
-def test_without_augmentation_it_is_the_mapper_of_pre_training(photo: str) -> None:
-    ours = classify(scale=(0.2, 1.0))
-    theirs = PretrainingMapper(size=48)
-    for place in range(5):
-        assert_close(map_image(ours, photo, place), map_image(theirs, photo, place))
-
-
 def test_what_a_seed_draws_is_drawn_again_and_another_draws_otherwise(photo: str) -> None:
     mapper = classify(rand_augment=(9, 0.5), random_erasing=0.5)
-    images = [map_image(mapper, photo, 1, place) for place in range(40)]
-    for place in (0, 17, 39):
+    images = [map_image(mapper, photo, 1, place) for place in range(12)]
+    for place in (0, 11):
         assert_close(map_image(mapper, photo, 1, place), images[place], rtol=0, atol=0)
-    assert len({image.numpy().tobytes() for image in images}) == 40
+    assert len({image.numpy().tobytes() for image in images}) == 12
 
 
 def test_every_operation_of_rand_augment_works_at_every_magnitude(photo: str) -> None:
     for magnitude in (0, 10):
         mapper = classify(rand_augment=(magnitude, 1.0))
-        for place in range(60):
+        for place in range(30):
             map_image(mapper, photo, 2, magnitude, place)
 
 
@@ -128,33 +120,5 @@ def test_channels_are_augmented_as_rgb_whatever_their_order_is(photo: str) -> No
     # Random erasing aside: the noise of a channel is drawn in the channels' order.
     rgb = classify(rand_augment=(9, 0.5), pixel_mean=MEAN)
     bgr = classify(rand_augment=(9, 0.5), pixel_mean=MEAN[::-1], pixel_format="BGR")
-    for place in range(20):
+    for place in range(10):
         assert_close(map_image(bgr, photo, place).flip(0), map_image(rgb, photo, place))
-
-
-def test_nothing_is_drawn_in_inference(photo: str) -> None:
-    mapper = classify(rand_augment=(9, 0.5), random_erasing=1.0, is_train=False)
-    assert_close(map_image(mapper, photo, 1), map_image(mapper, photo, 2), rtol=0, atol=0)
-
-
-def test_an_image_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_text("no image")
-    mapper = classify(rand_augment=(9, 0.5))
-    assert isinstance(mapper({"file_name": str(tmp_path / "a.jpg"), "label": 0}), DataError)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("RAND_AUGMENT", value) for value in ([9], [9.5, 0.5], [11, 0.5], [9, -1.0])),
-        ("RANDOM_ERASING", 1.5),
-        *(("TEST_CROP", value) for value in (0.0, 1.1)),
-    ],
-)
-def test_values_that_make_no_sense_are_refused(key: str, value: Any) -> None:
-    cfg = get_cfg()
-    cfg.INPUT.DATASET_MAPPER_NAME = "classify"
-    build_mapper(cfg, is_train=True)
-    cfg.INPUT.CLASSIFY[key] = value
-    with pytest.raises(UserError, match=f"INPUT.CLASSIFY.{key}"):
-        build_mapper(cfg, is_train=True)

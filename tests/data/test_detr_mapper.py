@@ -12,12 +12,8 @@ from detectron2.data import transforms as T
 from pycocotools import mask as coco_mask
 
 from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    DetrDatasetMapper,
-    build_detr_crop,
-    build_mapper,
-)
+from qbheat_det.data import build_detr_crop, build_mapper
+from qbheat_det.data.mappers import DetrDatasetMapper
 
 BOXES = [[40, 60, 150, 220], [260, 30, 330, 90]]  # XYWH, of a red and a green object
 
@@ -85,44 +81,43 @@ def test_boxes_follow_the_pixels_through_flip_scale_and_crop(record: dict[str, A
     mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=(240, 320, 400), MAX_SIZE_TRAIN=500), True)
     assert isinstance(mapper.mapper, DetrDatasetMapper)
     flipped = 0
-    for _ in range(40):
+    for _ in range(24):
         output = mapper(record)
         assert_boxes_match_pixels(output)
         found = boxes_from_pixels(output["image"])
         flipped += len(found) == 2 and found[0][0] > found[1][0]
-    assert 8 <= flipped <= 32
+    assert 4 <= flipped <= 20
     assert record["annotations"][0]["bbox"] == BOXES[0]
 
 
 def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
     np.random.seed(0)
-    sizes = tuple(range(480, 801, 32))
-    mapper = build_mapper(
-        make_cfg(MIN_SIZE_TRAIN=sizes, MAX_SIZE_TRAIN=1333, MIN_SIZE_TRAIN_SAMPLING="choice"), True
-    )
-    short, ratios = set(), []
+    sizes = (120, 130, 140, 150)
+    mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=sizes, MAX_SIZE_TRAIN=180), True)
+    short, kept = set(), 0
     for _ in range(80):
         height, width = mapper(record)["image"].shape[1:]
-        assert max(height, width) <= 1333
-        if max(height, width) < 1333:
-            short.add(min(height, width))
-        ratios.append(width / height)
-    assert short <= set(sizes)
-    assert len(short) > 6
-    # Uncropped, the ratio is that of the image, up to a pixel.
-    kept = sum(abs(ratio - 1.25) < 0.002 for ratio in ratios)
+        assert max(height, width) <= 180
+        short.add(min(height, width) if max(height, width) < 180 else 120)
+        # Uncropped, the ratio is that of the image, up to a pixel.
+        kept += abs(width / height - 1.25) < 0.01
+    assert short == set(sizes)
     assert 25 <= kept <= 55
 
 
 @pytest.mark.parametrize(("height", "width"), [(480, 640), (100, 900), (700, 500)])
 def test_crops_lie_in_the_given_range(height: int, width: int) -> None:
     np.random.seed(0)
-    crop = build_detr_crop(resize_to=[400, 500, 600], crop_range=[384, 600], probability=1.0)
+    crop = build_detr_crop(resize_to=[400, 500, 600], crop_range=[384, 600])
     image = np.zeros((height, width, 3), dtype=np.uint8)
-    for _ in range(30):
-        data = T.AugInput(image.copy())
+    found = []
+    for _ in range(20):
+        data = T.AugInput(image)
         crop(data)
-        assert all(384 <= side <= 600 for side in data.image.shape[:2])
+        if data.image.shape != image.shape:
+            found.append(data.image.shape[:2])
+    assert 3 < len(found) < 17
+    assert all(384 <= side <= 600 for shape in found for side in shape)
 
 
 def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[str, Any]) -> None:
@@ -152,16 +147,3 @@ def test_masks_are_cropped_with_their_boxes(record: dict[str, Any]) -> None:
         expected = instances.gt_masks.get_bounding_boxes().tensor
         torch.testing.assert_close(instances.gt_boxes.tensor, expected, rtol=0, atol=1.6)
     assert len(mapper({**record, "annotations": []})["instances"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"DETR_CROP_RANGE": [600, 384]}, "DETR_CROP_RANGE"),
-        ({"DETR_CROP_RANGE": [384]}, "DETR_CROP_RANGE"),
-        ({"DETR_CROP_RESIZE": [400, 0]}, "DETR_CROP_RESIZE"),
-    ],
-)
-def test_impossible_crops_are_refused(keys: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        build_mapper(make_cfg(**keys), True)

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -14,14 +13,13 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     check_image_folder,
     list_classes,
-    list_images,
+    load_class_folders,
     load_classes,
     load_image_folders,
     load_labelled_sets,
     register_image_folders,
-    unite_labels,
 )
-from qbheat_det.data.datasets import image_folder
+from qbheat_det.data.datasets.image_folder import list_images
 
 NAME = "images_of_a_test"
 
@@ -80,8 +78,8 @@ def test_a_folder_that_cannot_be_listed_is_named(
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(image_folder.os, "scandir", refuse)
-    with pytest.raises(UserError, match=r"folder '.*' cannot"):
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=re.escape(f"'{tmp_path}' cannot")):
         list_images(tmp_path)
 
 
@@ -148,25 +146,17 @@ def test_a_folder_without_images_is_named(
         check(folder)
 
 
-def label(folder: Path, *names: str) -> tuple[list[dict[str, Any]], list[str]]:
-    return load_image_folders([fill(folder, *names)], labelled=True)
-
-
 def test_a_label_means_the_same_class_in_both_sets(tmp_path: Path) -> None:
-    train = label(tmp_path / "a", "ant/1.jpg", "bee/1.jpg", "bee/2.jpg", "cat/1.jpg")
-    val = label(tmp_path / "b", "cat/1.jpg", "bee/1.jpg")
-    assert [record["label"] for record in val[0]] == [0, 1]  # bee and cat, as numbered alone
-    first, second = unite_labels([train], [val], names=("a", "b"))
+    train = fill(tmp_path / "a", "ant/1.jpg", "bee/1.jpg", "bee/2.jpg", "cat/1.jpg")
+    val = fill(tmp_path / "b", "cat/1.jpg", "bee/1.jpg")
+    first, second = load_class_folders(train, val)
     assert [record["label"] for record in first] == [0, 1, 1, 2]
     assert [record["label"] for record in second] == [1, 2]
-    joined, _ = unite_labels([train, val], [val], names=("a", "b"))
-    assert [record["label"] for record in joined] == [0, 1, 1, 2, 1, 2]
-    assert [record["image_id"] for record in joined] == list(range(6))
-    with pytest.raises(UserError, match=r"'a'.*ant"):
-        unite_labels([val], [train], names=("b", "a"))
-    one = label(tmp_path / "c", "ant/1.jpg", "ant/2.jpg")
+    with pytest.raises(UserError, match=r"'.*a'.*ant"):
+        load_class_folders(val, train)
+    one = fill(tmp_path / "c", "ant/1.jpg", "ant/2.jpg")
     with pytest.raises(UserError, match="'ant'"):
-        unite_labels([one], [one], names=("a", "b"))
+        load_class_folders(one, one)
 
 
 def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path: Path) -> None:
@@ -176,5 +166,8 @@ def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path: Path)
     assert [record["label"] for record in load_classes([NAME], ["cat", "dog", "bee"])] == [2, 0, 0]
     with pytest.raises(UserError, match=rf"'{NAME}'.*cat"):
         load_classes([NAME], ["bee"])
+    first, second = load_labelled_sets([NAME], [NAME])
+    assert [record["label"] for record in first] == [0, 1, 1]
+    assert first == second
     with pytest.raises(UserError, match="'qbheat_toy_val_images'"):
         load_labelled_sets(["qbheat_toy_val_images"], [NAME])

@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mappers by name, and the records that a mapper may ask for."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,13 @@ from detectron2.data import DatasetMapper
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import DATASET_MAPPERS, DetrDatasetMapper, build_mapper
+from qbheat_det.data import (
+    DATASET_MAPPERS,
+    DataError,
+    FixedViews,
+    build_mapper,
+)
+from qbheat_det.data.mappers import DetrDatasetMapper
 
 
 class Mine:
@@ -39,8 +47,58 @@ def test_each_name_builds_its_class(is_train: bool, monkeypatch: pytest.MonkeyPa
     assert mapper.mapper.prepared == [{"image_id": 1}]
 
 
-def test_a_wrong_name_is_refused() -> None:
+BAD: list[tuple[str, str, Any]] = [
+    ("dert", "INPUT.DATASET_MAPPER_NAME", "dert"),
+    ("detr", "INPUT.DETR_CROP_RANGE", [600, 384]),
+    ("detr", "INPUT.DETR_CROP_RANGE", [384]),
+    ("detr", "INPUT.DETR_CROP_RESIZE", [400, 0]),
+    ("pretrain", "INPUT.PRETRAIN.SIZE", 0),
+    *(("pretrain", "INPUT.PRETRAIN.SCALE", v) for v in ([0.0, 1.0], [0.5, 0.2], [0.5, 1.5], [0.5])),
+    ("pretrain", "INPUT.PRETRAIN.RATIO", [2.0, 0.5]),
+    ("pretrain", "INPUT.PRETRAIN.MEMORY_GB", -1.0),
+    ("pretrain", "INPUT.RANDOM_FLIP", "diagonal"),
+    ("pretrain", "INPUT.FORMAT", "L"),
+    *(
+        ("classify", "INPUT.CLASSIFY.RAND_AUGMENT", v)
+        for v in ([9.0], [9.5, 0.5], [11.0, 0.5], [9.0, -1.0])
+    ),
+    ("classify", "INPUT.CLASSIFY.RANDOM_ERASING", 1.5),
+    *(("classify", "INPUT.CLASSIFY.TEST_CROP", v) for v in (0.0, 1.1)),
+    *(
+        ("two_views", "INPUT.TWO_VIEWS.JITTER", v)
+        for v in ([0.4, 0.4, 0.4], [0.4, 0.4, 0.4, 0.6], [0.4, -0.4, 0.4, 0.1])
+    ),
+    *(("two_views", "INPUT.TWO_VIEWS.BLUR_SIGMA", v) for v in ([0.0, 2.0], [2.0, 1.0])),
+    ("two_views", "INPUT.TWO_VIEWS.BLUR_PROBABILITY", 1.5),
+    ("two_views", "INPUT.TWO_VIEWS.GREY_PROBABILITY", -0.1),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), BAD)
+def test_values_that_make_no_sense_are_refused_by_key(name: str, key: str, value: Any) -> None:
     cfg = get_cfg()
-    cfg.INPUT.DATASET_MAPPER_NAME = "dert"
-    with pytest.raises(UserError, match=r"INPUT\.DATASET_MAPPER_NAME"):
+    cfg.merge_from_list([key, value, "INPUT.DATASET_MAPPER_NAME", name])
+    with pytest.raises(UserError, match=re.escape(key)):
         build_mapper(cfg, True)
+
+
+@pytest.mark.parametrize(("count", "seed", "key"), [(0, 0, "COUNT"), (1, -1, "SEED")])
+def test_fixed_views_without_sense_are_refused(count: int, seed: int, key: str) -> None:
+    with pytest.raises(UserError, match=rf"INPUT\.FIXED_VIEWS\.{key}"):
+        FixedViews(dict, count, seed)
+
+
+@pytest.mark.parametrize("name", ["pretrain", "classify", "two_views"])
+def test_an_image_that_cannot_be_read_is_an_error_or_stops_a_detector(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"no picture")
+    record = {"file_name": str(tmp_path / "a.jpg"), "label": 0}
+    cfg = get_cfg()
+    cfg.INPUT.FORMAT = "RGB"
+    with pytest.raises(UserError, match=r"a\.jpg"):
+        build_mapper(cfg, True)(record)
+    cfg.INPUT.DATASET_MAPPER_NAME = name
+    found = build_mapper(cfg, True)(record)
+    assert isinstance(found, DataError)
+    assert "a.jpg" in found.message

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,8 @@ from PIL import Image
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, check_coco_json, raise_first, register_coco_json
-from qbheat_det.data.checks import check_image_files, find_record_errors
+from qbheat_det.data.checks import find_record_errors
+from qbheat_det.data.images import find_image_errors
 
 NAME = "qbheat_test_random"
 WIDTH, HEIGHT = 24, 16
@@ -101,39 +101,6 @@ def nearly_coco(draw: st.DrawFn) -> Any:
     return content
 
 
-COORDINATES = st.integers(-4, 30) | st.floats(-4, 30, width=32)
-ORIGINS = st.integers(-1, 14) | st.floats(0, 14, width=32)
-POLYGONS = st.lists(st.lists(COORDINATES, max_size=10), max_size=3)
-
-
-@st.composite
-def plausible_coco(draw: st.DrawFn) -> Any:
-    """Draws a file of the right form, with random boxes, polygons, runs, ids and names."""
-    content = good()
-    ids = st.lists(st.integers(-(2**53) + 1, 2**53 - 1), min_size=2, max_size=2, unique=True)
-    image_ids, category_ids = draw(ids), draw(ids)
-    for image, id_ in zip(content["images"], image_ids, strict=True):
-        image["id"] = id_
-    for category, id_ in zip(content["categories"], category_ids, strict=True):
-        category |= {"id": id_, "name": draw(st.text(max_size=6))}
-    size = st.floats(0.25, 40) | st.integers(1, 40)
-    runs = st.integers(0, WIDTH * HEIGHT).map(lambda n: [n, WIDTH * HEIGHT - n])
-    rle = runs.map(lambda counts: {"size": [HEIGHT, WIDTH], "counts": counts})
-    content["annotations"] = [
-        {
-            "id": i,
-            "image_id": draw(st.sampled_from(image_ids)),
-            "category_id": draw(st.sampled_from(category_ids)),
-            "bbox": [draw(ORIGINS), draw(ORIGINS), draw(size), draw(size)],
-            "segmentation": draw(POLYGONS | st.just(SEGMENTATIONS[0]) | rle),
-            "keypoints": draw(st.lists(COORDINATES, max_size=2).map(lambda xs: 3 * xs)),
-            "iscrowd": draw(st.sampled_from([0, 0, 0, 1])),
-        }
-        for i in range(1, 1 + draw(st.integers(1, 4)))
-    ]
-    return content
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("random")
@@ -150,68 +117,43 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def make_config(mapper: str, *, masks: bool) -> CfgNode:
-    cfg = get_cfg()
-    cfg.INPUT.DATASET_MAPPER_NAME = mapper
-    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (32,), 64
-    cfg.INPUT.DETR_CROP_RESIZE, cfg.INPUT.DETR_CROP_RANGE = [20, 30], [10, 20]
-    cfg.MODEL.MASK_ON = masks
-    return cfg
-
-
-MAPPERS = {
-    masks: [
-        build_mapper(make_config(name, masks=masks), True)
-        for name in (("default",) if masks else ("default", "detr"))
-    ]
-    for masks in (False, True)
-}
-
-
 def go_to_training(folder: Path, content: object) -> int:
-    """Takes a file all the way; returns how many images came out of the mappers."""
+    """Takes a file all the way; returns how many images came out of the mapper."""
     json_file, images = folder / "set.json", folder / "images"
     json_file.write_text(json.dumps(content))
     check_coco_json(json_file, images)
-    num_mapped = 0
+    cfg = get_cfg()
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (32,), 64
+    cfg.INPUT.DETR_CROP_RESIZE, cfg.INPUT.DETR_CROP_RANGE = [20, 30], [10, 20]
+    cfg.INPUT.DATASET_MAPPER_NAME = "detr"
+    mapper = build_mapper(cfg, True)
     try:
         register_coco_json(NAME, json_file, images)
         records = DatasetCatalog.get(NAME)
         num_classes = len(MetadataCatalog.get(NAME).thing_classes)
         raise_first(find_record_errors(NAME, records, num_classes=num_classes, filter_empty=True))
-        check_image_files(records, num_threads=1)
-        for masks in (False, True):
-            if masks:
-                errors = find_record_errors(
-                    NAME, records, num_classes=num_classes, mask_format="polygon"
-                )
-                raise_first(errors)
-            for mapper in MAPPERS[masks]:
-                for record in records:
-                    assert mapper(record)["instances"].gt_boxes.tensor.isfinite().all()
-                    num_mapped += 1
+        raise_first(find_image_errors(records, num_threads=1))
+        for record in records:
+            assert mapper(record)["instances"].gt_boxes.tensor.isfinite().all()
     finally:
         DatasetCatalog.remove(NAME)
         MetadataCatalog.remove(NAME)
-    return num_mapped
+    return len(records)
 
 
 def test_the_good_file_goes_all_the_way(folder: Path) -> None:
-    assert go_to_training(folder, good()) == 6
+    assert go_to_training(folder, good()) == 2
 
 
-FEW_SECONDS = settings(
-    max_examples=150,
+@settings(
+    max_examples=80,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@FEW_SECONDS
-@given(content=nearly_coco() | plausible_coco())
-def test_a_file_that_may_be_coco_ends_in_a_sentence_or_in_training(
+@given(content=nearly_coco())
+def test_a_file_that_may_be_coco_ends_in_a_message_or_in_training(
     folder: Path, content: Any
 ) -> None:
     message = ""

@@ -10,7 +10,7 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.testing import assert_close
 
-from qbheat_det.deployment.folding import fold_batch_norms
+from qbheat_det.deployment.fused_blocks import fold_batch_norms
 from tests.export.tiny_models import build, make_config
 from tests.modeling.parameter_names import randomise_
 

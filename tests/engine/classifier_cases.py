@@ -12,7 +12,7 @@ from torch import nn
 
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config
-from qbheat_det.engine.data_flags import LABELLED_VAL
+from qbheat_det.engine.data_sources import LABELLED_VAL
 from qbheat_det.engine.evaluation import Evaluation
 from tests.engine.tiny_pretraining import make_folder
 from tests.engine.tiny_training import parse_run, start_run

@@ -11,7 +11,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils import events
 from detectron2.utils.logger import setup_logger
 
-from qbheat_det.engine.data_flags import CUSTOM_TRAIN, CUSTOM_VAL
+from qbheat_det.engine.data_sources import CUSTOM_TRAIN, CUSTOM_VAL
 
 from . import tiny_training
 

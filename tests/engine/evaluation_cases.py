@@ -15,7 +15,7 @@ from torch import nn
 from qbheat_det.config import get_cfg
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_flags import (
+from qbheat_det.engine.data_sources import (
     CUSTOM_IMAGES,
     CUSTOM_KNN_TRAIN,
     CUSTOM_KNN_VAL,

@@ -2,7 +2,7 @@
 """Heads that train from cached features see what they would see above the encoder."""
 
 import copy
-import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_flags import LABELLED_TRAIN, LABELLED_VAL
+from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 from qbheat_det.engine.feature_cache import check_cacheable, check_frozen, use_cached_features
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.modeling.backbone import CachedBackbone
@@ -136,9 +136,7 @@ def test_half_precision_stays_close(tmp_path: Path, tiny_data: Path, cache: dict
         torch.testing.assert_close(cached, online, rtol=tolerance, atol=tolerance)
 
 
-def test_other_weights_make_another_cache(
-    tmp_path: Path, tiny_data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_weights_make_another_cache(tmp_path: Path, tiny_data: Path) -> None:
     folder = tmp_path / "cache"
     opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
     trainer = build_trainer(tmp_path / "run", tiny_data, opts)
@@ -152,26 +150,17 @@ def test_other_weights_make_another_cache(
     trainer.bare_model.load_state_dict(state)
     with pytest.raises(UserError, match="not those that the cached features"):
         trainer.bare_model(next(iter(trainer.data_loader)))
-    logging.getLogger("qbheat_det").propagate = True
-    with caplog.at_level(logging.INFO, logger="qbheat_det"):
-        trainer.cached_features.prepare(trainer.data_loader)
+    trainer.cached_features.prepare(trainer.data_loader)
     assert len(list(folder.iterdir())) == 4
     trainer.bare_model(next(iter(trainer.data_loader)))
     assert next(backbone.encoder.parameters()).device.type == "cpu"
     forget_runs()
 
 
-def test_evaluation_alone_encodes_the_test_set_alone(
-    tmp_path: Path, tiny_data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_evaluation_alone_encodes_the_test_set_alone(tmp_path: Path, tiny_data: Path) -> None:
     folder = tmp_path / "cache"
     opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
-    logging.getLogger("qbheat_det").propagate = True
-    with caplog.at_level(logging.WARNING, logger="qbheat_det"):
-        sizes = {"INPUT.MIN_SIZE_TRAIN": "(128,)"}
-        trainer = build_trainer(tmp_path / "run", tiny_data, {**opts, **sizes})
-    assert "MobileFormer is frozen" in caplog.text
-    assert "bbox" in trainer.evaluate()
+    assert "bbox" in build_trainer(tmp_path / "run", tiny_data, opts).evaluate()
     assert len(list(folder.iterdir())) == 1
     forget_runs()
 
@@ -190,10 +179,7 @@ def test_a_step_that_failed_is_replayed_with_its_features(
     forget_runs()
 
 
-@pytest.mark.parametrize(("decoder", "count"), [("tran1", 2), ("linear", 1)])
-def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(
-    tmp_path: Path, decoder: str, count: int
-) -> None:
+def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: Path) -> None:
     folder = tmp_path / "train"
     for seed, name in enumerate(("blue", "green", "red")):
         (folder / name).mkdir(parents=True)
@@ -202,26 +188,23 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(
             large = Image.fromarray(pixels).resize((1000, 750), Image.Resampling.NEAREST)
             large.save(folder / name / f"{index}.png", compress_level=1)
     (folder / "red" / "broken.png").write_bytes(b"no image")
-    cache = {**ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
-    results: dict[str, Any] = {}
-    skipped: dict[str, Any] = {}
     views = {
         "MODEL.CHANNELS_LAST": "True",
         "SOLVER.MAX_ITER": "3",
         "SOLVER.AMP.ENABLED": "False",  # online, the encoder would be in half precision too
         "INPUT.PRETRAIN.MEMORY_GB": "4.0",
-        "INPUT.FIXED_VIEWS.COUNT": str(count),
+        "INPUT.FIXED_VIEWS.COUNT": "2",
     }
+    cache = {**ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
+    found = []
     for name, opts in {"online": views, "cached": {**views, **cache}}.items():
         torch.manual_seed(0)
-        recipe = f"ImageNet-probing/{decoder}_3.7G.yaml"
+        recipe = "ImageNet-probing/tran1_3.7G.yaml"
         trainer = start(tmp_path / name, recipe, folder, opts, "--val-folder", str(folder))
-        results[name] = trainer.train()
-        skipped[name] = trainer.data_loader.skipped
-    assert tiny_training.losses(tmp_path / "cached") == tiny_training.losses(tmp_path / "online")
-    assert results["cached"] == results["online"] != {}
-    assert skipped["cached"] == skipped["online"]
-    assert ["broken.png" in where for where in skipped["cached"]] == [True]
+        results = trainer.train()
+        found.append((results, trainer.data_loader.skipped, tiny_training.losses(tmp_path / name)))
+    assert found[0] == found[1]
+    assert ["broken.png" in where for where in found[0][1]] == [True]
     forget_runs(LABELLED_TRAIN, LABELLED_VAL)
 
 
@@ -237,28 +220,21 @@ def test_two_processes_share_one_encoder_one_cache_and_one_head(
     assert sorted(len(list(folder.glob("*.safetensors"))) for folder in caches) == [1, 3]
 
 
-REFUSALS = {
-    "no views": ({"INPUT.FIXED_VIEWS.COUNT": "0"}, "INPUT.FIXED_VIEWS.COUNT"),
-    "too many": ({"INPUT.FIXED_VIEWS.COUNT": "1000000000"}, "INPUT.FIXED_VIEWS.COUNT"),
-    "mixup": (
-        {"MODEL.META_ARCHITECTURE": "ImageClassifier", "MODEL.CLASSIFIER.CUTMIX": "0.5"},
-        "MODEL.CLASSIFIER.CUTMIX",
-    ),
-    "masks": ({"MODEL.MASK_ON": "True"}, "MODEL.MASK_ON"),
-    "keypoints": ({"MODEL.KEYPOINT_ON": "True"}, "MODEL.KEYPOINT_ON"),
-    "neighbours": ({"TEST.KNN.TRAIN": "('a',)"}, "TEST.KNN"),
-    "pictures": ({"VIS_PERIOD": "5"}, "VIS_PERIOD"),
-    "dtype": ({"MODEL.CACHE_FEATURES.DTYPE": "float8"}, "MODEL.CACHE_FEATURES.DTYPE"),
-}
-
-
-@pytest.mark.parametrize(("opts", "words"), REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_be_cached_is_refused_with_the_key_to_set(
-    opts: dict[str, str], words: str, cache: dict[str, str]
-) -> None:
-    cfg = _config({**FROZEN, **cache, **opts})
-    with pytest.raises(UserError, match=words):
-        check_cacheable(cfg)
+@pytest.mark.parametrize(
+    "opts",
+    [
+        {"INPUT.FIXED_VIEWS.COUNT": "0"},
+        {"INPUT.FIXED_VIEWS.COUNT": "1000000000"},
+        {"MODEL.CLASSIFIER.CUTMIX": "0.5", "MODEL.META_ARCHITECTURE": "ImageClassifier"},
+        {"MODEL.MASK_ON": "True"},
+        {"TEST.KNN.TRAIN": "('a',)"},
+        {"VIS_PERIOD": "5"},
+        {"MODEL.CACHE_FEATURES.DTYPE": "float8"},
+    ],
+)
+def test_what_cannot_be_cached_is_refused_with_the_key_to_set(opts: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=re.escape(next(iter(opts)))):
+        check_cacheable(_config({**FROZEN, **ON, **opts}))
 
 
 @pytest.mark.parametrize(
@@ -268,8 +244,8 @@ def test_what_cannot_be_cached_is_refused_with_the_key_to_set(
         {"MODEL.META_ARCHITECTURE": "QBHeat", "MODEL.BACKBONE.NAME": "MobileFormer"},
     ],
 )
-def test_an_encoder_that_learns_is_refused(opts: dict[str, str], cache: dict[str, str]) -> None:
-    cfg = _config({**FROZEN, **cache, **opts})
+def test_an_encoder_that_learns_is_refused(opts: dict[str, str]) -> None:
+    cfg = _config({**FROZEN, **ON, **opts})
     with pytest.raises(UserError, match=r"MODEL\.CACHE_FEATURES"):
         use_cached_features(cfg, Trainer.build_model(cfg))
 
@@ -285,11 +261,6 @@ def test_an_encoder_that_draws_random_numbers_is_refused(noise: nn.Module) -> No
         check_frozen(model, encoder, 5)
     vars(model)["backbone_is_frozen"] = True  # such a model keeps its encoder in evaluation mode
     check_frozen(model, encoder, 5)
-
-
-def test_without_the_key_nothing_is_exchanged() -> None:
-    cfg = _config(FROZEN)
-    assert use_cached_features(cfg, Trainer.build_model(cfg)) is None
 
 
 def test_what_a_config_alone_rules_out_is_refused_before_the_data_are_read(

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``--train-folder`` and ``--val-folder``: classes, runs, evaluation, and what is refused."""
+"""``--train-folder`` and ``--val-folder``: classes, runs and evaluation."""
 
 import json
 import shutil
@@ -7,29 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from detectron2.data import MetadataCatalog
 from torch.testing import assert_close
 
 from qbheat_det.checkpoint import class_names_of, read_weights
-from qbheat_det.config import get_config_path
-from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream, register_image_folders
 from qbheat_det.engine import Trainer, evaluate
-from qbheat_det.engine.data_flags import (
-    CUSTOM_IMAGES,
-    CUSTOM_VAL_IMAGES,
-    LABELLED_TRAIN,
-    LABELLED_VAL,
-)
+from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
-from .classifier_cases import RECIPE, configure, evaluate_knower, make_classes, train
+from .classifier_cases import configure, evaluate_knower, make_classes, train
 from .conftest import forget_runs
 from .processes import make_args, run_in_processes
 
-SETS = (LABELLED_TRAIN, LABELLED_VAL, CUSTOM_IMAGES, CUSTOM_VAL_IMAGES, "more_classes")
+SETS = (LABELLED_TRAIN, LABELLED_VAL, "more_classes")
 Folders = tuple[str, str]
-DETECTOR = get_config_path("custom/retinanet_285M_scratch.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +119,7 @@ def test_a_run_trains_evaluates_scores_neighbours_resumes_and_is_evaluated_alone
     assert evaluate(cfg, resume=True) == {"classification": pytest.approx(found)}
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(folders: Folders, tmp_path: Path) -> None:
     args = make_args(folder=folders[1], output_dir=str(tmp_path))
     alone = evaluate_knower(args)
@@ -139,68 +130,3 @@ def test_two_processes_find_what_one_finds(folders: Folders, tmp_path: Path) -> 
     assert alone["classification"]["top1"] == pytest.approx(100 * 4 / 7)
     assert (main, other) == (alone, {})
     assert path.read_text() == written
-
-
-def test_a_broken_folder_in_a_class_folder_and_shared_images_are_told(
-    folders: Folders, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = make_classes(tmp_path / "train", {"ape": 1, "bee": 1})
-    (tmp_path / "train" / "emu").mkdir()
-    configure({}, "--train-folder", root, "--val-folder", root)
-    assert "emu" in caplog.text
-    assert "--train-folder and --val-folder share images" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--train-folder nowhere", "'nowhere'"),
-        ("--train-folder EMPTY", "folder"),
-        ("--train-folder ONE", "'ape'"),
-        ("--train-folder FLAT", "class folder"),
-        ("--val-folder VAL", "--eval-only"),
-        ("--train-folder TRAIN --val-folder OTHER", "yak"),
-        ("--train-folder TRAIN --eval-only", "--val-folder"),
-        ("--train-folder TRAIN --image-folder VAL", "--image-folder"),
-        ("--train-folder TRAIN --val-image-folder VAL", "--val-image-folder"),
-        ("--train-folder TRAIN --val-json a", "--val-json"),
-        ("--train-folder TRAIN DATASETS.TRAIN ('a',)", "DATASETS.TRAIN and --train-folder"),
-        ("--train-folder TRAIN --val-folder VAL DATASETS.TEST ('a',)", "TEST and --val-folder"),
-        ("--train-folder TRAIN MODEL.CLASSIFIER.NUM_CLASSES 9", "4 classes"),
-        ("--train-folder TRAIN --knn", "--train-folder and --val-folder"),
-        ("--knn", "--train-folder and --val-folder"),
-        ("--train-folder TRAIN --val-folder VAL --knn TEST.KNN.TRAIN ('a',)", "KNN.TRAIN"),
-        ("--image-folder TRAIN", "--train-folder"),
-        ("", "imagenet_train.*--train-folder"),
-        ("DATASETS.TRAIN ()", "--train-folder"),
-        ("--train-folder TRAIN INPUT.DATASET_MAPPER_NAME default", "'default'"),
-        ("--train-folder TRAIN INPUT.DATASET_MAPPER_NAME pretrain", "'pretrain'"),
-    ],
-)
-def test_bad_class_folders_are_named(
-    words: str, named: str, folders: Folders, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    known = {
-        "TRAIN": folders[0],
-        "VAL": folders[1],
-        "FLAT": f"{folders[0]}/ape",
-        "EMPTY": str(tmp_path / "empty"),
-        "ONE": make_classes(tmp_path / "one", {"ape": 1}),
-        "OTHER": make_classes(tmp_path / "other", {"ape": 1, "yak": 1}),
-    }
-    given = [known.get(word, word) for word in words.split()]
-    keys = [i for i, word in enumerate(given) if word.isupper() and "." in word]
-    opts = {given[i]: given[i + 1] for i in keys}
-    flags = given[: keys[0]] if keys else given
-    config = DETECTOR if opts.get("INPUT.DATASET_MAPPER_NAME") == "default" else RECIPE
-    with pytest.raises(UserError, match=named):
-        configure(opts, *flags, config=config)
-
-
-def test_a_set_of_a_run_that_is_gone_is_not_looked_for(folders: Folders) -> None:
-    opts = {"DATASETS.TEST": f"('{LABELLED_VAL}',)"}
-    cfg, _ = configure(opts, "--train-folder", folders[0])
-    assert cfg.DATASETS.TEST == ()
-    assert MetadataCatalog.get(LABELLED_TRAIN).folder_classes == ["ape", "bee", "cat", "dog"]
-    assert_close(torch.tensor(cfg.MODEL.CATEGORY_IDS), torch.arange(4))

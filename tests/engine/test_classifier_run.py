@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.data_flags import LABELLED_TRAIN, LABELLED_VAL
+from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
 from .conftest import forget_runs
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS

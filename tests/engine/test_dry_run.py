@@ -2,14 +2,11 @@
 """The dry run: what it predicts against a real run, what it finds, and that it leaves nothing."""
 
 import dataclasses
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
@@ -68,26 +65,7 @@ def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgN
     assert all(seconds > 0 for seconds, _ in report.costs.values())
     files = [path.stat().st_size for path in Path(cfg.OUTPUT_DIR).glob("model_*")]
     assert report.disk_bytes == pytest.approx(sum(files), rel=0.05)
-    assert report.num_tensors_compared > 50
     assert 100 * 2**20 < report.memory_bytes < report.memory_total_bytes
-
-
-def test_a_tensor_that_a_checkpoint_changes_is_found(
-    cfg: CfgNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = torch.save
-
-    def damage(content: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(content, dict) and "model" in content:
-            model = dict(content["model"])
-            name = next(name for name, tensor in model.items() if tensor.is_floating_point())
-            model[name] = model[name] + 1
-            content = {**content, "model": model}
-        original(content, *args, **kwargs)
-
-    monkeypatch.setattr(torch, "save", damage)
-    with pytest.raises(RuntimeError):
-        dry_run(cfg, Trainer, num_steps=1)
 
 
 def test_a_folder_that_cannot_be_written_to_ends_with_a_sentence(
@@ -106,7 +84,6 @@ def test_the_table_has_costs_and_resources() -> None:
         costs={"Set-up": (10.0, 1), "Step of 16 images": (2.0, 1000)},
         num_parameters=12_000_000,
         num_trainable=9_000_000,
-        num_tensors_compared=400,
         num_checkpoints_kept=5,
         checkpoint_bytes=100 * 2**20,
         weights_bytes=80 * 2**20,
@@ -123,20 +100,12 @@ def test_the_table_has_costs_and_resources() -> None:
 
 
 def test_an_error_of_the_first_step_is_raised_without_a_logged_traceback(
-    cfg: CfgNode, monkeypatch: pytest.MonkeyPatch
+    cfg: CfgNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(trainer: Trainer) -> None:
         raise UserError("an even number of images")
 
-    logged: list[str] = []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
     monkeypatch.setattr(Trainer, "run_step", refuse)
-    loop = logging.getLogger("detectron2.engine.train_loop")
-    loop.addHandler(handler)
-    try:
-        with pytest.raises(UserError):
-            dry_run(cfg, Trainer, num_steps=1)
-    finally:
-        loop.removeHandler(handler)
-    assert not any("Exception during training" in line for line in logged)
+    with pytest.raises(UserError):
+        dry_run(cfg, Trainer, num_steps=1)
+    assert "Exception during training" not in caplog.text

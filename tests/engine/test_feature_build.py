@@ -1,16 +1,177 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Views encoded in batches: cut evenly, or filled up where the last bits are wanted."""
+"""The name of a cache, which is that of all that features depend on; views encoded in batches."""
 
-from typing import Any, cast
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone
+from detectron2.structures import Instances, RotatedBoxes
+from torch import nn
 
-from qbheat_det.data import DataError
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import DataError, FixedViews, number_records
 from qbheat_det.data.feature_store import View
-from qbheat_det.engine.feature_build import ViewEncoder
+from qbheat_det.engine.feature_build import ViewEncoder, check_keepable, describe_cache, name_cache
 from qbheat_det.modeling.backbone import CachedBackbone
+
+Parts = dict[str, Any]
+
+
+class Encoder(Backbone):
+    """Two numbers and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2, bias=False)
+        self.register_buffer("count", torch.tensor(7))
+        nn.init.eye_(self.stem.weight)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"s8": x, "s16": x}
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        return {"s8": ShapeSpec(channels=2, stride=8), "s16": ShapeSpec(channels=2, stride=16)}
+
+
+def make_parts(folder: Path) -> Parts:
+    (folder / "images").mkdir(parents=True)
+    for index in range(2):
+        (folder / "images" / f"{index}.jpg").write_bytes(bytes([index]) * 9)
+        os.utime(folder / "images" / f"{index}.jpg", (1000, 1000))
+    boxes = [{"bbox": [1.0, 2.0, 3.0, 4.0], "bbox_mode": 1, "category_id": 5, "iscrowd": 0}]
+    return {
+        "cfg": get_cfg(),
+        "backbone": CachedBackbone(encoder=Encoder(), outputs=["s8", "s16"]),
+        "records": [
+            {
+                "file_name": str(folder / "images" / f"{index}.jpg"),
+                "image_id": index,
+                "annotations": copy.deepcopy(boxes),
+            }
+            for index in range(2)
+        ],
+        "views": FixedViews(lambda record: None, count=4),
+        "is_train": True,
+        "device": torch.device("cpu"),
+        "size_divisibility": 32,
+    }
+
+
+def name(parts: Parts) -> str:
+    return name_cache(describe_cache(**parts))
+
+
+def _rewrite(parts: Parts) -> None:
+    path = Path(parts["records"][0]["file_name"])
+    path.write_bytes(b"longer than before")
+    os.utime(path, (1000, 1000))
+
+
+def _rename(parts: Parts) -> None:
+    path = Path(parts["records"][0]["file_name"])
+    parts["records"][0]["file_name"] = str(path.rename(path.with_name("other.jpg")))
+
+
+def _set_weight(value: torch.Tensor) -> Callable[[Parts], object]:
+    return lambda p: vars(p["backbone"].encoder.stem)["_parameters"].update(
+        weight=nn.Parameter(value)
+    )
+
+
+CHANGES: dict[str, Callable[[Parts], object]] = {
+    "a weight": _set_weight(torch.tensor([[1.0, 0.0], [0.0, 1.0001]])),
+    "the sign of a zero": _set_weight(torch.tensor([[1.0, -0.0], [0.0, 1.0]])),
+    "a buffer": lambda p: p["backbone"].encoder.count.fill_(8),
+    "the structure": lambda p: p["backbone"].encoder.add_module("x", nn.ReLU()),
+    "the outputs": lambda p: p["backbone"].outputs.pop(),
+    "the mean": lambda p: p["cfg"].MODEL.merge_from_list(["PIXEL_MEAN", [1.0, 2.0, 3.0]]),
+    "the layout": lambda p: p["cfg"].MODEL.merge_from_list(["CHANNELS_LAST", True]),
+    "the dtype": lambda p: p["cfg"].merge_from_list(["MODEL.CACHE_FEATURES.DTYPE", "bfloat16"]),
+    "the padding": lambda p: p.update(size_divisibility=16),
+    "the number of views": lambda p: p.update(views=FixedViews(lambda record: None, 3)),
+    "their seed": lambda p: p.update(views=FixedViews(lambda record: None, 4, 1)),
+    "the kind of set": lambda p: p.update(is_train=False),
+    "the device": lambda p: p.update(device=torch.device("cuda")),
+    "a box": lambda p: p["records"][1]["annotations"][0].update(bbox=[1.0, 2.0, 3.5, 4.0]),
+    "a label": lambda p: p["records"][0].update(label=1),
+    "the order": lambda p: p["records"].reverse(),
+    "a file's time": lambda p: os.utime(p["records"][0]["file_name"], (1000, 1001)),
+    "a file's size": _rewrite,
+    "a file's name": _rename,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_whatever_features_depend_on_changes_the_name(
+    tmp_path: Path, change: Callable[[Parts], object]
+) -> None:
+    parts = make_parts(tmp_path)
+    before = name(parts)
+    change(parts)
+    assert name(parts) != before
+
+
+_OF_ALL = {"FORMAT": "RGB", "PRETRAIN.SIZE": 64, "DATASET_MAPPER_NAME": "classify"}
+_OF_TRAINING = {"MIN_SIZE_TRAIN": (96,), "CROP.ENABLED": True, "TWO_VIEWS.GREY_PROBABILITY": 0.5}
+_OF_TESTS = {"MIN_SIZE_TEST": 96, "MAX_SIZE_TEST": 160, "CLASSIFY.TEST_CROP": 0.5}
+_OF_NONE = {"FIXED_VIEWS.COUNT": 3, "FIXED_VIEWS.SEED": 3, "PRETRAIN.MEMORY_GB": 1.0}
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+def test_input_keys_count_for_the_sets_whose_views_they_change(
+    tmp_path: Path, is_train: bool
+) -> None:
+    parts = {**make_parts(tmp_path), "is_train": is_train}
+    before, changing = name(parts), set()
+    for key, value in {**_OF_ALL, **_OF_TRAINING, **_OF_TESTS, **_OF_NONE}.items():
+        parts["cfg"] = get_cfg()
+        parts["cfg"].merge_from_list([f"INPUT.{key}", value])
+        if name(parts) != before:
+            changing.add(key)
+    assert changing == {*_OF_ALL, *(_OF_TRAINING if is_train else _OF_TESTS)}
+
+
+def _move(parts: Parts, folder: Path) -> None:
+    moved = shutil.copytree(folder, folder.with_name("moved"))  # which keeps the times
+    for record in parts["records"]:
+        record["file_name"] = str(moved / "images" / Path(record["file_name"]).name)
+
+
+NEUTRAL: dict[str, Callable[[Parts, Path], object]] = {
+    "another folder": _move,
+    "numbers of records": lambda p, _: p.update(records=number_records(p["records"])),
+    "outlines": lambda p, _: p["records"][0]["annotations"][0].update(segmentation=[[1.0] * 6]),
+    "arrays": lambda p, _: p["records"][0]["annotations"][0].update(bbox=np.array([1.0, 2, 3, 4])),
+    "memory format": lambda p, _: _set_weight(torch.eye(2).t())(p),
+}
+
+
+@pytest.mark.parametrize("change", NEUTRAL.values(), ids=NEUTRAL)
+def test_what_features_do_not_depend_on_leaves_the_name(
+    tmp_path: Path, change: Callable[[Parts, Path], object]
+) -> None:
+    parts = make_parts(tmp_path / "set")
+    before = name(parts)
+    change(parts, tmp_path / "set")
+    assert name(parts) == before
+
+
+def test_the_description_is_plain_json_and_a_name_may_be_any_bytes(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    parts["records"][0]["file_name"] = os.fsdecode(b"/nowhere/\xff.jpg")
+    description = describe_cache(**parts)
+    assert json.loads(json.dumps(description)) == description
+    assert len(name_cache(description)) == 32
 
 
 class CountingBackbone:
@@ -19,18 +180,15 @@ class CountingBackbone:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def encode(self, model: nn.Module, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def encode(self, model: nn.Module, batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         self.sizes.append(len(batch))
-        return {
-            "s16": torch.stack([entry["image"].float().mean().view(1, 1, 1) for entry in batch])
-        }
+        means = [entry["image"].float().mean().view(1, 1, 1) for entry in batch]
+        return {"s16": torch.stack(means)}
 
 
 @pytest.mark.parametrize(
     ("count", "at_once", "is_exact", "sizes"),
     [
-        (32, 24, False, [16, 16]),
-        (32, 24, True, [24, 24]),
         (32, 12, False, [10, 11, 11]),
         (32, 12, True, [12, 12, 12]),
         (5, 8, False, [5]),
@@ -38,17 +196,11 @@ class CountingBackbone:
         (3, 1, True, [1, 1, 1]),
     ],
 )
-def test_a_file_of_views_is_cut_evenly_or_filled_up(
+def test_a_file_of_views_is_cut_evenly_or_filled_up_where_the_last_bits_are_wanted(
     count: int, at_once: int, is_exact: bool, sizes: list[int]
 ) -> None:
-    backbone = CountingBackbone()
-    encoder = ViewEncoder(
-        nn.Identity(),
-        cast(CachedBackbone, backbone),
-        at_once=at_once,
-        is_train=True,
-        is_exact=is_exact,
-    )
+    backbone: Any = CountingBackbone()
+    encoder = ViewEncoder(nn.Identity(), backbone, at_once, is_train=True, is_exact=is_exact)
     error = DataError("unreadable image", "image 'a.jpg'", "it is a text")
     entries = [{"image": torch.full((3, 8, 8), i, dtype=torch.uint8)} for i in range(count)]
     views = encoder([error, *entries, None])
@@ -57,3 +209,10 @@ def test_a_file_of_views_is_cut_evenly_or_filled_up(
     for number, view in enumerate(views[1:-1]):
         assert isinstance(view, View)
         torch.testing.assert_close(view.features["s16"], torch.full((1, 1, 1), float(number)))
+
+
+def test_what_the_store_does_not_keep_is_refused_with_the_key_to_set() -> None:
+    rotated = Instances((8, 8), gt_boxes=RotatedBoxes(torch.zeros(1, 5)))
+    for entry in ({"sem_seg": 0}, {"instances": rotated}):
+        with pytest.raises(UserError, match=r"'a\.jpg'.*MODEL\.CACHE_FEATURES\.ENABLED"):
+            check_keepable({"file_name": "a.jpg", **entry})

@@ -14,7 +14,7 @@ import torch
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.data_flags import CUSTOM_IMAGES, LABELLED_TRAIN
+from qbheat_det.engine.data_sources import CUSTOM_IMAGES, LABELLED_TRAIN
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs

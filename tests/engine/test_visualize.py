@@ -21,7 +21,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, Image, NotApplicable
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import visualize
-from qbheat_det.engine.sample_images import load_fixed_images
+from qbheat_det.engine.data_sources import load_fixed_images
 from qbheat_det.engine.visualize import VisualizationHook, build_visualization_hook, undisturbed
 from tests.data.pictures import draw, save
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.evaluation import TopAccuracy, extract_features, score_neighbours
-from qbheat_det.evaluation.knn import rank_true_classes
+from qbheat_det.evaluation import extract_features, measure_ranks, score_neighbours
+from qbheat_det.evaluation.classification import rank_true_classes
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -59,7 +59,7 @@ def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(
     capped = [rank if rank < 99 else classes for rank in expected]
     assert [min(rank, classes) for rank in ranks.tolist()] == capped
     score = score_neighbours(train, val, k=k)
-    assert (score.top1, score.top5) == pytest.approx(score_of(expected))
+    assert (score["top1"], score["top5"]) == pytest.approx(score_of(expected))
 
 
 def test_of_equally_similar_images_the_first_votes_and_of_equal_votes_the_lower_label_wins() -> (
@@ -97,10 +97,10 @@ def test_at_a_very_low_temperature_the_nearest_decides() -> None:
 
 
 def test_errors_are_those_of_binomial_counts() -> None:
-    score = TopAccuracy.from_ranks(torch.tensor([0, 0, 3, 9]))
-    expected = TopAccuracy(50.0, 75.0, 25.0, 100 * math.sqrt(0.75 * 0.25 / 4), 4)
-    assert score == expected
-    assert math.isnan(TopAccuracy.from_ranks(torch.tensor([])).top1)
+    error = 100 * math.sqrt(0.75 * 0.25 / 4)
+    expected = {"top1": 50.0, "top5": 75.0, "top1_standard_error": 25.0}
+    assert measure_ranks(torch.tensor([0, 0, 3, 9])) == {**expected, "top5_standard_error": error}
+    assert all(map(math.isnan, measure_ranks(torch.tensor([])).values()))
 
 
 @pytest.mark.parametrize(("k", "temperature", "voters"), [(0, 1.0, 3), (1, 0.0, 3), (1, 1.0, 0)])

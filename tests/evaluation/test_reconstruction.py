@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation.reconstruction import ReconstructionEvaluator, mean_and_standard_error
+from qbheat_det.evaluation.build import ReconstructionEvaluator, mean_and_standard_error
 
 
 def entry(image: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from qbheat_det.config import dump_config, get_cfg
-from qbheat_det.export.metadata import (
+from qbheat_det.export.formats import (
     METADATA_KEY,
     SHARED_ENCODER_KEY,
     TASK_OUTPUTS,

@@ -11,7 +11,7 @@ import pytest
 from qbheat_det.core.errors import UserError
 from qbheat_det.export import ExportedModel, ExportInfo, ExportReport
 from qbheat_det.export.agreement import Agreement, compare_detections, measure_agreement
-from qbheat_det.export.metadata import TASK_OUTPUTS, Task
+from qbheat_det.export.formats import TASK_OUTPUTS, Task
 from qbheat_det.export.runtime import Images, Outputs
 
 _ROWS = 6

@@ -3,7 +3,6 @@
 
 import contextlib
 import io
-import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from torch import nn
 
 from qbheat_det.checkpoint import load_run_config
@@ -63,22 +61,13 @@ def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str, suffix: str)
         np.testing.assert_allclose(value, together[name][2:], rtol=1e-3, atol=1e-4)
 
 
-def test_images_are_those_of_the_test_set_that_the_run_recorded(root: Path) -> None:
-    cfg = make_config("classifier", DATASETS__TEST=("custom_val",))
-    cfg.MODEL.WEIGHTS = str(root / "run" / "model_final.safetensors")
-    images, source = read_images(cfg, [])
+def test_images_are_those_of_the_toy_set_by_default(root: Path) -> None:
+    images, source = read_images(make_config("classifier"), [])
     assert (len(images), source) == (8, "8 images of qbheat_toy_val")
-    (root / "run").mkdir()
-    data = {"custom_val": {"image_folders": [str(root / "photos")], "labelled": False}}
-    (root / "run" / "run.json").write_text(json.dumps([{"data": data}]))
-    images, source = read_images(cfg, [])
-    assert source == "3 images of custom_val"
-    DatasetCatalog.remove("custom_val")
-    MetadataCatalog.remove("custom_val")
     (root / "empty").mkdir()
     (root / "empty" / "x.png").write_text("no image")
     with pytest.raises(UserError, match="--images"):
-        read_images(cfg, [str(root / "empty")])
+        read_images(make_config("classifier"), [str(root / "empty")])
 
 
 class _Touch:

@@ -16,9 +16,9 @@ from torchvision.ops import nms
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.predict import build_predictor
 from qbheat_det.export.agreement import build_reference
+from qbheat_det.export.formats import write_onnx
 from qbheat_det.export.graph import build_exportable, trace
-from qbheat_det.export.heads import EMPTY, suppress_overlaps
-from qbheat_det.export.onnx import suppress_operator, write_onnx
+from qbheat_det.export.heads import EMPTY, suppress_operator, suppress_overlaps
 from qbheat_det.export.runtime import to_instances
 from tests.export.tiny_models import TwoMaps, build, make_config, save
 
@@ -117,7 +117,7 @@ def test_overlaps_are_suppressed_image_by_image_and_class_by_class(tmp_path: Pat
     # The same in ONNX, traced at another number of images and boxes.
     rows = torch.cat([boxes, scores[..., None], labels[..., None].float()], dim=2)
     program = trace(_Suppress(), (rows[:2, :50].clone(),), ({0: Dim.AUTO, 1: Dim.AUTO},))
-    write_onnx(program, tmp_path / "x.onnx", inputs=["rows"], outputs=["kept"], metadata={})
+    write_onnx(program, tmp_path / "x.onnx", ["rows"], ["kept"], {})
     session = onnxruntime.InferenceSession(str(tmp_path / "x.onnx"))
     (kept,) = session.run(None, {"rows": rows.numpy()})
     torch.testing.assert_close(torch.from_numpy(kept), expected)

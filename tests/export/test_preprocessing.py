@@ -7,7 +7,7 @@ import torch
 from detectron2.data.transforms import ResizeShortestEdge
 from PIL import Image
 
-from qbheat_det.export.preprocessing import CenterCrop, Preprocessing, ShortestEdge
+from qbheat_det.export.graph import CenterCrop, Preprocessing, ShortestEdge
 
 
 def _noise(height: int, width: int) -> np.ndarray:

@@ -52,7 +52,7 @@ _INVALID_FILES: dict[str, Callable[[Path], object]] = {
 _CHANGES: list[dict[str, Any]] = [
     {"class_names": None}, {"class_names": "cat"}, {"model": None}, {"outputs": "boxes"},
     {"outputs": ["boxes"]}, {"config": 5}, {"category_ids": [True]}, {"score_threshold": "low"},
-    {"format": True}, {"format": 2}, {"surprise": 1},
+    {"format": 2}, {"surprise": 1},
 ]  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.classify import is_classifier
-from qbheat_det.engine.predict import build_predictor
+from qbheat_det.engine.predict import build_predictor, is_classifier
 from qbheat_det.export import SharedEncoderModel
 from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import ExportableModel, build_exportable

@@ -25,12 +25,12 @@ from qbheat_det.model_zoo import Metric, ZooEntry, index
 from qbheat_det.model_zoo.add import (
     add_entry,
     halve_precision,
-    parse_metric,
     remove_machine_paths,
 )
 from qbheat_det.model_zoo.api import TrainedModel
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from tests.tool_modules import load_tool
 
 from .conftest import BACKBONE, MakeEntry, Trained, make_entry
 
@@ -208,7 +208,7 @@ def test_an_entry_is_replaced_on_request(add: MakeEntry) -> None:
 )
 def test_metrics_are_read_from_the_command_line(text: str, metric: Metric | None) -> None:
     if metric is not None:
-        assert parse_metric(text) == metric
+        assert load_tool("zoo").parse_metric(text) == metric
         return
     with pytest.raises(UserError, match=f"'{text}'"):
-        parse_metric(text)
+        load_tool("zoo").parse_metric(text)

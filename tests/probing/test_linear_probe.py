@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from qbheat_det.modeling.classification import LinearDecoder
-from qbheat_det.probing import fit_linear_probe, fit_penalised
+from qbheat_det.probing.probes import fit_linear_probe, fit_penalised
 from tests.probing.drawn_features import draw_classes
 
 _K = 3
@@ -29,7 +29,7 @@ def standardised(features: Tensor) -> Tensor:
     return (features - features.mean(dim=0)) / features.std(dim=0, correction=0)
 
 
-@pytest.mark.parametrize("l2", [1.0, 1e-2, 1e-3])
+@pytest.mark.parametrize("l2", [1.0, 1e-3])
 def test_it_ends_where_scipy_ends(l2: float) -> None:
     features, labels = draw_classes(20, num_features=4, num_classes=_K)
     inputs = standardised(features)

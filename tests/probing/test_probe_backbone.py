@@ -11,9 +11,10 @@ import torch
 from detectron2.config import CfgNode
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from qbheat_det.config import load_config
+from qbheat_det.config import get_cfg, load_config
 from qbheat_det.export import export_backbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.probing.run import count_images_seen
 from tests.data.pictures import draw, save
 from tests.tool_modules import load_tool
 
@@ -114,7 +115,7 @@ def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
     words = ["--config-file", make_config(tmp_path), "--random", *folders]
     first = probe([*words, "--probes", "knn"], tmp_path)
     picture = tmp_path / "probes.svg"
-    wide = [*words, "--probes", "knn", "tran-1", "--widths", "192", "64"]
+    wide = [*words, "--probes", "knn", "tran-1", "tran-1:192", "tran-1:64"]
     both = probe([*wide, "--plot", str(picture)], tmp_path)
     assert both["rows"][0] == first["rows"][0]
     # 192 is MODEL.CLASSIFIER.WIDTH, so that its row is that of a command without widths.
@@ -123,11 +124,17 @@ def test_a_repeated_command_goes_on_with_what_is_missing_and_draws_all(
     assert "<!-- tran-1, width" in picture.read_text()
 
 
-def test_results_under_another_setting_are_refused(
+def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--config-file", make_config(tmp_path), "--random", "--probes", "knn", *folders]
-    probe(words, tmp_path)
+    config, weights = make_config(tmp_path), tmp_path / "w.safetensors"
+    words = ["--config-file", config, "--weights", str(weights), "--probes", "knn", *folders]
+    digests = set()
+    for seed in (1, 2):
+        write_weights(load_config(config), weights, seed=seed)
+        (row,) = probe(words, tmp_path)["rows"]
+        digests.add(row["digest"])
+    assert len(digests) == 2
     with pytest.raises(SystemExit):
         probe([*words, "MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"], tmp_path)
     assert "(pixels)" in capsys.readouterr().err
@@ -147,15 +154,12 @@ def test_results_under_another_setting_are_refused(
         (["--random", "--recalibrate-bn", "-1"], "--recalibrate-bn"),
         (["--random", "TEST.KNN.K", "0"], "TEST.KNN.K"),
         (["--random", "--probes", "lin"], "'lin'"),
-        (["--random", "--widths", "96"], "tran-1:96"),
+        (["--random", "--probes", "tran-1:96"], "tran-1:96"),
         (["--random", "--plot", "a.pdf"], "--plot"),
         (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "--memory-gb"),
         (["--random", "--val-folder", "OTHER"], "other'"),
-        (
-            ["--random", "--train-folder", "BROKEN"],
-            "--train-folder",
-        ),
-        (["--random", "--val-folder", "BROKEN"], "--val-folder"),
+        (["--random", "--train-folder", "BROKEN"], "--train-folder"),
+        *((["--random", "--json", name], "JSON") for name in ("TEXT", "LIST", "ROWS")),
     ],
 )
 def test_bad_arguments_are_named(
@@ -175,8 +179,22 @@ def test_bad_arguments_are_named(
         (tmp_path / "broken" / name / "0.png").write_text("no image")
     known = {"W": str(tmp_path / "w.safetensors")}
     known |= {name.upper(): str(tmp_path / name) for name in ("other", "broken")}
+    contents = {"TEXT": "no json", "LIST": "[]", "ROWS": '{"setting": {}, "rows": [3]}'}
+    for name, text in contents.items():
+        known[name] = str(tmp_path / f"{name}.JSON")
+        Path(known[name]).write_text(text)
     given = [known.get(word, word) for word in words]
     with pytest.raises(SystemExit) as stopped:
         main(["--config-file", make_config(tmp_path), *folders, *given])
     assert stopped.value.code == 2
     assert re.search(expected, capsys.readouterr().err)
+    assert all(Path(known[name]).read_text() == text for name, text in contents.items())
+
+
+def test_images_seen_are_those_of_all_steps_that_went_into_the_weights() -> None:
+    cfg = get_cfg()
+    cfg.SOLVER.IMS_PER_BATCH = 64
+    info = WeightsInfo.from_config(cfg, iteration=186, commit="")
+    assert count_images_seen(info) == 187 * 64
+    for unknown in (None, WeightsInfo(), WeightsInfo(config="NO_KEY: 1")):
+        assert count_images_seen(unknown) is None

@@ -43,7 +43,6 @@ def test_the_plan_lists_the_commands_and_runs_none(
         (["--probes", "svm"], "svm"),
         (["--epochs", "0"], "--epochs"),
         (["--seeds", "1", "1"], "--seeds"),
-        (["--detectors", "retinanet"], "--train-json"),
         (["SEED", "3"], "SEED"),
         (["SOLVER.BASE_LR"], "partner"),
         (["SOLVER.BASE_RATE", "1"], "SOLVER.BASE_RATE"),

@@ -2,7 +2,6 @@
 """tools/doctor.py: what it recognises, what it advises, and its exit code."""
 
 import importlib
-import json
 import subprocess
 import venv
 from pathlib import Path
@@ -36,11 +35,9 @@ def test_a_bare_python_gets_the_commands_and_exit_code_1(
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     run = subprocess.run([python, TOOLS / "doctor.py"], capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert run.stderr == ""
-    assert "! torch " in run.stdout
-    assert f"{python} -m pip install" in run.stdout
-    assert "install_detectron2.py" in run.stdout
+    assert (run.returncode, run.stderr) == (1, "")
+    for words in ("! torch ", f"{python} -m pip install", "install_detectron2.py"):
+        assert words in run.stdout
 
 
 def test_this_environment_has_all_that_is_required(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,13 +46,9 @@ def test_this_environment_has_all_that_is_required(capsys: pytest.CaptureFixture
     assert code == 0, printed
     assert f"torch                   {torch.__version__}\n" in printed
     assert "compiled ops" in printed
-
-
-def test_an_old_python_is_named() -> None:
-    finding = doctor.check_python((3, 9, 1))
-    assert finding.required
-    assert "3.9.1" in finding.text
-    assert doctor.check_python((3, 10, 0)).command == ""
+    findings = [doctor.Finding("b", "gone", "get b"), doctor.check_python((3, 9, 1))]
+    assert doctor.report(findings[:1]) == 0
+    assert doctor.report(findings) == 1
 
 
 def test_a_cpu_build_of_torch_beside_torchvision_is_recognised() -> None:
@@ -66,11 +59,9 @@ def test_a_cpu_build_of_torch_beside_torchvision_is_recognised() -> None:
     )
     error = RuntimeError("operator torchvision::nms does not exist")
     findings = {one.name: one for one in doctor.check_torch(Imports(torch=cpu, torchvision=error))}
-    vision = findings["torchvision"]
-    assert vision.required
-    assert "2.13.0+cpu" in vision.text
+    assert findings["torchvision"].required
     # Installing alone would find torch already there.
-    uninstall, install = vision.command.split(" && ")
+    uninstall, install = findings["torchvision"].command.split(" && ")
     assert uninstall.endswith("pip uninstall -y torch torchvision")
     assert install.endswith("torch torchvision")
 
@@ -80,11 +71,7 @@ def test_a_cpu_build_of_torch_beside_torchvision_is_recognised() -> None:
     [
         ("detectron2", ModuleNotFoundError(name="detectron2"), "tools/install_detectron2.py"),
         ("detectron2__layers", ModuleNotFoundError(name="fvcore"), " fvcore"),
-        (
-            "detectron2__layers",
-            ImportError("_C.so: undefined symbol"),
-            "uninstall -y detectron2 &&",
-        ),
+        ("detectron2__layers", ImportError("undefined symbol"), "uninstall -y detectron2 &&"),
     ],
 )
 def test_detectron2_gets_the_command_that_mends_it(
@@ -95,45 +82,26 @@ def test_detectron2_gets_the_command_that_mends_it(
     assert command in finding.command
 
 
-@pytest.mark.parametrize(("has_padding", "kind"), [(False, "release v0.6"), (True, "main")])
-def test_release_and_main_are_told_apart(has_padding: bool, kind: str) -> None:
-    backbone = type("Backbone", (), {"padding_constraints": {}} if has_padding else {})
-    module = SimpleNamespace(Backbone=backbone)
-    first, *_ = doctor.check_detectron2(Imports(detectron2__modeling__backbone=module))
-    assert f"({kind}" in first.text
-
-
 def test_all_missing_libraries_come_by_one_command_and_optional_ones_apart() -> None:
     gone = {
         name: ModuleNotFoundError(f"No module named '{name}'", name=name)
         for name in ("timm", "scipy", "faster_coco_eval")
     }
     missing = [one for one in doctor.check_libraries(Imports(**gone)) if one.command]
-    required = {one.command for one in missing if one.required}
-    assert len(required) == 1
-    assert required.pop().endswith("scipy timm")
+    (required,) = {one.command for one in missing if one.required}
+    assert required.endswith("scipy timm")
     optional = {one.name: one for one in missing if not one.required}
     assert optional["faster-coco-eval"].command.endswith(" faster-coco-eval")
 
 
-def test_only_what_is_required_makes_the_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.report([doctor.Finding("a", "there"), doctor.Finding("b", "gone", "get b")]) == 0
-    assert doctor.report([doctor.Finding("c", "gone", "get c", required=True)]) == 1
-    assert "  get c\n" in capsys.readouterr().out
-
-
 def test_coco_is_looked_for_where_detectron2_looks(tmp_path: Path) -> None:
     environ = {"DETECTRON2_DATASETS": str(tmp_path)}
+    for name in ("train2017", "val2017", "annotations/instances_train2017.json"):
+        (tmp_path / "coco" / name).mkdir(parents=True)
     root, coco = doctor.check_datasets(environ)
     assert str(tmp_path) in root.text
-    assert not coco.required
-
-    for name in ("train2017", "val2017", "annotations"):
-        (tmp_path / "coco" / name).mkdir(parents=True)
-    (tmp_path / "coco/annotations/instances_train2017.json").write_text(json.dumps({}))
-    _, coco = doctor.check_datasets(environ)
     assert "coco/annotations/instances_val2017.json" in coco.text
-
-    (tmp_path / "coco/annotations/instances_val2017.json").write_text(json.dumps({}))
+    assert not coco.required
+    (tmp_path / "coco/annotations/instances_val2017.json").touch()
     _, coco = doctor.check_datasets(environ)
     assert coco.command == ""

@@ -13,8 +13,7 @@ import pytest
 from detectron2.structures import BoxMode
 from PIL import Image as PILImage
 
-from qbheat_det.analysis.dataset_report import draw_samples, measure
-from qbheat_det.analysis.datasets import DatasetSource, Inspection
+from qbheat_det.analysis.datasets import DatasetSource, Inspection, draw_samples, measure
 from qbheat_det.config import get_cfg
 from qbheat_det.data import ToySpec, prepare_toy_set
 from tests.tool_modules import load_tool
@@ -124,7 +123,6 @@ def spoil(train: Path) -> dict[str, str]:
     images = [train / "images" / name for name in names]
     images[0].unlink()
     images[1].write_bytes(images[1].read_bytes()[:-300])
-    images[2].write_bytes(b"")
     images[3].write_text("<html>not found</html>")
     PILImage.new("RGB", (64, 65)).save(images[4])
 
@@ -133,9 +131,6 @@ def spoil(train: Path) -> dict[str, str]:
         good = {"category_id": 1, "bbox": [1, 2, 9, 9], "image_id": ids[names[7]], "iscrowd": 0}
         bad: list[Content] = [
             {"bbox": [64, 2, 9, 9]},
-            {"bbox": [1, 2, 0, 9]},
-            {"bbox": [1, 2, -3, 9]},
-            {"bbox": [1, 2, float("nan"), 9]},
             {"category_id": 3},
             {"image_id": 12345},
             {"segmentation": "text"},
@@ -148,18 +143,14 @@ def spoil(train: Path) -> dict[str, str]:
     return {
         "missing image file": repr(names[0]),
         "truncated or damaged image": names[1],
-        "empty image file": names[2],
         "unreadable image": names[3],
         "image of another size than annotated": names[4],
-        "box outside its image": "annotation id 1001",
-        "box without area": "annotation id 1002",
-        "box of negative size": "annotation id 1003",
-        "annotation without a sound bbox": "annotation id 1004",
-        "unknown category": "annotation id 1005",
-        "unknown image": "annotation id 1006",
-        "segmentation that cannot be drawn": "annotation id 1007",
+        "wrong bbox": "annotation id 1001",
+        "unknown category": "annotation id 1002",
+        "unknown image": "annotation id 1003",
+        "segmentation that cannot be drawn": "annotation id 1004",
         "annotation id twice": "annotation id 2001",
-        "image id too large": "image id 9007199254740993",
+        "image with a wrong id": "image id 9007199254740993",
     }
 
 
@@ -235,7 +226,7 @@ def test_what_training_can_handle_is_a_warning(inspect: Any, data: dict[str, Pat
         (["--train-json", "/nowhere/x.json", "--train-images", "/"], "/nowhere/x.json"),
         (["--config-file", CONFIG, "DATASETS.TRAIN", "('none',)"], "no dataset 'none'"),
         ([], "names no dataset"),
-        (["--num-threads", "0"], "--num-threads must be 1 or more"),
+        (["--num-samples", "-1"], "--num-samples must be 0 or more"),
     ],
 )
 def test_wrong_use_ends_in_two(

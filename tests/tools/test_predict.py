@@ -1,27 +1,32 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""tools/predict.py from its command line: files written, exit codes, sentences."""
+"""tools/predict.py from its command line: files written, exit codes, what errors name."""
 
 import contextlib
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from detectron2.modeling import build_model
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from qbheat_det.config import load_config
+from qbheat_det.data import build_mapper
+from qbheat_det.engine.data_sources import LABELLED_TRAIN
+from tests.engine.classifier_cases import configure, make_classes
+from tests.engine.conftest import forget_runs
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 from tests.engine.tiny_pretraining import OPTS, RECIPE
 from tests.tool_modules import load_tool
 
-
-@pytest.fixture(scope="module")
-def predict() -> ModuleType:
-    return load_tool("predict")
+predict = load_tool("predict")
+NAMES = ["ape", "bee", "cat", "dog", "emu", "fox"]
 
 
 @pytest.fixture(scope="module")
@@ -34,95 +39,114 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_folder_becomes_pictures_and_results_that_pycocotools_reads(
-    predict: ModuleType, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights = save_run(make_retinanet_config(), tmp_path / "run")
-    boxes = tmp_path / "boxes.json"
-    annotations = tmp_path / "ann.json"
-    images = [{"id": 70 + i, "file_name": f"{i}.png", "width": 80, "height": 60} for i in range(3)]
-    annotations.write_text(json.dumps({"images": images}))
-    arguments = ["--weights", weights, "--input", str(photos), "--output", str(tmp_path / "out")]
-    arguments += ["--json", str(boxes), "--score-threshold", "0", "--device", "cpu"]
-    arguments += ["--image-ids-from", str(annotations)]
-    assert predict.main([*arguments, "INPUT.MIN_SIZE_TEST", "48"]) == 0
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["0.png", "1.png", "2.png"]
-    assert Image.open(tmp_path / "out" / "0.png").size == (512, 384)  # enlarged for the labels
-    results = json.loads(boxes.read_text())
-    assert {r["image_id"] for r in results} == {70, 71, 72}
-    assert {r["category_id"] for r in results} <= {1, 2, 3}
-    assert "MODEL.CATEGORY_IDS" in capsys.readouterr().out
-    # Taken as the truth, the predictions must be found again, each of them.
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights of a RetinaNet."""
+    return save_run(make_retinanet_config(), tmp_path_factory.mktemp("detector"))
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any, str]]:
+    """Folder of six classes, with two files that are no images; config; weights."""
+    root = Path(make_classes(tmp_path_factory.mktemp("train"), dict.fromkeys(NAMES, 1)))
+    cfg, _ = configure({}, "--train-folder", str(root))
+    (root / "bee" / "x.jpg").write_text("no image")
+    (root / "clip.mp4").write_text("no film")
+    yield str(root), cfg, save_run(cfg, tmp_path_factory.mktemp("classifier"), seed=4)
+    forget_runs(LABELLED_TRAIN)
+
+
+def run(words: str, json_file: Path) -> Any:
+    """Runs the tool on the CPU; returns its exit code and what it wrote."""
+    opts = ["INPUT.MIN_SIZE_TEST", "48", "MODEL.DEPLOY.COMPILE", "off"]
+    code = predict.main([*words.split(), "--json", str(json_file), "--device", "cpu", *opts])
+    return code, json.loads(json_file.read_text())
+
+
+def find_ap(results: list[dict[str, Any]], num_images: int) -> float:
+    """The AP of results in COCO's format where they themselves are the truth."""
+    truth = COCO()
     with contextlib.redirect_stdout(io.StringIO()):
-        coco = COCO()
-        coco.dataset = {
+        truth.dataset = {
             "info": {},
-            "images": images,
-            "categories": [{"id": i} for i in (1, 2, 3)],
+            "images": [{"id": index + 1} for index in range(num_images)],
+            "categories": [{"id": index} for index in (1, 2, 3)],
             "annotations": [
-                {**r, "id": i, "iscrowd": 0, "area": r["bbox"][2] * r["bbox"][3]}
-                for i, r in enumerate(results, start=1)
+                {**result, "id": i, "iscrowd": 0, "area": result["bbox"][2] * result["bbox"][3]}
+                for i, result in enumerate(results, start=1)
             ],
         }
-        coco.createIndex()
-        evaluation = COCOeval(coco, coco.loadRes(str(boxes)), "bbox")
+        truth.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(results), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    assert evaluation.stats[0] == pytest.approx(1)
+    return float(evaluation.stats[0])
 
 
-def test_a_broken_file_is_named_and_the_exit_code_says_so(
-    predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
+    photos: Path, detector: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = save_run(make_probe_config(), tmp_path / "run")
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "broken.jpg").write_text("not a picture")
-    Image.new("RGB", (40, 30), (255, 0, 0)).save(tmp_path / "in" / "red.png")
-    arguments = ["--weights", weights, "--input", str(tmp_path / "in")]
-    assert predict.main([*arguments, "--json", str(tmp_path / "r.json")]) == 1
-    captured = capsys.readouterr()
-    assert "broken.jpg" in captured.err
-    assert "1 boxes" in captured.out
-    (box,) = json.loads((tmp_path / "r.json").read_text())
-    assert box["category_id"] == 9
+    words = f"--weights {detector} --input {photos} --score-threshold 0"
+    code, results = run(f"{words} --output {tmp_path / 'out'}", tmp_path / "boxes.json")
+    assert code == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["0.png", "1.png", "2.png"]
+    assert Image.open(tmp_path / "out" / "0.png").size == (512, 384)  # enlarged for the labels
+    assert {result["image_id"] for result in results} == {1, 2, 3}
+    assert "MODEL.CATEGORY_IDS" in capsys.readouterr().out
+    assert find_ap(results, 3) == pytest.approx(1)
+
+    _, fast = run(f"{words} --fast", tmp_path / "fast.json")
+    assert "fold" in capsys.readouterr().err
+    for one, other in zip(results, fast, strict=True):
+        assert one["category_id"] == other["category_id"]
+        assert one["score"] == pytest.approx(other["score"], abs=1e-4)
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=0.05)
+
+
+def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
+    classifier: tuple[str, Any, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, cfg, weights = classifier
+    code, results = run(f"--weights {weights} --input {root}", tmp_path / "classes.json")
+    assert (code, len(results)) == (1, 6)
+    said = capsys.readouterr().err
+    assert "clip.mp4" in said
+    assert "x.jpg" in said
+    torch.manual_seed(4)
+    model, mapper = build_model(cfg).eval(), build_mapper(cfg, is_train=False)
+    for entry in results:
+        record = {"file_name": f"{root}/{entry['file_name']}", "image_id": 0}
+        with torch.no_grad():
+            scores = model([mapper(record)])[0]["scores"]
+        order = sorted(range(6), key=lambda k: -float(scores[k]))[:5]
+        assert [found["name"] for found in entry["classes"]] == [NAMES[k] for k in order]
+        found = torch.tensor([found["score"] for found in entry["classes"]])
+        torch.testing.assert_close(found, scores[order], rtol=1e-4, atol=1e-6)
 
 
 def test_bad_arguments_are_named_with_exit_code_2(
-    predict: ModuleType, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    photos: Path,
+    detector: str,
+    classifier: tuple[str, Any, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    weights = save_run(make_probe_config(), tmp_path / "run")
+    probe = save_run(make_probe_config(), tmp_path / "run")
     pretrained = save_run(load_config(RECIPE, [w for p in OPTS.items() for w in p]), tmp_path / "p")
     out = f"--output {tmp_path / 'out'}"
     for words, named in (
         (f"--weights none.pth --input {photos} {out}", "'none.pth'"),
-        (f"--weights {weights} --input nowhere {out}", "'nowhere'"),
-        (f"--weights {weights} --input {photos}", "--json"),
-        (f"--weights {weights} --input {photos} {out} A.B 1", "A.B"),
+        (f"--weights {probe} --input nowhere {out}", "'nowhere'"),
+        (f"--weights {probe} --input {photos}", "--json"),
+        (f"--weights {probe} --input {photos} --json {tmp_path}", "--json"),
+        (f"--weights {probe} --input {photos} {out} --score-threshold 2", "--score-threshold"),
+        (f"--weights {probe} --input {photos} {out} A.B 1", "A.B"),
         (f"--weights {tmp_path}/m.onnx --input x --json y --fast", "--fast"),
         (f"--weights {pretrained} --input {photos} {out}", "QBHeat"),
+        (f"--weights {classifier[2]} --input {photos} {out}", "--output"),
     ):
         with pytest.raises(SystemExit) as caught:
             predict.main([*words.split()[:4], "--device", "cpu", *words.split()[4:]])
         assert caught.value.code == 2
         assert named in capsys.readouterr().err
-
-
-def test_the_fast_form_finds_the_same_boxes_and_says_what_it_did(
-    predict: ModuleType, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights = save_run(make_retinanet_config(), tmp_path / "run")
-    found = []
-    for flags in ([], ["--fast"]):
-        path = tmp_path / f"{len(flags)}.json"
-        arguments = ["--weights", weights, "--input", str(photos), "--json", str(path)]
-        arguments += ["--score-threshold", "0", "--device", "cpu", *flags]
-        assert predict.main([*arguments, "MODEL.DEPLOY.COMPILE", "off"]) == 0
-        found.append(json.loads(path.read_text()))
-    said = capsys.readouterr().err
-    assert "fold" in said
-    assert len(found[0]) == len(found[1]) > 0
-    for plain, fast in zip(*found, strict=True):
-        assert plain["category_id"] == fast["category_id"]
-        assert plain["score"] == pytest.approx(fast["score"], abs=1e-4)
-        assert plain["bbox"] == pytest.approx(fast["bbox"], abs=0.05)

@@ -1,13 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Annotation files in COCO's format: registering them, and checking them before training.
-
-What stops a run, or silently spoils it, is an error that names the file and the id. What Detectron2
-copes with, and COCO's own files contain, is a warning with a count.
-"""
+"""Annotation files in COCO's format: registering them, and checking them before training."""
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -15,10 +11,9 @@ from detectron2.data.datasets import register_coco_instances
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data.errors import DataError, raise_first
+from qbheat_det.data.checks import raise_first
 
-from .coco_checks import CocoFile
-from .coco_shapes import has_area, has_polygon
+from .coco_file import CocoFile
 
 logger = logging.getLogger(__name__)
 
@@ -96,38 +91,13 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
     """Checks an annotation file, returns what it holds, and logs what is odd.
 
-    Image files are looked up in the listings of their folders and not opened.
-
     Raises:
-        UserError: the first error's message, which counts the others: file or images are missing;
-            the file is not JSON or not COCO; ids occur twice or point to nothing; sizes, boxes or
-            masks make no sense; no image, category or box.
+        UserError: the first error of ``CocoFile``, with the number of the others.
     """
-    content = read_coco_json(json_file, image_root)
+    content = CocoFile(str(json_file), str(image_root))
     raise_first(content.errors)
     for warning in content.warnings:
         logger.warning(warning)
-    return content
-
-
-def read_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
-    """Reads an annotation file and finds everything that is wrong with it.
-
-    Raises:
-        UserError: nothing can be said about single entries, see ``CocoFile``.
-    """
-    content = CocoFile(str(json_file), str(image_root))
-    with_boxes = {
-        entry["category_id"]
-        for entry in content.annotations
-        if not entry.get("iscrowd", 0) and has_area(entry) and has_polygon(entry)
-    }
-    if not with_boxes and not content.errors:
-        reason = "there is no box to train on or to evaluate with"
-        content.errors.append(DataError("no boxes", content.json_file, reason))
-    without = [entry["name"] for entry in content.categories if entry["id"] not in with_boxes]
-    if without and with_boxes:
-        content.warnings.append(f"{json_file}: categories without a box: {quote(without)}")
     return content
 
 
@@ -143,18 +113,13 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
     for one, other in ((train, val), (val, train)):
         missing = [name for name in one.class_names if name not in other.class_names]
         if missing:
-            raise UserError(
-                f"the categories of {files} differ: '{other.json_file}' lacks {quote(missing)}"
-            )
+            lacks = f"'{other.json_file}' lacks {join_first(map(repr, missing))}"
+            raise UserError(f"the categories of {files} differ: {lacks}")
     raise UserError(
         f"the categories of {files} have the same names in another order of ids: "
-        f"{quote(train.class_names)} against {quote(val.class_names)}"
+        f"{join_first(map(repr, train.class_names))} against "
+        f"{join_first(map(repr, val.class_names))}"
     )
-
-
-def quote(names: Sequence[str]) -> str:
-    """Returns the first three names, quoted, and how many more there are."""
-    return join_first(map(repr, names))
 
 
 def _is_registered(name: str, json_file: str, image_root: str, *, unlabelled: bool = False) -> bool:

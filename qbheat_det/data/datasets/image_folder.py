@@ -7,8 +7,7 @@ number the others differently: labels of several sets are brought to one numberi
 
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -24,8 +23,6 @@ _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
 
 PathLike = str | os.PathLike[str]
 Records = list[dict[str, Any]]
-Labelled = tuple[Records, Sequence[str]]
-"""Records with "label", and the names of the classes."""
 
 _SHOWN = 5  # classes that a message names
 
@@ -56,8 +53,7 @@ def register_image_folders(
         records, class_names = load_image_folders(paths, labelled=labelled)
         if labelled:
             MetadataCatalog.get(name).set(folder_classes=class_names)
-        shown = ", ".join(os.fsencode(path).decode(errors="backslashreplace") for path in paths)
-        logger.info(f"{len(records):,} images in {shown}")
+        logger.info(f"{len(records):,} images in {', '.join(map(ascii, paths))}")
         return records
 
     DatasetCatalog.register(name, load)
@@ -71,7 +67,7 @@ def register_image_folders(
 
 def load_image_folders(
     folders: Sequence[PathLike], *, labelled: bool = False
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[Records, list[str]]:
     """Returns the records of folders, one folder after another, and the names of their classes.
 
     Args:
@@ -82,20 +78,22 @@ def load_image_folders(
     Raises:
         UserError: a folder does not exist or holds no image, or an image lies in no class folder.
     """
-    pairs = [
-        (path, _class_of(path, root) if labelled else "")
-        for root in (os.fspath(folder) for folder in folders)
-        for path in list_images(root)
-    ]
-    if not labelled:
-        return [{"file_name": path, "image_id": i} for i, (path, _) in enumerate(pairs)], []
-    class_names = sorted({class_name for _, class_name in pairs})
-    labels = {class_name: index for index, class_name in enumerate(class_names)}
-    records: list[dict[str, Any]] = [
-        {"file_name": path, "image_id": i, "label": labels[class_name]}
-        for i, (path, class_name) in enumerate(pairs)
-    ]
-    return records, class_names
+    if labelled:
+        pairs = [pair for folder in folders for pair in _list_labelled(os.fspath(folder))]
+        class_names = sorted({class_name for _, class_name in pairs})
+        return _label(pairs, class_names, "the folders"), class_names
+    paths = [path for folder in folders for path in list_images(folder)]
+    return [{"file_name": path, "image_id": i} for i, path in enumerate(paths)], []
+
+
+def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
+    """Returns labelled records of two folders of class folders, in the classes of the first.
+
+    Raises:
+        UserError: as ``load_image_folders``, or there is one class, or ``val_folder`` has others.
+    """
+    names = os.fspath(train_folder), os.fspath(val_folder)
+    return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
 
 
 def list_images(folder: PathLike) -> list[str]:
@@ -108,9 +106,9 @@ def list_images(folder: PathLike) -> list[str]:
     Raises:
         UserError: the folder does not exist, cannot be read, or holds no image.
     """
-    images = [path for images, _ in _walk(_existing(folder)) for path in images]
+    images = [path for images in _walk(os.fspath(folder)) for path in images]
     if not images:
-        check_image_folder(folder)
+        raise UserError(f"the folder '{os.fspath(folder)}' holds no image ({' '.join(_ENDINGS)})")
     return images
 
 
@@ -120,68 +118,8 @@ def check_image_folder(folder: PathLike) -> None:
     Raises:
         UserError: as ``list_images``.
     """
-    others: Counter[str] = Counter()
-    for images, names in _walk(_existing(folder)):
-        if images:
-            return
-        others.update(os.path.splitext(name)[1].lower() or "no ending" for name in names)
-    kinds = [f"{count:,} with {kind}" for kind, count in others.most_common()]
-    found = join_first(kinds) if kinds else "no visible file"
-    raise UserError(
-        f"the folder '{os.fspath(folder)}' holds no image ({' '.join(_ENDINGS)}), but {found}"
-    )
-
-
-def _existing(folder: PathLike) -> str:
-    path = os.fspath(folder)
-    if not os.path.isdir(path):
-        state = "is a file" if os.path.exists(path) else "does not exist"
-        raise UserError(f"the image folder '{path}' {state}")
-    return path
-
-
-def _walk(root: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Yields, for each folder, the paths of its images and the names of its other files."""
-    waiting: list[tuple[str, tuple[str, ...]]] = [(root, (os.path.realpath(root),))]
-    while waiting:
-        folder, chain = waiting.pop()  # and, of the links followed on the way, where they lead
-        images, others, below = [], [], []
-        try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    name = entry.name
-                    if name.startswith("."):
-                        continue
-                    # The listing itself has the type, but not that of a link's target.
-                    linked = entry.is_symlink()
-                    if name.lower().endswith(_ENDINGS) and (linked or entry.is_file()):
-                        images.append(name)
-                    elif entry.is_dir():
-                        below.append((name, linked))
-                    else:
-                        others.append(name)
-        except OSError as error:
-            raise UserError(f"the folder '{folder}' cannot be read: {error.strerror}") from error
-        images.sort()
-        yield [os.path.join(folder, name) for name in images], others
-        for name, linked in sorted(below, reverse=True):
-            path = os.path.join(folder, name)
-            target = os.path.realpath(path) if linked else ""
-            if not linked:
-                waiting.append((path, chain))
-            elif not any(_is_below(seen, target) for seen in (*chain, os.path.realpath(folder))):
-                waiting.append((path, (*chain, target)))
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
-
-
-def _class_of(path: str, root: str) -> str:
-    class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
-    if not separator:
-        raise UserError(f"image '{path}' lies in no class folder of '{root}'")
-    return class_name
+    if not any(_walk(os.fspath(folder))):
+        list_images(folder)
 
 
 def list_classes(sets: Sequence[str]) -> list[str]:
@@ -190,7 +128,7 @@ def list_classes(sets: Sequence[str]) -> list[str]:
     Raises:
         UserError: a set has no labels, or cannot be listed.
     """
-    return sorted({class_name for _, class_name in _pair(map(_load, sets))})
+    return sorted({class_name for name in sets for _, class_name in _load(name)})
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
@@ -203,40 +141,84 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
     Raises:
         UserError: a set has no labels, or images of a class that is not in the list.
     """
-    return _label(_pair(map(_load, sets)), class_names, " and ".join(sets))
+    return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
-    """Loads sets by name, those of each side one after another, and unites their labels.
+    """Returns the labelled records of registered sets, in the classes of the first.
 
     Raises:
-        UserError: a set has no labels, or ``unite_labels`` raises.
+        UserError: a set has no labels, ``train`` has one class, or ``val`` has others.
     """
-    names = " and ".join(train), " and ".join(val)
-    return unite_labels([*map(_load, train)], [*map(_load, val)], names=names)
+    pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
+    return _label_both(pairs[0], pairs[1], names=(" and ".join(train), " and ".join(val)))
 
 
-def unite_labels(
-    train: Sequence[Labelled], val: Sequence[Labelled], *, names: tuple[str, str]
+def _walk(root: str) -> Iterator[list[str]]:
+    """Yields the paths of the images of each folder."""
+    if not os.path.isdir(root):
+        state = "is a file" if os.path.exists(root) else "does not exist"
+        raise UserError(f"the image folder '{root}' {state}")
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"the folder '{error.filename}' cannot be read: {error.strerror}")
+
+    followed = {os.path.realpath(root)}
+
+    def is_new(folder: str) -> bool:
+        target = os.path.realpath(folder)
+        if not os.path.islink(folder):
+            return True
+        # A link to a folder around one that was followed would lead there again.
+        if any(os.path.commonpath((target, other)) == target for other in followed):
+            return False
+        followed.add(target)
+        return True
+
+    for folder, below, names in os.walk(root, onerror=refuse, followlinks=True):
+        visible = sorted(name for name in below if not name.startswith("."))
+        below[:] = [name for name in visible if is_new(os.path.join(folder, name))]
+        yield [
+            os.path.join(folder, name)
+            for name in sorted(names)
+            if name.lower().endswith(_ENDINGS) and not name.startswith(".")
+        ]
+
+
+def _list_labelled(root: str) -> list[tuple[str, str]]:
+    """Returns path and class of each image in a folder of class folders."""
+    pairs = []
+    for path in list_images(root):
+        class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
+        if not separator:
+            raise UserError(f"image '{path}' lies in no class folder of '{root}'")
+        pairs.append((path, class_name))
+    return pairs
+
+
+def _load(name: str) -> list[tuple[str, str]]:
+    """Returns path and class of each image of a registered set."""
+    records = DatasetCatalog.get(name)
+    class_names = MetadataCatalog.get(name).get("folder_classes")
+    if not class_names or any("label" not in record for record in records):
+        raise UserError(
+            f"the images of dataset '{name}' have no labels: name a set of class folders, such as "
+            "imagenet_train, or give class folders by --train-folder and --val-folder, for nearest "
+            "neighbours --knn-train-folder and --knn-val-folder"
+        )
+    return [(record["file_name"], class_names[record["label"]]) for record in records]
+
+
+def _label_both(
+    train: Sequence[tuple[str, str]], val: Sequence[tuple[str, str]], *, names: tuple[str, str]
 ) -> tuple[Records, Records]:
-    """Returns records with "file_name", "image_id" and "label", by the names of the classes.
-
-    Args:
-        train: sets to learn from.
-        val: sets to classify.
-        names: of both, for the message.
-
-    Raises:
-        UserError: ``val`` has a class that ``train`` does not have, or there is one class.
-    """
-    known = _pair(train)
-    class_names = sorted({class_name for _, class_name in known})
+    class_names = sorted({class_name for _, class_name in train})
     if len(class_names) < 2:
         raise UserError(
             f"'{names[0]}' holds images of one class alone, '{class_names[0]}': the folders right "
             "below it are the classes"
         )
-    return _label(known, class_names, names[0]), _label(_pair(val), class_names, names[1])
+    return _label(train, class_names, names[0]), _label(val, class_names, names[1])
 
 
 def _label(pairs: Sequence[tuple[str, str]], class_names: Sequence[str], name: str) -> Records:
@@ -249,24 +231,4 @@ def _label(pairs: Sequence[tuple[str, str]], class_names: Sequence[str], name: s
     return [
         {"file_name": path, "image_id": i, "label": labels[class_name]}
         for i, (path, class_name) in enumerate(pairs)
-    ]
-
-
-def _load(name: str) -> Labelled:
-    records = DatasetCatalog.get(name)
-    class_names = MetadataCatalog.get(name).get("folder_classes")
-    if not class_names or any("label" not in record for record in records):
-        raise UserError(
-            f"the images of dataset '{name}' have no labels: name a set of class folders, such as "
-            "imagenet_train, or give class folders by --train-folder and --val-folder, for nearest "
-            "neighbours --knn-train-folder and --knn-val-folder"
-        )
-    return records, class_names
-
-
-def _pair(sets: Iterable[Labelled]) -> list[tuple[str, str]]:
-    return [
-        (record["file_name"], class_names[record["label"]])
-        for records, class_names in sets
-        for record in records
     ]

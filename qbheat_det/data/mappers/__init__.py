@@ -11,7 +11,7 @@ from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.errors import DataError
+from qbheat_det.data.checks import DataError
 
 from .classification import ClassificationMapper
 from .detr import DetrDatasetMapper, build_detr_crop
@@ -23,8 +23,7 @@ from .fixed_views import (
     PreparedMapper,
     number_records,
 )
-from .pretraining import PretrainingMapper
-from .two_views import TwoViewMapper
+from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [
     "VIEW_ROW",

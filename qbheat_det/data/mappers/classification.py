@@ -17,8 +17,7 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from qbheat_det.core.errors import UserError
-from qbheat_det.data.errors import DataError
+from qbheat_det.data.checks import DataError, check_input_keys
 
 from .pretraining import PretrainingMapper
 
@@ -60,14 +59,12 @@ class ClassificationMapper:
             UserError: a value makes no sense.
         """
         magnitude, deviation = rand_augment if len(rand_augment) == 2 else (-1, -1)
-        is_whole = magnitude == int(magnitude) and 0 <= magnitude <= _LARGEST_MAGNITUDE
-        if len(rand_augment) and not (is_whole and deviation >= 0):
-            raise UserError(
-                "INPUT.CLASSIFY.RAND_AUGMENT must be empty or [whole number up to "
-                f"{_LARGEST_MAGNITUDE}, standard deviation], but is {list(rand_augment)}"
-            )
-        if not 0 <= random_erasing <= 1:
-            raise UserError(f"INPUT.CLASSIFY.RANDOM_ERASING is {random_erasing}, not in [0, 1]")
+        is_pair = magnitude in range(_LARGEST_MAGNITUDE + 1) and deviation >= 0
+        pair = f"empty or [whole number up to {_LARGEST_MAGNITUDE}, standard deviation]"
+        check_input_keys(
+            ("CLASSIFY.RAND_AUGMENT", rand_augment, not len(rand_augment) or is_pair, pair),
+            ("CLASSIFY.RANDOM_ERASING", random_erasing, 0 <= random_erasing <= 1, "in [0, 1]"),
+        )
         self._crop = crop
         self._is_bgr = crop.pixel_format == "BGR"
         self._augment = None

@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 
-from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import check_input_keys
 
 
 class DetrDatasetMapper(DatasetMapper):
@@ -39,27 +39,22 @@ class DetrDatasetMapper(DatasetMapper):
         return arguments
 
 
-def build_detr_crop(
-    *, resize_to: Sequence[int], crop_range: Sequence[int], probability: float = 0.5
-) -> T.Augmentation:
-    """Returns the augmentation that, some of the time, resizes and cuts out a part.
+def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T.Augmentation:
+    """Returns the augmentation that, half of the time, resizes and cuts out a part.
 
     Args:
         resize_to: lengths in pixels, one of which the shorter side gets.
         crop_range: smallest and largest height and width of the part, in pixels, both
             uniform and independent; a smaller image is cut no further than its own size.
-        probability: how often this happens.
 
     Raises:
         UserError: a length is not positive, or ``crop_range`` is not [min, max].
     """
-    if min(resize_to, default=0) <= 0:
-        raise UserError(f"INPUT.DETR_CROP_RESIZE must be positive, but is {list(resize_to)}")
-    if len(crop_range) != 2 or not 0 < crop_range[0] <= crop_range[1]:
-        raise UserError(
-            "INPUT.DETR_CROP_RANGE must be [min, max] with 0 < min <= max, "
-            f"but is {list(crop_range)}"
-        )
+    is_range = len(crop_range) == 2 and 0 < crop_range[0] <= crop_range[1]
+    check_input_keys(
+        ("DETR_CROP_RESIZE", resize_to, min(resize_to, default=0) > 0, "positive"),
+        ("DETR_CROP_RANGE", crop_range, is_range, "[min, max] with 0 < min <= max"),
+    )
     resize = T.ResizeShortestEdge(list(resize_to), sample_style="choice")
     crop = T.RandomCrop("absolute_range", tuple(crop_range))
-    return T.RandomApply(T.AugmentationList([resize, crop]), prob=probability)
+    return T.RandomApply(T.AugmentationList([resize, crop]), prob=0.5)

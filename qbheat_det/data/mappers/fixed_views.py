@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from detectron2.structures import Boxes, Instances
 
-from qbheat_det.core.errors import UserError
-from qbheat_det.data.errors import DataError
+from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.feature_store import FeatureStore, View
 from qbheat_det.data.seeding import VIEW, preserved_randomness, seed_place
 
@@ -54,10 +53,10 @@ class FixedViews:
         Raises:
             UserError: ``count`` is not positive or ``seed`` is negative.
         """
-        if count < 1:
-            raise UserError(f"INPUT.FIXED_VIEWS.COUNT must be positive, but is {count}")
-        if seed < 0:
-            raise UserError(f"INPUT.FIXED_VIEWS.SEED must not be negative, but is {seed}")
+        check_input_keys(
+            ("FIXED_VIEWS.COUNT", count, count >= 1, "positive"),
+            ("FIXED_VIEWS.SEED", seed, seed >= 0, "0 or more"),
+        )
         self.mapper = mapper
         self.count = count
         self.seed = seed

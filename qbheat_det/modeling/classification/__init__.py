@@ -4,7 +4,7 @@
 from .decoders import LinearDecoder, TransformerDecoder
 from .image_classifier import ImageClassifier
 from .mixing import BatchMixing
-from .timm_mobile_former import TIMM_NAMES, TimmMobileFormer, add_timm_weights
+from .timm_mobile_former import TIMM_NAMES, TimmMobileFormer
 
 __all__ = [
     "TIMM_NAMES",
@@ -13,5 +13,4 @@ __all__ = [
     "LinearDecoder",
     "TimmMobileFormer",
     "TransformerDecoder",
-    "add_timm_weights",
 ]

@@ -5,14 +5,12 @@ The network is ``MobileFormer`` with the names of its tensors; ``TimmMobileForme
 of timm's models, as tested by timm 1.0.31.
 
 Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
-with timm, and as ``timm:<name>`` with Detectron2. ``qbheat_det.model_zoo.api`` registers
-weights for them.
+with timm, and as ``timm:<name>`` with Detectron2.
 """
 
 import itertools
-import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import timm
@@ -269,34 +267,9 @@ def mobile_former_3_7g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return _create("3.7G", pretrained, **kwargs)
 
 
-_ENTRIES = (mobile_former_285m, mobile_former_1g, mobile_former_3_7g)
-
-
-def add_timm_weights(weights: Mapping[str, Mapping[str, Any]]) -> None:
-    """Registers weights with timm, instead of those registered before.
-
-    A model without a tag has none: its number of classes must not depend on published weights.
-
-    Args:
-        weights: entries of a ``pretrained_cfg`` by "model.tag".
-    """
-    for entry in _ENTRIES:
-        name = entry.__name__
-        tags = {
-            key.partition(".")[2]: PretrainedCfg(**describe_weights(**cfg))
-            for key, cfg in weights.items()
-            if key.partition(".")[0] == name
-        }
-        default_cfgs[name] = DefaultCfg(
-            tags=deque(["", *tags]),
-            cfgs={"": PretrainedCfg(**describe_weights()), **tags},
-            is_pretrained=bool(tags),
-        )
-        with warnings.catch_warnings():  # timm warns of a second registration
-            warnings.filterwarnings("ignore", message=f"Overwriting {name}")
-            register_model(entry)
-
-
-add_timm_weights({})
-for _name in TIMM_NAMES.values():
-    register_timm_backbone(_name)
+# A model without a tag has no weights: its number of classes must not depend on published ones.
+for _entry in (mobile_former_285m, mobile_former_1g, mobile_former_3_7g):
+    _config = PretrainedCfg(**describe_weights())
+    default_cfgs[_entry.__name__] = DefaultCfg(tags=deque([""]), cfgs={"": _config})
+    register_model(_entry)
+    register_timm_backbone(_entry.__name__)

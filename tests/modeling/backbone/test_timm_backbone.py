@@ -15,7 +15,7 @@ from detectron2.utils.events import EventStorage
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
-from qbheat_det.solver.layers import layers_above
+from qbheat_det.solver import layers_above
 from tests.modeling.backbone.timm_models import (
     NAMES,
     make_batch,

@@ -14,22 +14,30 @@ from typing import Any
 
 import pytest
 
-from qbheat_det.analysis.compare_objectives import execute, results
-from qbheat_det.analysis.compare_objectives.execute import compare, is_done
-from qbheat_det.analysis.compare_objectives.objectives import RANDOM, load_objectives
-from qbheat_det.analysis.compare_objectives.plan import WEIGHTS, Comparison, Job, Row, list_jobs
-from qbheat_det.analysis.compare_objectives.results import (
+from qbheat_det.analysis import comparison
+from qbheat_det.analysis.comparison import (
+    compare,
+    is_done,
     measure_row,
     render_tables,
     summarize,
+    write_report,
 )
-from qbheat_det.analysis.probe_results import read_probes
+from qbheat_det.analysis.comparison_plan import (
+    RANDOM,
+    WEIGHTS,
+    Comparison,
+    Job,
+    Row,
+    list_rows,
+    load_objectives,
+)
+from qbheat_det.analysis.probes import read_probes
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from tests.data.pictures import draw, save
 
 QB_HEAT = get_config_path("objectives/qb_heat.yaml")
-BOXES = ("t.json", "t", "v.json", "v")
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +83,12 @@ def test_commands_are_those_that_a_person_would_type(
     ask: Any, folders: dict[str, str], tmp_path: Path
 ) -> None:
     opts = ["SOLVER.IMS_PER_BATCH", "8"]
-    comparison = ask("random", "qb_heat", seeds=[3, 1], opts=opts, detectors=["mf-dec-211"],
-                     annotations=BOXES)  # fmt: skip
-    rows = list_jobs(comparison)
-    common = ["probes", "export", "mf-dec-211"]
+    rows = list_rows(ask("random", "qb_heat", seeds=[3, 1], opts=opts))
     assert [(row.objective.name, row.seed, [job.stage for job in row.jobs]) for row in rows] == [
         (name, seed, stages) for seed in (3, 1)
-        for name, stages in (("random", common), ("qb_heat", ["pretraining", *common]))
+        for name, stages in (("random", ["probes"]), ("qb_heat", ["pretraining", "probes"]))
     ]  # fmt: skip
-    pretraining, probes, export, detector = (job.command for job in rows[3].jobs)
+    pretraining, probes = (job.command for job in rows[3].jobs)
     folder = tmp_path / "out" / "qb_heat" / "seed1"
     assert pretraining == [
         *(sys.executable, "tools/train_net.py", "--config-file", QB_HEAT),
@@ -93,17 +98,14 @@ def test_commands_are_those_that_a_person_would_type(
     assert probes[1] == "tools/probe_backbone.py"
     assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])  # a flag ends the list of probes
     assert str(folder / "pretraining" / WEIGHTS) in probes
-    assert str(folder / "backbone.safetensors") in export
-    assert str(folder / "backbone.safetensors") in detector
-    assert "--resume" in detector
-    assert rows[3].jobs[0].settings["config"]["SOLVER.IMS_PER_BATCH"] == 8
+    assert rows[3].jobs[0].settings["SOLVER.IMS_PER_BATCH"] == 8
 
 
 def test_supervised_training_sees_as_many_images_as_the_others(
     ask: Any, folders: dict[str, str]
 ) -> None:
     comparison = ask("qb_heat", "supervised", image_folders=[folders["more"]])
-    unlabelled, labelled = (row.jobs[0].command for row in list_jobs(comparison))
+    unlabelled, labelled = (row.jobs[0].command for row in list_rows(comparison))
     assert unlabelled[4:6] == ["--image-folder", folders["more"]]
     assert labelled[4:6] == ["--train-folder", folders["train"]]
     epochs = [command[command.index("SOLVER.EPOCHS") + 1] for command in (unlabelled, labelled)]
@@ -138,13 +140,11 @@ class Steps:
 
     def add_row(self, name: str, **codes: str) -> Row:
         objective = replace(self.comparison.objectives[0], name=name)
-        row = Row(objective, 1, self.folder / name)
+        row = Row(objective, 1, self.folder / name, [])
         for stage, code in codes.items():
             note = f"open({str(self.folder / 'order')!r}, 'a').write('{name}/{stage} ')"
             command = [sys.executable, "-c", f"{note}; {code or 'pass'}"]
-            row.jobs.append(
-                Job(f"{name} seed 1 {stage}", stage, row.folder, command, {"config": {"LR": 0.5}})
-            )
+            row.jobs.append(Job(f"{name} seed 1 {stage}", stage, row.folder, command, {"LR": 0.5}))
         self.rows.append(row)
         return row
 
@@ -156,23 +156,23 @@ class Steps:
 @pytest.fixture
 def steps(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steps:
     found = Steps(ask("qb_heat"), tmp_path)
-    monkeypatch.setattr(execute, "list_jobs", lambda comparison: found.rows)
-    monkeypatch.setattr(execute, "write_report", lambda *args: "table")
+    monkeypatch.setattr(comparison, "list_rows", lambda comparison: found.rows)
+    monkeypatch.setattr(comparison, "write_report", lambda *args: "table")
     return found
 
 
 def test_jobs_run_once_in_order_and_a_failure_costs_what_needs_it(steps: Steps) -> None:
     made = steps.folder / "made"
-    row = steps.add_row("a", first=f"open({str(made)!r}, 'w').write('x')", second="", third="")
+    row = steps.add_row("a", first=f"open({str(made)!r}, 'w').write('x')", second="")
     row.jobs[1] = replace(row.jobs[1], inputs=(made,))
-    bad = steps.add_row("b", first="print('the reason'); raise SystemExit(3)", second="", third="")
+    bad = steps.add_row("b", first="print('the reason'); raise SystemExit(3)", second="")
     bad.jobs[1] = replace(bad.jobs[1], inputs=(steps.folder / "missing",))
     table, failed = compare(steps.comparison, jobs=2)
     assert table == "table"
     assert sorted(failed) == ["b seed 1 first", "b seed 1 second"]
     assert "code 3" in failed["b seed 1 first"]
     assert "the reason" in failed["b seed 1 first"]
-    assert [name for name in steps.order if name[0] == "a"] == ["a/first", "a/second", "a/third"]
+    assert [name for name in steps.order if name[0] == "a"] == ["a/first", "a/second"]
     record = json.loads(row.jobs[0].record_file.read_text())
     assert record["command"] == row.jobs[0].command
     (steps.folder / "order").unlink()
@@ -188,9 +188,9 @@ def test_other_settings_inputs_and_files_are_refused_with_the_key(steps: Steps) 
     compare(steps.comparison)
     assert is_done(job)
     assert not is_done(replace(job, wanted=("knn", "linear")))
-    assert is_done(replace(job, settings={"config": {"LR": 0.5, "NEW": 1}}))
-    with pytest.raises(UserError, match=r"config\.LR 0\.5 -> 0\.1"):
-        is_done(replace(job, settings={"config": {"LR": 0.1}}))
+    assert is_done(replace(job, settings={"LR": 0.5, "NEW": 1}))
+    with pytest.raises(UserError, match=r"LR 0\.5 -> 0\.1"):
+        is_done(replace(job, settings={"LR": 0.1}))
     made.write_text("y")
     with pytest.raises(UserError, match=r"weights\.bin"):
         is_done(job)
@@ -208,12 +208,12 @@ def test_no_process_outlives_the_comparison(tmp_path: Path, sign: int) -> None:
     script = (
         "import sys, types\n"
         "from pathlib import Path\n"
-        "from qbheat_det.analysis.compare_objectives import execute\n"
-        "from qbheat_det.analysis.compare_objectives.plan import Job, Row\n"
-        "execute.write_report = lambda *args: ''\n"
+        "from qbheat_det.analysis import comparison\n"
+        "from qbheat_det.analysis.comparison_plan import Job, Row\n"
+        "comparison.write_report = lambda *args: ''\n"
         f"job = Job('a', 's', Path(), [sys.executable, '-c', {child!r}], {{}})\n"
         "row = Row(types.SimpleNamespace(name='a'), 1, job.folder, [job])\n"
-        "execute._Pool(None, [row], 1).run()\n"
+        "comparison._Pool(None, [row], 1).run()\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=tmp_path)
@@ -233,10 +233,10 @@ def test_no_process_outlives_the_comparison(tmp_path: Path, sign: int) -> None:
 
 
 def test_measures_of_a_row_are_read_from_its_finished_jobs(
-    ask: Any, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    comparison = ask("qb_heat", detectors=["retinanet"], annotations=BOXES)
-    (row,) = list_jobs(comparison)
+    asked = ask("qb_heat", opts=["SOLVER.IMS_PER_BATCH", "4"])
+    (row,) = list_rows(asked)
     probe = {"backbone": "x", "digest": "d", "images_seen": 8, "top1_standard_error": 1.0}
     rows = [{**probe, "probe": "knn", "recalibrated": bn, "top1": top1}
             for bn, top1 in ((0, 10.0), (9, 20.0))]  # fmt: skip
@@ -244,37 +244,36 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     (row.folder / "probes").mkdir(parents=True)
     content = {"setting": {"tran": {"width": 64}}, "rows": rows}
     (row.folder / "probes" / "rows.json").write_text(json.dumps(content))
-    (row.folder / "retinanet").mkdir()
-    log = [{"iteration": 4, "bbox/AP": 3.0}, {"iteration": 9, "bbox/AP": 5.0, "bbox/AP50": 7.0}]
-    (row.folder / "retinanet" / "metrics.json").write_text("\n".join(map(json.dumps, log)))
-    monkeypatch.setattr(results, "info_of", lambda path: type("Info", (), {"iteration": 9}))
-    assert measure_row(comparison, row) == {}  # nothing has ended
-    for stage in ("probes", "retinanet"):
+    row.weights.parent.mkdir()
+    (row.weights.parent / "config.yaml").write_text(row.objective.cfg.dump())
+    log = [{"iteration": 4, "time": 2.0}, {"iteration": 9, "time": 4.0}, {"iteration": 9}]
+    (row.weights.parent / "metrics.json").write_text("\n".join(map(json.dumps, log)))
+    monkeypatch.setattr(comparison, "info_of", lambda path: type("Info", (), {"iteration": 9}))
+    assert measure_row(asked, row) == {}  # nothing has ended
+    for stage in ("probes", "pretraining"):
         (row.folder / f"{stage}.json").write_text("{}")
-    assert measure_row(comparison, row) == {
-        "kNN": 20.0, "kNN, BN as trained": 10.0, "RetinaNet AP": 5.0, "RetinaNet AP50": 7.0
+    assert measure_row(asked, row) == {
+        "kNN": 20.0, "kNN, BN as trained": 10.0, "images_seen": 40.0, "seconds": 30.0,
+        "seconds_per_image": 0.75,
     }  # fmt: skip
-    (row.folder / "retinanet" / "metrics.json").write_text(json.dumps(log[0]))
-    assert measure_row(comparison, row)["RetinaNet AP"] == 0.0  # no prediction, so not logged
-    table = results.write_report(comparison, [row], {"a title": "a reason"})
+    table = write_report(asked, [row], {"a title": "a reason"})
     assert "20.00 (one seed)" in table
     assert "a title" in table
-    written = json.loads((comparison.output_dir / "comparison.json").read_text())
+    written = json.loads((asked.output_dir / "comparison.json").read_text())
     assert written["summary"]["qb_heat"]["kNN"] == {
         "mean": 20.0, "deviation": None, "values": {"1": 20.0}
     }  # fmt: skip
-    found = read_probes(comparison.output_dir / "comparison.json")[1]
+    found = read_probes(asked.output_dir / "comparison.json")[1]
     assert {one.series for one in found} == {"qb_heat"}
 
 
 def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
-    spread = summarize({1: 10.0, 2: 14.0})
-    assert (spread.mean, spread.deviation) == (12.0, pytest.approx(math.sqrt(8)))
-    summary = {
-        "random": {"kNN": summarize({1: 2.0, 2: 2.0})},
-        "qb": {"kNN": spread, "linear": summarize({1: 50.0}), "seconds": summarize({1: 90.0})},
-    }
-    text = render_tables(ask("qb_heat"), summary, {})
+    asked = ask("random", "qb_heat", seeds=[1, 2])
+    measures = [{"kNN": 2.0}, {"kNN": 10.0, "linear": 50.0, "seconds": 90.0}, {}, {"kNN": 14.0}]
+    summary = summarize(list(zip(list_rows(asked), measures, strict=True)))
+    spread = summary["qb_heat"]["kNN"]
+    assert (spread["mean"], spread["deviation"]) == (12.0, pytest.approx(math.sqrt(8)))
+    text = render_tables(asked, summary, {})
     for part in ("| 12.00 ± 2.83 (2)", "| 1.5 min", "9.90 to 35.36"):  # 2 % and 50 % of 2 images
         assert part in text
 

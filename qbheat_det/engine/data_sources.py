@@ -1,10 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers the data sets that the flags of ``tools/arguments.py`` name."""
+"""Custom data sets: registered from the flags of ``tools/arguments.py``, or from ``run.json``.
+
+And the same few images of a set each time, to look at.
+
+A source of a set has ``json_file`` and ``image_root``, or ``image_folders``; and ``labelled``,
+whether boxes or the names of folders are read. The sources of a run are recorded in ``run.json``.
+"""
 
 import argparse
-import logging
 import os
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -12,11 +17,11 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import join_first
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     CocoFile,
+    build_mapper,
     check_coco_json,
     check_image_folder,
     check_same_classes,
@@ -30,7 +35,9 @@ from qbheat_det.data import (
 
 from .resume import find_last_checkpoint
 
-logger = logging.getLogger(__name__)
+Source = dict[str, Any]
+_MAX_TRIED = 10  # consecutive images that cannot be read before a position is left out
+
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
 CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
@@ -46,6 +53,11 @@ _FOLDERS = {
     "knn_val_folder": (CUSTOM_KNN_VAL, "TEST.KNN.VAL", True),
 }
 CUSTOM_SETS = (CUSTOM_TRAIN, CUSTOM_VAL, *(name for name, _, _ in _FOLDERS.values()))
+# Flags: name of the set with boxes, of the set of images alone, config key.
+_FILES = {
+    ("train_json", "train_images"): (CUSTOM_TRAIN, CUSTOM_IMAGES, "DATASETS.TRAIN"),
+    ("val_json", "val_images"): (CUSTOM_VAL, CUSTOM_VAL_IMAGES, "DATASETS.TEST"),
+}
 _JSON = ("train_json", "train_images", "val_json", "val_images")
 _EXCLUDES = {
     "image_folder": (*_JSON, "eval_only"),
@@ -63,11 +75,6 @@ _REQUIRES = {
     "knn_val_folder": ("knn_train_folder",),
     "knn": ("train_folder", "val_folder"),
 }
-_OVERLAPS = (
-    ("image_folder", "val_image_folder", "the held-out loss"),
-    ("train_folder", "val_folder", "the accuracy"),
-    ("knn_train_folder", "knn_val_folder", "the nearest-neighbour score"),
-)
 
 
 def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
@@ -83,27 +90,23 @@ def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
     flags = {**dict.fromkeys((*_FOLDERS, *_EXCLUDES, *_REQUIRES)), **vars(args)}
     keys = args.opts[::2]
     # A config that a run wrote names sets that its flags made, which are not here.
-    for key in ("DATASETS.TRAIN", "DATASETS.TEST", "TEST.KNN.TRAIN", "TEST.KNN.VAL"):
-        section, last = key.rsplit(".", 1)
-        names = (cfg.DATASETS if section == "DATASETS" else cfg.TEST.KNN)[last]
-        known = tuple(n for n in names if n not in CUSTOM_SETS or n in DatasetCatalog)
-        cfg.merge_from_list([key, known])
+    data, knn = cfg.DATASETS, cfg.TEST.KNN
+    for node, key in ((data, "TRAIN"), (data, "TEST"), (knn, "TRAIN"), (knn, "VAL")):
+        node[key] = tuple(n for n in node[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
     _check_flags(cfg, flags, keys)
     if flags["image_folder"] or flags["train_folder"] or flags["train_json"]:
         # The test sets of a recipe do not belong to custom training images.
-        cfg.DATASETS.TEST = cfg.DATASETS.TEST if "DATASETS.TEST" in keys else ()
+        data.TEST = data.TEST if "DATASETS.TEST" in keys else ()
     for flag, (name, key, labelled) in _FOLDERS.items():
-        if folders := _listed(flags[flag]):
-            for folder in folders:
-                check_image_folder(folder)
-            register_image_folders(name, folders, labelled=labelled)
+        if given := flags[flag]:
+            folders = [given] if isinstance(given, str) else given
+            _register(name, {"image_folders": folders, "labelled": labelled})
             cfg.merge_from_list([key, (name,)])
     _use_annotation_files(cfg, flags)
-    if flags["train_folder"]:
-        _check_class_folder(flags["train_folder"])
+    if flags["train_folder"] and len(names := list_classes([LABELLED_TRAIN])) < 2:
+        raise UserError(f"'{flags['train_folder']}' has images of one class, '{names[0]}'")
     if flags["knn"]:
-        cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL = (LABELLED_TRAIN,), (LABELLED_VAL,)
-    _warn_of_shared_folders(flags)
+        knn.TRAIN, knn.VAL = (LABELLED_TRAIN,), (LABELLED_VAL,)
 
 
 def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> None:
@@ -130,19 +133,98 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     cfg.MODEL.CLASSIFIER.NUM_CLASSES = len(names)
 
 
-def register_coco_file(name: str, json_file: str, images: str) -> CocoFile:
-    """Registers a COCO-format file with its classes, after checking all of it.
+def find_sources(cfg: CfgNode) -> dict[str, Source]:
+    """Returns the sources of the sets that flags named, by the set's name.
+
+    Args:
+        cfg: ``DATASETS.TRAIN``, ``DATASETS.TEST`` and ``TEST.KNN`` are read.
+    """
+    knn = cfg.TEST.KNN
+    used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
+    return {name: MetadataCatalog.get(name).source for name in used if name in CUSTOM_SETS}
+
+
+def register_source(name: str, source: Source) -> None:
+    """Registers a set under a name that is free to choose, unless it is registered already.
 
     Raises:
-        UserError: the file or the folder of its images is not sound.
+        UserError: a file or folder is missing or broken.
     """
-    summary = check_coco_json(json_file, images)
-    register_coco_json(name, json_file, images)
-    ids = {category: index for index, category in enumerate(summary.category_ids)}
-    MetadataCatalog.get(name).set(
-        thing_classes=list(summary.class_names), thing_dataset_id_to_contiguous_id=ids
-    )
+    if name not in DatasetCatalog:
+        _register(name, source)
+
+
+class SpreadEntries(list[dict[str, Any]]):
+    """Mapped images, and in ``unreadable`` the names of the files that could not be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: list[str] = []
+
+
+def read_spread(
+    records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
+) -> SpreadEntries:
+    """Returns that many mapped images, spread evenly over the records; all if there are fewer.
+
+    An image that cannot be read, for which the mapper raises a ``UserError`` or returns something
+    else than a dict, is replaced by the next that can.
+    """
+    number = min(number, len(records))
+    entries = SpreadEntries()
+    end = 0
+    for index in range(number):
+        start = max(end, index * len(records) // number)
+        for end in range(start + 1, min(start + _MAX_TRIED, len(records)) + 1):
+            try:
+                entry = mapper(dict(records[end - 1]))
+            except UserError:
+                entry = None
+            if isinstance(entry, dict):
+                entries.append(entry)
+                break
+            entries.unreadable.append(str(records[end - 1]["file_name"]))
+    return entries
+
+
+def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
+    """Returns images of the first test set, or of the first training set, mapped as in inference.
+
+    Raises:
+        UserError: no image can be read.
+    """
+    name = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)[0]
+    images = read_spread(DatasetCatalog.get(name), build_mapper(cfg, is_train=False), number)
+    if not images:
+        raise UserError(f"no image of the data set '{name}' can be read")
+    return list(images)
+
+
+def _register(name: str, source: Source) -> CocoFile | None:
+    """Checks and registers a set; returns what is in a file with boxes."""
+    metadata, summary = MetadataCatalog.get(name), None
+    if "image_folders" in source:
+        for folder in source["image_folders"]:
+            check_image_folder(folder)
+        register_image_folders(name, source["image_folders"], labelled=source["labelled"])
+    else:
+        files = source["json_file"], source["image_root"]
+        if source["labelled"]:
+            summary = check_coco_json(*files)
+            register_coco_json(name, *files)
+            ids = {category: index for index, category in enumerate(summary.category_ids)}
+            metadata.thing_classes = list(summary.class_names)
+            metadata.thing_dataset_id_to_contiguous_id = ids
+        else:
+            load_coco_images(*files)  # raises any error now
+            register_coco_images(name, *files)
+    paths = {key: _make_absolute(source[key]) for key in source.keys() - {"labelled"}}
+    metadata.source = {**paths, "labelled": source["labelled"]}
     return summary
+
+
+def _make_absolute(paths: Any) -> Any:
+    return [*map(os.path.abspath, paths)] if isinstance(paths, list) else os.path.abspath(paths)
 
 
 def _check_flags(cfg: CfgNode, flags: dict[str, Any], keys: list[str]) -> None:
@@ -174,51 +256,21 @@ def _check_flags(cfg: CfgNode, flags: dict[str, Any], keys: list[str]) -> None:
 
 
 def _use_annotation_files(cfg: CfgNode, flags: dict[str, Any]) -> None:
-    train, val = _JSON[:2], _JSON[2:]
-    train_files, val_files = (tuple(flags[flag] for flag in pair) for pair in (train, val))
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
-        for files, name, key in (
-            (train_files, CUSTOM_IMAGES, "DATASETS.TRAIN"),
-            (val_files, CUSTOM_VAL_IMAGES, "DATASETS.TEST"),
-        ):
-            if all(files):
-                load_coco_images(*files)  # raises any error now
-                register_coco_images(name, *files)
-                cfg.merge_from_list([key, (name,)])
-        return
-    if not (flags["train_json"] or flags["val_json"]):
-        return
-    if not flags["val_json"]:
+    is_unlabelled = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES
+    if not is_unlabelled and flags["train_json"] and not flags["val_json"]:
         raise UserError("training on a custom dataset needs --val-json and --val-images as well")
-    if not flags["train_json"] and not flags["eval_only"]:
+    if not is_unlabelled and flags["val_json"] and not (flags["train_json"] or flags["eval_only"]):
         raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
-    summary = register_coco_file(CUSTOM_VAL, *val_files)
-    cfg.DATASETS.TEST = (CUSTOM_VAL,)
-    if flags["train_json"]:
-        check_same_classes(register_coco_file(CUSTOM_TRAIN, *train_files), summary)
-        cfg.DATASETS.TRAIN = (CUSTOM_TRAIN,)
-
-
-def _check_class_folder(folder: str) -> None:
-    names = list_classes([LABELLED_TRAIN])
-    if len(names) < 2:
-        raise UserError(f"'{folder}' has images of one class, '{names[0]}': a classifier needs two")
-    found = {path.name for path in Path(folder).iterdir() if path.is_dir()}
-    if empty := sorted(name for name in found - set(names) if not name.startswith(".")):
-        logger.warning("Folders of '%s' without images are no classes: %s", folder,
-                       join_first(empty))  # fmt: skip
-
-
-def _warn_of_shared_folders(flags: dict[str, Any]) -> None:
-    for train, val, metric in _OVERLAPS:
-        pairs = [(os.path.realpath(one), os.path.realpath(other))
-                 for one in _listed(flags[train]) for other in _listed(flags[val])]  # fmt: skip
-        if any(os.path.commonpath(pair) in pair for pair in pairs):
-            logger.warning("%s share images: %s is too good", _spell(train, val), metric)
-
-
-def _listed(folders: str | list[str] | None) -> list[str]:
-    return [folders] if isinstance(folders, str) else list(folders or ())
+    summaries: list[CocoFile] = []
+    for (json_file, images), (with_boxes, alone, key) in _FILES.items():
+        if flags[json_file]:
+            name = alone if is_unlabelled else with_boxes
+            source = {"json_file": flags[json_file], "image_root": flags[images]}
+            if summary := _register(name, {**source, "labelled": not is_unlabelled}):
+                summaries.append(summary)
+            cfg.merge_from_list([key, (name,)])
+    if len(summaries) == 2:
+        check_same_classes(*summaries)
 
 
 def _spell(*flags: str) -> str:

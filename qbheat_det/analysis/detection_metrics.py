@@ -1,0 +1,256 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""COCO's metrics of detections, and types of errors after TIDE (arXiv:2008.08115, Sec. 2.2).
+
+COCO's matching at IoU 0.50 decides which detection is correct. TIDE weighs an error type by the
+AP that fixing it would gain; here errors are counted, among the detections above a score.
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pycocotools import mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from qbheat_det.evaluation import complete_annotations
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+Entry = Mapping[str, Any]
+
+CURVE_IOUS = {0.5: 0, 0.75: 5}
+"""Rows in COCO's IoU thresholds (0.50 to 0.95) whose precision-recall curves are kept."""
+IGNORED = "ignored"
+ERROR_TYPES = {
+    "correct": "matches a box of its class",
+    "localization": "IoU 0.1 to 0.5 with a box of its class",
+    "classification": "covers a box of another class",
+    "duplicate": "covers a box of its class that a higher score matches",
+    "background": "IoU of at most 0.1 with every box",
+    "both": "IoU 0.1 to 0.5 with a box of another class",
+}
+"""Types of detections and what they mean; where several apply, the first counts."""
+MISSED = "missed"
+_FOREGROUND_IOU, _BACKGROUND_IOU = 0.5, 0.1
+
+
+@dataclass(frozen=True)
+class DetectionScores:
+    """COCO's metrics of a set of detections; nan where there are no boxes of ground truth.
+
+    Attributes:
+        summary: "AP", "AP50", "AP75", "APs", "APm", "APl", in percent.
+        class_ap: (K,), averaged over all IoU thresholds, in percent.
+        num_boxes: (K,), boxes of ground truth, without crowds.
+        recall: (R,), in [0, 1].
+        precision: (2, R), mean of the classes at ``CURVE_IOUS``, in [0, 1].
+    """
+
+    summary: dict[str, float]
+    class_ap: Array
+    num_boxes: Indices
+    recall: Array
+    precision: Array
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """B boxes of one dataset.
+
+    Attributes:
+        image_ids: (B,).
+        classes: (B,), contiguous, in the order of the category ids.
+        xyxy: (B, 4), pixels.
+    """
+
+    image_ids: Indices
+    classes: Indices
+    xyxy: Array
+
+
+@dataclass(frozen=True)
+class DetectionErrors:
+    """D detections with their error types, and the B boxes of ground truth that are no crowds.
+
+    Attributes:
+        found: the detections.
+        scores: (D,).
+        types: (D,), keys of ``ERROR_TYPES``, or ``IGNORED`` for a detection that COCO does not
+            count: on a crowd of its class, or beyond the 100 highest scores of image and class.
+        truth: the boxes.
+        matches: (B,), the correct detection of each box, whatever its score; -1 if there is none.
+    """
+
+    found: Boxes
+    scores: Array
+    types: npt.NDArray[np.str_]
+    truth: Boxes
+    matches: Indices
+
+
+def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
+    """Matches detections with ground truth as COCO does.
+
+    Args:
+        ground_truth: content of an annotation file, which is not changed. It may lack what the
+            evaluation can do without: "iscrowd", "area", "info".
+        detections: COCO's results: "image_id", "category_id" of the file, "bbox" (XYWH, pixels)
+            and "score" each.
+
+    Returns:
+        An accumulated ``pycocotools.cocoeval.COCOeval``. Its annotations and detections are
+        numbered from 1 in their order, since id 0 means "unmatched" to pycocotools.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = _index(ground_truth)
+        if detections:  # loadRes reads the first entry
+            found = coco.loadRes([dict(entry) for entry in detections])
+        else:
+            found = _index({**coco.dataset, "annotations": []})
+        evaluator = COCOeval(coco, found, "bbox")
+        evaluator.evaluate()
+        evaluator.accumulate()
+    return evaluator
+
+
+def _index(content: Entry) -> COCO:
+    coco = COCO()
+    coco.dataset = {**content, "annotations": [dict(one) for one in content["annotations"]]}
+    complete_annotations(coco.dataset)
+    coco.createIndex()
+    return coco
+
+
+def score_detections(evaluator: Any) -> DetectionScores:
+    """Reads the metrics of ``evaluate_boxes``. Without detections, AP is 0 wherever boxes are."""
+    # (T, R, K, A, M): thresholds, recalls, classes, ranges of areas (the first is all), limits of
+    # detections (the last is 100).
+    precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]
+    precision[precision < 0] = np.nan  # COCO's mark of a class without boxes
+    classes = [entry["category_id"] for entry in evaluator.cocoGt.anns.values()
+               if not entry["iscrowd"]]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=RuntimeWarning)  # mean of nan alone is nan
+        parts = {"AP": precision[..., 0], "AP50": precision[0, ..., 0],
+                 "AP75": precision[5, ..., 0]}  # fmt: skip
+        parts |= {key: precision[..., area] for area, key in enumerate(("APs", "APm", "APl"), 1)}
+        return DetectionScores(
+            summary={key: float(100 * np.nanmean(part)) for key, part in parts.items()},
+            class_ap=100 * np.nanmean(precision[..., 0], axis=(0, 1)),
+            num_boxes=np.array([classes.count(k) for k in evaluator.params.catIds], np.int64),
+            recall=np.asarray(evaluator.params.recThrs),
+            precision=np.nanmean(precision[list(CURVE_IOUS.values()), :, :, 0], axis=2),
+        )
+
+
+def find_errors(evaluator: Any) -> DetectionErrors:
+    """Assigns each detection of ``evaluate_boxes`` its error type.
+
+    The type depends only on the detection itself and on higher scores, so it does not change when
+    lower scores are left out. Of equal scores the earlier detection comes first.
+    """
+    annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
+    detections = list(evaluator.cocoDt.anns.values())
+    found, truth = (_read_boxes(e, evaluator.params.catIds) for e in (detections, annotations))
+    # What COCO matched at IoU 0.50: the id of the box, 0 for none.
+    ids = np.zeros(len(detections), dtype=np.int64)
+    ignored = np.ones(len(detections), dtype=np.bool_)
+    all_areas = evaluator.params.areaRng[0]
+    for one in evaluator.evalImgs:  # of a class and an image; None where there is nothing
+        if one is not None and one["aRng"] == all_areas and one["dtIds"]:
+            rows = np.array(one["dtIds"]) - 1
+            ids[rows], ignored[rows] = one["dtMatches"][0], one["dtIgnore"][0]
+    row = {entry["id"]: b for b, entry in enumerate(annotations)}  # crowds have none
+    matched = np.array([row.get(int(identity), -1) for identity in ids], dtype=np.int64)
+    types = _assign_types(found, truth, matched >= 0)
+    types[ignored] = IGNORED
+    matches = np.full(len(annotations), -1, dtype=np.int64)
+    matches[matched[matched >= 0]] = np.flatnonzero(matched >= 0)
+    scores = np.array([entry["score"] for entry in detections], dtype=np.float64)
+    return DetectionErrors(found, scores, types, truth, matches)
+
+
+def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
+    """Reads annotations or results in COCO's format."""
+    xyxy = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
+    xyxy[:, 2:] += xyxy[:, :2]
+    index = {category: k for k, category in enumerate(sorted(category_ids))}
+    return Boxes(
+        np.array([entry["image_id"] for entry in entries], dtype=np.int64),
+        np.array([index[entry["category_id"]] for entry in entries], dtype=np.int64),
+        xyxy,
+    )
+
+
+def _assign_types(
+    found: Boxes, truth: Boxes, correct: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.str_]:
+    """Returns ``types`` of ``DetectionErrors`` (D,), where (D,) are correct."""
+    types = np.full(len(correct), "background", dtype="U16")
+    for image in np.unique(found.image_ids):
+        rows = np.flatnonzero(truth.image_ids == image)
+        own = np.flatnonzero(found.image_ids == image)
+        if not len(rows):
+            continue
+        xywh = [np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]])
+                for boxes in (found.xyxy[own], truth.xyxy[rows])]  # fmt: skip
+        overlap = np.asarray(mask.iou(*xywh, [0] * len(rows)))
+        same = found.classes[own][:, None] == truth.classes[rows]
+        best_same = np.where(same, overlap, -1.0).max(1)
+        conditions = [
+            correct[own],
+            (best_same >= _BACKGROUND_IOU) & (best_same < _FOREGROUND_IOU),
+            np.where(same, -1.0, overlap).max(1) >= _FOREGROUND_IOU,
+            best_same >= _FOREGROUND_IOU,
+            overlap.max(1) <= _BACKGROUND_IOU,
+        ]
+        types[own] = np.select(conditions, list(ERROR_TYPES)[:5], "both")
+    return types
+
+
+def choose_threshold(errors: DetectionErrors) -> float:
+    """Returns the score threshold with the highest F1 over all classes, at IoU 0.50.
+
+    Of equal F1 the highest threshold is taken. If no detection is correct, it is the threshold
+    that keeps as many detections as there are boxes; 0.5 without detections.
+    """
+    counted = errors.types != IGNORED
+    scores, correct = errors.scores[counted], errors.types[counted] == "correct"
+    num_boxes = len(errors.matches)
+    if not len(scores):
+        return 0.5
+    order = np.argsort(-scores, kind="stable")
+    scores, correct = scores[order], correct[order]
+    if not correct.any():
+        return float(scores[min(max(1, num_boxes), len(scores)) - 1])
+    f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + num_boxes)
+    f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are all kept or all dropped
+    return float(scores[np.argmax(f1)])
+
+
+def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
+    """Counts the detections of each type with at least that score, and the ``MISSED`` boxes."""
+    kept = errors.types[errors.scores >= threshold]
+    counts = {name: int((kept == name).sum()) for name in ERROR_TYPES}
+    return {**counts, MISSED: len(find_missed_boxes(errors, threshold))}
+
+
+def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
+    """Returns the boxes without a correct detection of at least that score, the largest first."""
+    detected = errors.matches >= 0
+    detected[detected] = errors.scores[errors.matches[detected]] >= threshold
+    missed = np.flatnonzero(~detected)
+    sides = errors.truth.xyxy[missed, 2:] - errors.truth.xyxy[missed, :2]
+    return missed[np.argsort(-sides.prod(axis=1), kind="stable")]
+
+
+def find_false_alarms(errors: DetectionErrors, threshold: float) -> Indices:
+    """Returns the detections of type "background" of at least that score, the highest first."""
+    alarms = np.flatnonzero((errors.types == "background") & (errors.scores >= threshold))
+    return alarms[np.argsort(-errors.scores[alarms], kind="stable")]

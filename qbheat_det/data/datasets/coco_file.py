@@ -1,0 +1,283 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The validation of a COCO annotation file: one pass that collects everything that is wrong."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
+from qbheat_det.data.checks import DataError, are_numbers, find_box_error, short
+
+Entry = dict[str, Any]
+Found = tuple[str, str] | None
+"""Kind of an error and its reason, or None."""
+
+_LISTS = {"images": "image", "annotations": "annotation", "categories": "category"}
+_MAX_SHIFT = 30  # of the last of seven groups of bits: run lengths have 35 bits at most
+
+
+def _are_keypoints(value: object) -> bool:
+    return not value or (isinstance(value, list) and len(value) % 3 == 0 and are_numbers(value))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+# Whether a value is valid, what it must be, and the value of an entry without the key.
+Rule = tuple[Callable[[Any], bool], str, Any]
+_ID: Rule = (
+    # Above, COCO evaluation in floating point takes one id for another.
+    lambda value: type(value) is int and abs(value) < 2**53,
+    "a whole number below 2**53",
+    None,
+)
+_SIDE: Rule = (
+    lambda value: type(value) is int and 0 < value < 2**31,
+    "a positive whole number of pixels",
+    None,
+)
+_RULES: dict[str, dict[str, Rule]] = {
+    "images": {"id": _ID, "file_name": (lambda value: isinstance(value, str), "a file name", None)},
+    "categories": {"id": _ID, "name": (_is_name, "a text of whole characters", None)},
+    "annotations": {
+        "id": _ID,
+        "iscrowd": (lambda value: value in (0, 1), "0 or 1", 0),
+        "ignore": (lambda value: value == 0, "0, as Detectron2 ignores no annotation", 0),
+        "keypoints": (_are_keypoints, "a list of finite numbers [x, y, visibility, …]", None),
+    },
+}
+
+
+class CocoFile:
+    """An annotation file, separated into what is valid and what is not.
+
+    What stops a run, or silently spoils it, is an error that names the file and the id. What
+    Detectron2 copes with, and COCO's own files contain, is a warning with a count.
+
+    Attributes:
+        json_file: the file.
+        images, annotations: entries without an error, as they are in the file.
+        categories: those without an error, in contiguous order: by id, as Detectron2 sorts them.
+        errors: one for each thing that is wrong.
+        warnings: messages about what is odd but can be worked with.
+    """
+
+    def __init__(
+        self, json_file: str, image_root: str, needed: Sequence[str] = tuple(_LISTS)
+    ) -> None:
+        """Reads and checks a file; whether an image file exists is checked, but none is opened.
+
+        Args:
+            json_file: the file.
+            image_root: folder that file names are relative to.
+            needed: lists that it must have; without "annotations", images need an id and a file.
+
+        Raises:
+            UserError: nothing can be said about single entries: the file or the image folder does
+                not exist, the file is not JSON, or not COCO, or has no images or no categories.
+        """
+        self.json_file = json_file
+        self.errors: list[DataError] = []
+        self.warnings: list[str] = []
+        self.annotations: list[Entry] = []
+        self._lists = _read(json_file, needed)
+        if not os.path.isdir(image_root):
+            raise UserError(f"the image folder '{image_root}' of {json_file} does not exist")
+
+        def find_file(entry: Entry) -> Found:
+            if os.path.isfile(os.path.join(image_root, entry["file_name"])):
+                return None
+            name = short(entry["file_name"])
+            where = f"in '{image_root}', which file_name must be relative to"
+            return "missing image file", f"there is no file {name} {where}"
+
+        sizes = dict.fromkeys(("width", "height") if "annotations" in needed else (), _SIDE)
+        self.images = self._validate("images", sizes | _RULES["images"], find_file)
+        categories = self._validate("categories", _RULES["categories"])
+        self.categories = sorted(categories, key=lambda entry: int(entry["id"]))
+        if len(set(self.class_names)) < len(self.categories):
+            self.warnings.append(f"{json_file}: category names occur more than once")
+        if "annotations" in needed:
+            self._check_annotations()
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names in contiguous order."""
+        return tuple(entry["name"] for entry in self.categories)
+
+    @property
+    def category_ids(self) -> tuple[int, ...]:
+        """Ids in the file, in the same order; may have holes."""
+        return tuple(entry["id"] for entry in self.categories)
+
+    def _validate(
+        self,
+        key: str,
+        rules: dict[str, Rule],
+        find: Callable[[Entry], Found] = lambda entry: None,
+    ) -> list[Entry]:
+        """Returns the entries of a list without an error, and adds the errors of the others.
+
+        Valid entries keep all rules and have an id of their own, and ``find`` finds no error.
+        """
+        kind = _LISTS[key]
+        valid: dict[int, Entry] = {}
+        for number, entry in enumerate(self._lists[key], start=1):
+            name, found = f"number {number}", _find_broken_rule(entry, kind, rules)
+            if isinstance(entry, dict) and entry.get("id") is not None:
+                name = f"id {short(entry['id'])}"
+            if not found and entry["id"] in valid:
+                found = f"{kind} id twice", "the id occurs more than once, here again"
+            if found := found or find(entry):
+                where = f"{self.json_file}: {kind} {name}"
+                self.errors.append(DataError(found[0], where, found[1]))
+            else:
+                valid[entry["id"]] = entry
+        return list(valid.values())
+
+    def _check_annotations(self) -> None:
+        """Keeps the valid ones; what belongs to an invalid image or category falls with it."""
+        images, categories = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
+        known = {
+            kind: {e["id"] for e in self._lists[key] if isinstance(e, dict) and _ID[0](e.get("id"))}
+            for key, kind in _LISTS.items()
+        }
+
+        def find(entry: Entry) -> Found:
+            for kind in ("image", "category"):
+                id_ = entry.get(f"{kind}_id")
+                if type(id_) is not int or id_ not in known[kind]:
+                    must = f"an id in the list of {kind} entries"
+                    return f"unknown {kind}", _must_be(entry, f"{kind}_id", must)
+            image = images.get(entry["image_id"])
+            return _find_shape_error(entry, image["width"], image["height"]) if image else None
+
+        self.annotations = [
+            entry
+            for entry in self._validate("annotations", _RULES["annotations"], find)
+            if entry["image_id"] in images and entry["category_id"] in categories
+        ]
+        boxes = [entry["bbox"] for entry in self.annotations]
+        if boxes and max(map(max, boxes)) <= 1 and any(value % 1 for box in boxes for value in box):
+            relative = "all boxes lie between 0 and 1; bbox must be in pixels, not relative"
+            self.errors.append(DataError("relative boxes", self.json_file, relative))
+        for what, is_valid in (
+            ("have no polygon", has_polygon),
+            ("have a box without area", has_area),
+        ):
+            if odd := [entry["id"] for entry in self.annotations if not is_valid(entry)]:
+                self.warnings.append(
+                    f"{self.json_file}: {len(odd)} annotations {what}, the first with id {odd[0]}"
+                )
+        self._check_classes()
+
+    def _check_classes(self) -> None:
+        with_boxes = {
+            entry["category_id"]
+            for entry in self.annotations
+            if not entry.get("iscrowd", 0) and has_area(entry) and has_polygon(entry)
+        }
+        if not with_boxes and not self.errors:
+            reason = "there is no box to train on or to evaluate with"
+            self.errors.append(DataError("no boxes", self.json_file, reason))
+        without = [repr(e["name"]) for e in self.categories if e["id"] not in with_boxes]
+        if without and with_boxes:
+            names = join_first(without)
+            self.warnings.append(f"{self.json_file}: categories without a box: {names}")
+
+
+def has_area(entry: Entry) -> bool:
+    """Returns whether an annotation's box has an area."""
+    return bool(entry["bbox"][2] > 0 and entry["bbox"][3] > 0)
+
+
+def has_polygon(entry: Entry) -> bool:
+    """Returns whether an annotation has a polygon of three points, or RLE, or nothing.
+
+    Detectron2 leaves out the others.
+    """
+    segmentation = entry.get("segmentation")
+    if not segmentation or isinstance(segmentation, dict):
+        return True
+    return any(len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in segmentation)
+
+
+def _read(json_file: str, needed: Sequence[str]) -> dict[str, list[Any]]:
+    """Returns the lists of a file, empty ones for those that are not needed."""
+    if not os.path.isfile(json_file):
+        raise UserError(f"the annotation file '{json_file}' does not exist")
+    try:
+        with open(json_file, encoding="utf-8") as file:
+            content = json.load(file)
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{json_file} cannot be read as JSON: {error}") from error
+    lists: dict[str, list[Any]] = {key: [] for key in _LISTS}
+    for key in needed:
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not (entries or key == "annotations"):
+            found = "empty" if entries == [] else "missing or no list"
+            raise UserError(f"{json_file} is not in COCO's format: '{key}' is {found}")
+        lists[key] = entries
+    return lists
+
+
+def _find_broken_rule(entry: object, kind: str, rules: dict[str, Rule]) -> Found:
+    if not isinstance(entry, dict):
+        return f"{kind} of a wrong type", f"it must be an object, but is {short(entry)}"
+    for key, (is_valid, must, default) in rules.items():
+        if not is_valid(entry.get(key, default)):
+            return f"{kind} with a wrong {key}", _must_be(entry, key, must)
+    return None
+
+
+def _must_be(entry: Entry, key: str, must: str) -> str:
+    found = f"is {short(entry[key])}" if key in entry else "is missing"
+    return f"{key} must be {must}, but {found}"
+
+
+def _find_shape_error(entry: Entry, width: int, height: int) -> Found:
+    if not _can_be_drawn(entry.get("segmentation"), width, height):
+        return (
+            "segmentation that cannot be drawn",
+            "segmentation must be a list of polygons of finite coordinates near the image, or RLE "
+            "with counts for every pixel and size [height, width] of the image",
+        )
+    reason = find_box_error(entry.get("bbox"), (width, height))
+    return ("wrong bbox", reason) if reason else None
+
+
+def _can_be_drawn(segmentation: object, width: int, height: int) -> bool:
+    if isinstance(segmentation, list):
+        # Drawing from far outside takes memory without end.
+        return all(are_numbers(polygon, 11 * max(width, height)) for polygon in segmentation)
+    if not isinstance(segmentation, dict) or not segmentation:
+        return not segmentation
+    runs: Any = segmentation.get("counts")
+    runs = _decode_runs(runs) if isinstance(runs, str) else runs
+    if not isinstance(runs, list) or not all(type(run) is int and run >= 0 for run in runs):
+        return False
+    return segmentation.get("size") == [height, width] and sum(runs) == width * height
+
+
+def _decode_runs(counts: str) -> list[int] | None:
+    """Returns the run lengths of a compressed RLE, or None if the string is none.
+
+    pycocotools would read and write beyond its memory for some of these.
+    """
+    runs: list[int] = []
+    value = shift = 0
+    for character in counts:
+        code = ord(character) - 48
+        if not 0 <= code < 64 or shift > _MAX_SHIFT:
+            return None
+        value |= (code & 0x1F) << shift
+        shift += 5
+        if not code & 0x20:
+            if code & 0x10:  # two's complement
+                value -= 1 << shift
+            runs.append(value + runs[-2] if len(runs) > 2 else value)
+            value = shift = 0
+    return None if shift else runs
