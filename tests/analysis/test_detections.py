@@ -18,7 +18,7 @@ from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, write_figure
-from qbheat_det.engine.run_record import register_source
+from qbheat_det.engine.data_sources import register_source
 from tests.engine.tiny_detectors import make_probe_config
 
 from .run_folders import write_run

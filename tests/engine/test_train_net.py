@@ -16,7 +16,7 @@ from detectron2.modeling import build_model
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.engine.run_record import register_source
+from qbheat_det.engine.data_sources import register_source
 from tests.tool_modules import TOOLS, load_tool
 
 from .conftest import forget_runs
