@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Packaging: requirements, extras, and the configs folder inside the wheel."""
+"""Packaging: requirements, extras, the command, and what the wheel has inside."""
 
 import shutil
 from pathlib import Path
@@ -11,16 +11,17 @@ ROOT = Path(__file__).resolve().parent
 README = ROOT / "README.md"
 
 
-class BuildWithConfigs(build_py):
-    """Puts ``configs/``, which lives beside the package, into the wheel as a part of it."""
+class BuildWithFolders(build_py):
+    """Puts ``configs/`` and ``tools/``, which lie beside the package, into the wheel inside it."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:  # a checkout reads its own folder
             return
-        target = Path(self.build_lib) / "qbheat_det" / "configs"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(ROOT / "configs", target, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("configs", "tools"):
+            target = Path(self.build_lib) / "qbheat_det" / name
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 setup(
@@ -36,7 +37,8 @@ setup(
         "qbheat_det.analysis": ["page.html.j2"],
         "qbheat_det.model_zoo": ["*.json", "weights/*.safetensors"],
     },
-    cmdclass={"build_py": BuildWithConfigs},
+    cmdclass={"build_py": BuildWithFolders},
+    scripts=["tools/qbheat"],
     python_requires=">=3.10",
     # The lowest versions here, on Python 3.10, are those that the tests were last run with, beside
     # the newest. torch.load reads no pickled code by default since 2.6.

@@ -20,8 +20,8 @@ sys.path.insert(0, sys.argv[1])
 import qbheat_det
 folder = pathlib.Path(qbheat_det.__file__).parent
 for path in sorted(folder.rglob("*.py")):
-    if folder / "configs" in path.parents:
-        continue  # read by LazyConfig, not imported
+    if {folder / "configs", folder / "tools"} & {*path.parents}:
+        continue  # read by LazyConfig and run as scripts
     parts = path.relative_to(folder.parent).with_suffix("").parts
     importlib.import_module(".".join(parts).removesuffix(".__init__"))
 print(folder)
@@ -38,7 +38,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scratch = tmp_path_factory.mktemp("wheel")
     source = scratch / "source"
     source.mkdir()
-    for name in ("qbheat_det", "configs", "setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in"):
+    for name in (
+        "qbheat_det",
+        "configs",
+        "tools",
+        "setup.py",
+        "pyproject.toml",
+        "LICENSE",
+        "MANIFEST.in",
+    ):
         # Links would let the build write into the checkout.
         subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-q"]
@@ -62,11 +70,14 @@ def files_below(folder: Path) -> set[str]:
 
 def test_the_package_its_configs_and_its_metadata_are_all_that_is_inside(wheel: Path) -> None:
     found = set(zipfile.ZipFile(wheel).namelist())
-    expected = {f"qbheat_det/{name}" for name in files_below(ROOT / "configs")}
+    folders = files_below(ROOT / "configs") | files_below(ROOT / "tools")
+    expected = {f"qbheat_det/{name}" for name in folders}
     expected |= files_below(ROOT / "qbheat_det")
     assert "qbheat_det/py.typed" in expected
     assert expected <= found
-    assert {name.split("/")[0] for name in found} == {"qbheat_det", "qbheat_det-0.1.0.dist-info"}
+    name = "qbheat_det-0.1.0"
+    tops = {path.split("/")[0] for path in found}
+    assert tops == {"qbheat_det", f"{name}.dist-info", f"{name}.data"}  # the last has the command
 
 
 @pytest.mark.slow

@@ -77,6 +77,8 @@ def names_for_timm(
 
 def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     decoder = {n.partition(_DECODER)[2]: tensor for n, tensor in state.items() if _DECODER in n}
+    if any(name.startswith("neck.") for name in decoder):  # of the networks of "508M" to "26M"
+        return decoder
     if not set(decoder) >= _LINEAR or not set(decoder) <= _LINEAR | _NORM:
         return {}  # a transformer decoder, or none
     weight, bias = decoder["classifier.weight"], decoder["classifier.bias"]

@@ -117,7 +117,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Backbone output to predict, of any stride s for which a quarter of INPUT.PRETRAIN.SIZE is
         # a multiple of s; a position reconstructs s x s pixels.
         "IN_FEATURE": "s16_expanded",
-        # Where the visible quarter is: "corner", "centre", or "both", half a batch each.
+        # Where the visible quarter is: "corner", "centre", or "both", half a batch each;
+        # FeatureDistillation also takes "whole".
         "VISIBLE": "both",
         # Explicit linear models of each scale: 8, 4 (A1, A2, B1, B2) or 2 (A1, B1).
         "NUM_MODELS": 8,
@@ -129,6 +130,15 @@ _KEYS: dict[str, dict[str, Any]] = {
         "LOSS_ON": "masked",  # positions that count: "masked" or "all"
         # Bring each true patch to mean 0 and variance 1 before it is compared.
         "NORM_PIXEL_LOSS": True,
+    },
+    "MODEL.TEACHER": {  # the frozen network whose features FeatureDistillation predicts
+        "NAME": "tf_efficientnet_lite0",  # of timm's
+        "WEIGHTS": "",  # as MODEL.WEIGHTS
+        "IN_FEATURE": "s32",  # map to predict
+        # Side of the images that the teacher sees: its map has as many positions as the encoder's.
+        "IMAGE_SIZE": 256,
+        "PIXEL_MEAN": [127.0, 127.0, 127.0],
+        "PIXEL_STD": [128.0, 128.0, 128.0],
     },
     "MODEL.RANDOM_MASKING": {  # map, projection, decoder and target are those of MODEL.QB_HEAT
         "MASK_RATIO": 0.75,  # share of the map's positions whose pixels the encoder does not see
@@ -236,6 +246,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         "OPTIMIZER": "SGD",  # "SGD" or "ADAMW"
         "BETAS": (0.9, 0.999),  # of AdamW
         "BACKBONE_MULTIPLIER": 1.0,  # learning rate of the backbone relative to the rest
+        # Of a Mobile-Former's tokens and of what computes them (tokens, mobile_to_former, former).
+        "TOKEN_MULTIPLIER": 1.0,
         # Factor on the learning rate from the head to the backbone's last layer, and from each
         # layer of the backbone to the one before it.
         "LAYER_DECAY": 1.0,

@@ -139,11 +139,10 @@ class FusedDownMobile(nn.Module):
 class FusedLiteBottleneck(nn.Module):
     """``LiteBottleneck`` in inference, with its BatchNorms folded."""
 
-    stride = 1
-
     def __init__(self, plain: LiteBottleneck) -> None:
         super().__init__()
         self.plain = plain
+        self.stride = plain.stride
 
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
@@ -151,7 +150,8 @@ class FusedLiteBottleneck(nn.Module):
         """As ``LiteBottleneck.forward``."""
         depthwise = self.plain.depthwise
         has_norm = depthwise.norm is not None
-        if padding is not None or has_norm or not _can_fuse(x, depthwise):
+        is_plain = padding is not None or has_norm or not self.plain.has_identity
+        if is_plain or not _can_fuse(x, depthwise):
             return self.plain(x, tokens, padding)
         channels = x.shape[1]
         order = interleaved_order(depthwise)

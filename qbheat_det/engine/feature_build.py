@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,15 @@ from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock, hash_tensors, remove_leftovers
-from qbheat_det.data import DataError, FixedViews, cut
+from qbheat_det.core.files import file_lock, hash_tensors, remove_leftovers, write_atomically
+from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
 from qbheat_det.data.feature_store import FORMAT_VERSION, FeatureStore, Stored, View
 from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.modeling.backbone import CachedBackbone
 
 Mapped = dict[str, Any] | DataError | None
 
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _BOX_FIELDS = {"gt_boxes", "gt_classes"}
 _NOT_KEPT = {"sem_seg", "proposals"}
@@ -209,11 +211,23 @@ def fill(
         comm.synchronize()
 
 
+def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> FeatureStore:
+    """Returns the store of what ``describe_cache`` gave, in the folder of all caches."""
+    named = cfg.MODEL.CACHE_FEATURES.FOLDER
+    caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
+    about = caches / name_cache(description) / "meta.json"
+    if comm.is_main_process() and not about.is_file():
+        text = json.dumps(description, indent=2, sort_keys=True)
+        write_atomically(about, lambda stream: stream.write(text.encode()))
+    return FeatureStore(about.parent, num_views, dtype=DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE])
+
+
 def describe_cache(
     cfg: CfgNode,
-    backbone: CachedBackbone,
+    encoder: nn.Module,
     records: Sequence[Mapping[str, Any]],
     *,
+    outputs: Sequence[str],
     views: FixedViews,
     is_train: bool,
     device: torch.device,
@@ -226,9 +240,10 @@ def describe_cache(
 
     Args:
         cfg: of the run; of ``INPUT``, what the views of such a set depend on enters.
-        backbone: with the encoder.
+        encoder: that gives the features.
         records: of the data set. Of a file enter its name below the folder of all files, its size
             and when it was changed, not its content. Outlines and keypoints do not enter.
+        outputs: names of its outputs that are kept.
         views: of each image.
         is_train: whether views are drawn as in training, or are those of inference.
         device: that encodes.
@@ -236,9 +251,9 @@ def describe_cache(
     """
     return {
         "format": FORMAT_VERSION,
-        "weights": hash_tensors(backbone.encoder.state_dict()),
-        "encoder": _hash(repr(backbone.encoder)),  # what no weight shows
-        "outputs": backbone.outputs,
+        "weights": hash_tensors(encoder.state_dict()),
+        "encoder": _hash(repr(encoder)),  # what no weight shows
+        "outputs": list(outputs),
         "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
         "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
         "size_divisibility": size_divisibility,

@@ -6,11 +6,9 @@ weights are loaded, and shared by every run that has the same encoder, images an
 """
 
 import functools
-import json
 import logging
 import operator
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,18 +29,16 @@ from torchvision.ops import StochasticDepth
 
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     FixedViews,
     ImageBatches,
     TrainStream,
     build_mapper,
-    get_cache_dir,
     load_classes,
     number_records,
 )
-from qbheat_det.data.feature_store import VIEWS_PER_FILE, FeatureStore
+from qbheat_det.data.feature_store import VIEWS_PER_FILE
 from qbheat_det.data.mappers import CachedViews
 from qbheat_det.modeling.backbone import CachedBackbone
 from qbheat_det.modeling.contracts import (
@@ -53,11 +49,10 @@ from qbheat_det.modeling.contracts import (
     keeps_backbone_in_eval,
 )
 
-from .feature_build import AllViews, ViewEncoder, describe_cache, fill, name_cache
+from .feature_build import DTYPES, AllViews, ViewEncoder, describe_cache, fill, open_store
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_VIEWS = 1000
 _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 
@@ -142,20 +137,16 @@ class CachedFeatures:
         whole: Any = get_backbone(self._model)
         description = describe_cache(
             cfg,
-            self._backbone,
+            self._backbone.encoder,
             records,
+            outputs=self._backbone.outputs,
             views=views,
             is_train=is_train,
             device=self._device,
             size_divisibility=whole.size_divisibility,
         )
-        named = cfg.MODEL.CACHE_FEATURES.FOLDER
-        caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
-        folder = caches / name_cache(description)
-        logger.info(f"The {title}: cached in '{folder}'")
-        if comm.is_main_process() and not (folder / "meta.json").is_file():
-            text = json.dumps(description, indent=2, sort_keys=True)
-            write_atomically(folder / "meta.json", lambda stream: stream.write(text.encode()))
+        store = open_store(cfg, description, len(records) * views.count)
+        logger.info(f"The {title}: cached in '{store.folder}'")
         encoder = ViewEncoder(
             self._model,
             self._backbone,
@@ -163,7 +154,6 @@ class CachedFeatures:
             is_train=is_train,
             is_exact=self._dtype == torch.float32,
         )
-        store = FeatureStore(folder, len(records) * views.count, dtype=self._dtype)
         every = AllViews(records, views)
         title, workers = f"Encoding the {title}", cfg.DATALOADER.NUM_WORKERS
         fill(store, every, encoder, title=title, num_workers=workers)

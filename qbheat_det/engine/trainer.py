@@ -26,7 +26,7 @@ from qbheat_det.checkpoint import (
     save_weights,
     without_children,
 )
-from qbheat_det.config import find_memory_format
+from qbheat_det.config import dump_config, find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
@@ -34,6 +34,7 @@ from qbheat_det.engine.feature_cache import use_cached_features
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
+    needs_teacher,
     pretrain_only_modules,
     train_only_modules,
 )
@@ -59,6 +60,7 @@ from .monitors import DataTimeMonitor, MemoryMonitor, SkippedImages
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
+from .teacher import TeacherFeatures
 from .visualize import build_visualization_hook
 from .writers import PeriodicWriter
 
@@ -90,6 +92,7 @@ class Trainer(DefaultTrainer):
         if isinstance(self.bare_model, PretrainingObjective):
             self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
+        self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
@@ -172,9 +175,11 @@ class Trainer(DefaultTrainer):
         if self.cached_features:
             self._evaluation.forget()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
+        if self.teacher:
+            self.teacher.prepare(self.data_loader)
         if comm.is_main_process():
-            path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
-            write_atomically(path, lambda stream: stream.write(self.cfg.dump().encode()))
+            path, text = Path(self.cfg.OUTPUT_DIR) / "config.yaml", dump_config(self.cfg)
+            write_atomically(path, lambda stream: stream.write(text.encode()))
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector
@@ -305,6 +310,7 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
+        """Returns the images of a data set, for this process."""
         return build_test_loader(cfg, dataset_name)
 
     @classmethod
@@ -316,16 +322,10 @@ class Trainer(DefaultTrainer):
 def evaluate(
     cfg: CfgNode, *, resume: bool = False, prepare: Callable[[nn.Module], nn.Module] | None = None
 ) -> dict[str, Any]:
-    """Evaluates ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint of ``OUTPUT_DIR``.
+    """Returns the results by task of ``MODEL.WEIGHTS``, or of the checkpoint to resume.
 
-    Args:
-        cfg: of the weights and the data.
-        resume: see above.
-        prepare: called with the model in eval mode; what it returns is evaluated, for example a
-            deployed form. The nearest-neighbour score is always that of the model itself.
-
-    Returns:
-        Results by task, as ``Trainer.train``.
+    ``prepare`` is called with the model in eval mode; what it returns is evaluated, for example a
+    deployed form. The nearest-neighbour score is always that of the model itself.
 
     Raises:
         UserError: there are no weights, or they do not fit the model exactly.

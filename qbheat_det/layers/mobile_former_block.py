@@ -165,22 +165,25 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
 
 
 class LiteBottleneck(nn.Module):
-    """Depthwise, ReLU6, pointwise, plus the input; the tokens do not change. First stage only."""
+    """Depthwise, ReLU6, pointwise, plus the input if the size agrees; the tokens do not change."""
 
-    stride = 1
-
-    def __init__(self, *, channels: int, hidden: int, norm: str) -> None:
-        """Takes C, the width between the convolutions (a multiple) and a name for ``get_norm``."""
+    def __init__(
+        self, *, in_channels: int, hidden: int, out_channels: int, norm: str, stride: int = 1
+    ) -> None:
+        """Takes widths, ``hidden`` a multiple of the first, and a name for ``get_norm``."""
         super().__init__()
-        self.depthwise = depthwise(channels, hidden, norm)
-        self.pointwise = pointwise(hidden, channels, norm)
+        self.stride = stride
+        self.depthwise = depthwise(in_channels, hidden, norm, stride)
+        self.pointwise = pointwise(hidden, out_channels, norm)
+        self.has_identity = stride == 1 and in_channels == out_channels
 
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As ``MobileFormerBlock.forward``."""
         hidden = F.relu6(self.depthwise(zero_padding(x, padding)))
-        return x + self.pointwise(hidden), tokens
+        out = self.pointwise(hidden)
+        return x + out if self.has_identity else out, tokens
 
 
 class Mobile(nn.Module):
@@ -263,6 +266,9 @@ class DownMobile(nn.Module):
 
 class MobileFormerBlock(nn.Module):
     """Mobile->Former, Former, Mobile, Mobile<-Former."""
+
+    token_path = ("mobile_to_former", "former")
+    """See ``get_token_parameters`` in ``modeling/contracts.py``."""
 
     def __init__(
         self,

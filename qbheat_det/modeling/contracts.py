@@ -173,6 +173,11 @@ def masks_padding(model: object) -> bool:
     return bool(getattr(model, "masks_padding", False))
 
 
+def needs_teacher(model: nn.Module) -> bool:
+    """Returns ``needs_teacher``: in training, entries have a teacher's features as "target"."""
+    return bool(getattr(model, "needs_teacher", False))
+
+
 # Backbones
 
 
@@ -188,6 +193,17 @@ def get_backbone(model: nn.Module) -> Backbone | None:
     """Returns ``backbone``; None if a model has none, or one that is not Detectron2's kind."""
     backbone = getattr(model, "backbone", None)
     return backbone if isinstance(backbone, Backbone) else None
+
+
+def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns parameters of what parts list as ``token_path``, as a Mobile-Former does."""
+    return [
+        parameter
+        for module in model.modules()
+        for name in getattr(module, "token_path", ())
+        for key, parameter in module.named_parameters()
+        if key == name or key.startswith(f"{name}.")
+    ]
 
 
 def get_body_name(backbone: nn.Module) -> str:

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.contracts import SupportsLayerGroups, get_backbone, get_body_name
+from qbheat_det.modeling.contracts import (
+    SupportsLayerGroups,
+    get_backbone,
+    get_body_name,
+    get_token_parameters,
+)
 
 from .schedule import Rules, at_least, check_settings, one_of
 
@@ -71,6 +76,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         lr=cfg.SOLVER.BASE_LR,
         backbone_multiplier=cfg.SOLVER.BACKBONE_MULTIPLIER,
         layer_decay=cfg.SOLVER.LAYER_DECAY,
+        token_multiplier=cfg.SOLVER.TOKEN_MULTIPLIER,
         bias_lr_factor=cfg.SOLVER.BIAS_LR_FACTOR,
         weight_decay=cfg.SOLVER.WEIGHT_DECAY,
         weight_decay_norm=cfg.SOLVER.WEIGHT_DECAY_NORM,
@@ -94,6 +100,7 @@ def parameter_groups(
     weight_decay_norm: float,
     weight_decay_bias: float | None,
     layer_decay: float = 1.0,
+    token_multiplier: float = 1.0,
     bias_lr_factor: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Groups the trainable parameters by learning rate and weight decay, each in one group.
@@ -110,6 +117,7 @@ def parameter_groups(
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
         layer_decay: see above, and ``layers_above``.
+        token_multiplier: further factor on the learning rate of the backbone's token path.
         bias_lr_factor: the learning rate of biases relative to that of weights.
 
     Raises:
@@ -129,6 +137,8 @@ def parameter_groups(
         overrides=overrides,
     )
     factors = _backbone_factors(model, backbone_multiplier, layer_decay)
+    for parameter in get_token_parameters(model):
+        factors[parameter] = factors.get(parameter, 1.0) * token_multiplier
     norms = _norms_unknown_to_detectron2(model)
     single = []
     for group in groups:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torchvision
 from detectron2.modeling import build_backbone
@@ -12,6 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import SafeCheckpointer, read_weights
+from qbheat_det.checkpoint.convert import (
+    RESNETS,
+    build_resnet,
+    convert_weights,
+    torchvision_name,
+)
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from tests.tool_modules import load_tool
@@ -64,8 +71,8 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     weights = tmp_path / "theirs.pth"
     torch.save({"state_dict": {f"module.{k}": v for k, v in net.state_dict().items()}}, weights)
     output = tmp_path / "ours.safetensors"
-    report, keys = TOOL.convert_weights(str(weights), output, "detectron2:resnet50")
-    assert [key.removeprefix("module.") for key in report.unused] == ["fc.weight", "fc.bias"]
+    account, keys = convert_weights(str(weights), output, "detectron2:resnet50")
+    assert "2 not used" in account
     cfg = get_cfg()
     for key, value in keys.items():
         cfg.merge_from_list([key, list(value) if isinstance(value, tuple) else value])
@@ -89,11 +96,26 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
 def test_other_resnets_have_the_same_tensors(name: str) -> None:
     with torch.device("meta"):
         expected = getattr(torchvision.models, name)().state_dict()
-        encoder, _ = TOOL.build_resnet(name)
-    found = {TOOL.torchvision_name(k): v.shape for k, v in encoder.state_dict().items()}
+        encoder, _ = build_resnet(name)
+    found = {torchvision_name(k): v.shape for k, v in encoder.state_dict().items()}
     whole = {key: value.shape for key, value in expected.items()}
     assert found == {key: shape for key, shape in whole.items() if not key.startswith("fc.")}
-    assert set(TOOL.RESNETS) <= set(torchvision.models.list_models())
+    assert set(RESNETS) <= set(torchvision.models.list_models())
+
+
+def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> None:
+    own = timm.create_model("tf_efficientnet_lite0").state_dict()
+    theirs = {("_conv_stem.weight", f"_bn{i}")[i > 0]: v for i, v in enumerate(own.values())}
+    torch.save(theirs, tmp_path / "theirs.pth")
+    output = tmp_path / "ours.safetensors"
+    convert_weights(str(tmp_path / "theirs.pth"), output, "timm:tf_efficientnet_lite0")
+    found, info = read_weights(str(output))
+    torch.testing.assert_close(found, dict(own), rtol=0, atol=0)
+    assert info is not None
+    assert (info.pixel_mean, info.pixel_std) == ((127.0,) * 3, (128.0,) * 3)
+    weights, other = str(tmp_path / "theirs.pth"), "timm:tf_efficientnet_lite1"
+    with pytest.raises(UserError, match="tf_efficientnet_lite1"):
+        convert_weights(weights, tmp_path / "other.safetensors", other)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, resnet18: str) -> None:
@@ -105,13 +127,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, resnet18: str) -> None:
         (resnet18, output, "detectron2:resnet34", (), "detectron2:resnet34: 80 missing"),
         (resnet18, output, "detectron2:resnet20", (), "resnet20"),
         (resnet18, output, "resnet18", (), "resnet18"),
+        (resnet18, output, "MobileFormer", (), r"theirs\.safetensors"),
+        (resnet18, output, "timm:tf_efficientnet_lite0", (), "tf_efficientnet_lite0"),
+        (resnet18, output, "timm:efficientnet_lite0", (), "timm:efficientnet_lite0"),
         (half, output, own, (), "layer4"),
         (resnet18, output, own, mean, "--pixel-mean"),
         (resnet18, tmp_path / "ours.pth", own, (), r"ours\.pth"),
         (resnet18, Path(half), own, (), "--overwrite"),
     ):
         with pytest.raises(UserError, match=named):
-            TOOL.convert_weights(weights, target, to, pixel_mean=pixel_mean)
+            convert_weights(weights, target, to, pixel_mean=pixel_mean)
     assert not output.exists()
 
 

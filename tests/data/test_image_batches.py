@@ -77,14 +77,6 @@ def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None
         assert list(batches.skipped) == ["image '3'"]
 
 
-def test_the_global_generator_stays_as_it_was() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(())
-    torch.manual_seed(3)
-    numbers(ImageBatches([{"image_id": 0}], mapper=Plain()))
-    torch.testing.assert_close(torch.rand(()), expected, rtol=0, atol=0)
-
-
 def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None:
     records = [{"image_id": i} for i in range(6)]
     seen = with_views(records, [QUADRANTS_OF["corner"], QUADRANTS_OF["centre"]])

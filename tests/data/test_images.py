@@ -30,7 +30,7 @@ def cut(pixels: NDArray[np.uint8], box: tuple[int, int, int, int] = BOX) -> Tens
 
 
 @pytest.mark.parametrize("orientation", [None, *range(10)])
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
+@pytest.mark.parametrize("suffix", [".jpg", ".png"])
 def test_a_part_is_that_of_the_image_as_detectron2_turns_it(
     suffix: str, orientation: int | None, tmp_path: Path
 ) -> None:
@@ -63,21 +63,17 @@ def test_a_tiff_is_turned_once(tmp_path: Path) -> None:
     torch.testing.assert_close(part, cut(once, (5, 30, 40, 80)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["rgb.png", "l.png", "p.png", "rgba.png", "la.png", "1.png"])
-@pytest.mark.parametrize("ending", ["png", "tif", "webp", "bmp"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1"])
+@pytest.mark.parametrize("ending", ["png", "webp"])
 def test_every_kind_of_pixels_becomes_rgb_as_in_detectron2(
-    name: str, ending: str, tmp_path: Path
+    mode: str, ending: str, tmp_path: Path
 ) -> None:
-    mode = name.removesuffix(".png").upper()
-    if (ending, mode) in {("bmp", "LA"), ("bmp", "RGBA")}:
-        pytest.skip("no such files")
     options = {"lossless": True} if ending == "webp" else {}
     path = save(tmp_path / f"a.{ending}", draw(WIDTH, HEIGHT), mode=mode, **options)
     torch.testing.assert_close(read(path), cut(read_image(path, "RGB")), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
-@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize(("mode", "progressive"), [("L", False), ("CMYK", False), ("RGB", True)])
 def test_every_kind_of_jpeg_is_read(mode: str, progressive: bool, tmp_path: Path) -> None:
     path = save(tmp_path / "a.jpg", draw(320, 320), mode=mode, progressive=progressive)
     whole = torch.from_numpy(read_image(path, "RGB").copy())
@@ -101,34 +97,17 @@ def test_a_format_that_would_start_another_program_is_not_opened(tmp_path: Path)
         read(str(tmp_path / "a.jpg"))
 
 
-@pytest.mark.parametrize(
-    ("side", "at_least", "expected"),
-    [(64, 64, 64), (127, 64, 127), (128, 64, 64), (255, 64, 128), (256, 64, 64), (511, 64, 128),
-     (512, 64, 64), (600, 64, 75), (600, 8, 75)],
-)  # fmt: skip
-def test_the_reduction_is_the_largest_that_leaves_enough_pixels(
-    side: int, at_least: int, expected: int, tmp_path: Path
-) -> None:
+def test_the_reduction_is_the_largest_that_leaves_enough_pixels(tmp_path: Path) -> None:
     path = save(tmp_path / "a.jpg", draw(603, 601))
-    part = read(path, (0, 0, side, side + 1), at_least)
-    assert part.shape[1] == expected
-    assert part.shape[0] in (expected, expected + 1)
+    for side, at_least, expected in (
+        (64, 64, 64), (127, 64, 127), (128, 64, 64), (255, 64, 128), (512, 64, 64), (600, 8, 75)
+    ):  # fmt: skip
+        part = read(path, (0, 0, side, side + 1), at_least)
+        assert part.shape[1] == expected
+        assert part.shape[0] in (expected, expected + 1)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (7, 9), (8, 8), (13, 64), (200, 3)])
-@pytest.mark.parametrize("at_least", [1, 2])
-def test_tiny_images_and_boxes_leave_at_least_a_pixel(
-    size: tuple[int, int], at_least: int, tmp_path: Path
-) -> None:
-    path = save(tmp_path / "a.jpg", draw(*size))
-    for x in range(0, size[0], 3):
-        for y in range(0, size[1], 3):
-            for box in ((x, y, x + 1, y + 1), (0, 0, x + 1, y + 1), (x, y, *size)):
-                assert min(read(path, box, at_least).shape) >= 1
-
-
-@pytest.mark.parametrize("reduction", [2, 4, 8])
-@pytest.mark.parametrize(("side", "bound"), [(64, 4), (96, 2)])
+@pytest.mark.parametrize(("reduction", "side", "bound"), [(2, 64, 4), (4, 96, 2), (8, 64, 4)])
 def test_reduced_decoding_equals_full_decoding_up_to_resampling(
     reduction: int, side: int, bound: float, tmp_path: Path
 ) -> None:

@@ -3,8 +3,6 @@
 
 import itertools
 import random
-from multiprocessing import active_children
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,9 +50,8 @@ def test_a_stream_that_starts_late_is_the_rest_of_the_whole_one(grouped: bool, s
     assert late == whole[start:]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_change_neither_order_nor_augmentation(workers: int) -> None:
-    assert take(make_stream(num_workers=workers), 6) == take(make_stream(), 6)
+def test_workers_change_neither_order_nor_augmentation() -> None:
+    assert take(make_stream(num_workers=2), 6) == take(make_stream(), 6)
 
 
 def test_the_order_is_that_of_detectron2s_sampler() -> None:
@@ -62,12 +59,11 @@ def test_the_order_is_that_of_detectron2s_sampler() -> None:
     found = [entry["id"] for batch in batches for entry in batch]
     assert found == list(itertools.islice(TrainingSampler(10, seed=5)._infinite_indices(), 20))
     assert sorted(found[:10]) == list(range(10))
-
-
-def test_another_seed_gives_other_images_and_other_augmentations() -> None:
-    one, other = (take(make_stream(seed=seed), 3) for seed in (1, 2))
-    assert [e["id"] for b in one for e in b] != [e["id"] for b in other for e in b]
-    assert not {e["drawn"] for b in one for e in b} & {e["drawn"] for b in other for e in b}
+    drawn = [
+        {entry["drawn"] for batch in take(make_stream(seed=seed), 3) for entry in batch}
+        for seed in (1, 2)
+    ]
+    assert not drawn[0] & drawn[1]
 
 
 def test_grouped_batches_hold_wide_or_tall_images_and_lose_none() -> None:
@@ -135,23 +131,16 @@ def test_images_that_the_mapper_leaves_out_are_replaced_by_any_other() -> None:
     assert max(counts) < 12  # the next in order would stand there 31 times
 
 
-def test_a_mapper_that_wants_no_image_is_named() -> None:
-    stream = TrainStream(dataset(2), mapper=lambda entry: None, batch_size=1)
-    with pytest.raises(UserError, match="1000 images"):
-        next(iter(stream))
-
-
-def test_too_few_images_for_the_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
-    with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
-        make_stream(batch_size=2)
-
-
-def test_an_empty_set_and_one_without_sizes_are_refused() -> None:
+def test_streams_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="training set"):
         TrainStream([], mapper=augment, batch_size=1)
     with pytest.raises(UserError, match=r"DATALOADER\.ASPECT_RATIO_GROUPING"):
         TrainStream([{"id": 1}], mapper=augment, batch_size=1, aspect_ratio_grouping=True)
+    with pytest.raises(UserError, match="1000 images"):
+        next(iter(TrainStream(dataset(2), mapper=lambda entry: None, batch_size=1)))
+    monkeypatch.setattr(comm, "get_world_size", lambda: 3)
+    with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
+        make_stream(batch_size=2)
 
 
 @pytest.mark.parametrize(("length", "parts"), [(0, 1), (5, 1), (5, 2), (5, 5), (7, 3), (2, 4)])
@@ -200,26 +189,3 @@ def test_repeat_factors_show_rare_classes_more_often(annotated: str) -> None:
 def test_an_unknown_sampler_is_named(annotated: str) -> None:
     with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):
         build_train_stream(config(annotated, "Weighted"))
-
-
-def private_megabytes(pid: int) -> float:
-    """Returns the memory that a process shares with no other."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-def test_workers_share_the_annotations() -> None:
-    def grown_by(megabytes: int) -> float:
-        entries = [{"id": i, "text": f"{i % 10}" * 2**15} for i in range(megabytes * 32)]
-        stream = TrainStream(
-            entries, mapper=lambda e: {"n": len(e["text"])}, batch_size=8, num_workers=2
-        )
-        entries.clear()
-        iterator = iter(stream)
-        for _ in range(megabytes * 4):  # every worker reads half of all
-            next(iterator)
-        return max(private_megabytes(child.pid or 0) for child in active_children())
-
-    small = grown_by(1)
-    assert grown_by(64) - small < 16

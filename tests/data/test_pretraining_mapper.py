@@ -13,7 +13,6 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     DataError,
     PretrainingMapper,
@@ -71,13 +70,10 @@ def test_flips_are_fair_and_as_asked_for(tmp_path: Path) -> None:
     assert directions("vertical") == {(False, False), (False, True)}
 
 
-@pytest.mark.parametrize("is_train", [True, False])
-def test_the_channels_are_in_the_order_of_the_format(is_train: bool, tmp_path: Path) -> None:
+def test_the_channels_are_in_the_order_of_the_format(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", np.full((9, 9, 3), (10, 20, 30), np.uint8))
     for pixel_format, expected in {"RGB": [10, 20, 30], "BGR": [30, 20, 10]}.items():
-        mapped = PretrainingMapper(size=4, pixel_format=pixel_format, is_train=is_train)(
-            record(path)
-        )
+        mapped = PretrainingMapper(size=4, pixel_format=pixel_format)(record(path))
         assert isinstance(mapped, dict)
         assert mapped["image"].float().mean(dim=(1, 2)).tolist() == expected
 
@@ -193,14 +189,3 @@ def test_broken_images_are_replaced_the_same_everywhere_and_known_to_the_stream(
         torch.testing.assert_close(
             [image["image"] for image in batch], [image["image"] for image in next(plain)]
         )
-
-
-def test_a_set_of_images_whose_headers_alone_are_whole_ends_with_the_reason(
-    tmp_path: Path,
-) -> None:
-    save(tmp_path / "a.png", draw(40, 30))
-    content = (tmp_path / "a.png").read_bytes()
-    (tmp_path / "a.png").write_bytes(content[:60])
-    stream = iter(make_stream(tmp_path))
-    with pytest.raises(UserError, match=r"a\.png"):
-        next(stream)

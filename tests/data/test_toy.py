@@ -16,17 +16,8 @@ from pycocotools import mask as coco_mask
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 from qbheat_det.data.datasets import toy
-from qbheat_det.data.datasets.toy import (
-    ANNOTATION_FILE,
-    CATEGORY_IDS,
-    annotate,
-    trace_polygons,
-)
-from qbheat_det.data.datasets.toy_scenes import (
-    MIN_VISIBLE,
-    Scene,
-    sample_scene,
-)
+from qbheat_det.data.datasets.toy import ANNOTATION_FILE, CATEGORY_IDS, annotate, trace_polygons
+from qbheat_det.data.datasets.toy_scenes import Scene, sample_scene
 
 SPEC = ToySpec(name="tiny", num_images=40, seed=3)
 
@@ -56,16 +47,13 @@ def test_the_same_spec_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
     assert again.name == tiny.name
     assert contents(again) == contents(tiny)
     assert len(contents(tiny)) == SPEC.num_images + 1
-
-
-def test_a_picture_does_not_depend_on_how_many_there_are(tiny: Path, tmp_path: Path) -> None:
-    fewer = prepare_toy_set(replace(SPEC, num_images=3), tmp_path)
-    for name in ["000001.jpg", "000002.jpg", "000003.jpg"]:
-        assert (fewer / "images" / name).read_bytes() == (tiny / "images" / name).read_bytes()
+    # An image does not depend on how many there are.
+    fewer = contents(prepare_toy_set(replace(SPEC, num_images=3), tmp_path))
+    assert fewer["images/000003.jpg"] == contents(tiny)["images/000003.jpg"]
 
 
 def test_annotations_agree_with_a_pixel_by_pixel_count() -> None:
-    for scene in scenes(12):
+    for scene in scenes(6):
         objects = [i for i, item in enumerate(scene.items) if item.label >= 0]
         for index, annotation in zip(objects, annotate(scene), strict=True):
             height, width = scene.owner.shape
@@ -82,7 +70,7 @@ def test_annotations_agree_with_a_pixel_by_pixel_count() -> None:
 
 
 def test_owners_are_what_painting_one_by_one_leaves() -> None:
-    for scene in scenes(6):
+    for scene in scenes(3):
         size = len(scene.owner)
         expected = [[-1] * size for _ in range(size)]
         for index, item in enumerate(scene.items):
@@ -91,20 +79,18 @@ def test_owners_are_what_painting_one_by_one_leaves() -> None:
                 if 0 <= y < size and 0 <= x < size:
                     expected[y][x] = index
         np.testing.assert_array_equal(scene.owner, expected)
+        assert all(
+            (scene.owner == index).sum() >= 0.5 * item.mask.sum()
+            for index, item in enumerate(scene.items)
+            if item.label >= 0
+        )  # every object stays in view
 
 
-def test_every_object_stays_in_view() -> None:
-    for scene in scenes(150):
-        for index, item in enumerate(scene.items):
-            if item.label >= 0:
-                assert (scene.owner == index).sum() >= MIN_VISIBLE * item.mask.sum()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_polygons_give_back_any_mask(seed: int) -> None:
+def test_polygons_give_back_any_mask() -> None:
     # Random dots have every kind of corner: holes, touching diagonals, islands in holes.
-    mask = np.random.default_rng(seed).random((23, 31)) < 0.2 + 0.1 * seed
-    np.testing.assert_array_equal(decode(trace_polygons(mask), 23, 31), mask)
+    for seed in range(6):
+        mask = np.random.default_rng(seed).random((23, 31)) < 0.2 + 0.1 * seed
+        np.testing.assert_array_equal(decode(trace_polygons(mask), 23, 31), mask)
 
 
 def test_detectron2_loads_a_registered_set(tmp_path: Path) -> None:
@@ -145,19 +131,15 @@ def test_of_two_that_ask_at_once_one_draws_and_both_get_the_set(
     assert contents(tmp_path / SPEC.folder_name) == contents(tiny)
 
 
-def test_a_half_written_set_is_never_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path
-) -> None:
+def test_a_half_written_set_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_late(spec: ToySpec, folder: Path) -> None:
         (folder / "images").mkdir()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("qbheat_det.data.datasets.toy._draw", fail_late)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_toy_set(SPEC, tmp_path)
+    monkeypatch.setattr(toy, "_draw", fail_late)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_toy_set(SPEC, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    assert contents(prepare_toy_set(SPEC, tmp_path)) == contents(tiny)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

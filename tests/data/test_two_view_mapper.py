@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from qbheat_det.config import get_cfg
-from qbheat_det.data import PretrainingMapper, build_mapper
+from qbheat_det.data import PretrainingMapper
 from qbheat_det.data.mappers import TwoViewMapper
 from tests.data.pictures import draw, save
 
@@ -97,16 +96,3 @@ def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
             expected = mapped(rgb, path, seed)[key].flip(0)
             torch.testing.assert_close(mapped(bgr, path, seed)[key], expected, rtol=0, atol=0)
             assert not torch.equal(mapped(rgb, path, seed + 100)[key].flip(0), expected)
-
-
-def test_the_config_names_it_and_all_of_its_settings(tmp_path: Path) -> None:
-    cfg = get_cfg()
-    cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.PRETRAIN.SIZE = "two_views", 32
-    cfg.INPUT.FORMAT = "RGB"
-    cfg.INPUT.TWO_VIEWS.GREY_PROBABILITY = 1.0
-    path = save(tmp_path / "a.png", draw(60, 40))
-    mapper = build_mapper(cfg, is_train=True)
-    assert isinstance(mapper.mapper, TwoViewMapper)
-    entry = mapped(mapper, path)
-    for key in ("image", "image_key"):
-        torch.testing.assert_close(entry[key][0], entry[key][1], rtol=0, atol=0)

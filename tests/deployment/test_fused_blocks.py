@@ -17,8 +17,8 @@ from tests.modeling.parameter_names import randomise_
 
 SHAPES = {"token_dim": 8, "norm": "BN"}
 BLOCKS: dict[str, nn.Module] = {
-    "lite": LiteBottleneck(channels=4, hidden=12, norm=""),
-    "lite with a norm": LiteBottleneck(channels=4, hidden=12, norm="BN"),
+    "lite": LiteBottleneck(in_channels=4, hidden=12, out_channels=4, norm=""),
+    "lite with a norm": LiteBottleneck(in_channels=4, hidden=12, out_channels=4, norm="BN"),
     "mobile": Mobile(in_channels=4, hidden=10, out_channels=4, **SHAPES),
     "wider": Mobile(in_channels=4, hidden=10, out_channels=6, **SHAPES),
     "down": DownMobile(in_channels=4, hidden=12, out_channels=6, second_hidden=18, **SHAPES),

@@ -22,7 +22,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, FixedViews, number_records
 from qbheat_det.data.feature_store import View
 from qbheat_det.engine.feature_build import ViewEncoder, check_keepable, describe_cache, name_cache
-from qbheat_det.modeling.backbone import CachedBackbone
 
 Parts = dict[str, Any]
 
@@ -51,7 +50,8 @@ def make_parts(folder: Path) -> Parts:
     boxes = [{"bbox": [1.0, 2.0, 3.0, 4.0], "bbox_mode": 1, "category_id": 5, "iscrowd": 0}]
     return {
         "cfg": get_cfg(),
-        "backbone": CachedBackbone(encoder=Encoder(), outputs=["s8", "s16"]),
+        "encoder": Encoder(),
+        "outputs": ["s8", "s16"],
         "records": [
             {
                 "file_name": str(folder / "images" / f"{index}.jpg"),
@@ -83,17 +83,15 @@ def _rename(parts: Parts) -> None:
 
 
 def _set_weight(value: torch.Tensor) -> Callable[[Parts], object]:
-    return lambda p: vars(p["backbone"].encoder.stem)["_parameters"].update(
-        weight=nn.Parameter(value)
-    )
+    return lambda p: vars(p["encoder"].stem)["_parameters"].update(weight=nn.Parameter(value))
 
 
 CHANGES: dict[str, Callable[[Parts], object]] = {
     "a weight": _set_weight(torch.tensor([[1.0, 0.0], [0.0, 1.0001]])),
     "the sign of a zero": _set_weight(torch.tensor([[1.0, -0.0], [0.0, 1.0]])),
-    "a buffer": lambda p: p["backbone"].encoder.count.fill_(8),
-    "the structure": lambda p: p["backbone"].encoder.add_module("x", nn.ReLU()),
-    "the outputs": lambda p: p["backbone"].outputs.pop(),
+    "a buffer": lambda p: p["encoder"].count.fill_(8),
+    "the structure": lambda p: p["encoder"].add_module("x", nn.ReLU()),
+    "the outputs": lambda p: p["outputs"].pop(),
     "the mean": lambda p: p["cfg"].MODEL.merge_from_list(["PIXEL_MEAN", [1.0, 2.0, 3.0]]),
     "the layout": lambda p: p["cfg"].MODEL.merge_from_list(["CHANNELS_LAST", True]),
     "the dtype": lambda p: p["cfg"].merge_from_list(["MODEL.CACHE_FEATURES.DTYPE", "bfloat16"]),

@@ -92,11 +92,6 @@ def test_neither_batches_nor_images_seen_twice_change_a_figure() -> None:
     assert all(map(math.isnan, evaluator.evaluate()["classification"].values()))
 
 
-def test_a_rank_counts_the_classes_before_the_true_one() -> None:
-    scores = torch.tensor([[3.0, 1.0, 2.0]]).expand(3, 3)
-    assert_close(rank_true_class(scores, torch.arange(3)), torch.tensor([0, 2, 1]))
-
-
 def test_equal_scores_go_to_the_first_class_and_nan_is_wrong_in_every_way() -> None:
     nan = float("nan")
     scores = torch.tensor([[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [nan, 0.0, 1.0], [0.0, nan, nan]])

@@ -46,8 +46,8 @@ def score_of(ranks: list[int]) -> tuple[float, float]:
     return hits[0], hits[1]
 
 
-@pytest.mark.parametrize("chunk", [1, 200, 10**6])
-@pytest.mark.parametrize(("k", "classes"), [(1, 3), (7, 9), (20, 12), (500, 4)])
+@pytest.mark.parametrize("chunk", [200, 10**6])
+@pytest.mark.parametrize(("k", "classes"), [(1, 3), (20, 12), (500, 4)])
 def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(
     k: int, classes: int, chunk: int
 ) -> None:
@@ -62,28 +62,11 @@ def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(
     assert (score["top1"], score["top5"]) == pytest.approx(score_of(expected))
 
 
-def test_of_equally_similar_images_the_first_votes_and_of_equal_votes_the_lower_label_wins() -> (
-    None
-):
-    features = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    asked = torch.tensor([[2.0, 0.0]]).expand(3, 2)
-    truths = torch.arange(3)
-
-    def ranks(labels: list[int], k: int) -> list[int]:
-        voters = features, torch.tensor(labels)
-        return rank_true_classes(voters, (asked, truths), k=k, temperature=0.07).tolist()
-
-    assert ranks([2, 1, 0, 0], k=1)[2] == 0
-    assert min(ranks([2, 1, 0, 0], k=1)[:2]) >= 5  # without votes, in no top five
-    assert ranks([2, 1, 0, 0], k=3) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("factor", [0.25, 3.7, 1e-6])
-def test_the_scale_of_features_does_not_matter(factor: float) -> None:
+def test_the_scale_of_features_does_not_matter() -> None:
     train = torch.randn(60, 5), torch.arange(60) % 7
     val = torch.randn(40, 5), torch.arange(40) % 7
     expected = score_neighbours(train, val)
-    assert score_neighbours((train[0] * factor, train[1]), (val[0] / factor, val[1])) == expected
+    assert score_neighbours((train[0] * 3.7, train[1]), (val[0] * 1e-6, val[1])) == expected
 
 
 def test_at_a_very_low_temperature_the_nearest_decides() -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qbheat_det.layers import MapAttention, attention
-from qbheat_det.layers.attention import attend
+from qbheat_det.layers import MapAttention, attend, attention
 from qbheat_det.layers.cpu_kernels import draw_kept
 
 

@@ -40,7 +40,7 @@ def down_mobile() -> nn.Module:
 
 def block(kind: str) -> nn.Module:
     if kind == "lite":
-        return random(LiteBottleneck(channels=6, hidden=12, norm="BN"))
+        return random(LiteBottleneck(in_channels=6, hidden=12, out_channels=6, norm="BN"))
     out = 8 if kind == "down" else 6
     whole = MobileFormerBlock(
         mobile=down_mobile() if kind == "down" else plain_mobile(6, 6),

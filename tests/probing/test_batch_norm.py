@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import load_image_folders
-from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
 MEAN, STD = (100.0, 110.0, 120.0), (50.0, 60.0, 70.0)
@@ -70,15 +69,11 @@ def test_a_later_norm_sees_what_the_layers_below_make_of_its_batch() -> None:
     )
     with torch.no_grad():
         values = _positions([backbone.conv(centred * scale)])
-    torch.testing.assert_close(
-        backbone.second.running_mean.double(), values.mean(dim=1), rtol=1e-4, atol=1e-5
-    )
-    torch.testing.assert_close(
-        backbone.second.running_var.double(),
-        values.var(dim=1, unbiased=False),
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    for found, expected in (
+        (backbone.second.running_mean, values.mean(dim=1)),
+        (backbone.second.running_var, values.var(dim=1, unbiased=False)),
+    ):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_but_the_statistics_of_norms_that_are_not_frozen_changes() -> None:
@@ -93,22 +88,9 @@ def test_nothing_but_the_statistics_of_norms_that_are_not_frozen_changes() -> No
             torch.testing.assert_close(value, before[key], rtol=0, atol=0)
     assert {name: module.training for name, module in backbone.named_modules()} == modes
     assert backbone.first.momentum == 0.1
-
-
-def test_a_channel_without_variance_gets_none_and_not_less() -> None:
-    images = [torch.full((3, 8, 8), 200, dtype=torch.uint8) for _ in range(3)]
-    backbone = _TwoLayers()
-    recalibrate_bn(backbone, images, pixel_mean=MEAN, pixel_std=(0.001, 0.001, 0.001), batch_size=1)
-    assert (backbone.first.running_var >= 0).all()
-
-
-def test_norms_of_timms_networks_count_too() -> None:
-    backbone = TimmBackbone(name="mobilenetv4_conv_small", out_features=["s8", "s16"])
-    images = _images([(64, 64)] * 4)
-    assert recalibrate_bn(backbone, images, pixel_mean=MEAN, pixel_std=STD) > 10
-    x = backbone.net.conv_stem(torch.stack([_normalise(image) for image in images]))
-    mean = x.double().mean(dim=(0, 2, 3)).float()
-    torch.testing.assert_close(backbone.net.bn1.running_mean, mean, rtol=1e-4, atol=1e-5)
+    constant = [torch.full((3, 8, 8), 200, dtype=torch.uint8)] * 3
+    recalibrate_bn(backbone, constant, pixel_mean=MEAN, pixel_std=(0.001,) * 3, batch_size=1)
+    assert (backbone.first.running_var >= 0).all()  # whatever the rounding
 
 
 def test_images_come_whole_through_the_configs_mapper_and_without_repetition(

@@ -44,24 +44,12 @@ def test_it_ends_where_scipy_ends(l2: float) -> None:
         value_and_gradient, np.zeros(_K * 5), jac=True, method="BFGS", options={"gtol": 1e-8}
     )
     probe = fit_penalised(features, labels, num_classes=_K, l2=l2, tolerance=1e-9)
+    assert probe.gradient < 1e-8
     weight = torch.tensor(expected.x).view(_K, 5)
     torch.testing.assert_close(probe.weight[:, :-1], weight[:, :-1], rtol=1e-4, atol=1e-5)
     # The bias is only known up to a shift of all classes.
     shifted = [b - b.mean() for b in (probe.weight[:, -1], weight[:, -1])]
     torch.testing.assert_close(*shifted, rtol=1e-4, atol=1e-5)
-
-
-def test_the_gradient_at_the_end_is_zero_and_is_the_one_reported() -> None:
-    features, labels = draw_classes(60, num_features=5, num_classes=_K)
-    # Nearly the same direction twice, and one of tiny variance: what makes L-BFGS slow.
-    features = torch.cat([features, features[:, :1] + 1e-4 * torch.randn(60, 1)], dim=1)
-    probe = fit_penalised(features, labels, num_classes=_K, l2=1e-3)
-    weight = probe.weight.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        objective(weight, standardised(features), labels, 1e-3), weight
-    )
-    assert gradient.abs().max() < 1e-4
-    torch.testing.assert_close(float(gradient.abs().max()), probe.gradient, rtol=1e-3, atol=1e-9)
 
 
 def test_start_units_and_constant_features_change_nothing() -> None:
@@ -106,21 +94,3 @@ def test_the_best_penalty_is_chosen_and_fits_all_images() -> None:
     torch.testing.assert_close(
         probe(features).softmax(dim=1), expected(features).softmax(dim=1), rtol=1e-3, atol=1e-4
     )
-
-
-def test_what_only_a_weak_penalty_finds_is_found_behind_a_plateau_of_strong_ones() -> None:
-    # Two features that are nearly one, whose difference is the class.
-    generator = torch.Generator().manual_seed(0)
-    common = torch.randn(400, generator=generator)
-    labels = torch.randint(2, (400,), generator=generator)
-    features = torch.stack([common, common + 0.005 * (2 * labels - 1)], dim=1)
-    probe, chosen = fit_linear_probe(features, labels, num_classes=2)
-    strong = [chosen["trials"][l2] for l2 in ("1", "0.32", "0.1", "0.032")]
-    assert max(strong) < 60  # chance is 50
-    assert float((probe(features).argmax(dim=1) == labels).float().mean()) > 0.99
-
-
-@pytest.mark.parametrize(("number", "l2"), [(0, 1.0), (3, 0.0)])
-def test_no_images_or_no_penalty_are_refused(number: int, l2: float) -> None:
-    with pytest.raises(ValueError, match="penalty"):
-        fit_penalised(torch.randn(number, 2), torch.zeros(number).long(), num_classes=2, l2=l2)

@@ -111,11 +111,6 @@ def test_norms_that_detectron2_does_not_know_as_such_have_no_decay() -> None:
     assert group["weight_decay"] == 0.0
 
 
-def test_without_a_backbone_its_settings_are_refused() -> None:
-    with pytest.raises(UserError, match="Sequential has no backbone"):
-        parameter_groups(nn.Sequential(nn.Linear(2, 2)), **PLAIN, layer_decay=0.9)
-
-
 def full_model_clipping(values: list[list[float]]) -> tuple[list[nn.Parameter], Optimizer]:
     """Parameters at zero with the given gradients, and SGD at rate 1 that clips to norm 1."""
     weights = [nn.Parameter(torch.zeros(len(value))) for value in values]
@@ -179,3 +174,5 @@ def test_invalid_settings_are_refused_by_key(key: str, value: str) -> None:
     cfg = load_config(get_config_path(FINETUNE), [*CPU, f"SOLVER.{key}", value])
     with pytest.raises(UserError, match=f"SOLVER.{key}"):
         build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(UserError, match="Sequential has no backbone"):
+        parameter_groups(nn.Sequential(nn.Linear(2, 2)), **PLAIN, layer_decay=0.9)

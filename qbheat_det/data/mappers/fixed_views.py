@@ -112,6 +112,41 @@ class CachedViews:
         return entry
 
 
+class TargetViews:
+    """From a record to one of its views, with a teacher's features of that view as "target".
+
+    An image that the mapper skipped is skipped here: a ``DataError`` or None.
+    """
+
+    def __init__(self, views: FixedViews, store: FeatureStore, *, name: str, flips: bool) -> None:
+        """
+        Args:
+            views: of each image.
+            store: holds as many views of each image.
+            name: of the features in the store, a map (C, h, w).
+            flips: whether one view in two is mirrored, image and target, anew at every visit.
+        """
+        self.views = views
+        self.store = store
+        self.name = name
+        self.flips = flips
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
+        number = choose_view(self.views.count)
+        is_flipped = self.flips and bool(torch.rand(()) < 0.5)
+        entry = self.views.view(dataset_dict, number)
+        stored = self.store.read(dataset_dict[VIEW_ROW] * self.views.count + number)
+        if not isinstance(entry, dict):
+            return entry
+        if not isinstance(stored, View):
+            return stored
+        entry["target"] = stored.features[self.name]
+        if is_flipped:
+            entry["image"] = entry["image"].flip(-1)
+            entry["target"] = entry["target"].flip(-1)
+        return entry
+
+
 def choose_view(count: int) -> int:
     """Draws a view from 0 to ``count`` - 1; nothing is drawn if there is one."""
     return 0 if count == 1 else int(torch.randint(count, ()))

@@ -48,6 +48,9 @@ class MobileFormer(Backbone):
     at stride s has ceil(H / s) x ceil(W / s) positions. Only needed layers are built.
     """
 
+    token_path = ("tokens", "last_bridge")
+    """See ``get_token_parameters`` in ``modeling/contracts.py``."""
+
     @configurable
     def __init__(
         self,
@@ -61,7 +64,7 @@ class MobileFormer(Backbone):
     ) -> None:
         """
         Args:
-            arch: widths; ``MOBILE_FORMER_ARCHS`` holds the paper's three.
+            arch: widths; ``MOBILE_FORMER_ARCHS`` holds the papers'.
             out_features: names of the outputs.
             norm: name for ``detectron2.layers.get_norm``.
             drop_path: drop rate of residual branches at the last block, rising linearly from 0.
@@ -84,8 +87,9 @@ class MobileFormer(Backbone):
         if not 0 <= freeze_at <= len(groups) + 1:
             raise ValueError(f"FREEZE_AT is 0 … {len(groups) + 1} here, not {freeze_at}")
         self._out_features = list(out_features)
-        # Weights with this layer are of this model too.
-        self.optional_modules = () if self._expanded_name in self._out_features else ("expand",)
+        # Weights with these layers are of this model too.
+        unused = {"expand": self._expanded_name, "last_bridge": "tokens"}
+        self.optional_modules = tuple(k for k, name in unused.items() if name not in out_features)
 
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
         self.stem: nn.Module = NormedConv2d(
@@ -99,8 +103,11 @@ class MobileFormer(Backbone):
         )
         built = groups[: self._num_stages_needed()]
         self.stages = _build_stages(built, arch, norm, drop_path)
+        last = shapes[self._stage_names[-1]].channels
+        self.last_bridge: nn.Module | None = None
+        if arch.head_dim and "tokens" in self._out_features:
+            self.last_bridge = MobileToFormer(token_dim=arch.token_dim, channels=last)
         if self._expanded_name in self._out_features:
-            last = shapes[self._stage_names[-1]].channels
             self.expand: nn.Module = pointwise(last, arch.expanded, norm)
         # Detectron2's Backbone builds output_shape() from these two.
         self._out_feature_channels = {name: shapes[name].channels for name in self._out_features}
@@ -149,6 +156,8 @@ class MobileFormer(Backbone):
             for block in cast(Iterable[MobileFormerBlock], stage):
                 x, tokens = self.run_block(block, x, tokens, padding)
                 padding = halve(padding) if block.stride == 2 else padding
+            if self.last_bridge is not None and name == self._stage_names[-1]:
+                tokens = self.last_bridge(tokens, x, padding)
             yield name, x, tokens
 
     def run_block(
@@ -179,8 +188,9 @@ class MobileFormer(Backbone):
         for index, stage in enumerate(self.stages, start=2):
             if freeze_at >= index:
                 self.stages[index - 2] = _freeze(stage)
-        if freeze_at >= len(self._stage_names) + 1 and self._expanded_name in self._out_features:
-            self.expand = _freeze(self.expand)
+        if freeze_at >= self.freeze_all:
+            for name in {"expand", "last_bridge"} & dict(self.named_children()).keys():
+                self.add_module(name, _freeze(self.get_submodule(name)))
         return self
 
     @property
@@ -192,7 +202,11 @@ class MobileFormer(Backbone):
     def group_matcher(coarse: bool = False) -> dict[str, str]:
         """Returns the layers for layer-wise decay, as in timm: stem and tokens, then blocks."""
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
-        return {"stem": r"^(?:stem\.|tokens$)", "blocks": blocks, "expand": r"^expand\."}
+        return {
+            "stem": r"^(?:stem\.|tokens$)",
+            "blocks": blocks,
+            "expand": r"^(?:expand|last_bridge)\.",
+        }
 
     def _num_stages_needed(self) -> int:
         last = [self._expanded_name, "tokens"]
@@ -228,7 +242,7 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
 def _split_into_stages(blocks: Iterable[BlockSpec]) -> list[list[BlockSpec]]:
     stages: list[list[BlockSpec]] = [[]]
     for block in blocks:
-        if block.kind == "down":
+        if block.halves:
             stages.append([])
         stages[-1].append(block)
     return stages
@@ -251,8 +265,14 @@ def _build_stages(
 def _build_block(
     spec: BlockSpec, channels: int, token_dim: int, norm: str, drop_path: float
 ) -> nn.Module:
-    if spec.kind == "lite":
-        return LiteBottleneck(channels=channels, hidden=spec.hidden, norm=norm)
+    if spec.kind in ("lite", "lite_down"):
+        return LiteBottleneck(
+            in_channels=channels,
+            hidden=spec.hidden,
+            out_channels=spec.out,
+            norm=norm,
+            stride=2 if spec.halves else 1,
+        )
     shared: dict[str, Any] = {
         "in_channels": channels,
         "hidden": spec.hidden,

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Widths of Mobile-Former in the three sizes of the QB-Heat paper.
+"""Widths of Mobile-Former: three sizes of the QB-Heat paper and the seven ImageNet networks.
 
-Paper: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228,
-Table 8.
+Papers: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228,
+Table 8; "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, whose
+authors published ImageNet weights of "508M" to "26M" (github.com/AAboys/MobileFormer).
 
 Deviations from the printed table: MF-1.0G block 7 is 576 -> 176 (the table repeats the row above,
 288 -> 96, which contradicts the printed parameter count); the second hidden width of a
@@ -12,18 +13,19 @@ only triple of multiples that gives the multiply-adds of Table 5.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from detectron2.layers import ShapeSpec
 
-BlockKind = Literal["lite", "down", "plain"]
+BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
 
 @dataclass(frozen=True)
 class BlockSpec:
     """One block: its kind, expanded width, output width and, in a "down" block, the second width.
 
-    "lite" has no tokens, "down" halves the map and starts a stage, "plain" keeps the resolution.
+    "lite" has no tokens, "plain" keeps the resolution; "down", and "lite_down" without tokens,
+    halve the map and start a stage.
     """
 
     kind: BlockKind
@@ -31,21 +33,31 @@ class BlockSpec:
     out: int
     second_hidden: int = 0
 
+    @property
+    def halves(self) -> bool:
+        """Whether the block halves the map."""
+        return self.kind in ("down", "lite_down")
+
 
 @dataclass(frozen=True)
 class MobileFormerArch:
-    """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper."""
+    """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper.
+
+    ``head_dim`` is the width of the hidden layer in the classifier of the ImageNet networks, which
+    also have a last Mobile->Former after the last block; 0 for the paper's networks without both.
+    """
 
     num_tokens: int
     token_dim: int
     stem: int
     blocks: tuple[BlockSpec, ...]
     expanded: int
+    head_dim: int = 0
 
     def __post_init__(self) -> None:
         kinds = [block.kind for block in self.blocks]
-        if not kinds or set(kinds) - {"lite", "down", "plain"}:
-            raise ValueError(f"block kinds are 'lite', 'down' and 'plain', not {kinds}")
+        if not kinds or set(kinds) - set(get_args(BlockKind)):
+            raise ValueError(f"block kinds are {get_args(BlockKind)}, not {kinds}")
         if self.token_dim % 4:
             raise ValueError(f"the token width must be divisible by 4, not {self.token_dim}")
         channels = self.stem
@@ -58,7 +70,7 @@ class MobileFormerArch:
         stride = 2
         shapes = {"s2": ShapeSpec(channels=self.stem, stride=stride)}
         for block in self.blocks:
-            stride *= 2 if block.kind == "down" else 1
+            stride *= 2 if block.halves else 1
             shapes[f"s{stride}"] = ShapeSpec(channels=block.out, stride=stride)
         shapes[f"s{stride}_expanded"] = ShapeSpec(channels=self.expanded, stride=stride)
         return {**shapes, "tokens": ShapeSpec(channels=self.token_dim)}
@@ -66,13 +78,13 @@ class MobileFormerArch:
     @staticmethod
     def _check(number: int, block: BlockSpec, channels: int) -> None:
         where = f"block {number} ({block.kind}, {channels} -> {block.hidden} -> {block.out})"
-        if block.kind == "lite" and (block.hidden % channels or block.out != channels):
-            raise ValueError(f"{where}: a lite block keeps its width and expands by a whole factor")
-        if block.kind == "down" and block.hidden % channels:
+        if block.kind == "lite" and block.out != channels:
+            raise ValueError(f"{where}: a lite block keeps its width")
+        if block.kind != "plain" and block.hidden % channels:
             raise ValueError(f"{where}: the depthwise convolution expands by a whole factor")
         if block.kind == "down" and (not block.second_hidden or block.second_hidden % block.out):
             raise ValueError(f"{where}: second width {block.second_hidden} is no multiple of out")
-        if block.kind != "lite" and (channels % 2 or block.out % 2):
+        if block.kind in ("down", "plain") and (channels % 2 or block.out % 2):
             raise ValueError(f"{where}: the bridges have two heads and need even widths")
 
 
@@ -83,6 +95,12 @@ def _blocks(
 
 
 # fmt: off
+_SMALLEST = _blocks(
+    ("lite_down", 24, 12), ("plain", 36, 12),                                         # 1/4
+    ("down", 72, 24, 96), ("plain", 72, 24),                                          # 1/8
+    ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),                   # 1/16
+    ("down", 384, 96, 384), ("plain", 576, 96),                                       # 1/32
+)
 MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     "285M": MobileFormerArch(
         num_tokens=6, token_dim=192, stem=16, expanded=720,
@@ -113,6 +131,64 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 1152, 352, 1408), ("plain", 1408, 352), ("plain", 1408, 352),
             ("plain", 2112, 480), ("plain", 2880, 480), ("plain", 2880, 480),
         ),
+    ),
+    "508M": MobileFormerArch(
+        num_tokens=6, token_dim=192, stem=24, expanded=1440, head_dim=1920,
+        blocks=_blocks(
+            ("lite", 48, 24),                                                         # 1/2
+            ("down", 144, 40, 160), ("plain", 120, 40),                               # 1/4
+            ("down", 240, 72, 288), ("plain", 216, 72),                               # 1/8
+            ("down", 432, 128, 512), ("plain", 512, 128),                             # 1/16
+            ("plain", 768, 176), ("plain", 1056, 176),
+            ("down", 1056, 240, 960), ("plain", 1440, 240), ("plain", 1440, 240),     # 1/32
+        ),
+    ),
+    "294M": MobileFormerArch(
+        num_tokens=6, token_dim=192, stem=16, expanded=1152, head_dim=1920,
+        blocks=_blocks(
+            ("lite", 32, 16),
+            ("down", 96, 24, 96), ("plain", 96, 24),
+            ("down", 144, 48, 192), ("plain", 192, 48),
+            ("down", 288, 96, 384), ("plain", 384, 96), ("plain", 576, 128), ("plain", 768, 128),
+            ("down", 768, 192, 768), ("plain", 1152, 192), ("plain", 1152, 192),
+        ),
+    ),
+    "214M": MobileFormerArch(
+        num_tokens=6, token_dim=192, stem=12, expanded=960, head_dim=1600,
+        blocks=_blocks(
+            ("lite", 24, 12),
+            ("down", 72, 20, 80), ("plain", 60, 20),
+            ("down", 120, 40, 160), ("plain", 160, 40),
+            ("down", 240, 80, 320), ("plain", 320, 80), ("plain", 480, 112), ("plain", 672, 112),
+            ("down", 672, 160, 640), ("plain", 960, 160), ("plain", 960, 160),
+        ),
+    ),
+    "151M": MobileFormerArch(
+        num_tokens=6, token_dim=192, stem=12, expanded=768, head_dim=1280,
+        blocks=_blocks(
+            ("lite", 24, 12),
+            ("down", 72, 16, 64), ("plain", 48, 16),
+            ("down", 96, 32, 128), ("plain", 96, 32),
+            ("down", 192, 64, 256), ("plain", 256, 64), ("plain", 384, 88), ("plain", 528, 88),
+            ("down", 528, 128, 512), ("plain", 768, 128), ("plain", 768, 128),
+        ),
+    ),
+    "96M": MobileFormerArch(
+        num_tokens=4, token_dim=128, stem=12, expanded=768, head_dim=1280,
+        blocks=_blocks(
+            ("lite", 24, 12),
+            ("down", 72, 16, 64),
+            ("down", 96, 32, 128), ("plain", 96, 32),
+            ("down", 192, 64, 256), ("plain", 256, 64), ("plain", 384, 88),
+            ("down", 528, 128, 512), ("plain", 768, 128),
+        ),
+    ),
+    "52M": MobileFormerArch(
+        num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
+    ),
+    # Grouped convolutions and their shuffles are dense weights here.
+    "26M": MobileFormerArch(
+        num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
     ),
 }
 # fmt: on

@@ -4,13 +4,13 @@
 The network is ``MobileFormer`` with the names of its tensors; ``TimmMobileFormer`` adds the methods
 of timm's models, as tested by timm 1.0.31.
 
-Importing this module registers "mobile_former_285m", "mobile_former_1g" and "mobile_former_3_7g"
-with timm, and as ``timm:<name>`` with Detectron2.
+Importing this module registers "mobile_former_285m" and the others of ``TIMM_NAMES`` with timm, and
+as ``timm:<name>`` with Detectron2.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import timm
@@ -48,7 +48,7 @@ class TimmMobileFormer(MobileFormer):
         num_classes: K; 0 without a classifier.
         num_features: C + D.
         head_hidden_size: the same.
-        feature_info: "num_chs", "reduction" and "module" of the four stages.
+        feature_info: "num_chs", "reduction" and "module" of the stages.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TimmMobileFormer(MobileFormer):
         norm: str = "BN",
     ) -> None:
         """Takes timm's arguments, and those of ``MobileFormer``; K of 0 has no classifier."""
-        num_downs = sum(block.kind == "down" for block in arch.blocks)
+        num_downs = sum(block.halves for block in arch.blocks)
         stages = [f"s{2 ** (i + 1)}" for i in range(1 + num_downs)]
         super().__init__(
             arch=arch,
@@ -75,7 +75,16 @@ class TimmMobileFormer(MobileFormer):
         self.in_chans = in_chans
         self.drop_rate = drop_rate
         self.grad_checkpointing = False
-        self.num_features = self.head_hidden_size = arch.expanded + arch.token_dim
+        self.num_features = arch.expanded + arch.token_dim
+        self.head_hidden_size = arch.head_dim or self.num_features
+        if arch.head_dim:
+            self.neck: nn.Module = nn.Sequential(
+                nn.Linear(self.num_features, arch.head_dim),
+                nn.BatchNorm1d(arch.head_dim),
+                nn.Hardswish(),
+            )
+        else:
+            self.neck = nn.Identity()
         channels, strides = self._out_feature_channels, self._out_feature_strides
         self.feature_info = [
             {"num_chs": channels[name], "reduction": strides[name], "module": f"stages.{index}"}
@@ -93,7 +102,12 @@ class TimmMobileFormer(MobileFormer):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """From the map of ``forward_features`` to logits, or with ``pre_logits`` to their input."""
-        x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
+        x = self.global_pool(x)
+        if not isinstance(self.neck, nn.Identity):  # of the ImageNet networks
+            token_dim = self.tokens.shape[1]
+            pooled, token = x[:, :-token_dim], x[:, -token_dim:]
+            x = self.neck(torch.cat([F.hardswish(pooled), token], dim=1))
+        x = F.dropout(x, self.drop_rate, self.training)
         logits: Tensor = x if pre_logits else self.classifier(x)
         return logits
 
@@ -139,6 +153,7 @@ class TimmMobileFormer(MobileFormer):
         if prune_norm:
             self.expand = nn.Identity()
         if prune_head:
+            self.last_bridge, self.neck = None, nn.Identity()
             self.reset_classifier(0, "")
         return taken
 
@@ -153,7 +168,7 @@ class TimmMobileFormer(MobileFormer):
         own = self.tokens
         self.global_pool: nn.Module
         self.global_pool, self.classifier = create_classifier(
-            self.num_features, num_classes, pool_type=pool, device=own.device, dtype=own.dtype
+            self.head_hidden_size, num_classes, pool_type=pool, device=own.device, dtype=own.dtype
         )
         if num_classes:  # as the linear decoder
             nn.init.normal_(self.classifier.weight, std=0.01)
@@ -199,9 +214,8 @@ class TimmMobileFormer(MobileFormer):
 
 
 TIMM_NAMES = {
-    "285M": "mobile_former_285m",
-    "1.0G": "mobile_former_1g",
-    "3.7G": "mobile_former_3_7g",
+    size: "mobile_former_" + size.lower().replace(".0", "").replace(".", "_")
+    for size in MOBILE_FORMER_ARCHS
 }
 """timm's names by ``MODEL.MOBILE_FORMER.VARIANT``."""
 
@@ -238,6 +252,7 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
             f"'{name}' names no weights: choose one of {', '.join(tags) or 'no tags yet'}, or a "
             "file by pretrained_cfg_overlay={'file': …, 'custom_load': True}"
         )
+    num_maps = 1 + sum(block.halves for block in MOBILE_FORMER_ARCHS[size].blocks)
     return cast(
         nn.Module,
         build_model_with_cfg(
@@ -245,31 +260,25 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
             name,
             pretrained,
             pretrained_filter_fn=names_for_timm,
-            feature_cfg={"out_indices": (0, 1, 2, 3), "feature_cls": "getter"},
+            feature_cfg={"out_indices": tuple(range(num_maps)), "feature_cls": "getter"},
             arch=MOBILE_FORMER_ARCHS[size],
             **kwargs,
         ),
     )
 
 
-def mobile_former_285m(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 285M multiply-adds at 224 x 224."""
-    return _create("285M", pretrained, **kwargs)
+def _entry_point(size: str) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return _create(size, pretrained, **kwargs)
 
-
-def mobile_former_1g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 1.0G multiply-adds at 224 x 224."""
-    return _create("1.0G", pretrained, **kwargs)
-
-
-def mobile_former_3_7g(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Mobile-Former of 3.7G multiply-adds at 224 x 224."""
-    return _create("3.7G", pretrained, **kwargs)
+    create.__name__ = TIMM_NAMES[size]
+    create.__doc__ = f"Mobile-Former {size}."
+    return create
 
 
 # A model without a tag has no weights: its number of classes must not depend on published ones.
-for _entry in (mobile_former_285m, mobile_former_1g, mobile_former_3_7g):
+for _size, _name in TIMM_NAMES.items():
     _config = PretrainedCfg(**describe_weights())
-    default_cfgs[_entry.__name__] = DefaultCfg(tags=deque([""]), cfgs={"": _config})
-    register_model(_entry)
-    register_timm_backbone(_entry.__name__)
+    default_cfgs[_name] = DefaultCfg(tags=deque([""]), cfgs={"": _config})
+    register_model(_entry_point(_size))
+    register_timm_backbone(_name)

@@ -2,6 +2,7 @@
 """Pre-training objectives; importing this package registers them."""
 
 from .base import PretrainingModel, ProjectionHead, find_map
+from .distillation import FeatureDistillation
 from .heat_predictor import DIRECTIONS, HeatPredictor, LinearModels, extend
 from .moco import FeatureQueue, MoCo
 from .pixel_decoder import ReconstructionDecoder, patchify, take, unpatchify
@@ -23,6 +24,7 @@ __all__ = [
     "QUADRANTS",
     "QUADRANTS_OF",
     "DependencyLoss",
+    "FeatureDistillation",
     "FeatureQueue",
     "HeatPredictor",
     "InterpolatedFeatures",

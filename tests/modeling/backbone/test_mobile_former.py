@@ -31,21 +31,22 @@ SMALL = dataclasses.replace(
 ALL_OUTPUTS = ("s2", "s4", "s8", "s16", "s16_expanded", "tokens")
 
 
-@pytest.mark.parametrize("name", MOBILE_FORMER_ARCHS)
-@pytest.mark.parametrize("size", [(64, 96), (33, 47), (16, 16), (1, 1)])
+@pytest.mark.parametrize("name", ["285M", "1.0G", "3.7G", "96M", "52M"])
+@pytest.mark.parametrize("size", [(64, 96), (33, 47), (1, 1)])
 def test_outputs_have_the_promised_shapes_at_any_image_size(
     name: str, size: tuple[int, int]
 ) -> None:
-    model = MobileFormer(arch=MOBILE_FORMER_ARCHS[name], out_features=ALL_OUTPUTS).eval()
+    arch = MOBILE_FORMER_ARCHS[name]
+    names = list(arch.output_shapes())
+    model = MobileFormer(arch=arch, out_features=names).eval()
     with torch.no_grad():
         outputs = model(torch.rand(2, 3, *size))
     shapes = model.output_shape()
-    assert list(outputs) == list(shapes) == list(ALL_OUTPUTS)
-    for key in ALL_OUTPUTS[:-1]:
+    assert list(outputs) == list(shapes) == names
+    for key in names[:-1]:
         stride = shapes[key].stride
         expected = (2, shapes[key].channels, -(-size[0] // stride), -(-size[1] // stride))
         assert outputs[key].shape == expected
-    arch = MOBILE_FORMER_ARCHS[name]
     assert outputs["tokens"].shape == (2, arch.num_tokens, arch.token_dim)
     assert shapes["tokens"].stride is None
     assert model.size_divisibility == 0

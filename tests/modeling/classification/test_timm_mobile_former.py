@@ -39,7 +39,7 @@ def _images(size: int = 64, count: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize(("size", "name"), TIMM_NAMES.items())
-def test_timm_lists_the_three_sizes_and_describes_them(size: str, name: str) -> None:
+def test_timm_lists_all_sizes_and_describes_them(size: str, name: str) -> None:
     assert name in timm.list_models("mobile_former*")
     arch = MOBILE_FORMER_ARCHS[size]
     with torch.device("meta"):
@@ -52,10 +52,11 @@ def test_timm_lists_the_three_sizes_and_describes_them(size: str, name: str) -> 
         assert cfg[key]
     names = model.state_dict()
     assert {f"{cfg['classifier']}.weight", f"{cfg['first_conv']}.weight"} <= set(names)
-    assert model.num_features == model.head_hidden_size == arch.expanded + arch.token_dim
-    assert features.feature_info.reduction() == [2, 4, 8, 16]
-    ends = [arch.blocks[index].out for index in (0, 2, 5, 11)]
-    assert features.feature_info.channels() == ends
+    assert model.num_features == arch.expanded + arch.token_dim
+    assert model.head_hidden_size == (arch.head_dim or model.num_features)
+    *maps, _, _ = arch.output_shapes().values()
+    assert features.feature_info.reduction() == [shape.stride for shape in maps]
+    assert features.feature_info.channels() == [shape.channels for shape in maps]
 
 
 def test_the_networks_names_and_outputs_are_those_of_the_backbone() -> None:

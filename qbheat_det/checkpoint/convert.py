@@ -1,0 +1,181 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Converts weights from elsewhere for the package's encoders."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from detectron2.modeling import Backbone, build_backbone
+from torch import Tensor
+
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+
+from .matching import fit_weights
+from .official_mobile_former import convert_official, is_official
+from .report import LoadReport
+from .weights_file import WeightsInfo, read_weights, save_weights
+
+MOBILE_FORMER = "MobileFormer"
+EFFICIENTNET_LITE = "timm:tf_efficientnet_lite"
+D2_PREFIX = "detectron2:"
+# torchvision's names of networks that Detectron2's ResNet equals with STRIDE_IN_1X1 off: depth,
+# groups and width of a group.
+RESNETS: dict[str, tuple[int, int, int]] = {
+    "resnet18": (18, 1, 64),
+    "resnet34": (34, 1, 64),
+    "resnet50": (50, 1, 64),
+    "resnet101": (101, 1, 64),
+    "resnet152": (152, 1, 64),
+    "resnext50_32x4d": (50, 32, 4),
+    "resnext101_32x8d": (101, 32, 8),
+    "wide_resnet50_2": (50, 1, 128),
+    "wide_resnet101_2": (101, 1, 128),
+}
+# Statistics of ImageNet's channels, RGB in [0, 255].
+_MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+_BLOCK = re.compile(r"res(\d+)\.(\d+)\.(conv(\d)|shortcut)\.(norm\.)?(\w+)")
+_STEM = re.compile(r"stem\.conv1\.(norm\.)?(\w+)")
+
+
+def convert_weights(
+    weights: str,
+    output: Path,
+    to: str,
+    *,
+    overwrite: bool = False,
+    pixel_mean: Sequence[float] = (),
+    pixel_std: Sequence[float] = (),
+) -> tuple[str, dict[str, Any]]:
+    """Writes weights under the names of an encoder.
+
+    Args:
+        weights: ``.safetensors``, or PyTorch's format with tensors only.
+        output: a ``.safetensors``.
+        to: ``D2_PREFIX`` and one of ``RESNETS``, for torchvision's weights; ``MOBILE_FORMER``, for
+            those of its authors; ``EFFICIENTNET_LITE`` and a number, for those of the package
+            "efficientnet_lite_pytorch".
+        overwrite: whether ``output`` may exist.
+        pixel_mean: of the training images, RGB in [0, 255]; empty for those of the encoder.
+        pixel_std: as ``pixel_mean``.
+
+    Returns:
+        The account of the tensors, and the keys of a config that build the encoder.
+
+    Raises:
+        UserError: the file cannot be read, is of another network, or cannot be written.
+    """
+    if output.suffix != ".safetensors" or output.is_dir():
+        raise UserError(f"'{output}' is no name for the new file: it must end in .safetensors")
+    if output.exists() and not overwrite:
+        raise UserError(f"'{output}' exists: name another file, or ask for it with --overwrite")
+    if pixel_mean and 0 <= min(pixel_mean) and max(pixel_mean) <= 1:
+        raise UserError(f"--pixel-mean {list(pixel_mean)} is of images in [0, 1]: multiply by 255")
+    state, _ = read_weights(weights)
+    if to == MOBILE_FORMER:
+        converted, account, keys = _convert_mobile_former(weights, state)
+        mean, std = _MEAN, _STD
+    elif to.startswith(EFFICIENTNET_LITE):
+        converted, account, keys = _convert_efficientnet_lite(weights, state, to)
+        mean, std = (127.0,) * 3, (128.0,) * 3
+    elif to in {D2_PREFIX + name for name in RESNETS}:
+        encoder, keys = build_resnet(to.removeprefix(D2_PREFIX))
+        converted, report = _fit(weights, state, encoder, to)
+        account, mean, std = str(report), _MEAN, _STD
+    else:
+        raise UserError(
+            f"'{to}' is no encoder to convert weights for: {MOBILE_FORMER}, {EFFICIENTNET_LITE}0, "
+            f"{D2_PREFIX}resnet50 or one of {', '.join(RESNETS)}; timm's files fit the encoder "
+            "timm:<model> as they are"
+        )
+    # Models other than timm's skip the classifier of Mobile-Former, which has a hidden layer.
+    skipped = ("decoder",) if to == MOBILE_FORMER else ()
+    info = WeightsInfo(
+        pixel_format="RGB",
+        pixel_mean=tuple(pixel_mean) or mean,
+        pixel_std=tuple(pixel_std) or std,
+        pretrain_only_modules=skipped,
+    )
+    save_weights(str(output), converted, info)
+    keys |= {"MODEL.PIXEL_MEAN": info.pixel_mean, "MODEL.PIXEL_STD": info.pixel_std}
+    return account, {**keys, "INPUT.FORMAT": info.pixel_format}
+
+
+Converted = tuple[dict[str, Tensor], str, dict[str, Any]]
+"""Tensors, what to tell of them, and the keys of a config."""
+
+
+def _convert_mobile_former(weights: str, state: Mapping[str, Tensor]) -> Converted:
+    if not is_official(state):
+        raise UserError(f"'{weights}' holds no weights of Mobile-Former's authors")
+    head = ("classifier.", "neck.")
+    converted = {
+        f"{'decoder' if name.startswith(head) else 'backbone'}.{name}": tensor
+        for name, tensor in convert_official(state).items()
+    }
+    keys = {"MODEL.BACKBONE.NAME": MOBILE_FORMER, "MODEL.MOBILE_FORMER.VARIANT": "508M to 26M"}
+    return converted, f"{len(converted)} tensors", keys
+
+
+def _convert_efficientnet_lite(weights: str, state: Mapping[str, Tensor], to: str) -> Converted:
+    """Names the tensors as timm does: order and shapes are the same."""
+    model = to.removeprefix("timm:")
+    if "_conv_stem.weight" not in state or model not in timm.list_models():
+        raise UserError(f"'{weights}' holds no weights of EfficientNet-Lite for {to}")
+    with torch.device("meta"):  # only names and shapes are needed
+        own = timm.create_model(model).state_dict()
+    shapes = [tensor.shape for tensor in own.values()]
+    if [tensor.shape for tensor in state.values()] != shapes:
+        raise UserError(f"'{weights}' is of another size than {model}")
+    converted = dict(zip(own, state.values(), strict=True))
+    return converted, f"{len(converted)} tensors", {"MODEL.BACKBONE.NAME": to}
+
+
+def torchvision_name(name: str) -> str:
+    """Returns "layer1.0.bn1.weight" for "res2.0.conv1.norm.weight" of Detectron2's ResNet."""
+    if found := _STEM.fullmatch(name):
+        norm, kind = found.groups()
+        return f"{'bn1' if norm else 'conv1'}.{kind}"
+    found = _BLOCK.fullmatch(name)
+    assert found, name
+    stage, block, _, number, norm, kind = found.groups()
+    convolution = f"{'bn' if norm else 'conv'}{number}"
+    part = convolution if number else f"downsample.{1 if norm else 0}"
+    return f"layer{int(stage) - 1}.{block}.{part}.{kind}"
+
+
+def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
+    """Builds one of ``RESNETS`` without values; returns it with the keys of its config."""
+    depth, groups, width = RESNETS[name]
+    keys = {
+        "MODEL.BACKBONE.NAME": "build_resnet_backbone",
+        "MODEL.RESNETS.DEPTH": depth,
+        "MODEL.RESNETS.NUM_GROUPS": groups,
+        "MODEL.RESNETS.WIDTH_PER_GROUP": width,
+        "MODEL.RESNETS.RES2_OUT_CHANNELS": 64 if depth < 50 else 256,
+        "MODEL.RESNETS.STRIDE_IN_1X1": False,
+    }
+    cfg = get_cfg()
+    cfg.merge_from_list([item for pair in keys.items() for item in pair])
+    cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]
+    cfg.MODEL.RESNETS.NORM = "BN"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    with torch.device("meta"):  # only names and shapes are needed
+        return build_backbone(cfg), keys
+
+
+def _fit(
+    weights: str, state: Mapping[str, Tensor], encoder: Backbone, to: str
+) -> tuple[dict[str, Tensor], LoadReport]:
+    own = encoder.state_dict()
+    foreign = {name: torchvision_name(name) for name in own}
+    theirs = {foreign[name]: tensor for name, tensor in own.items()}
+    fitting, report = fit_weights(state, theirs, file=weights, optional_modules=["fc"])
+    empty = [name for name, group in report.groups.items() if group.num_tensors and group.is_new]
+    errors = report.find_errors(new_parts=True) + ([f"no {', '.join(empty)}"] if empty else [])
+    if errors:
+        raise UserError(f"'{weights}' is no {to}: {'; '.join(errors)}")
+    return {name: fitting[key] for name, key in foreign.items() if key in fitting}, report

@@ -1,0 +1,212 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Random weights of the authors' networks give, converted, what the authors' code recorded."""
+
+import zlib
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from qbheat_det.checkpoint import SafeCheckpointer
+from qbheat_det.checkpoint.convert import convert_weights
+from qbheat_det.checkpoint.official_mobile_former import convert_official
+from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
+from qbheat_det.modeling.classification import TIMM_NAMES
+
+# Blocks as the authors list them: first expansion, width, stride, second expansion (0: no tokens).
+_ROWS = {
+    "508M": "2 24 1 0, 6 40 2 4, 3 40 1 3, 6 72 2 4, 3 72 1 3, 6 128 2 4, 4 128 1 4, 6 176 1 4,"
+    "6 176 1 4, 6 240 2 4, 6 240 1 4, 6 240 1 4",
+    "294M": "2 16 1 0, 6 24 2 4, 4 24 1 4, 6 48 2 4, 4 48 1 4, 6 96 2 4, 4 96 1 4, 6 128 1 4,"
+    "6 128 1 4, 6 192 2 4, 6 192 1 4, 6 192 1 4",
+    "214M": "2 12 1 0, 6 20 2 4, 3 20 1 4, 6 40 2 4, 4 40 1 4, 6 80 2 4, 4 80 1 4, 6 112 1 4,"
+    "6 112 1 4, 6 160 2 4, 6 160 1 4, 6 160 1 4",
+    "151M": "2 12 1 0, 6 16 2 4, 3 16 1 3, 6 32 2 4, 3 32 1 3, 6 64 2 4, 4 64 1 4, 6 88 1 4,"
+    "6 88 1 4, 6 128 2 4, 6 128 1 4, 6 128 1 4",
+    "96M": "2 12 1 0, 6 16 2 4, 6 32 2 4, 3 32 1 3, 6 64 2 4, 4 64 1 4, 6 88 1 4, 6 128 2 4,"
+    "6 128 1 4",
+    "52M": "3 12 2 0, 3 12 1 3, 6 24 2 4, 3 24 1 3, 6 48 2 4, 4 48 1 4, 6 64 1 4, 6 96 2 4,"
+    "6 96 1 4",
+}
+_ROWS["26M"] = _ROWS["52M"]
+# The first three logits, and mean magnitudes of last map and tokens, for ``_images()``: recorded in
+# float64 with github.com/AAboys/MobileFormer at commit f447310.
+_RECORDED = {
+    "508M": [
+        0.7202229198301877,
+        -1.644645405947106,
+        -1.2911508059203964,
+        2.6525958182823404,
+        0.7905919142302484,
+    ],
+    "294M": [
+        0.14728599245621937,
+        -2.4969974820913303,
+        -0.40252915984090076,
+        2.573235637109263,
+        0.8248787956130216,
+    ],
+    "214M": [
+        -0.29258043216220325,
+        0.2043726501080961,
+        -0.7292934311401894,
+        2.4530556583246717,
+        0.8118957930750841,
+    ],
+    "151M": [
+        -0.3336323244188607,
+        1.2143535615100993,
+        0.804723949508477,
+        2.956122172344686,
+        0.806653469377018,
+    ],
+    "96M": [
+        1.5028173397835767,
+        -1.8197376572077157,
+        -0.4120001735747776,
+        1.760529917228169,
+        0.8492903997745556,
+    ],
+    "52M": [
+        -0.7568906588044152,
+        -0.9637182084385685,
+        0.07195562202886122,
+        1.6908393148730143,
+        0.8062822246362371,
+    ],
+    "26M": [
+        -0.6933579467992725,
+        0.42957458386684255,
+        0.009060511615615607,
+        1.5256246707673637,
+        0.7829392007822906,
+    ],
+}
+
+
+class _Shapes(dict[str, tuple[int, ...]]):
+    """Shapes of all tensors of an official network by name."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        arch = MOBILE_FORMER_ARCHS[size]
+        self.groups, self.dim, channels = 4 if size == "26M" else 1, arch.token_dim, arch.stem
+        self["tokens.weight"] = (arch.num_tokens, arch.token_dim)
+        self.convolution("stem", 0, arch.stem, 3, 3)
+        for index, row in enumerate(_ROWS[size].split(",")):
+            first, out, stride, second = map(int, row.split())
+            self.block(f"features.{index}", channels, first, out, stride, second)
+            channels = out
+        self.to_tokens("local_global", channels)
+        self.convolution("classifier.conv", 1, arch.expanded, channels // self.groups)
+        self.linear("classifier.fc.0", arch.head_dim, arch.expanded + arch.token_dim)
+        self.norm("classifier.fc.1", arch.head_dim)
+        self.linear("classifier.classifier.1", 1000, arch.head_dim)
+
+    def linear(self, name: str, out: int, inputs: int) -> None:
+        self.update({f"{name}.weight": (out, inputs), f"{name}.bias": (out,)})
+
+    def norm(self, name: str, width: int, *, batch: bool = True) -> None:
+        kinds = ("weight", "bias", "running_mean", "running_var") if batch else ("weight", "bias")
+        self.update({f"{name}.{kind}": (width,) for kind in kinds})
+
+    def convolution(self, name: str, number: int, out: int, inputs: int, side: int = 1) -> None:
+        self[f"{name}.{number}.weight"] = (out, inputs, side, side)
+        self.norm(f"{name}.{number + 1}", out)
+
+    def to_tokens(self, name: str, width: int) -> None:
+        self.linear(f"{name}.q", width, self.dim)
+        self.linear(f"{name}.alpha.0", width, self.dim)
+        self.linear(f"{name}.proj", self.dim, width)
+        self.norm(f"{name}.layer_norm", self.dim, batch=False)
+
+    def activation(self, name: str, width: int) -> None:
+        self.linear(f"{name}.hyper.0", self.dim // 4, self.dim)
+        self.linear(f"{name}.hyper.2", 2 * width, self.dim // 4)
+
+    def block(
+        self, own: str, channels: int, first: int, out: int, stride: int, second: int
+    ) -> None:
+        hidden, groups, dim = channels * first, self.groups, self.dim
+        if not second:
+            self.convolution(f"{own}.conv", 0, hidden, 1, 3)
+            self.convolution(f"{own}.conv", 4, out, hidden // groups)
+            return
+        if stride == 2:
+            self.convolution(f"{own}.conv1", 0, hidden, 1, 3)
+            self.convolution(f"{own}.conv2", 0, out, hidden // groups)
+            self.convolution(f"{own}.conv3", 0, out * second, 1, 3)
+            self.convolution(f"{own}.conv4", 0, out, out * second // groups)
+            self.activation(f"{own}.hyper1", hidden)
+            self.activation(f"{own}.hyper3", out * second)
+        else:
+            self.convolution(f"{own}.conv1", 0, hidden, channels // groups)
+            self.convolution(f"{own}.conv2", 0, hidden, 1, 3)
+            self.convolution(f"{own}.conv3", 0, out, hidden // groups)
+            self.activation(f"{own}.hyper1", hidden)
+            self.activation(f"{own}.hyper2", hidden)
+        self.to_tokens(f"{own}.local_global", channels)
+        self.linear(f"{own}.global_block.ffn.0", 2 * dim, dim)
+        self.linear(f"{own}.global_block.ffn.2", dim, 2 * dim)
+        self.norm(f"{own}.global_block.ffn_norm", dim, batch=False)
+        self.linear(f"{own}.global_block.q", dim, dim)
+        self.linear(f"{own}.global_block.channel_mlp", dim, dim)
+        self.norm(f"{own}.global_block.layer_norm", dim, batch=False)
+        self.linear(f"{own}.global_local.k", out, dim)
+        self.linear(f"{own}.global_local.proj", out, dim)
+
+
+def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Returns a random tensor that is a function of its name; maps keep their scale."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if name.endswith("running_var"):
+        return values.abs() + 0.5
+    if len(shape) == 1:
+        return 0.2 * values + float(name.endswith("weight"))
+    return values / (values[0].numel() ** 0.5)
+
+
+def _images() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 3, 70, 96, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("size", _ROWS)
+def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
+    state = {name: _draw(name, shape) for name, shape in _Shapes(size).items()}
+    converted = convert_official(state)
+    model = timm.create_model(TIMM_NAMES[size]).double().eval()
+    fit = model.load_state_dict(converted, strict=False)
+    assert not fit.unexpected_keys
+    assert all(name.endswith("num_batches_tracked") for name in fit.missing_keys)
+    with torch.no_grad():
+        logits = model(_images())
+        _, last, tokens = list(model.run_stages(_images()))[-1]
+    found = [*logits[0, :3].tolist(), last.abs().mean().item(), tokens.abs().mean().item()]
+    assert found == pytest.approx(_RECORDED[size], rel=1e-12)
+
+
+def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
+    state = {name: _draw(name, shape).float() for name, shape in _Shapes("96M").items()}
+    torch.save(state, tmp_path / "official.pth")
+    weights = str(tmp_path / "own.safetensors")
+    convert_weights(str(tmp_path / "official.pth"), Path(weights), "MobileFormer")
+    arch = MOBILE_FORMER_ARCHS["96M"]
+    backbone = MobileFormer(arch=arch, out_features=["s16", "s32_expanded", "tokens"])
+    SafeCheckpointer(backbone).load(weights)
+    expected = convert_official(state)
+    torch.testing.assert_close(
+        backbone.last_bridge.gate.weight, expected["last_bridge.gate.weight"]
+    )
+    model = timm.create_model(TIMM_NAMES["96M"])
+    model.load_pretrained(weights)
+    found = {name: model.state_dict()[name] for name in expected}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with torch.device("meta"):
+        model = timm.create_model(TIMM_NAMES["151M"])
+    with pytest.raises(UserError, match=r"own\.safetensors"):
+        model.load_pretrained(weights)
