@@ -34,7 +34,7 @@ setup(
     packages=find_packages(include=["qbheat_det", "qbheat_det.*"]),
     package_data={
         "qbheat_det": ["py.typed"],
-        "qbheat_det.analysis": ["page.html.j2"],
+        "qbheat_det.analysis": ["page.html.j2", "theme.mplstyle"],
         "qbheat_det.model_zoo": ["*.json", "weights/*.safetensors"],
     },
     cmdclass={"build_py": BuildWithFolders},

@@ -90,9 +90,7 @@ def format_cells(cells: "Sequence[PaperCell]") -> str:
     first = [cell for cell in cells if cell.table != 14]
     lines += [
         "",
-        f"Without RetinaNet (Table 14): {sum(c.match for c in first)} of {len(first)}; "
-        f"{sum(c.match_one_rule for c in first)} with one rule for all cells, MAdds by EXT and "
-        "all parameters.",
+        f"Without RetinaNet (Table 14): {sum(c.match for c in first)} of {len(first)}.",
         f"{len(matched)} of {len(cells)} printed cells matched"
         + (f"; the others are: {'; '.join(others)}." if others else "."),
     ]

@@ -16,9 +16,26 @@ examples:
 """
 
 import argparse
+import logging
+import shlex
+import shutil
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # imported below after the arguments are parsed
+    from qbheat_det.engine import Trainer
+
+NOTE = (
+    "One seed, minutes of training and a few hundred images: AP that differs by a point or two "
+    "between the backbones may be noise, and so may the order. docs/results.md has longer runs."
+)
+CONFIGS = ("demo/toy_qb_heat.yaml", "demo/toy_probe.yaml")
+FIGURES = ("curves", "reconstructions", "spectrum", "detections")
+NUM_RECALIBRATED = 400  # whole images for BatchNorm's statistics
+MARKER = ".of_the_demo"  # in folders that the next demo may remove
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,13 +62,85 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Warnings of Detectron2's imports would be the first thing that the demo prints.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     warnings.filterwarnings("ignore", message="torch.meshgrid")
-    from qbheat_det.analysis.demo import run_demo
     from qbheat_det.core.errors import exit_on_user_error
+
+    exit_on_user_error(run_demo)(args)
+
+
+def run_demo(args: argparse.Namespace) -> None:
+    """Trains, evaluates, and writes ``report.html``.
+
+    Raises:
+        UserError: the folder has something else in it, or an override is not valid.
+    """
+    from qbheat_det.core.text import format_duration
     from qbheat_det.export import export_backbone
 
-    exit_on_user_error(run_demo)(
-        args.output, export_backbone, pretraining=args.pretraining, detection=args.detection
+    output, start = args.output, time.monotonic()
+    print("1/4  pre-training without boxes", flush=True)
+    trainer = start_run(CONFIGS[0], output / "pretraining", args.pretraining)
+    trainer.export("model_random")
+    trainer.train()
+    paths = {"pre-training": trainer.cfg.OUTPUT_DIR}
+    metrics: dict[str, dict[str, float]] = {}
+    stems = {"QB-Heat": "model_final", "random": "model_random"}
+    for number, (name, stem) in enumerate(stems.items(), start=2):
+        print(f"{number}/4  a decoder on the frozen backbone: {name}", flush=True)
+        backbone = output / f"backbone_{stem}.safetensors"
+        export_backbone(str(output / "pretraining" / f"{stem}.safetensors"), backbone,
+                        overwrite=True, num_images=NUM_RECALIBRATED)  # fmt: skip
+        folder = output / f"probe_{name.lower().replace('-', '_')}"
+        probe = start_run(CONFIGS[1], folder, ["MODEL.WEIGHTS", str(backbone), *args.detection])
+        paths[name], metrics[name] = probe.cfg.OUTPUT_DIR, probe.train().get("bbox", {})
+    print("4/4  drawing the report", flush=True)
+    page = write_report(paths, output / "report.html", trainer.cfg.MODEL.DEVICE)
+    print("\nCOCO metrics on new images, decoder on a frozen backbone:")
+    for name, own in metrics.items():
+        ap, ap50 = (own.get(key, float("nan")) for key in ("AP", "AP50"))
+        print(f"{name:<8} AP {ap:>5.1f}   AP50 {ap50:>5.1f}")
+    took = format_duration(time.monotonic() - start)
+    print(f"{NOTE}\ntook  {took}\nopen  {page.resolve()}")
+
+
+def start_run(config: str, output: Path, opts: Sequence[str]) -> "Trainer":
+    """Builds the trainer of a run in an empty folder."""
+    from qbheat_det.config import get_config_path
+    from qbheat_det.core.errors import UserError
+    from qbheat_det.engine import Trainer, build_config, setup
+
+    if output.exists() and any(output.iterdir()) and not (output / MARKER).is_file():
+        raise UserError(f"'{output}' is not of the demo: use another --output")
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    (output / MARKER).touch()
+    args = argparse.Namespace(
+        config_file=get_config_path(config),
+        opts=["OUTPUT_DIR", str(output), *opts],
+        **dict.fromkeys(("eval_only", "resume"), False),
+        **dict.fromkeys(("train_json", "train_images", "val_json", "val_images")),
     )
+    cfg = build_config(args)
+    for name in ("detectron2", "fvcore", "qbheat_det"):
+        logging.getLogger(name).handlers.clear()  # of the run before
+    setup(cfg, args)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=False)
+    return trainer
+
+
+def write_report(paths: dict[str, str], page: Path, device: str) -> Path:
+    """Writes the page of tools/report.py with ``FIGURES`` of runs by their labels."""
+    from qbheat_det.analysis import load_figures
+    from qbheat_det.analysis.figure import FigureOptions
+    from qbheat_det.analysis.report import build_report
+    from qbheat_det.analysis.run import Run
+
+    load_figures()
+    runs = [Run.open(path, label=label, device=device) for label, path in paths.items()]
+    words = [f"{label}={path}" for label, path in paths.items()]
+    command = shlex.join(["python", "tools/report.py", *words, "--only", *FIGURES])
+    build_report(FIGURES, runs, FigureOptions(), {}, output=page, command=command)
+    return page
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "heat": {
         "heat_class": {
             "type": text,
-            "help": "name or index of the class (default: the predicted class of each image)",
+            "help": "name of the class (default: the predicted class of each image)",
         },
         "heat_size": {
             "type": integer(),
@@ -104,12 +104,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "attention_heads": {
             "choices": ("mean", "apart"),
             "help": "draw the mean over heads (default), or a row for each, as the paper does",
-        },
-        "attention_blocks": {
-            "type": integer(),
-            "nargs": "+",
-            "help": "blocks to draw, counted from 1 (default: the paper's 3, 6, 10 and 12; the "
-            "last at each resolution of other networks)",
         },
     },
     "queries": {

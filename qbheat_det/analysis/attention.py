@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
 from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
@@ -23,11 +22,10 @@ from qbheat_det.modeling.backbone import MobileFormer
 from . import plotting
 from .figure import (
     FigureOptions,
-    SharedImages,
     batch_images,
     crop_squares,
     find_size,
-    run_each,
+    run_on_images,
 )
 from .run import Run
 
@@ -137,18 +135,16 @@ def draw_attention(
     options: FigureOptions,
     *,
     attention_heads: Heads = "mean",
-    attention_blocks: Sequence[int] | None = None,
 ) -> Figure:
-    """Draws both bridges of a few blocks over images.
+    """Draws both bridges of the blocks of ``choose_blocks`` over images.
 
-    ``attention_heads`` are their mean, or a row for each; ``attention_blocks`` the numbers of the
-    drawn blocks, None for those of ``choose_blocks``.
+    ``attention_heads`` are their mean, or a row for each.
     """
     size = find_size(runs, _PAPER_SIZE)
-    shared = SharedImages(runs, options.num_images, options.images)
-    results = run_each(
+    results = run_on_images(
         runs,
-        lambda run: _attend(run, shared, size, attention_blocks),
+        lambda run, files: _attend(run, files, size),
+        options,
         nothing="no attention of tokens",
     )
     found = results.found
@@ -156,26 +152,23 @@ def draw_attention(
     return Figure(
         "attention",
         "Attention between tokens and pixels",
-        [*_EXPLANATION, *shared.explain(), *results.explain()],
+        results.explain(*_EXPLANATION),
         {
             f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
             for bridge in _BRIDGES
-            for index in range(len(shared.files))
+            for index in range(len(results.files))
         },
-        {"images": shared.files, "size": size, "blocks": blocks, "left_out": results.left_out},
+        results.describe(size=size, blocks=blocks),
     )
 
 
-def _attend(run: Run, shared: SharedImages, size: int, wanted: Sequence[int] | None) -> _Attention:
+def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
     backbone = find_mobile_former(run.model)
-    known = list_blocks(backbone) if backbone is not None else {}
-    if backbone is None or not known:
+    numbers = choose_blocks(backbone) if backbone is not None else []
+    if backbone is None or not numbers:
         name = run.cfg.MODEL.BACKBONE.NAME
         raise NotApplicable(f"'{run.label}' has no Mobile-Former with tokens, but '{name}'")
-    numbers = wanted or choose_blocks(backbone)
-    if unknown := sorted(set(numbers) - set(known)):
-        raise UserError(f"--attention-blocks: '{run.label}' has no block {unknown[0]} with tokens")
-    entries = crop_squares(run.cfg, shared.choose(run), size)
+    entries = crop_squares(run.cfg, files, size)
     drawn = []
     for entry in tqdm(entries, unit="image", desc=f"attention, {run.label}", delay=2, leave=False):
         # One by one: all maps of all blocks of a batch would be much memory for large images.
@@ -216,16 +209,13 @@ def _list_maps(
     block: BlockAttention, bridge: Bridge, heads: Heads
 ) -> list[tuple[str, list[npt.NDArray[np.float32]], int]]:
     """Returns name, maps (H, W) of the tokens and their stride, for the mean or for each head."""
-    former = bridge == "to_former"
-    weights = (block.to_former if former else block.to_mobile)[0].float()
-    stride = block.to_former_stride if former else block.to_mobile_stride
-    if former:
+    weights, stride = block.to_mobile[0].float(), block.to_mobile_stride
+    if bridge == "to_former":
+        weights, stride = block.to_former[0].float(), block.to_former_stride
         weights = weights * weights[0, 0].numel()  # multiples of uniform attention
     if heads == "mean":
-        return [
-            (f"block {block.number}, stride {stride}", list(weights.mean(dim=0).numpy()), stride)
-        ]
-    return [
-        (f"block {block.number}, head {i + 1}", list(maps.numpy()), stride)
-        for i, maps in enumerate(weights)
-    ]
+        weights, rows = weights.mean(dim=0, keepdim=True), [f"stride {stride}"]
+    else:
+        rows = [f"head {i + 1}" for i in range(len(weights))]
+    return [(f"block {block.number}, {row}", list(maps.numpy()), stride)
+            for row, maps in zip(rows, weights, strict=True)]  # fmt: skip

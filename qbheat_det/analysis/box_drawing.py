@@ -120,18 +120,15 @@ def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RG
     return sheet
 
 
-def add_heading(image: RGBImage, *lines: str) -> RGBImage:
-    """Puts lines of text above an image; a line that is too long is set smaller, then cut."""
+def add_heading(image: RGBImage, text: str) -> RGBImage:
+    """Puts a line of text above an image (H, W, 3); if it is too long it is set smaller, or cut."""
     width = image.shape[1]
     size = max(12, min(20, round(min(image.shape[:2]) / 28)))
-    strip = Image.new("RGB", (width, round(1.6 * size * len(lines))), BACKGROUND)
-    pen = ImageDraw.Draw(strip)
-    for row, line in enumerate(lines):
-        own = size
-        while own > 9 and pen.textlength(line, font=get_font(own)) > width - 8:
-            own -= 1
-        middle = 1.6 * size * (row + 0.5)
-        pen.text((4, middle), line, font=get_font(own), fill=HEADING, anchor="lm")
+    strip = Image.new("RGB", (width, round(1.6 * size)), BACKGROUND)
+    pen, middle = ImageDraw.Draw(strip), 0.8 * size
+    while size > 9 and pen.textlength(text, font=get_font(size)) > width - 8:
+        size -= 1
+    pen.text((4, middle), text, font=get_font(size), fill=HEADING, anchor="lm")
     return np.concatenate([np.asarray(strip), image])
 
 

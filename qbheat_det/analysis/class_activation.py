@@ -6,8 +6,9 @@ arXiv:1512.04150, Eq. 2. A map exists where a linear classifier reads the mean o
 first token, which has no position, is not in it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,26 +19,20 @@ from scipy.sparse.linalg import splu
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
 from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder
 
 from . import plotting
-from .figure import FigureOptions, SharedImages, batch_images, crop_squares, run_each
+from .figure import FigureOptions, batch_images, crop_squares, run_on_images
 from .run import Run
 
 FloatMap = npt.NDArray[np.float64]
-Agreement = Mapping[str, float]
-""""correlation" (Pearson's) and "relative_error", ‖predicted - true‖ / ‖true - its mean‖."""
 
-_NUM_IMAGES = 64  # that are averaged over
-_SHUFFLES = 8  # of one map
 _ROUNDING = 1e-9  # relative; below it, a map is constant
-_COLORS = "inferno"
 _EXPLANATION = (
     "The paper starts from the similarity of a classifier's class activation map (CAM) to heat. "
-    "Here heat inside the CAM's own border is steady, u_xx + u_yy = 0. Relative error is 0 for the "
-    "same map, 1 for the mean of the CAM; the control are CAMs with shuffled positions. Agreement "
-    "shows that a CAM is smooth, not that features obey the heat equation.",
+    "Here heat inside the CAM's own border is steady, u_xx + u_yy = 0. Agreement shows that a CAM "
+    "is smooth, not that features obey the heat equation.",
 )
 
 
@@ -109,58 +104,22 @@ def solve_steady_heat(values: npt.ArrayLike) -> FloatMap:
     return maps
 
 
-def compare_maps(predicted: FloatMap, true: FloatMap) -> Agreement:
-    """Compares maps (H, W) inside their borders; nan where undefined."""
-    first, second = predicted[1:-1, 1:-1], true[1:-1, 1:-1]
-    spreads = [np.linalg.norm(values - values.mean()) for values in (first, second)]
-    norms = [_ROUNDING * np.linalg.norm(values) for values in (first, second)]
-    vary = [spread > norm for spread, norm in zip(spreads, norms, strict=True)]
-    correlation = np.corrcoef(first.ravel(), second.ravel())[0, 1] if all(vary) else np.nan
-    error = np.linalg.norm(first - second) / spreads[1] if vary[1] else np.nan
-    return {"correlation": float(correlation), "relative_error": float(error)}
-
-
-class HeatComparison(NamedTuple):
-    """Steady heat (H, W) with a map's border, how it agrees with the map, and the control.
-
-    The control are the same positions of a shuffled map.
-    """
-
-    steady: FloatMap
-    agreement: Agreement
-    shuffled: Agreement
-
-
-def compare_with_heat(values: npt.ArrayLike, *, seed: int = 0) -> HeatComparison:
-    """Compares a map (H, W) with the steady heat inside its border.
-
-    Raises:
-        ValueError: the map has nothing inside its border.
-    """
-    true = np.asarray(values, dtype=np.float64)
-    steady = solve_steady_heat(true)
-    generator = np.random.default_rng(seed)
-    shuffled = [generator.permuted(true.ravel()).reshape(true.shape) for _ in range(_SHUFFLES)]
-    pairs = zip(solve_steady_heat(np.stack(shuffled)), shuffled, strict=True)
-    control = average([compare_maps(*pair) for pair in pairs])
-    return HeatComparison(steady, compare_maps(steady, true), control)
-
-
-def average(agreements: Sequence[Agreement]) -> Agreement:
-    """Returns the mean of the values that are defined; nan where there are none."""
-    means = {}
-    for key in ("correlation", "relative_error"):
-        known = [one[key] for one in agreements if not np.isnan(one[key])]
-        means[key] = float(np.mean(known)) if known else np.nan
-    return means
+def correlate_inside(one: FloatMap, other: FloatMap) -> float:
+    """Returns Pearson's correlation of maps (H, W) inside their borders; nan if one is constant."""
+    inside = [values[1:-1, 1:-1].ravel() for values in (one, other)]
+    if any(np.ptp(values) <= _ROUNDING * np.abs(values).max() for values in inside):
+        return math.nan
+    return float(np.corrcoef(*inside)[0, 1])
 
 
 class _Heat(NamedTuple):
-    classes: list[str]
-    scores: list[float]
-    maps: list[FloatMap]
-    comparisons: list[HeatComparison]
-    images: list[plotting.RGBImage]
+    """Of one image: pixels (S, S, 3), class with its score, class activation, heat (H, W)."""
+
+    image: plotting.RGBImage
+    name: str
+    score: float
+    activation: FloatMap
+    steady: FloatMap
 
 
 @register_figure("heat")
@@ -171,92 +130,75 @@ def draw_heat(
     heat_class: str | None = None,
     heat_size: int | None = None,
 ) -> Figure:
-    """Draws CAM and steady heat of images ``heat_size`` pixels a side, and how close they are.
+    """Draws CAM and steady heat of images ``heat_size`` pixels a side.
 
-    ``heat_class`` is the name or index of a class, None for the predicted one of each image.
+    Args:
+        runs: that are no classifiers with a linear decoder are left out.
+        options: of all figures.
+        heat_class: name of the class; None takes the predicted one of each image.
+        heat_size: side of the images in pixels; None takes that of the run.
     """
-    shared = SharedImages(runs, max(options.num_images, _NUM_IMAGES), options.images)
-    results = run_each(
+    results = run_on_images(
         runs,
-        lambda run: _compute(run, shared, options, heat_class, heat_size),
+        lambda run, files: _compute(run, files, heat_class, heat_size),
+        options,
         nothing="no class activation maps",
     )
-    found = results.found
-    images = {
-        f"maps_{i}": _draw_maps(label, one) for i, (label, one) in enumerate(found.items(), 1)
-    }
-    rows = []
-    for label, one in found.items():
-        for name, agreements in (
-            (label, [heat.agreement for heat in one.comparisons]),
-            (f"{label}, shuffled", [heat.shuffled for heat in one.comparisons]),
-        ):
-            rows.append((name, *(f"{value:.2f}" for value in average(agreements).values())))
-    data = {
-        label: [
-            {"class": name, "score": score, "steady": heat.agreement, "shuffled": heat.shuffled}
-            for name, score, heat in zip(one.classes, one.scores, one.comparisons, strict=True)
-        ]
-        for label, one in found.items()
-    }
+    images, data = {}, {}
+    for index, (label, found) in enumerate(results.found.items(), 1):
+        images[f"maps_{index}"] = _draw_maps(label, found)
+        data[label] = [
+            {"class": one.name, "score": one.score,
+             "correlation": correlate_inside(one.activation, one.steady)} for one in found
+        ]  # fmt: skip
     return Figure(
         "heat",
         "Class activation and steady heat",
-        [*_EXPLANATION, *shared.explain(), *results.explain()],
+        results.explain(*_EXPLANATION),
         images,
-        {"images": shared.files, "runs": data, "left_out": results.left_out},
-        Table(("Mean over images", "correlation", "relative error"), rows),
+        results.describe(runs=data),
     )
 
 
-def _compute(
-    run: Run, shared: SharedImages, options: FigureOptions, wanted: str | None, size: int | None
-) -> _Heat:
+def _compute(run: Run, files: Sequence[str], wanted: str | None, size: int | None) -> list[_Heat]:
     run.require_kind("classifier")
     model = run.model
     if not isinstance(model, ImageClassifier) or not isinstance(model.decoder, LinearDecoder):
         raise NotApplicable(f"'{run.label}' has no linear layer over the mean of a map")
     names = [str(name) for name in run.cfg.MODEL.CLASS_NAMES]
-    chosen = names.index(wanted) if wanted in names else None
-    if wanted is not None and chosen is None:
-        if not wanted.isdecimal() or int(wanted) >= model.num_classes:
-            raise UserError(f"--heat-class '{wanted}' is no class of '{run.label}'")
-        chosen = int(wanted)
-    entries = crop_squares(run.cfg, shared.choose(run), size)
-    activations = [
-        compute_class_activation(model, images, chosen)
-        for images in batch_images(model, entries, f"class activation, {run.label}")
-    ]
-    maps = [one.double().cpu().numpy() for batch in activations for one in batch.maps]
-    try:
-        comparisons = [compare_with_heat(one, seed=options.seed) for one in maps]
-    except ValueError as error:
-        raise NotApplicable(f"'{run.label}': {error}") from error
-    classes = [i for batch in activations for i in batch.classes.tolist()]
-    drawn = entries[: options.num_images]
-    return _Heat(
-        [names[i] if i < len(names) else str(i) for i in classes],
-        [score for batch in activations for score in batch.scores.tolist()],
-        maps,
-        comparisons,
-        [plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8) for entry in drawn],
-    )
+    if wanted is not None and wanted not in names:
+        raise UserError(f"--heat-class '{wanted}' is no class of '{run.label}'")
+    entries = crop_squares(run.cfg, files, size)
+    found = []
+    for entry in entries:
+        (images,) = batch_images(model, [entry], "")
+        chosen = names.index(wanted) if wanted is not None else None
+        cam = compute_class_activation(model, images, chosen)
+        activation = cam.maps[0].double().cpu().numpy()
+        try:
+            steady = solve_steady_heat(activation)
+        except ValueError as error:
+            raise NotApplicable(f"'{run.label}': {error}") from error
+        pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
+        name = names[int(cam.classes[0])]
+        found.append(_Heat(pixels, name, float(cam.scores[0]), activation, steady))
+    return found
 
 
-def _draw_maps(label: str, one: _Heat) -> Image:
+def _draw_maps(label: str, found: Sequence[_Heat]) -> Image:
     rows, names = [], []
-    for index, image in enumerate(map(plotting.enlarge, one.images)):
-        values, heat = one.maps[index], one.comparisons[index]
-        low, high, side = float(values.min()), float(values.max()), len(image)
-        cells = [plotting.enlarge(plotting.color_map(one_map, low, high, _COLORS), side, exact=True)
-                 for one_map in (values, heat.steady)]  # fmt: skip
-        stride = side / len(values)
-        overlay = plotting.overlay_map(
-            image, values, stride=stride, low=low, high=high, colors=_COLORS
-        )
-        rows.append([image, overlay, *cells])
-        score = f"{plotting.to_text(one.classes[index])} {one.scores[index]:.2f}"
-        names.append(f"{score}\n{low:.3g} to {high:.3g}")
+    for one in found:
+        image = plotting.enlarge(one.image)
+        low, high = float(one.activation.min()), float(one.activation.max())
+        scale: dict[str, Any] = {"low": low, "high": high, "colors": "inferno"}
+        cells = [
+            plotting.enlarge(plotting.color_map(values, **scale), len(image), exact=True)
+            for values in (one.activation, one.steady)
+        ]
+        stride = len(image) / len(one.activation)
+        rows.append([image, plotting.overlay_map(image, one.activation, stride=stride, **scale)])
+        rows[-1] += cells
+        names.append(f"{plotting.to_text(one.name)} {one.score:.2f}\n{low:.3g} to {high:.3g}")
     columns = ["image", "CAM over it", "CAM", "steady heat"]
     chart = plotting.plot_grid(rows, column_names=columns, row_names=names)
     caption = f"{label}: class and score, range of colours in logits."

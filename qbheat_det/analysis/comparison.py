@@ -35,11 +35,7 @@ _LOG_LINES = 12  # of a job that failed
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_COSTS = {  # measure: header, format, scale
-    "images_seen": ("images seen", "{:,.0f}", 1.0),
-    "seconds_per_image": ("time an image", "{:.1f} ms", 1e3),
-    "seconds": ("time of all steps", "{:.1f} min", 1 / 60),
-}
+_COSTS = ("images seen", "ms an image", "minutes")
 
 Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By objective and measure: "mean", "deviation" (n - 1; nan of one) and "values" by seed."""
@@ -224,7 +220,7 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns what the finished jobs of a row measured, by title: percent, seconds and counts."""
+    """Returns what the finished jobs of a row measured: top-1 in percent by probe, and costs."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:
@@ -235,15 +231,15 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
     if "pretraining" in done:
         folder, info = row.weights.parent, info_of(str(row.weights))
         batch = load_config(folder / "config.yaml").SOLVER.IMS_PER_BATCH
-        found["images_seen"] = float((info.iteration + 1 if info else 0) * batch)
+        found["images seen"] = float((info.iteration + 1 if info else 0) * batch)
         log = folder / "metrics.json"
         records = [one for one in read_metrics(log) if "time" in one] if log.is_file() else []
         if records:
             ends = [record["iteration"] + 1 for record in records]
             steps = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             times = [float(record["time"]) for record in records]
-            found["seconds"] = sum(t * n for t, n in zip(times, steps, strict=True))
-            found["seconds_per_image"] = statistics.median(times) / batch
+            found["ms an image"] = 1000 * statistics.median(times) / batch
+            found["minutes"] = sum(t * n for t, n in zip(times, steps, strict=True)) / 60
     return found
 
 
@@ -267,17 +263,13 @@ def summarize(measured: Sequence[tuple[Row, Mapping[str, float]]]) -> Summary:
 
 
 def render_tables(comparison: Comparison, summary: Summary, failed: Mapping[str, str]) -> str:
-    """Returns the tables of results and costs in Markdown."""
+    """Returns the table of results and costs in Markdown."""
     images = {name: len(records) for name, records in comparison.images.items()}
-    titles = dict.fromkeys(k for own in summary.values() for k in own if k not in _COSTS)
-    results = [[name, *(_format(own.get(title)) for title in titles)]
-               for name, own in summary.items()]  # fmt: skip
-    costs = [
-        [name, *(text.format(own[key]["mean"] * scale) if key in own else "-"
-                 for key, (_, text, scale) in _COSTS.items())]
-        for name, own in summary.items()
-    ]  # fmt: skip
-    headers = ["objective", *(f"{title}, %" for title in titles)]
+    titles = [k for k in dict.fromkeys(k for own in summary.values() for k in own)
+              if k not in _COSTS]  # fmt: skip
+    rows = [[name, *(_format(own.get(title)) for title in (*titles, *_COSTS))]
+            for name, own in summary.items()]  # fmt: skip
+    headers = ["objective", *(f"{title}, %" for title in titles), *_COSTS]
     shares = [own[title]["mean"] / 100 for own in summary.values() for title in titles
               if title in own]  # fmt: skip
     errors = [100 * math.sqrt(p * (1 - p) / images["val"]) for p in shares] or [0.0]
@@ -287,14 +279,11 @@ def render_tables(comparison: Comparison, summary: Summary, failed: Mapping[str,
         f"{', '.join(map(str, comparison.seeds))}. Probes are trained on {images['train']:,} "
         f"images and classify {images['val']:,}."
         + (f" Failed: {', '.join(failed)}." if failed else ""),
-        tabulate(results, headers, tablefmt="github", disable_numparse=True),
+        tabulate(rows, headers, tablefmt="github", disable_numparse=True),
         "Mean ± standard deviation over seeds (their number). BatchNorm's statistics are estimated "
         f"on {comparison.num_recalibrated:,} whole training images, unless a column says "
         f"otherwise. The binomial standard error of an accuracy over the {images['val']:,} images "
-        f"is {min(errors):.2f} to {max(errors):.2f} points.",
-        "## Cost of pre-training",
-        tabulate(costs, ["objective", *(header for header, _, _ in _COSTS.values())],
-                 tablefmt="github", disable_numparse=True),
+        f"is {min(errors):.2f} to {max(errors):.2f} points. Minutes are those of all steps.",
     ]) + "\n"  # fmt: skip
 
 
@@ -302,5 +291,5 @@ def _format(spread: Mapping[str, Any] | None) -> str:
     if spread is None:
         return "-"
     if math.isnan(spread["deviation"]):
-        return f"{spread['mean']:.2f} (one seed)"
-    return f"{spread['mean']:.2f} ± {spread['deviation']:.2f} ({len(spread['values'])})"
+        return f"{spread['mean']:,.2f} (one seed)"
+    return f"{spread['mean']:,.2f} ± {spread['deviation']:.2f} ({len(spread['values'])})"

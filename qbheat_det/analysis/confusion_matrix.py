@@ -17,7 +17,7 @@ from qbheat_det.core.files import write_atomically
 from qbheat_det.evaluation import find_confusions
 
 from .figure import FigureOptions, run_each
-from .plotting import INK, chart_image, start_figure, themed, to_text, to_texts
+from .plotting import INK, chart_image, start_figure, themed, to_text
 from .run import Run
 
 Counts = npt.NDArray[np.int64]
@@ -57,9 +57,9 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     return Figure(
         "classes",
         "Confusion of classes",
-        [_EXPLANATION, *results.explain()],
+        results.explain(_EXPLANATION),
         images,
-        {"runs": data, "left_out": results.left_out},
+        results.describe(runs=data),
         Table(("Run", "top-1 (%)", "balanced (%)", "images", "classes"), rows),
     )
 
@@ -96,7 +96,7 @@ def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "
     """
     number = len(class_names)
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
-    names = to_texts(printable, longest=26)
+    names = [to_text(name, longest=26) for name in printable]
     side = float(np.clip(0.11 * number, 3.6, 9.0))
     figure = start_figure(height=side + 1.8, width=side + 6.5)
     axes, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))

@@ -30,14 +30,13 @@ from qbheat_det.probing.batch_norm import recalibrate_bn
 from .figure import (
     Entries,
     FigureOptions,
-    SharedImages,
     batch_images,
     crop_squares,
     find_encoder,
     find_size,
-    run_each,
+    run_on_images,
 )
-from .plotting import chart_image, list_styles, start_chart, themed, to_texts
+from .plotting import chart_image, list_styles, start_chart, themed, to_text
 from .run import Run
 
 _NUM_IMAGES = 64
@@ -98,14 +97,15 @@ def draw_correlation(
     feature map, None for the one that each model reads.
     """
     side = size or find_size(runs, _PAPER_SIZE)
-    shared = SharedImages(runs, correlated_images, options.images)
-    results = run_each(
+    results = run_on_images(
         runs,
-        lambda run: _correlate(run, map, shared.choose(run), side),
+        lambda run, files: _correlate(run, map, files, side),
+        options,
         nothing="no spatial correlation",
+        number=correlated_images,
     )
     found = results.found
-    note = f"{len(shared.files):,} images, the centre square of each at {side} pixels."
+    note = f"{len(results.files):,} images, the centre square of each at {side} pixels."
     images = {}
     for name in dict.fromkeys(one.map for one in found.values()):
         chart = plot_histograms({k: one for k, one in found.items() if one.map == name}, name)
@@ -118,14 +118,9 @@ def draw_correlation(
     return Figure(
         "correlation",
         "Spatial correlation of feature maps",
-        [*_EXPLANATION, note, *shared.explain(), *results.explain()],
+        results.explain(*_EXPLANATION, note),
         images,
-        {
-            "images": shared.files,
-            "size": side,
-            "runs": {k: asdict(one) | {"mean": fmean(one.values)} for k, one in found.items()},
-            "left_out": results.left_out,
-        },
+        results.describe(size=side, runs={k: asdict(one) for k, one in found.items()}),
         Table(("Run", "map", "mean", "standard deviation", "control"), rows),
     )
 
@@ -160,11 +155,11 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     figure, axes = start_chart(height=3.4 + 0.2 * len(found))
     edges = np.histogram_bin_edges(np.concatenate([v.values for v in found.values()]), bins=_BINS)
     styles = list_styles(len(found))
-    for label, one, style in zip(to_texts(found), found.values(), styles, strict=True):
+    for (label, one), style in zip(found.items(), styles, strict=True):
         dash = ":" if one.is_control else style["linestyle"]
         shares = 100 * np.histogram(one.values, bins=edges)[0] / len(one.values)
         mean = fmean(one.values)
-        text = f"{label}: mean {mean:.3f}, {len(one.values):,} images"
+        text = f"{to_text(label)}: mean {mean:.3f}, {len(one.values):,} images"
         axes.stairs(shares, edges, color=style["color"], ls=dash, lw=1.8, label=text)
         axes.plot(mean, 0, marker=CARETUPBASE, ms=8, color=style["color"], zorder=3)
     axes.set_ylim(bottom=0)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""COCO's metrics of detections, and types of errors after TIDE (arXiv:2008.08115, Sec. 2.2).
+"""COCO's metrics of detections, and which of them are wrong.
 
-COCO's matching at IoU 0.50 decides which detection is correct. TIDE weighs an error type by the
-AP that fixing it would gain; here errors are counted, among the detections above a score.
+COCO's matching at IoU 0.50 decides which detection is correct. A false alarm is one on the
+background, as in TIDE (arXiv:2008.08115, Sec. 2.2). Errors are counted above a score.
 """
 
 import contextlib
@@ -29,15 +29,12 @@ CURVE_IOUS = {0.5: 0, 0.75: 5}
 IGNORED = "ignored"
 ERROR_TYPES = {
     "correct": "matches a box of its class",
-    "localization": "IoU 0.1 to 0.5 with a box of its class",
-    "classification": "covers a box of another class",
-    "duplicate": "covers a box of its class that a higher score matches",
-    "background": "IoU of at most 0.1 with every box",
-    "both": "IoU 0.1 to 0.5 with a box of another class",
+    "false alarm": "IoU of at most 0.1 with every box",
+    "other": "covers a box badly, or one of another class, or one that a higher score matches",
 }
-"""Types of detections and what they mean; where several apply, the first counts."""
+"""Types of detections and what they mean."""
 MISSED = "missed"
-_FOREGROUND_IOU, _BACKGROUND_IOU = 0.5, 0.1
+_BACKGROUND_IOU = 0.1
 
 
 @dataclass(frozen=True)
@@ -168,8 +165,9 @@ def find_errors(evaluator: Any) -> DetectionErrors:
             ids[rows], ignored[rows] = one["dtMatches"][0], one["dtIgnore"][0]
     row = {entry["id"]: b for b, entry in enumerate(annotations)}  # crowds have none
     matched = np.array([row.get(int(identity), -1) for identity in ids], dtype=np.int64)
-    types = _assign_types(found, truth, matched >= 0)
-    types[ignored] = IGNORED
+    is_alarm = _find_overlaps(found, truth) <= _BACKGROUND_IOU
+    types = np.select([ignored, matched >= 0, is_alarm],
+                      [IGNORED, "correct", "false alarm"], "other")  # fmt: skip
     matches = np.full(len(annotations), -1, dtype=np.int64)
     matches[matched[matched >= 0]] = np.flatnonzero(matched >= 0)
     scores = np.array([entry["score"] for entry in detections], dtype=np.float64)
@@ -188,30 +186,16 @@ def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
     )
 
 
-def _assign_types(
-    found: Boxes, truth: Boxes, correct: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.str_]:
-    """Returns ``types`` of ``DetectionErrors`` (D,), where (D,) are correct."""
-    types = np.full(len(correct), "background", dtype="U16")
+def _find_overlaps(found: Boxes, truth: Boxes) -> Array:
+    """Returns the highest IoU of each of D detections with a box of its image, (D,)."""
+    overlaps = np.zeros(len(found.classes))
     for image in np.unique(found.image_ids):
-        rows = np.flatnonzero(truth.image_ids == image)
-        own = np.flatnonzero(found.image_ids == image)
-        if not len(rows):
-            continue
-        xywh = [np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]])
-                for boxes in (found.xyxy[own], truth.xyxy[rows])]  # fmt: skip
-        overlap = np.asarray(mask.iou(*xywh, [0] * len(rows)))
-        same = found.classes[own][:, None] == truth.classes[rows]
-        best_same = np.where(same, overlap, -1.0).max(1)
-        conditions = [
-            correct[own],
-            (best_same >= _BACKGROUND_IOU) & (best_same < _FOREGROUND_IOU),
-            np.where(same, -1.0, overlap).max(1) >= _FOREGROUND_IOU,
-            best_same >= _FOREGROUND_IOU,
-            overlap.max(1) <= _BACKGROUND_IOU,
-        ]
-        types[own] = np.select(conditions, list(ERROR_TYPES)[:5], "both")
-    return types
+        own, boxes = found.image_ids == image, truth.image_ids == image
+        if boxes.any():
+            xywh = [np.hstack([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]])
+                    for xyxy in (found.xyxy[own], truth.xyxy[boxes])]  # fmt: skip
+            overlaps[own] = np.asarray(mask.iou(*xywh, [0] * int(boxes.sum()))).max(axis=1)
+    return overlaps
 
 
 def choose_threshold(errors: DetectionErrors) -> float:
@@ -251,6 +235,6 @@ def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
 
 
 def find_false_alarms(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the detections of type "background" of at least that score, the highest first."""
-    alarms = np.flatnonzero((errors.types == "background") & (errors.scores >= threshold))
+    """Returns the false alarms of at least that score, the highest first."""
+    alarms = np.flatnonzero((errors.types == "false alarm") & (errors.scores >= threshold))
     return alarms[np.argsort(-errors.scores[alarms], kind="stable")]

@@ -103,9 +103,9 @@ def draw_detections(
     for index, run in enumerate(found, start=1):
         name = f"errors_{index}" if len(found) > 1 else "errors"
         images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
-    data = {**_collect(dataset, found), "left_out": results.left_out}
-    paragraphs = [*_explain(found), *results.explain()]
-    return Figure("detections", "Detections", paragraphs, images, data, _tabulate(found))
+    text, data = results.explain(*_explain(found)), _collect(dataset, found)
+    data["left_out"] = results.left_out
+    return Figure("detections", "Detections", text, images, data, _tabulate(found))
 
 
 def read_set(name: str) -> DetectionSet:
@@ -192,9 +192,8 @@ def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) 
         bars = axes.barh(rows, values, 0.92 * width, color=style["color"], label=label)
         axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
     axes.margins(x=0.12)
-    names = plotting.to_texts([class_names[k] for k in order], longest=24)
-    labels = [f"{name} ({num_boxes[k]:,})" for name, k in zip(names, order, strict=True)]
-    axes.set_yticks(range(len(order)), labels)
+    names = [f"{plotting.to_text(class_names[k], longest=24)} ({num_boxes[k]:,})" for k in order]
+    axes.set_yticks(range(len(order)), names)
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_xlabel("AP (%), IoU 0.50 to 0.95; numbers of boxes in brackets")
     plotting.add_legend(figure, axes)
@@ -291,8 +290,7 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
         "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
         f"score upwards: {thresholds}. Unless --score sets it, it is the score with the best F1 at "
         "IoU 0.50; if no detection is correct, the one that keeps as many detections as boxes.",
-        f"Types of errors, after TIDE (arXiv:2008.08115): {types}. Missed boxes are those without "
-        "a correct detection.",
+        f"Types of detections: {types}. Missed boxes are those without a correct detection.",
     ]
 
 

@@ -4,7 +4,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.core.text import join_first
-from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper, load_image_folders
+from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
 from qbheat_det.engine.data_sources import SpreadEntries, read_spread
 from qbheat_det.modeling.contracts import get_backbone, get_encoder, get_pixel_statistics
 
@@ -45,14 +45,24 @@ class FigureOptions:
 
 @dataclass(frozen=True)
 class RunResults(Generic[Found]):
-    """Results by label, at least one, and why each of the other runs has none."""
+    """Results by label, at least one, why each other run has none, and the images of all runs."""
 
     found: dict[str, Found]
     left_out: list[str]
+    files: Sequence[str] = ()
+    unreadable: Sequence[str] = ()
 
-    def explain(self) -> list[str]:
-        """Returns a paragraph about the runs that were left out, if any were."""
-        return [f"Left out: {'; '.join(self.left_out)}."] if self.left_out else []
+    def explain(self, *paragraphs: str) -> list[str]:
+        """Returns the paragraphs and what was left out."""
+        found = list(paragraphs)
+        if self.unreadable:
+            names = join_first(Path(name).name for name in self.unreadable)
+            found.append(f"Unreadable and replaced by the next image: {names}.")
+        return [*found, f"Left out: {'; '.join(self.left_out)}."] if self.left_out else found
+
+    def describe(self, **data: Any) -> dict[str, Any]:
+        """Returns the data of a figure with the images and the runs that were left out."""
+        return {"images": self.files, **data, "left_out": self.left_out}
 
 
 def run_each(
@@ -92,46 +102,40 @@ def run_each(
     return RunResults(found, left_out)
 
 
-class SharedImages:
-    """Image files that all runs are compared on, chosen when the first run needs them."""
+def run_on_images(
+    runs: Sequence[Run],
+    compute: Callable[[Run, list[str]], Found],
+    options: FigureOptions,
+    *,
+    nothing: str,
+    number: int | None = None,
+) -> RunResults[Found]:
+    """Calls a function for each run and the same image files, as ``run_each`` does.
 
-    def __init__(self, runs: Sequence[Run], number: int, folder: Path | None) -> None:
-        """Takes so many images of ``folder``, else of the data of the first run that has any."""
-        self._runs = runs
-        self._number = number
-        self._folder = folder
-        self._entries = SpreadEntries()
-        if folder is not None:
-            load_image_folders([folder])
+    These are ``number`` images, by default those that are drawn, of the folder of the options, else
+    of the data of the first run that has any.
+    """
+    entries = choose_images(runs, number or options.num_images, options.images)
+    files = [str(entry["file_name"]) for entry in entries]
+    results = run_each(runs, lambda run: compute(run, files), nothing=nothing)
+    return replace(results, files=files, unreadable=entries.unreadable)
 
-    @property
-    def files(self) -> list[str]:
-        """The files that were chosen."""
-        return [str(entry["file_name"]) for entry in self._entries]
 
-    def choose(self, run: Run) -> list[str]:
-        """Returns the files, from the data of ``run`` if none were chosen before.
+def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
+    """Returns so many images of a folder, else of the data of the first run that has any.
 
-        Raises:
-            NotApplicable: no folder is given, and no run has data on this machine.
-            UserError: none of the images of the folder can be read.
-        """
-        reasons: dict[str, None] = {}
-        for candidate in (run, *self._runs):
-            if not self._entries:
-                try:
-                    self._entries = candidate.load_images(self._number, self._folder)
-                except (NotApplicable, UserError) as reason:
-                    reasons[str(reason)] = None
-        if not self._entries:
-            message = "; ".join(reasons)
-            raise UserError(message) if self._folder else NotApplicable(message)
-        return self.files
-
-    def explain(self) -> list[str]:
-        """Returns a paragraph about unreadable images, if there were any."""
-        broken = [Path(name).name for name in self._entries.unreadable]
-        return [f"Unreadable and replaced by the next image: {join_first(broken)}."] * bool(broken)
+    Raises:
+        NotApplicable: no folder is given, and no run has data on this machine.
+        UserError: none of the images of the folder can be read.
+    """
+    reasons: dict[str, None] = {}
+    for run in runs:
+        try:
+            return run.load_images(number, folder)
+        except (NotApplicable, UserError) as reason:
+            reasons[str(reason)] = None
+    message = "; ".join(reasons)
+    raise UserError(message) if folder else NotApplicable(message)
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:

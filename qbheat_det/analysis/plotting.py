@@ -3,14 +3,14 @@
 
 import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import cv2
 import matplotlib
 import numpy as np
 import numpy.typing as npt
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -21,10 +21,10 @@ RGBImage = npt.NDArray[np.uint8]
 """(H, W, 3)."""
 Format = Literal["svg", "png", "jpg"]
 
-INK, QUIET, LINE = "#1c1e21", "#63676e", "#e4e4e1"
-"""Colours of text, of axes, and of grid lines."""
+INK, QUIET = "#1c1e21", "#63676e"
+"""Colours of text and of axes."""
 COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
-"""Of lines, in the order of their use; any two differ for readers with any colour blindness."""
+"""Of lines, in the order of their use, as in the theme."""
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 40
@@ -32,36 +32,7 @@ _GAP = 4  # pixels between the images of a grid
 _DPI = {"svg": 160, "png": 160, "jpg": 100}
 _MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png", "jpg": "image/jpeg"}
 
-themed = matplotlib.rc_context(
-    {
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "axes.labelcolor": QUIET,
-        "axes.prop_cycle": cycler(color=COLORS),
-        "axes.spines.left": False,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.edgecolor": LINE,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 10,
-        "figure.facecolor": "#ffffff",
-        "font.size": 9,
-        "grid.color": LINE,
-        "legend.fontsize": 8,
-        "legend.frameon": False,
-        "lines.linewidth": 1.6,
-        "lines.markersize": 4,
-        "savefig.facecolor": "#ffffff",
-        "svg.hashsalt": "qbheat_det",  # the same figure is the same bytes
-        "text.color": INK,
-        "xtick.color": QUIET,
-        "ytick.color": QUIET,
-        "xtick.major.size": 0,
-        "xtick.minor.size": 0,
-        "ytick.major.size": 0,
-        "ytick.minor.size": 0,
-    }
-)
+themed = matplotlib.rc_context(fname=Path(__file__).with_name("theme.mplstyle"))
 """Decorates a function that draws: matplotlib's settings are the theme's within it."""
 
 
@@ -101,15 +72,6 @@ def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
         text = f"{text[: longest - 1 - end]}…{text[-end:]}"
     text = text.replace("$", r"\$")  # else a formula; and a leading underscore hides a name
     return f" {text}" if text.startswith("_") else text
-
-
-def to_texts(names: Iterable[str], *, longest: int = _LONGEST_NAME) -> list[str]:
-    """Returns names as ``to_text`` does, in full if two would be shortened to the same text."""
-    names = list(names)
-    texts = [to_text(name, longest=longest) for name in names]
-    if len(set(texts)) < len(set(names)):
-        return [to_text(name, longest=max(map(len, names))) for name in names]
-    return texts
 
 
 @themed

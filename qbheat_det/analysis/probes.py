@@ -109,9 +109,8 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     if len({result.images_seen for result in chosen if result.images_seen}) > 1:
         caption = "Top-1 by images seen in pre-training; random backbones are level lines."
         images["images_seen"] = plotting.chart_image(plot_by_images(chosen), caption=caption)
-    numbers = {"runs": data, "left_out": files.left_out}
-    text, title = [*_EXPLANATION, *files.explain()], "Probes of frozen backbones"
-    return Figure("probes", title, text, images, numbers, _tabulate(everything))
+    text, title = files.explain(*_EXPLANATION), "Probes of frozen backbones"
+    return Figure("probes", title, text, images, files.describe(runs=data), _tabulate(everything))
 
 
 def plot_probes(content: Mapping[str, Any]) -> MplFigure:

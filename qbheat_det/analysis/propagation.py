@@ -19,7 +19,7 @@ from torch import Tensor
 from qbheat_det.core.figures import Figure, NotApplicable, register_figure
 from qbheat_det.modeling.pretrain import ReconstructionModel, patchify, unpatchify
 
-from .figure import FigureOptions, SharedImages, crop_squares, run_each
+from .figure import FigureOptions, crop_squares, run_on_images
 from .plotting import RGBImage, chart_image, plot_grid, to_rgb
 from .run import Run
 from .spectrum import NAMES, read_linear_models
@@ -127,9 +127,11 @@ def draw_beyond(
 
     ``scale`` says whose linear models are used.
     """
-    shared = SharedImages(runs, options.num_images, options.images)
-    results = run_each(
-        runs, lambda run: _compute(run, shared, scale, distances), nothing="no propagation"
+    results = run_on_images(
+        runs,
+        lambda run, files: _compute(run, files, scale, distances),
+        options,
+        nothing="no propagation",
     )
     images = {}
     for index, (label, one) in enumerate(results.found.items(), 1):
@@ -144,15 +146,15 @@ def draw_beyond(
     return Figure(
         "beyond",
         "Propagation beyond the image",
-        [*_EXPLANATION, *shared.explain(), *results.explain()],
+        results.explain(*_EXPLANATION),
         images,
-        {"images": shared.files, "runs": data, "left_out": results.left_out},
+        results.describe(runs=data),
     )
 
 
 @torch.no_grad()
 def _compute(
-    run: Run, shared: SharedImages, scale: str, distances: Sequence[float]
+    run: Run, files: Sequence[str], scale: str, distances: Sequence[float]
 ) -> _Propagation:
     models = read_linear_models(run.weights, run.label)
     scale = scale if scale in models else next(iter(models))
@@ -163,7 +165,7 @@ def _compute(
         raise NotApplicable(f"'{run.label}': {error}") from error
     unchanged = {name: torch.zeros_like(a) for name, a in generators.items()}
     model = cast(ReconstructionModel, run.model)
-    images = model.preprocess_image(crop_squares(run.cfg, shared.choose(run)))
+    images = model.preprocess_image(crop_squares(run.cfg, files))
     z = model.encode(images).float()
     size = z.shape[1]
 

@@ -23,7 +23,7 @@ from qbheat_det.layers import read_attention
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 
 from .attention import find_top
-from .figure import FigureOptions, SharedImages, run_each
+from .figure import FigureOptions, run_on_images
 from .plotting import RGBImage, chart_image, overlay_map, plot_grid, shrink, to_rgb, to_text
 from .run import Run
 
@@ -84,41 +84,40 @@ class _Detected:
 @register_figure("queries")
 def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
     """Draws the attention of the queries of the most confident ``query_boxes`` of each image."""
-    shared = SharedImages(runs, options.num_images, options.images)
-    results = run_each(
-        runs, lambda run: _detect(run, shared, query_boxes), nothing="no object queries"
+    results = run_on_images(
+        runs,
+        lambda run, files: _detect(run, files, query_boxes),
+        options,
+        nothing="no object queries",
     )
     data = {
         label: [
             [
-                {"class": name, "score": score, "query": query, "box": box}
-                for name, score, query, box in zip(
-                    names,
-                    attention.found.scores.tolist(),
-                    attention.found.query.tolist(),
-                    attention.found.pred_boxes.tensor.tolist(),
-                    strict=True,
-                )
+                {
+                    "class": name,
+                    "score": float(attention.found.scores[i]),
+                    "box": attention.found.pred_boxes.tensor[i],
+                }
+                for i, name in enumerate(names)
             ]
             for names, attention in zip(one.classes, one.attention, strict=True)
         ]
         for label, one in results.found.items()
     }
-    numbers = range(len(shared.files))
     return Figure(
         "queries",
         "Cross-attention of object queries",
-        [*_EXPLANATION, *shared.explain(), *results.explain()],
-        {f"image_{index + 1}": _draw_image(results.found, index) for index in numbers},
-        {"images": shared.files, "runs": data, "left_out": results.left_out},
+        results.explain(*_EXPLANATION),
+        {f"image_{i + 1}": _draw_image(results.found, i) for i in range(len(results.files))},
+        results.describe(runs=data),
     )
 
 
-def _detect(run: Run, shared: SharedImages, count: int) -> _Detected:
+def _detect(run: Run, files: Sequence[str], count: int) -> _Detected:
     cfg = run.cfg
     if cfg.MODEL.META_ARCHITECTURE != "MFDETR":
         raise NotApplicable(f"'{run.label}' is a {cfg.MODEL.META_ARCHITECTURE}, not an MFDETR")
-    records = [{"file_name": name} for name in shared.choose(run)]
+    records = [{"file_name": name} for name in files]
     entries = read_spread(records, build_mapper(cfg, is_train=False), len(records))
     model = cast(MFDETR, run.model)
     bar = tqdm(entries, unit="image", desc=f"queries, {run.label}", delay=2, leave=False)

@@ -18,8 +18,8 @@ from torch import nn
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.modeling.pretrain import ReconstructionModel
 
-from .figure import Entries, FigureOptions, SharedImages, crop_squares, run_each
-from .plotting import RGBImage, chart_image, enlarge, plot_grid, to_rgb, to_text
+from .figure import Entries, FigureOptions, crop_squares, run_on_images
+from .plotting import RGBImage, chart_image, enlarge, plot_grid, to_rgb
 from .run import Run
 
 _GREY = 128
@@ -67,23 +67,18 @@ def reconstruct_images(
 
 @register_figure("reconstructions")
 def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws a row for each image and run: input, visible part and reconstruction of each view."""
-    shared = SharedImages(runs, options.num_images, options.images)
+    """Draws a grid for each run: input, visible part and reconstruction of each view."""
 
-    def compute(run: Run) -> Reconstructions:
+    def compute(run: Run, files: list[str]) -> Reconstructions:
         run.require_kind("pretraining")
         model = _require_reconstruction(run.model)
-        entries = crop_squares(run.cfg, shared.choose(run))
+        entries = crop_squares(run.cfg, files)
         torch.manual_seed(options.seed)  # the same random masks for every run
         with torch.no_grad():
             return reconstruct_images(model, entries, pixel_format=run.cfg.INPUT.FORMAT)
 
-    results = run_each(runs, compute, nothing="no reconstructions")
+    results = run_on_images(runs, compute, options, nothing="no reconstructions")
     found = results.found
-    grids: dict[tuple[Any, ...], dict[str, Reconstructions]] = {}
-    for label, one in found.items():
-        shape = (*one.columns, *one.columns["input"][0].shape)
-        grids.setdefault(shape, {})[label] = one
     views = list(dict.fromkeys(view for one in found.values() for view in one.losses))
     data, rows = {}, []
     for label, one in found.items():
@@ -93,9 +88,9 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     return Figure(
         "reconstructions",
         "Reconstructions",
-        [*_EXPLANATION, *shared.explain(), *results.explain()],
-        {f"grid_{i}": _draw_grid(group) for i, group in enumerate(grids.values(), 1)},
-        {"images": shared.files, "runs": data, "left_out": results.left_out},
+        results.explain(*_EXPLANATION),
+        {f"grid_{i}": _draw_grid(*run) for i, run in enumerate(found.items(), 1)},
+        results.describe(runs=data),
         Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows),
     )
 
@@ -111,7 +106,7 @@ def draw_training_reconstructions(
     return Figure(
         "reconstructions",
         "Reconstructions",
-        images={"grid": _draw_grid({"": made})},
+        images={"grid": _draw_grid("", made)},
         data={"losses": made.losses, "note": made.note},
         scalars={f"reconstructions/{view}": mean for view, mean in made.mean_losses.items()},
     )
@@ -123,16 +118,9 @@ def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
     return model
 
 
-def _draw_grid(group: Mapping[str, Reconstructions]) -> Image:
-    number = min(len(one.columns["input"]) for one in group.values())
-    titles = list(next(iter(group.values())).columns)
-    rows = [
-        [enlarge(one.columns[title][i]) for title in titles]
-        for i in range(number)
-        for one in group.values()
-    ]
-    names = [to_text(label) for label in group] * number if len(group) > 1 else []
-    notes = " ".join(dict.fromkeys(one.note for one in group.values() if one.note))
-    chart = plot_grid(rows, column_names=titles, row_names=names, note=notes)
-    caption = f"Images, what is visible, and what is predicted. {', '.join(group)}"
-    return chart_image(chart, caption=caption.strip(), format="jpg")
+def _draw_grid(label: str, made: Reconstructions) -> Image:
+    """Draws a row for each image and a column for each of ``columns``."""
+    rows = [list(map(enlarge, images)) for images in zip(*made.columns.values(), strict=True)]
+    chart = plot_grid(rows, column_names=list(made.columns), note=made.note)
+    caption = f"{label}: images, what is visible, and what is predicted.".removeprefix(": ")
+    return chart_image(chart, caption=caption, format="jpg")

@@ -19,6 +19,7 @@ from qbheat_det.core.figures import NotApplicable
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
 from qbheat_det.engine.data_sources import SpreadEntries, read_spread, register_source
 from qbheat_det.engine.predict import build_predictor
+from qbheat_det.engine.resume import name_last_checkpoint
 from qbheat_det.engine.run_record import RUN_FILE, read_run_record
 
 Kind = Literal["pretraining", "detector", "classifier"]
@@ -234,12 +235,5 @@ def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
 
 
 def _find_checkpoint(folder: Path) -> Path | None:
-    for name in _FINAL:
-        if (folder / name).is_file():
-            return folder / name
-    try:
-        tag = (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    last = folder / Path(tag).name
-    return last if last.is_file() else None
+    names = (*_FINAL, Path(name_last_checkpoint(folder)).name)
+    return next((folder / name for name in names if name and (folder / name).is_file()), None)

@@ -316,19 +316,12 @@ def _describe_earlier(run: Run, number: int, left_out: list[str]) -> dict[str, S
     earlier: dict[str, Spectrum] = {}
     if run.folder is None:
         return earlier
-    unit, size = "step", 1.0
-    try:
-        if run.cfg.SOLVER.EPOCHS:
-            unit, size = "epoch", run.cfg.SOLVER.MAX_ITER / run.cfg.SOLVER.EPOCHS
-    except UserError as error:
-        left_out.append(f"epochs of '{run.label}': {error}")
     found = list_checkpoints(run.folder, number)
     for steps, path in tqdm(found.items(), desc=f"spectra of {run.label}", leave=False):
         if path.resolve() == run.weights.resolve():
             continue
         try:
-            spectrum = describe_models(read_linear_models(path, run.label))
-            earlier[f"{unit} {steps / size:,.4g}"] = spectrum
+            earlier[f"step {steps:,}"] = describe_models(read_linear_models(path, run.label))
         except (NotApplicable, UserError) as reason:  # such as one that is being written
             left_out.append(f"step {steps:,} of '{run.label}': {reason}")
             logger.warning("left out: %s", left_out[-1])

@@ -19,7 +19,6 @@ from qbheat_det.analysis.attention import (
 )
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.queries import draw_queries, read_queries
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.detr import MFDETR
@@ -115,12 +114,10 @@ def test_attention_of_several_models_is_drawn_in_the_same_images(
 ) -> None:
     runs = [tiny.get(name) for name in ("resnet", "untrained", "mf_detr")]
     options = FigureOptions(images=photos, num_images=1)
-    figure = draw_attention(runs, options, attention_blocks=[4], attention_heads="apart")
+    figure = draw_attention(runs, options, attention_heads="apart")
     check_files(figure, tmp_path)
     assert "resnet" in figure.data["left_out"][0]
-    assert figure.data["blocks"] == {"untrained": [4], "mf_detr": [4]}
-    with pytest.raises(UserError, match="block 1"):
-        draw_attention(runs[1:], options, attention_blocks=[1])
+    assert figure.data["blocks"] == {"untrained": [2, 3, 4], "mf_detr": [2, 3, 4]}
     with pytest.raises(NotApplicable, match="resnet"):
         draw_attention(runs[:1], options)
 

@@ -36,6 +36,7 @@ from qbheat_det.analysis.probes import read_probes
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from tests.data.pictures import draw, save
+from tests.tool_modules import load_tool
 
 QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 
@@ -112,23 +113,49 @@ def test_supervised_training_sees_as_many_images_as_the_others(
     assert epochs == ["6.0", "9.0"]  # 6 epochs of 6 images are 9 of 4
 
 
-@pytest.mark.parametrize(
-    ("content", "key"),
-    [
+def test_other_encoders_and_images_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    for content, key in (
         ("INPUT: {PRETRAIN: {SIZE: 64}}", "INPUT.PRETRAIN.SIZE"),
         ("MODEL: {MOBILE_FORMER: {VARIANT: 26M}}", "MODEL.MOBILE_FORMER.VARIANT"),
         ("INPUT: {DATASET_MAPPER_NAME: detr}", "INPUT.DATASET_MAPPER_NAME"),
-    ],
-)
-def test_other_encoders_and_images_are_refused(content: str, key: str, tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text(f"_BASE_: {QB_HEAT}\n{content}\n")
-    with pytest.raises(UserError, match=key):
-        load_objectives(["qb_heat", str(path)])
+    ):
+        path.write_text(f"_BASE_: {QB_HEAT}\n{content}\n")
+        with pytest.raises(UserError, match=key):
+            load_objectives(["qb_heat", str(path)])
     (tmp_path / "random.yaml").write_text(f"_BASE_: {QB_HEAT}\n")
     for words in (["qb_heat", "qb_heat"], ["simclr"], [str(tmp_path / "random.yaml")]):
         with pytest.raises(UserError):
             load_objectives(words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--objectives simclr", "simclr"),
+        ("--probes svm", "svm"),
+        ("--epochs 0", "--epochs"),
+        ("--seeds 1 1", "--seeds"),
+        ("SEED 3", "SEED"),
+        ("SOLVER.BASE_LR", "partner"),
+        ("SOLVER.BASE_RATE 1", "SOLVER.BASE_RATE"),
+        ("--val-folder NONE", "NONE"),
+    ],
+)
+def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(
+    flags: str, named: str, folders: dict[str, str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = ["--train-folder", folders["train"], "--val-folder", folders["val"], "--epochs", "2"]
+    words += ["--output-dir", str(tmp_path / "out"), "--objectives", "random", "--jobs", "1"]
+    main = load_tool("compare_pretraining").main
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, *flags.split()])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+    assert main([*words, "--plan"]) == 0
+    assert capsys.readouterr().out.startswith("random seed 1 probes: ")
+    assert not (tmp_path / "out").exists()
 
 
 class Steps:
@@ -253,8 +280,8 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     for stage in ("probes", "pretraining"):
         (row.folder / f"{stage}.json").write_text("{}")
     assert measure_row(asked, row) == {
-        "kNN": 20.0, "kNN, BN as trained": 10.0, "images_seen": 40.0, "seconds": 30.0,
-        "seconds_per_image": 0.75,
+        "kNN": 20.0, "kNN, BN as trained": 10.0, "images seen": 40.0, "ms an image": 750.0,
+        "minutes": 0.5,
     }  # fmt: skip
     table = write_report(asked, [row], {"a title": "a reason"})
     assert "20.00 (one seed)" in table
@@ -269,12 +296,16 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
 
 def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
     asked = ask("random", "qb_heat", seeds=[1, 2])
-    measures = [{"kNN": 2.0}, {"kNN": 10.0, "linear": 50.0, "seconds": 90.0}, {}, {"kNN": 14.0}]
+    measures = [{"kNN": 2.0}, {"kNN": 10.0, "linear": 50.0, "minutes": 1.5}, {}, {"kNN": 14.0}]
     summary = summarize(list(zip(list_rows(asked), measures, strict=True)))
     spread = summary["qb_heat"]["kNN"]
     assert (spread["mean"], spread["deviation"]) == (12.0, pytest.approx(math.sqrt(8)))
     text = render_tables(asked, summary, {})
-    for part in ("| 12.00 ± 2.83 (2)", "| 1.5 min", "9.90 to 35.36"):  # 2 % and 50 % of 2 images
+    for part in (
+        "| 12.00 ± 2.83 (2)",
+        "| 1.50 (one seed)",
+        "9.90 to 35.36",
+    ):  # 2 % and 50 % of 2 images
         assert part in text
 
 
@@ -282,8 +313,6 @@ def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
 def test_a_comparison_goes_on_where_it_was_and_writes_its_table(
     folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.tool_modules import load_tool
-
     config, output = tmp_path / "tiny.yaml", tmp_path / "out"
     decoder = "MODEL: {QB_HEAT: {FEATURE_DIM: 16, DECODER_DEPTH: 1, DECODER_DIM: 16}}"
     config.write_text(f"_BASE_: {QB_HEAT}\n{decoder}\n")
@@ -295,7 +324,7 @@ def test_a_comparison_goes_on_where_it_was_and_writes_its_table(
     assert main([*words, "--jobs", "2"]) == 0
     assert (output / "comparison.md").read_text().strip() in capsys.readouterr().out
     summary = json.loads((output / "comparison.json").read_text())["summary"]
-    assert summary["tiny"]["images_seen"]["values"] == {"1": 4.0}
+    assert summary["tiny"]["images seen"]["values"] == {"1": 4.0}
     assert set(summary["random"]) == {"kNN", "kNN, BN as trained"}
     records = {path: path.stat().st_mtime_ns for path in output.glob("*/seed1/*.json")}
     assert main(words) == 0

@@ -31,7 +31,14 @@ def make_figure(*images: str) -> Figure:
         "Spectrum",
         ["What it shows."],
         {name: Image(name.encode(), "image/png", name) for name in images},
-        {"energy": torch.tensor([1.5, 2.0]), "rank": np.int64(3), "error": math.nan},
+        {
+            "energy": torch.tensor([1.5, 2.0]),
+            "rank": np.int64(3),
+            "error": math.nan,
+            "eigenvalues": np.array([1j, -math.inf]),
+            "path": Path("a/b"),
+            1: 1 + 2j,
+        },
         Table(("run", "rank"), [("a", "3")]),
     )
 
@@ -47,10 +54,19 @@ def test_a_figure_is_strict_json_and_its_images(tmp_path: Path) -> None:
         "name": "spectrum",
         "title": "Spectrum",
         "explanation": ["What it shows."],
-        "data": {"energy": [1.5, 2.0], "rank": 3, "error": None},
+        "data": {
+            "energy": [1.5, 2.0],
+            "rank": 3,
+            "error": None,
+            "1": [1.0, 2.0],
+            "eigenvalues": [[0.0, 1.0], [None, 0.0]],
+            "path": "a/b",
+        },
         "files": names,
         "table": {"header": ["run", "rank"], "rows": [["a", "3"]]},
     }
+    with pytest.raises(TypeError, match="object"):
+        to_json({"what": [object()]})
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError):
         write_figure(make_figure(), tmp_path / "file")
@@ -73,23 +89,6 @@ def test_stale_images_are_removed_and_no_other_file(tmp_path: Path) -> None:
         remove_figure(name, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == others | {"inner"}
     assert (tmp_path / "inner" / "a.png").exists()
-
-
-def test_nested_values_become_json() -> None:
-    values = {
-        1: (np.float32(0.5), np.array([[1, 2]]), torch.tensor(True)),
-        "complex": 1 + 2j,
-        "eigenvalues": np.array([1j, -math.inf]),
-        "path": Path("a/b"),
-    }
-    assert to_json(values) == {
-        "1": [0.5, [[1, 2]], True],
-        "complex": [1.0, 2.0],
-        "eigenvalues": [[0.0, 1.0], [None, 0.0]],
-        "path": "a/b",
-    }
-    with pytest.raises(TypeError, match="object"):
-        to_json({"what": [object()]})
 
 
 def test_all_figures_are_registered() -> None:

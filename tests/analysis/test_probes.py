@@ -48,23 +48,19 @@ def make_result(
     return ProbeResult(series, f"{series}.pth", seen, recalibrated, decoder, top1, error)
 
 
-def test_recalibrated_statistics_are_chosen_and_random_backbones_keep_both() -> None:
+def test_seeds_are_averaged_checkpoints_joined_and_random_backbones_keep_both_statistics() -> None:
     stored = [make_result(), make_result("random", 0), make_result("other")]
     recalibrated = [make_result(recalibrated=True), make_result("random", 0, recalibrated=True)]
-    chosen = choose_statistics([*stored, *recalibrated])
-    assert [(result.series, result.recalibrated) for result in chosen] == [
+    assert [(one.series, one.recalibrated) for one in choose_statistics(stored + recalibrated)] == [
         ("random, as initialized", False), ("other", False), ("run", True), ("random", True)
     ]  # fmt: skip
-
-
-def test_seeds_are_averaged_and_checkpoints_joined() -> None:
     heights = {WIDE: 40.0, KNN: 5.0, DEEP: 30.0, NARROW: 20.0}
     results = [make_result(decoder=one, top1=top1, error=2.0) for one, top1 in heights.items()]
     results += [make_result(seen=8, top1=99.0)]  # an earlier checkpoint
     results += [make_result("other", top1=top1) for top1 in (10.0, 12.0)]
     (chart,) = plot_by_decoder(results).axes
-    lines = [container[0] for container in chart.containers]
-    assert [list(line.get_ydata()) for line in lines] == [[5], [20, 40], [30], [11]]
+    lines = [list(container[0].get_ydata()) for container in chart.containers]
+    assert lines == [[5], [20, 40], [30], [11]]
     (segment, _) = chart.containers[1][2][0].get_segments()
     assert [y for _, y in segment] == [18, 22]  # one standard error
     results = [make_result("long", seen, top1=seen) for seen in (128, 64)]
@@ -128,8 +124,8 @@ def test_results_on_other_images_are_left_out(tmp_path: Path) -> None:
         draw_probes(runs[4:], FigureOptions())
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"setting": {}, "rows": []}', '"rows"'])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UserError, match=r"x\.json"):
-        read_probes(tmp_path / "x.json")
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", '{"setting": {}, "rows": []}', '"rows"'):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(UserError, match=r"x\.json"):
+            read_probes(tmp_path / "x.json")

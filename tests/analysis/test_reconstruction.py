@@ -44,7 +44,7 @@ def test_visible_pixels_are_the_image_s_and_masked_ones_grey_or_made(
         assert made.losses["corner"][i]["loss"] == pytest.approx(loss)
 
 
-def test_runs_with_the_same_views_share_a_grid(
+def test_each_run_has_a_grid_of_the_same_images(
     tiny: TinyRuns, photos: Path, tmp_path: Path
 ) -> None:
     runs = [tiny.get(name) for name in ("qb_heat", "retinanet", "untrained", "masking")]
@@ -52,7 +52,7 @@ def test_runs_with_the_same_views_share_a_grid(
     options = FigureOptions(images=photos, num_images=2)
     figure = draw_reconstructions(runs, options)
     check_files(figure, tmp_path)
-    assert list(figure.images) == ["grid_1", "grid_2"]
+    assert list(figure.images) == ["grid_1", "grid_2", "grid_3"]
     assert [Path(name).name for name in figure.data["images"]] == ["0.png", "1.png"]
     found = figure.data["runs"]
     for view, mean in found["qb_heat"]["mean_losses"].items():

@@ -96,7 +96,7 @@ def predict_naively(
     return error
 
 
-@pytest.mark.parametrize("flip", ["none", "horizontal", "vertical"])
+@pytest.mark.parametrize("flip", ["none", "horizontal"])
 def test_ridge_is_five_regressions_on_images_and_their_mirror_images(
     tmp_path: Path, flip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +105,7 @@ def test_ridge_is_five_regressions_on_images_and_their_mirror_images(
     train, val = write(tmp_path / "train", images[0]), write(tmp_path / "val", images[1])
     cfg = make_config("INPUT.RANDOM_FLIP", flip)
     report = compute_baselines(cfg, train, val)
-    axis = {"none": [], "horizontal": [1], "vertical": [0]}[flip]
+    axis = {"none": [], "horizontal": [1]}[flip]
     rows = images[0] + [np.flip(image, axis) for image in images[0] if axis]
     assert len(report.penalties) == (3 if axis else 5)
     losses = [
@@ -161,19 +161,15 @@ def test_too_few_images_and_overlapping_sets_are_refused(tmp_path: Path) -> None
         compute_baselines(make_config(), train, val)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+def test_a_config_that_does_not_fit_is_refused() -> None:
+    for key, value in (
         ("MODEL.META_ARCHITECTURE", "RetinaNet"),
         ("INPUT.PRETRAIN.SIZE", "20"),
-        ("MODEL.QB_HEAT.VISIBLE", "left"),
         ("MODEL.QB_HEAT.LOSS_ON", "some"),
         ("INPUT.RANDOM_FLIP", "both"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused(key: str, value: str) -> None:
-    with pytest.raises(UserError):
-        compute_baselines(make_config(key, value), [], [])
+    ):
+        with pytest.raises(UserError):
+            compute_baselines(make_config(key, value), [], [])
 
 
 def test_zero_of_normalised_patches_is_their_own_variance(tmp_path: Path) -> None:

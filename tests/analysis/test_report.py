@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,32 +21,29 @@ from .tiny_runs import retinanet_config
 
 
 def make_figure(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    pixels = np.zeros((20, 30, 3), np.uint8)
     table = Table(("Run", "n", "why"), [("a", "1", "x < y"), ("b", "-2", "")])
-    text = ["words"]
-    images = {"sheet": Image.from_rgb(pixels, alt='"a"', caption="<i>")}
-    return Figure("curves", "Wide <things>", text, images, {"seed": options.seed}, table)
+    image = Image.from_rgb(np.zeros((20, 30, 3), np.uint8), alt='"a"', caption="<i>")
+    data = {"seed": options.seed}
+    return Figure("curves", "Wide <things>", ["words"], {"sheet": image}, data, table)
 
 
-def raise_not_applicable(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    raise NotApplicable("no <linear> models")
+def fail(error: BaseException) -> Callable[..., Figure]:
+    def draw(runs: Sequence[Run], options: FigureOptions) -> Figure:
+        raise error
 
-
-def raise_defect(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    raise ZeroDivisionError("by zero")
-
-
-def raise_interrupt(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    raise KeyboardInterrupt
+    return draw
 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """tools/report.py with figures that draw, do not apply, fail, and are interrupted."""
     monkeypatch.setattr("qbheat_det.analysis.load_figures", dict)
-    functions = {"curves": make_figure, "spectrum": raise_not_applicable, "probes": raise_defect,
-                 "beyond": raise_interrupt}  # fmt: skip
-    for name, function in functions.items():
+    for name, function in {
+        "curves": make_figure,
+        "spectrum": fail(NotApplicable("no <linear> models")),
+        "probes": fail(ZeroDivisionError("by zero")),
+        "beyond": fail(KeyboardInterrupt()),
+    }.items():
         monkeypatch.setitem(FIGURES, name, function)
     return load_tool("report")
 

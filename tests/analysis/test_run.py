@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qbheat_det.analysis.figure import SharedImages, crop_squares, find_size, run_each
+from qbheat_det.analysis.figure import choose_images, crop_squares, find_size, run_each
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
@@ -108,16 +108,12 @@ def test_shared_images_are_spread_evenly_and_unreadable_ones_replaced(
     run, folder = tiny.get("untrained"), make_images(tmp_path, 8)
 
     def choose(number: int) -> tuple[list[str], list[str]]:
-        shared = SharedImages([run], number, folder)
-        names = [Path(name).name for name in shared.choose(run)]
-        assert shared.files == shared.choose(run)
-        return names, shared.explain()
+        entries = choose_images([run], number, folder)
+        return [Path(entry["file_name"]).name for entry in entries], entries.unreadable
 
     assert choose(4) == (["0.png", "2.png", "4.png", "6.png"], [])
     (folder / "2.png").write_text("not an image")
-    names, (explanation,) = choose(4)
-    assert names == ["0.png", "3.png", "4.png", "6.png"]
-    assert "2.png" in explanation
+    assert choose(4) == (["0.png", "3.png", "4.png", "6.png"], [str(folder / "2.png")])
     assert len(choose(99)[0]) == 7
     (entry,) = crop_squares(run.cfg, [str(folder / "0.png")])
     assert entry["image"].shape == (3, 64, 64)
@@ -130,6 +126,6 @@ def test_shared_images_are_spread_evenly_and_unreadable_ones_replaced(
     with pytest.raises(UserError):
         choose(3)
     with pytest.raises(UserError, match="missing"):
-        SharedImages([run], 3, tmp_path / "missing")
+        choose_images([run], 3, tmp_path / "missing")
     with pytest.raises(NotApplicable, match="--images"):
-        SharedImages([run], 3, None).choose(run)
+        choose_images([run], 3, None)

@@ -186,11 +186,9 @@ def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
 
 def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> None:
     path = tmp_path / "step.pt"
-    entry = make_entry(1)
-    fail(path, [[entry, entry]])
+    fail(path, [[make_entry(1), make_entry(2)]])
     content = torch.load(path, weights_only=False)
     content["batches"][0][0]["image"] = "not an image"
-    content["batches"][0].pop()
     torch.save(content, path)
     report = replay_failure(path)
     assert report.error.startswith("AttributeError")
