@@ -71,17 +71,14 @@ _KEYS: dict[str, dict[str, Any]] = {
         "L1_WEIGHT": 5.0,
         "GIOU_WEIGHT": 2.0,
         "NO_OBJECT_WEIGHT": 0.1,
-        # How the logits are read: "softmax" as in DETR; "focal" or "varifocal", a sigmoid for each
-        # class; or "softmax_focal", in inference the same as "softmax".
-        "CLASSIFICATION": "softmax",
+        "CLASSIFICATION": "softmax",  # as in DETR; or "focal", a sigmoid for each class
     },
-    "MODEL.MF_DETR.FOCAL": {  # of all three but "softmax"
+    "MODEL.MF_DETR.FOCAL": {  # of "focal"
         "GAMMA": 2.0,  # exponent of the distance between target and prediction
-        # Weight of the class that is there; 1 - ALPHA of those that are not. Of the sigmoids.
-        "ALPHA": 0.25,
+        "ALPHA": 0.25,  # weight of the class that is there; 1 - ALPHA of those that are not
         # What a matched query's class is to score: 1 at 0.0, the IoU of its box at 1.0, or between.
         "IOU_TARGET": 1.0,
-        "PRIOR": 0.01,  # probability of each class at first. Of the sigmoids
+        "PRIOR": 0.01,  # probability of each class at first
     },
     "MODEL.MF_DETR.DENOISING": {
         "GROUPS": 0,  # noised copies of every ground-truth box that are queries in training

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from qbheat_det.deployment.fused_blocks import fold_batch_norms
 from tests.export.tiny_models import build, make_config
-from tests.modeling.parameter_names import randomise_
+from tests.modeling.reference_mobile_former import randomise_
 
 
 def own_norm(norm: nn.Module, bias: bool) -> nn.Module:

@@ -13,7 +13,7 @@ from qbheat_det.deployment import fused_blocks
 from qbheat_det.deployment.fused_blocks import FUSED_BLOCKS, fuse_blocks
 from qbheat_det.layers import DownMobile, LiteBottleneck, Mobile, SinePositionEncoding
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths, LevelMap, LiteMobile
-from tests.modeling.parameter_names import randomise_
+from tests.modeling.reference_mobile_former import randomise_
 
 SHAPES = {"token_dim": 8, "norm": "BN"}
 BLOCKS: dict[str, nn.Module] = {
