@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detectron2.layers import ShapeSpec
-from detectron2.modeling import Backbone
 from torch import nn
 
 from qbheat_det.config import get_cfg
@@ -24,7 +22,7 @@ from qbheat_det.engine.feature_build import ViewEncoder, describe_cache, name_ca
 Parts = dict[str, Any]
 
 
-class Encoder(Backbone):
+class Encoder(nn.Module):
     """Two numbers and a buffer."""
 
     def __init__(self) -> None:
@@ -32,12 +30,6 @@ class Encoder(Backbone):
         self.stem = nn.Linear(2, 2, bias=False)
         self.register_buffer("count", torch.tensor(7))
         nn.init.eye_(self.stem.weight)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"s8": x, "s16": x}
-
-    def output_shape(self) -> dict[str, ShapeSpec]:
-        return {"s8": ShapeSpec(channels=2, stride=8), "s16": ShapeSpec(channels=2, stride=16)}
 
 
 def make_parts(folder: Path) -> Parts:
