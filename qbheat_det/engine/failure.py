@@ -23,9 +23,10 @@ from qbheat_det.core.text import join_first
 from .step import BatchedInputs
 
 _FORMAT = "qbheat_det failed step, 3"
-_ARRAYS = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
-# What reading the file may call, besides what torch.load allows for tensors and containers.
-_ALLOWED = [BitMasks, Boxes, Instances, PolygonMasks, RotatedBoxes, *_ARRAYS]
+# What reading the file may call, besides what torch.load allows for tensors and containers; the
+# arrays are those of polygons.
+_STRUCTURES = [BitMasks, Boxes, Instances, PolygonMasks, RotatedBoxes]
+_ALLOWED = [*_STRUCTURES, np.ndarray, np.dtype, type(np.dtype("f")), type(np.dtype("d"))]
 _ALLOWED.append(np.empty(0).__reduce__()[0])
 
 
@@ -133,8 +134,6 @@ def _to_storable(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray) and type(value.dtype) in _ARRAYS:
-        return value.copy()
     if isinstance(value, dict):
         return {key: _to_storable(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
@@ -142,8 +141,4 @@ def _to_storable(value: Any) -> Any:
     if isinstance(value, Instances):
         fields = {name: _to_storable(field) for name, field in value.get_fields().items()}
         return Instances(tuple(map(int, value.image_size)), **fields)
-    if isinstance(value, PolygonMasks):
-        return PolygonMasks(value.polygons)
-    if isinstance(value, Boxes | BitMasks | RotatedBoxes):
-        return type(value)(value.tensor.detach().to("cpu", copy=True))
-    return repr(value)
+    return value.to("cpu") if type(value) in _STRUCTURES else repr(value)

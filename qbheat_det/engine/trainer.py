@@ -53,9 +53,8 @@ from .evaluation import (
     scores_neighbours,
 )
 from .failure import report_failure
-from .hooks import EvalHook, MovingAverage, PeriodicCheckpointer, build_average
+from .hooks import EvalHook, MovingAverage, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
-from .monitors import DataTimeMonitor, MemoryMonitor, SkippedImages
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
@@ -203,16 +202,13 @@ class Trainer(DefaultTrainer):
     def build_hooks(self) -> list[HookBase | None]:
         """Returns the hooks in the order in which they run."""
         cfg, main = self.cfg, comm.is_main_process()
-        period = cfg.SOLVER.LOG_PERIOD
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            MemoryMonitor(period=period),
-            DataTimeMonitor(period=period, num_workers=cfg.DATALOADER.NUM_WORKERS),
             MovingAverage(self._average, self.bare_model) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
-            PeriodicWriter(period) if main else None,
+            PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT

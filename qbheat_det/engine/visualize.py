@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -37,17 +36,6 @@ _PER_RUN = 20  # drawings of each figure where no period is given
 DrawFigure = Callable[[nn.Module], Figure]
 
 
-@dataclass
-class FigureCost:
-    """What a figure has cost so far: seconds in all and of the last drawing, and counts."""
-
-    seconds: float = 0.0
-    last: float = 0.0
-    drawn: int = 0  # failed ones included
-    skipped: int = 0  # to save time
-    failed: int = 0
-
-
 class VisualizationHook(HookBase):
     """Draws figures before the first step, periodically, and after the last step.
 
@@ -57,7 +45,7 @@ class VisualizationHook(HookBase):
     logged, not raised. Only the main process draws; the others wait for it in their next step.
 
     Attributes:
-        costs: by figure.
+        costs: seconds by figure, of all its drawings and of the last.
     """
 
     trainer: TrainingRun
@@ -74,19 +62,19 @@ class VisualizationHook(HookBase):
         self._share = share
         self._started = perf_counter()
         self._earlier_seconds = 0.0  # of the run before it was resumed
-        self.costs = {name: FigureCost() for name in figures}
+        self._failed: set[str] = set()
+        self.costs = dict.fromkeys(figures, (0.0, 0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the seconds of the run and of each figure."""
-        costs = {name: asdict(cost) for name, cost in self.costs.items()}
-        return {"run_seconds": self._run_seconds(), "costs": costs}
+        return {"run_seconds": self._run_seconds(), "costs": dict(self.costs)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores ``state_dict``."""
         self._started = perf_counter()
         self._earlier_seconds = state_dict["run_seconds"]
         for name in self.costs.keys() & state_dict["costs"].keys():
-            self.costs[name] = FigureCost(**state_dict["costs"][name])
+            self.costs[name] = tuple(state_dict["costs"][name])
 
     def before_train(self) -> None:
         """Draws all figures of a run that begins."""
@@ -102,24 +90,19 @@ class VisualizationHook(HookBase):
         if not comm.is_main_process() or (steps < end and steps % period):
             return
         for name in list(self._figures):
-            cost = self.costs[name]
-            planned = cost.seconds + 2 * cost.last  # this drawing and the one after the last step
-            if steps < end and planned > self._share * self._run_seconds():
-                cost.skipped += 1
-            else:
+            seconds, last = self.costs[name]
+            planned = seconds + 2 * last  # this drawing and the one after the last step
+            if steps == end or planned <= self._share * self._run_seconds():
                 self._draw(name, steps)
 
     def after_train(self) -> None:
         """Logs what the figures have cost, also if the run ends with an error."""
-        for name, cost in self.costs.items() if comm.is_main_process() else ():
-            logger.info(
-                f"Figure '{name}': drawn {cost.drawn} times, {cost.failed} with an error, "
-                f"{cost.skipped} skipped to save time; {cost.seconds:.1f} of the run's "
-                f"{self._run_seconds():.1f} seconds"
-            )
+        if self.costs and comm.is_main_process():
+            each = ", ".join(f"{name} {seconds:.1f}" for name, (seconds, _) in self.costs.items())
+            logger.info(f"Of {self._run_seconds():.1f} seconds, figures took: {each}")
 
     def _draw(self, name: str, steps: int) -> None:
-        model, cost = self.trainer.evaluated_model, self.costs[name]
+        model = self.trainer.evaluated_model
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the steps under way are no cost of the figure
         started = perf_counter()
@@ -130,12 +113,11 @@ class VisualizationHook(HookBase):
             del self._figures[name], self.costs[name]
             return
         except Exception:
-            cost.failed += 1
-            if cost.failed == 1:
+            if name not in self._failed:
                 logger.exception(f"Figure '{name}' failed after {steps:,} steps; training goes on")
-        cost.drawn += 1
-        cost.last = perf_counter() - started
-        cost.seconds += cost.last
+            self._failed.add(name)
+        took = perf_counter() - started
+        self.costs[name] = self.costs[name][0] + took, took
 
     def _publish(self, figure: Figure, steps: int) -> None:
         storage = self.trainer.storage

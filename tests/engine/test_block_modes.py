@@ -3,6 +3,8 @@
 
 import copy
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,24 @@ EVERYTHING_RANDOM = Case(
         *("MODEL.MF_DETR.NORM", "BN", *FAST_WITHOUT_NOISE),
     ),
 )
+
+
+# Frees 64 MiB and prints how much of it the process keeps, in MiB.
+_PROGRAM = """
+import torch
+from torch import nn
+from qbheat_det.config import get_cfg
+from qbheat_det.engine.block_modes import apply_step_keys
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+cfg = get_cfg()
+cfg.SOLVER.KEEP_MEMORY = {kept}
+apply_step_keys(cfg, nn.Linear(2, 2))
+before = resident()
+block = torch.zeros(16 << 20)
+del block
+print((resident() - before) / 2**20)
+"""
 
 
 class Layer(nn.Module):
@@ -217,3 +237,12 @@ def test_a_compiled_run_on_one_size_that_was_broken_ends_with_the_bits_of_an_unb
     torch._dynamo.reset()
     train_afresh(broken, opts, "--resume")
     assert_same_bits(comparable(state(broken)), comparable(state(whole)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_process_keeps_freed_memory_if_the_key_says_so(kept: bool) -> None:
+    command = [sys.executable, "-c", _PROGRAM.format(kept=kept)]
+    held = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert (held > 60) is kept

@@ -16,7 +16,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, load_labelled_sets
 from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.data_sources import CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL, CUSTOM_VAL_IMAGES
-from qbheat_det.engine.monitors import SKIPPED_FILE, SkippedImages
+from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
 from qbheat_det.evaluation import score_neighbours
 
 from .conftest import forget_runs

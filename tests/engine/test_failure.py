@@ -32,7 +32,7 @@ def make_state() -> dict[str, Any]:
         "image": torch.rand(100, 3, 8, 6)[7],  # a view of a large tensor
         "instances": instances,
         "features": {"s8": torch.ones(2)},
-        "array": np.arange(3, dtype=np.float32),
+        "array": np.arange(3),
         "height": np.int64(8),
         "path": Path("a.jpg"),
     }
@@ -65,7 +65,7 @@ def test_the_file_holds_all_that_a_replay_needs_and_no_more(tmp_path: Path) -> N
     ((found,), _), ((entry,), _) = failed.batches, state["batched_inputs"]
     torch.testing.assert_close(found["image"], entry["image"])
     torch.testing.assert_close(found["features"], entry["features"])
-    np.testing.assert_array_equal(found["array"], entry["array"])
+    assert found["array"] == repr(entry["array"])
     assert (found["height"], found["path"]) == (8, repr(Path("a.jpg")))
     instances, expected = found["instances"], entry["instances"]
     assert instances.image_size == (8, 6)
