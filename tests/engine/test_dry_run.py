@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The dry run: what it predicts against a real run, what it finds, and that it leaves nothing."""
 
-import os
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
