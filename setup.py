@@ -49,7 +49,6 @@ setup(
         "torchvision>=0.21",
         "filelock>=3.13",
         "fvcore>=0.1.5.post20221221",
-        "huggingface_hub>=0.34",
         "Jinja2>=3.1",  # the page of reports
         "matplotlib>=3.8",
         "numpy>=1.24",

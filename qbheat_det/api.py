@@ -14,7 +14,7 @@ from detectron2.structures import Instances
 from qbheat_det.analysis.box_drawing import draw_instances
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.engine.media import Image, find_media
@@ -26,7 +26,12 @@ from qbheat_det.engine.predict import (
     is_classifier,
     predict_media,
 )
-from qbheat_det.export import ExportedModel, ExportedPredictor, build_exported_scorer, is_exported
+from qbheat_det.export import (
+    EXPORTED_SUFFIXES,
+    ExportedModel,
+    ExportedPredictor,
+    build_exported_scorer,
+)
 
 
 def predict_files(
@@ -60,10 +65,10 @@ def predict_files(
     Raises:
         UserError: weights, inputs or arguments do not fit each other.
     """
-    if json_file and json_file.is_dir():
-        raise UserError(f"--json '{json_file}' is a folder: name a file")
+    if json_file:
+        check_writable(json_file)
     exported = None
-    if is_exported(weights):
+    if weights.lower().endswith(EXPORTED_SUFFIXES):
         if fast or config_file or opts:
             raise UserError(
                 f"'{weights}' is exported with its config: leave out --fast, --config-file and "

@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Pairs of a LazyConfig and its YAML twin, whole and with a network of some thousand parameters."""
 
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +20,19 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LAZY = sorted((CONFIGS / "lazy").rglob("*.py"))
 TOYS = [path for path in LAZY if path.parent.name == "quick_schedules"]
 
+# Of the toy recipes, those that are run, one of each family.
+RUN = [path for path in TOYS if path.name.startswith(("retinanet", "mf_detr", "qb_heat"))]
 _ARCH = {"num_tokens": 2, "token_dim": 16, "stem": 8, "blocks": BLOCKS, "expanded": 32}
 # What makes each model small: keys of the LazyConfig, and the same keys of the YAML config.
-_FPN = ({"backbone.out_channels": 32}, {"FPN.OUT_CHANNELS": 32})
-_TOWERS = {"head.conv_dims": [32], "test_score_thresh": 0.0, "max_detections_per_image": 5}
-_BOXES = {
-    "roi_heads.box_head.fc_dims": [16, 16],
-    "roi_heads.box_predictor.input_shape.channels": 16,
-    "roi_heads.box_predictor.test_score_thresh": 0.0,
-    "roi_heads.box_predictor.test_topk_per_image": 5,
-    "proposal_generator.post_nms_topk": [16, 8],
-}
-_BOX_KEYS = {
-    "ROI_BOX_HEAD.FC_DIM": 16,
-    "ROI_HEADS.SCORE_THRESH_TEST": 0.0,
-    "RPN.POST_NMS_TOPK_TRAIN": 16,
-    "RPN.POST_NMS_TOPK_TEST": 8,
-}
-_MASKS = ({"roi_heads.mask_head.conv_dims": [16, 16]}, {"ROI_MASK_HEAD.CONV_DIM": 16})
 _SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "retinanet": (
-        {**_FPN[0], **_TOWERS},
-        {**_FPN[1], "RETINANET.NUM_CONVS": 1, "RETINANET.SCORE_THRESH_TEST": 0.0},
-    ),
-    "fcos": (
-        {**_FPN[0], **_TOWERS},
-        {**_FPN[1], "FCOS.NUM_CONVS": 1, "FCOS.SCORE_THRESH_TEST": 0.0},
-    ),
-    "faster_rcnn": ({**_FPN[0], **_BOXES}, {**_FPN[1], **_BOX_KEYS}),
-    "mask_rcnn": (
-        {**_FPN[0], **_BOXES, **_MASKS[0], "roi_heads.mask_head.conv_dims": [16] * 5},
-        {**_FPN[1], **_BOX_KEYS, **_MASKS[1]},
+        {
+            "backbone.out_channels": 32,
+            "head.conv_dims": [32],
+            "test_score_thresh": 0.0,
+            "max_detections_per_image": 5,
+        },
+        {"FPN.OUT_CHANNELS": 32, "RETINANET.NUM_CONVS": 1, "RETINANET.SCORE_THRESH_TEST": 0.0},
     ),
     "mf_detr": (
         {
@@ -90,20 +74,12 @@ def load_small_twins(path: Path) -> tuple[DictConfig, CfgNode]:
     """As ``load_twins``, of a toy recipe, with a small network."""
     lazy, twin = load_twins(path)
     kind = path.name.removesuffix("_285M_toy.py").removesuffix("_211")
-    for key, value in _SMALL[kind][0].items():
-        *parents, leaf = f"model.{key}".split(".")
-        node = lazy
-        for parent in parents:
-            node = node[parent]
-        node[leaf] = value
+    for root, keys in zip((lazy.model, twin.MODEL), _SMALL[kind], strict=True):
+        for key, value in keys.items():
+            *parents, leaf = key.split(".")
+            reduce(getitem, parents, root)[leaf] = value
     bottom = lazy.model.backbone.get("bottom_up", lazy.model.backbone)
     bottom.arch = L(arch_of_rows)(**_ARCH)
-    for key, value in _SMALL[kind][1].items():
-        node = twin.MODEL
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            node = node[parent]
-        node[leaf] = value
     mobile_former = twin.MODEL.MOBILE_FORMER
     mobile_former.VARIANT, mobile_former.BLOCKS = "custom", BLOCKS
     mobile_former.STEM_CHANNELS, mobile_former.EXPANDED_CHANNELS = 8, 32

@@ -15,17 +15,17 @@ from detectron2.engine import SimpleTrainer, hooks
 from detectron2.modeling import build_model
 from detectron2.structures import Instances
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.data import register_coco_images, register_coco_json
 from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule
 
 from .engine.conftest import forget_runs
 from .engine.tiny_training import make_data
-from .lazy_cases import CONFIGS, LAZY, TOYS, load_small_twins, load_twins, name
+from .lazy_cases import CONFIGS, LAZY, RUN, TOYS, load_small_twins, load_twins, name
 from .modeling.tiny_pretraining import make_inputs
 
-DETECTORS = [path for path in TOYS if not path.name.startswith("qb_heat")]
+DETECTORS = [path for path in RUN if not path.name.startswith("qb_heat")]
 TRAIN, VAL, IMAGES = "lazy_train", "lazy_val", "lazy_images"
 
 
@@ -54,7 +54,7 @@ def _resolved(path: Path, twin: CfgNode) -> CfgNode:
 
 @pytest.mark.parametrize("path", LAZY, ids=name)
 def test_parameters_and_their_optimizer_are_those_of_the_yaml_twin(path: Path) -> None:
-    lazy, twin = (load_small_twins if path in TOYS else load_twins)(path)
+    lazy, twin = load_twins(path)
     ours, theirs = _on_meta(lazy, twin)
     assert [*_shapes(ours).items()] == [*_shapes(theirs).items()]  # in the same order, too
     trained = [{key for key, p in m.named_parameters() if p.requires_grad} for m in (ours, theirs)]
@@ -107,15 +107,11 @@ def _assert_same(ours: Instances, theirs: Instances) -> None:
     assert ours.image_size == theirs.image_size
     assert ours.get_fields().keys() == theirs.get_fields().keys()
     for key, value in ours.get_fields().items():
-        expected = theirs.get(key)
-        if key == "gt_masks":
-            value, expected = (masks.get_bounding_boxes() for masks in (value, expected))
-        if not isinstance(value, Tensor):
-            value, expected = value.tensor, expected.tensor
-        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+        values = [getattr(each, "tensor", each) for each in (value, theirs.get(key))]
+        torch.testing.assert_close(*values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("path", TOYS, ids=name)
+@pytest.mark.parametrize("path", RUN, ids=name)
 def test_weights_of_the_yaml_twin_give_the_same_outputs(path: Path) -> None:
     lazy, twin = load_small_twins(path)
     theirs = build_model(twin).eval()
@@ -162,16 +158,13 @@ def _train(cfg: DictConfig, *, resume: bool = False) -> SimpleTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("path", TOYS, ids=name)
+@pytest.mark.parametrize("path", RUN, ids=name)
 def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) -> None:
     cfg = _small_run(path, tmp_path)
     LazyConfig.save(cfg, str(tmp_path / "config.yaml"))  # as default_setup does
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]  # not cloudpickle's
     assert _train(cfg).iter == 2
-    if path.name not in (
-        "retinanet_285M_toy.py",
-        "mf_detr_211_285M_toy.py",
-    ):  # one of SGD and AdamW
+    if path not in DETECTORS:  # one of SGD and AdamW
         return
     # A resumed run reads the optimizer's state, too, by tensors and plain values alone.
     saved = LazyConfig.load(str(tmp_path / "config.yaml"))
@@ -186,7 +179,7 @@ def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) 
 def test_detectron2s_checkpointer_loads_the_whole_pre_trained_backbone(
     path: Path, tmp_path: Path
 ) -> None:
-    (qb_heat,) = set(TOYS) - set(DETECTORS)
+    (qb_heat,) = set(RUN) - set(DETECTORS)
     pretrained = instantiate(load_small_twins(qb_heat)[0].model)
     file = str(tmp_path / "model_final.pth")
     torch.save({"model": pretrained.state_dict()}, file)

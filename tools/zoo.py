@@ -25,7 +25,7 @@ examples:
   python tools/zoo.py add --weights output/model_final.safetensors --name retinanet/285M_shapes \\
       --config custom/retinanet_285M_probe.yaml --summary 'Frozen RetinaNet on drawn shapes' \\
       --data 'drawn shapes' --data-licence CC0-1.0 --command 'python tools/train_net.py …' \\
-      --metric 'AP=41.2±0.6%:shapes val:3 seeds'
+      --metric AP 41.2±0.6 % 'shapes val'
 
   # an entry in a folder of your own, for $QBHEAT_ZOO or for the hub ("hf upload me/zoo my_zoo")
   python tools/zoo.py add --output my_zoo --weights … --name … --config … --summary … --data … \\
@@ -35,8 +35,7 @@ examples:
   python tools/zoo.py table
 
 sources of weights, in this order: the folders in $QBHEAT_ZOO, the files shipped with the package,
-earlier downloads, $QBHEAT_ZOO_URL, and the repositories of the Hugging Face hub in
-$QBHEAT_ZOO_HUB; see docs/zoo.md.
+earlier downloads, and $QBHEAT_ZOO_URL; see docs/zoo.md.
 
 exit code: 0; 1 if an entry is not verified; 2 if something cannot be found, downloaded or written.
 """
@@ -44,22 +43,13 @@ exit code: 0; 1 if an entry is not verified; 2 if something cannot be found, dow
 import argparse
 import json
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # --help does without the package
-    from qbheat_det.model_zoo import Metric, ZooEntry
-    from qbheat_det.model_zoo.verify import Verdict
-
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
-_METRIC = re.compile(
-    rf"(?P<name>[^=:]+)=\s*(?P<value>{_NUMBER})\s*(?:(?:±|\+-)\s*(?P<spread>{_NUMBER}))?"
-    r"\s*(?P<unit>(?:[^:\d.][^:]*)?):(?P<data>[^:]+)(?::(?P<note>.*))?",
-    re.DOTALL,
-)
+    from qbheat_det.model_zoo import ZooEntry
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -163,29 +153,13 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-    from qbheat_det.model_zoo.verify import verify_entry
+    from qbheat_det.model_zoo.verify import format_verdicts, verify_entry
 
     entries = tqdm(choose_entries(args.names), unit="entry", disable=not sys.stderr.isatty())
     verdicts = [verify_entry(entry) for entry in entries]
     plain = [verdict.to_dict() for verdict in verdicts]
     print(json.dumps(plain, indent=1) if args.json else format_verdicts(verdicts))
     return int(any(verdict.error for verdict in verdicts))
-
-
-def format_verdicts(verdicts: "Sequence[Verdict]") -> str:
-    """Returns a table of the steps, then one line per error."""
-    from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
-
-    from qbheat_det.model_zoo.fingerprint import TOLERANCE
-
-    headers = ("name", "file and hash", "tensors loaded", "index", "fingerprint")
-    rows = [(v.name, v.file, v.load, v.index, v.fingerprint) for v in verdicts]
-    errors = [f"{v.name}: {v.error}" for v in verdicts if v.error]
-    end = (
-        f"{len(verdicts) - len(errors)} of {len(verdicts)} verified: raw outputs may differ by "
-        f"{TOLERANCE:g} of their standard deviation."
-    )
-    return "\n".join([tabulate(rows, headers, tablefmt="github"), *errors, end])
 
 
 def add_add(parser: argparse.ArgumentParser) -> None:
@@ -206,24 +180,34 @@ def add_add(parser: argparse.ArgumentParser) -> None:
     add("--date", default="", metavar="YYYY-MM-DD", help="today by default")
     add(
         "--metric",
+        nargs=4,
         action="append",
         default=[],
-        metavar="NAME=VALUE[±SPREAD][UNIT]:DATA[:NOTE]",
-        help="measured before; can be repeated",
+        metavar=("NAME", "VALUE", "UNIT", "DATA"),
+        help="measured before, such as AP 41.2±0.6 %% 'shapes val'; can be repeated",
     )
     add("--output", type=Path, metavar="DIR", help="a folder with an index of its own")
     add("--replace", action="store_true", help="replace the entry of this name")
 
 
 def run_add(args: argparse.Namespace) -> int:
+    from qbheat_det.core.errors import UserError
+    from qbheat_det.model_zoo import Metric
     from qbheat_det.model_zoo.add import add_entry
 
+    metrics = []
+    for name, number, unit, data in args.metric:
+        value, sign, spread = number.partition("±")
+        try:
+            metrics.append(Metric(name, float(value), unit, data, sign + spread))
+        except ValueError as error:
+            raise UserError(f"--metric {name}: '{number}' is no number") from error
     names = ("name", "summary", "config", "data", "data_licence", "licence", "commit", "date")
     description = {name: getattr(args, name) for name in names}
     entry = add_entry(
         args.weights,
         {**description, "command": args.trained_by},
-        metrics=[parse_metric(text) for text in args.metric],
+        metrics=metrics,
         output=args.output,
         replace=args.replace,
     )
@@ -231,32 +215,12 @@ def run_add(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_metric(text: str) -> "Metric":
-    """Reads "NAME=VALUE:DATA" or "NAME=VALUE±SPREAD UNIT:DATA:NOTE".
-
-    Raises:
-        UserError: it is neither.
-    """
-    from qbheat_det.core.errors import UserError
-    from qbheat_det.model_zoo import Metric
-
-    match = _METRIC.fullmatch(text.strip())
-    if match is None:
-        raise UserError(
-            f"--metric '{text}' is not NAME=VALUE:DATA or NAME=VALUE±SPREAD UNIT:DATA:NOTE, such "
-            "as 'top-1=61.2±0.4%:Caltech-101 val:3 seeds'"
-        )
-    parts = {name: (value or "").strip() for name, value in match.groupdict().items()}
-    spread = f"±{parts.pop('spread')}" if parts["spread"] else parts.pop("spread")
-    return Metric(**{**parts, "value": float(parts["value"])}, spread=spread)  # type: ignore[arg-type]
-
-
 def add_table(parser: argparse.ArgumentParser) -> None:
     pass  # no arguments
 
 
 def run_table(args: argparse.Namespace) -> int:
-    from zoo_table import write_table
+    from qbheat_det.model_zoo.table import write_table
 
     print(write_table())
     return 0

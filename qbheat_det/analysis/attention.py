@@ -103,8 +103,8 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
     return [
         BlockAttention(
             number=number,
-            to_former=record[f"{name}.mobile_to_former"][-1].unflatten().cpu(),
-            to_mobile=record[f"{name}.former_to_mobile"][-1].unflatten().cpu(),
+            to_former=record[f"{name}.mobile_to_former"][-1].cpu(),
+            to_mobile=record[f"{name}.former_to_mobile"][-1].cpu(),
             to_former_stride=before,
             to_mobile_stride=after,
         )

@@ -68,7 +68,7 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
         # Each level halves the map above it, rounding up, from stride 8 on.
         height, width = (-(-length * 8 // stride) for length in features[0].shape[-2:])
         (read,) = record[name]
-        maps[stride] = read.unflatten((height, width))[0].transpose(0, 1)[chosen].cpu()
+        maps[stride] = read.unflatten(-1, (height, width))[0].transpose(0, 1)[chosen].cpu()
     return QueryAttention(found=found[chosen].to("cpu"), maps=maps)
 
 

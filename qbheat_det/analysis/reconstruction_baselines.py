@@ -26,10 +26,10 @@ from qbheat_det.modeling.pretrain import (
     QUADRANTS_OF,
     ReconstructionLoss,
     VisibleQuarters,
-    find_map,
     patchify,
     visible_positions,
 )
+from qbheat_det.modeling.pretrain.base import find_map
 
 BASELINES = ("zero", "mean image", "ridge")
 PENALTIES = tuple(10 ** (power / 4) for power in range(-20, 17))

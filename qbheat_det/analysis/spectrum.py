@@ -28,8 +28,8 @@ from tqdm import tqdm
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
-from qbheat_det.modeling.contracts import LinearModels, get_linear_models
-from qbheat_det.modeling.pretrain import HeatPredictor
+from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
+from qbheat_det.modeling.pretrain.heat_predictor import LinearModels
 
 from .figure import FigureOptions, run_each
 from .plotting import COLORS, QUIET, chart_image, start_figure, themed
@@ -101,8 +101,9 @@ def describe_models(models: Models) -> Spectrum:
     return Spectrum(offsets, eigenvalues, summary)
 
 
-def list_linear_models(scales: Mapping[str, LinearModels]) -> Models:
-    """Returns the linear models of ``contracts.get_linear_models``, on the CPU."""
+def list_linear_models(predictor: HeatPredictor) -> Models:
+    """Returns the linear models of ``HeatPredictor.scales``, on the CPU."""
+    scales = cast(Mapping[str, LinearModels], predictor.scales)
     return {
         scale: (
             models.offset,
@@ -137,7 +138,7 @@ def read_linear_models(path: Path, label: str) -> Models:
         predictor.load_state_dict(state)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"'{path}' has incomplete linear models: {error}") from error
-    return list_linear_models(cast(Mapping[str, LinearModels], predictor.scales))
+    return list_linear_models(predictor)
 
 
 def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
@@ -256,10 +257,9 @@ def draw_training_spectrum(
     model: nn.Module, load_images: Callable[[int], list[dict[str, Any]]], cfg: CfgNode
 ) -> Figure:
     """Draws the spectra of the linear models beside those of rotated ones."""
-    scales = get_linear_models(model)
-    if not scales:
+    if not isinstance(model, QBHeat):
         raise NotApplicable(f"{type(model).__name__} has no linear models")
-    models = list_linear_models(scales)
+    models = list_linear_models(model.predictor)
     learned, control = describe_models(models), describe_models(rotate_models(models))
     chart = plot_magnitudes(learned, control)
     named = {"spectrum": learned.summary, "spectrum_control": control.summary}

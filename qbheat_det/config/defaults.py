@@ -140,16 +140,15 @@ def _add_mf_detr(cfg: CfgNode) -> None:
     cfg.MODEL.MF_DETR.L1_WEIGHT = 5.0
     cfg.MODEL.MF_DETR.GIOU_WEIGHT = 2.0
     cfg.MODEL.MF_DETR.NO_OBJECT_WEIGHT = 0.1
-    # How the logits are read: "softmax" as in DETR; "focal" or "varifocal", a sigmoid for each
-    # class; or "softmax_focal", in inference the same as "softmax".
+    # How the logits are read: "softmax" as in DETR; or "focal", a sigmoid for each class.
     cfg.MODEL.MF_DETR.CLASSIFICATION = "softmax"
-    cfg.MODEL.MF_DETR.FOCAL = CfgNode()  # of all three but "softmax"
+    cfg.MODEL.MF_DETR.FOCAL = CfgNode()  # of "focal"
     cfg.MODEL.MF_DETR.FOCAL.GAMMA = 2.0  # exponent of the distance between target and prediction
-    # Weight of the class that is there; 1 - ALPHA of those that are not. Of the sigmoids.
+    # Weight of the class that is there; 1 - ALPHA of those that are not.
     cfg.MODEL.MF_DETR.FOCAL.ALPHA = 0.25
     # What a matched query's class is to score: 1 at 0.0, the IoU of its box at 1.0, or between.
     cfg.MODEL.MF_DETR.FOCAL.IOU_TARGET = 1.0
-    cfg.MODEL.MF_DETR.FOCAL.PRIOR = 0.01  # probability of each class at first. Of the sigmoids
+    cfg.MODEL.MF_DETR.FOCAL.PRIOR = 0.01  # probability of each class at first
 
 
 def _add_deploy(cfg: CfgNode) -> None:

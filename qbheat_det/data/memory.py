@@ -7,7 +7,6 @@ choose the same crops.
 
 import logging
 import os
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -47,10 +46,6 @@ class DecodedImages(dict[str, ImageInMemory]):
                     self.num_bytes += image.num_bytes
 
 
-# Two loaders of one set, such as that which recalibrates BatchNorm, share its images.
-_IN_USE: weakref.WeakValueDictionary[tuple[int, int], DecodedImages] = weakref.WeakValueDictionary()
-
-
 def decode_if_small(
     file_names: Sequence[str], *, shorter_side: int, budget: float
 ) -> DecodedImages | None:
@@ -63,9 +58,6 @@ def decode_if_small(
     """
     if budget <= 0 or not file_names:
         return None
-    key = (shorter_side, hash(tuple(file_names)))
-    if key in _IN_USE:
-        return _IN_USE[key]
     budget /= comm.get_local_size()
     sampled = file_names[:: -(-len(file_names) // _SAMPLED)]
     needed = sum(_count_bytes(name, shorter_side) for name in sampled) / len(sampled)
@@ -76,7 +68,6 @@ def decode_if_small(
                 f"{len(decoded):,} of {len(file_names):,} images stay decoded in memory: "
                 f"{decoded.num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
             )
-            _IN_USE[key] = decoded
             return decoded
     logger.info("Images are read from their files: decoded, INPUT.PRETRAIN.MEMORY_GB is too small")
     return None

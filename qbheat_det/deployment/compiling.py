@@ -81,11 +81,7 @@ class PartPrograms:
     """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
-        """
-        Args:
-            part: in evaluation mode, on the CPU.
-            dtype: of its arithmetic, set by autocast around the call.
-        """
+        # ``part`` is in evaluation mode, on the CPU; autocast around the call sets ``dtype``.
         self.is_compiling = True
         self._part = part
         self._dtype = dtype
@@ -104,17 +100,14 @@ class PartPrograms:
         from torch._inductor import aoti_load_package
 
         path = _make_folder() / f"{self._fingerprint(key)}.pt2"
-        with (
-            file_lock(path.with_suffix(".lock")),
-            quiet("torch"),
-        ):  # other processes wait, and load it
+        # Other processes wait, and load it.
+        with file_lock(path.with_suffix(".lock")), quiet("torch"):
             for _ in range(2):
                 if not path.exists():
                     self._build(args, path)
                 program: Callable[..., Any] = aoti_load_package(str(path))
-                distance = _distance(
-                    program(*tree_map(_lay_out, args)), self._part._call_impl(*args)
-                )
+                found = program(*tree_map(_lay_out, args))
+                distance = _distance(found, self._part._call_impl(*args))
                 if distance <= _TOLERANCE[self._dtype]:
                     return program
                 path.unlink()
@@ -162,11 +155,7 @@ class PartPrograms:
 
 
 def _make_folder() -> Path:
-    """Returns the folder of programs, which are run: so nobody else may write it.
-
-    Raises:
-        UserError: the folder cannot be made, or others can write it.
-    """
+    """Returns the folder of programs, which are run: so it is an error if others can write it."""
     folder = get_cache_dir() / "programs"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -190,9 +179,7 @@ def _lay_out(x: Any) -> Any:
     """Brings a map into channels-last order, which programs are made for and do not check."""
     if not isinstance(x, Tensor):
         return x
-    return x.contiguous(
-        memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format
-    )
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
 
 
 def _distance(found: Any, expected: Any) -> float:

@@ -5,7 +5,7 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from detectron2.config import CfgNode
@@ -34,10 +34,6 @@ class DeployReport(dict[str, str]):
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())
 
-    def has_applied(self, step: str) -> bool:
-        """Returns whether a step changed the model."""
-        return not self[step].startswith("no: ")
-
 
 class DeployedModel(nn.Module):
     """A copy of a model that only predicts, called as the original is.
@@ -48,17 +44,11 @@ class DeployedModel(nn.Module):
         model: the folded, fused and perhaps compiled copy, of the original's class.
         report: the steps of ``deploy``.
         compiled_sizes: (height, width) in pixels of the images that a CPU's code is for.
-        dtype: of the backbone's and the heads' arithmetic.
+        dtype: of the backbone's and the heads' arithmetic; results are float32.
         has_cuda_graphs: whether results are overwritten by the next call.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, report: DeployReport) -> None:
-        """
-        Args:
-            model: in evaluation mode, without gradients.
-            dtype: of the backbone's and the heads' arithmetic; results are float32.
-            report: see above.
-        """
         super().__init__()
         self.model = model
         self.report = report
@@ -89,24 +79,10 @@ class DeployedModel(nn.Module):
             return self._run(inputs)
 
     def train(self, mode: bool = True) -> "DeployedModel":
-        """Stays in evaluation mode.
-
-        Raises:
-            UserError: ``mode`` is True.
-        """
+        """Stays in evaluation mode: weights are folded and compiled."""
         if mode:
             raise UserError("a deployed model does not train: train the original, and deploy that")
         return super().train(False)
-
-    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Not possible, since weights are folded and compiled.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(
-            "a deployed model takes no other weights: load them into the original, and deploy that"
-        )
 
     def _runs_images_alone(self, inputs: list[dict[str, Any]]) -> bool:
         """Whether a batch gives the same, and sooner, as images one by one."""
@@ -158,12 +134,10 @@ def deploy(
     with torch.inference_mode(False):  # whatever the caller's mode, for weights that compile
         copied = copy.deepcopy(model).eval().requires_grad_(False)
         _rewrite(copied, device, report)
-        kept = keep_memory and device.type == "cpu" and keep_freed_memory()
-        report["memory"] = (
-            "this process keeps freed memory"
-            if kept
-            else "no: " + ("only on CPUs with glibc" if keep_memory else "not asked for")
-        )
+        report["memory"] = "no: not asked for"
+        if keep_memory:
+            kept = device.type == "cpu" and keep_freed_memory()
+            report["memory"] = "freed memory is kept" if kept else "no: only on CPUs with glibc"
         report["precision"] = _describe_precision(precision, device)
         deployed = DeployedModel(copied, _DTYPES[precision], report)
         if compile == "off":
@@ -176,15 +150,7 @@ def deploy(
 
 
 def deploy_by_config(model: nn.Module, node: CfgNode) -> DeployedModel:
-    """Deploys a model as ``MODEL.DEPLOY`` says.
-
-    Args:
-        model: as for ``deploy``.
-        node: ``MODEL.DEPLOY`` of a config; ``ENABLED`` is not read.
-
-    Raises:
-        UserError: as ``deploy``.
-    """
+    """Calls ``deploy`` with the values of ``MODEL.DEPLOY`` but ``ENABLED``, which is not read."""
     return deploy(
         model,
         precision=node.PRECISION,
@@ -274,11 +240,7 @@ def _compile(
 
 
 def _run_random_image(deployed: DeployedModel, size: tuple[int, int], device: torch.device) -> None:
-    """Runs a deployed model on one random image.
-
-    Raises:
-        UserError: the model does not take the image.
-    """
+    """Runs a deployed model on one random image; a UserError if it does not take the image."""
     model: Any = deployed.model
     try:
         if isinstance(model, Backbone):

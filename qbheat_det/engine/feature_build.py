@@ -25,14 +25,12 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data.build import trivial_batch_collator
-from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_tensors, remove_leftovers, write_atomically
 from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
 from qbheat_det.data.feature_store import FORMAT_VERSION, FeatureStore, Stored, View
@@ -43,8 +41,6 @@ Mapped = dict[str, Any] | DataError | None
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SECONDS_BETWEEN_LINES = 30  # of progress in a log
-_BOX_FIELDS = {"gt_boxes", "gt_classes"}
-_NOT_KEPT = {"sem_seg", "proposals"}
 _FULL_SIZE = {"height", "width"}
 # Outlines and keypoints move no box of a model without masks, and can be most of a record.
 _IGNORED_IN_RECORDS = (VIEW_ROW, "file_name", "annotations")
@@ -80,16 +76,11 @@ class ViewEncoder:
     is_exact: bool
 
     def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
-        """Returns a view for each entry; an error, or None, stays what it is.
-
-        Raises:
-            UserError: an entry holds what a store does not keep.
-        """
+        """Returns a view for each entry; an error, or None, stays what it is."""
         views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
         images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
         of_size: dict[tuple[int, ...], list[int]] = {}
         for index, entry in images.items():
-            check_keepable(entry)
             of_size.setdefault(tuple(entry["image"].shape), []).append(index)
         was_training = self.model.training
         self.model.train(self.is_train)
@@ -107,20 +98,6 @@ class ViewEncoder:
         finally:
             self.model.train(was_training)
         return views
-
-
-def check_keepable(entry: Mapping[str, Any]) -> None:
-    """Raises a ``UserError`` if a mapper's entry holds more than boxes, classes and a label."""
-    instances = entry.get("instances")
-    fields = instances.get_fields() if isinstance(instances, Instances) else {}
-    others = [*(entry.keys() & _NOT_KEPT), *sorted(fields.keys() - _BOX_FIELDS)]
-    if type(fields.get("gt_boxes", Boxes([]))) is not Boxes:  # but a subclass
-        others.append(type(fields["gt_boxes"]).__name__)
-    if others:
-        raise UserError(
-            f"image '{entry.get('file_name', '')}' comes with '{others[0]}', which the cache does "
-            "not keep: set MODEL.CACHE_FEATURES.ENABLED False"
-        )
 
 
 def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:

@@ -10,9 +10,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 import numpy.typing as npt
+import PIL.Image
 from detectron2.data.detection_utils import read_image
-from PIL import UnidentifiedImageError
-from PIL.Image import open as open_image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import IMAGE_SUFFIXES
@@ -96,10 +95,10 @@ def read_bgr(path: Path) -> Image:
         UnreadableMedia: the file cannot be decoded.
     """
     try:
-        with open_image(path) as header:
+        with PIL.Image.open(path) as header:
             is_16_bit = header.mode.startswith("I")
         image: Image = read_image(str(path), format="BGR")
-    except UnidentifiedImageError as error:
+    except PIL.UnidentifiedImageError as error:
         raise UnreadableMedia("not an image") from error
     except Exception as error:  # what a broken file raises depends on its format's decoder
         raise UnreadableMedia(" ".join(str(error).split()) or type(error).__name__) from error
@@ -116,12 +115,9 @@ def write_image(path: Path, image: Image) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        jpeg = path.suffix.lower() in {".jpg", ".jpeg"}
-        written = cv2.imwrite(str(path), image, [cv2.IMWRITE_JPEG_QUALITY, 92] if jpeg else [])
+        PIL.Image.fromarray(image[:, :, ::-1]).save(path, quality=92)
     except OSError as error:
-        raise UserError(f"cannot write '{path}': {error.strerror}") from error
-    if not written:
-        raise UserError(f"cannot write '{path}'")
+        raise UserError(f"cannot write '{path}': {error.strerror or error}") from error
 
 
 def read_video(path: Path) -> tuple[Iterator[Image], float, int | None]:

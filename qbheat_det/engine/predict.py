@@ -19,7 +19,6 @@ from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import ExactCheckpointer
-from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_mapper
 from qbheat_det.engine.media import (
     Image,
@@ -91,19 +90,8 @@ def build_predictor(
 
 
 def get_category_id(cfg: CfgNode, class_index: int) -> int:
-    """Returns the annotation file's id of a contiguous class, or ``class_index + 1`` if unknown.
-
-    Raises:
-        UserError: the config lists ids, but fewer than the model has classes.
-    """
-    ids = cfg.MODEL.CATEGORY_IDS
-    if not ids:
-        return class_index + 1
-    if class_index >= len(ids):
-        raise UserError(
-            f"the model predicts class {class_index}, but MODEL.CATEGORY_IDS lists {len(ids)} ids"
-        )
-    return int(ids[class_index])
+    """Returns the annotation file's id of a contiguous class, or ``class_index + 1`` if unknown."""
+    return int(cfg.MODEL.CATEGORY_IDS[class_index]) if cfg.MODEL.CATEGORY_IDS else class_index + 1
 
 
 def predict_media(

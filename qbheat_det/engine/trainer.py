@@ -31,7 +31,6 @@ from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
 from qbheat_det.engine.feature_cache import use_cached_features
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
-    PretrainingObjective,
     needs_teacher,
     pretrain_only_modules,
     train_only_modules,
@@ -89,8 +88,6 @@ class Trainer(DefaultTrainer):
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
-        if isinstance(self.bare_model, PretrainingObjective):
-            self.bare_model.check_num_images(stream.num_images)
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         apply_step_keys(self.cfg, self.bare_model)

@@ -5,15 +5,16 @@ from .agreement import ExportReport
 from .api import export_backbone, export_model
 from .formats import ExportInfo
 from .runtime import (
+    EXPORTED_SUFFIXES,
     ExportedModel,
     ExportedPredictor,
     SharedEncoderModel,
     build_exported_scorer,
-    is_exported,
 )
 from .shared_encoder import export_shared_encoder
 
 __all__ = [
+    "EXPORTED_SUFFIXES",
     "ExportInfo",
     "ExportReport",
     "ExportedModel",
@@ -23,5 +24,4 @@ __all__ = [
     "export_backbone",
     "export_model",
     "export_shared_encoder",
-    "is_exported",
 ]

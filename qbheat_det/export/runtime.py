@@ -143,11 +143,6 @@ class SharedEncoderModel:
         return _run_session(session, self.encode(images))
 
 
-def is_exported(weights: str) -> bool:
-    """Returns whether a path has the suffix of an exported file."""
-    return weights.lower().endswith(EXPORTED_SUFFIXES)
-
-
 class ExportedPredictor:
     """Replaces Detectron2's ``DefaultPredictor``: from a BGR image to its instances."""
 

@@ -7,12 +7,11 @@ image for all heads.
 
 import copy
 import hashlib
-import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 import torch
 from detectron2.config import CfgNode
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import check_writable, hash_tensors
+from qbheat_det.core.files import check_writable, hash_tensors, write_atomically
 from qbheat_det.core.text import join_first
 from qbheat_det.engine.predict import build_predictor
 from qbheat_det.modeling.contracts import get_encoder
@@ -168,13 +167,13 @@ def export_shared_encoder(
                 model, reference, examples, tolerance=tolerance, source=source
             )
             reports[name].check()
-        # All are on the folder's disk before any file is replaced.
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as staging:
-            shutil.copytree(temporary, staging, dirs_exist_ok=True)
-            for path in sorted(Path(staging).iterdir()):
-                os.replace(path, folder / path.name)
+        for path in sorted(Path(temporary).iterdir()):
+            write_atomically(folder / path.name, partial(_copy, path))
     return reports
+
+
+def _copy(path: Path, stream: BinaryIO) -> None:
+    stream.write(path.read_bytes())
 
 
 def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> None:

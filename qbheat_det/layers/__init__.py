@@ -1,10 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Layers: tensors in, tensors out."""
 
-from .attention import MapAttention, attend
-from .attention_readout import read_attention
-from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
-from .cpu_kernels import Dropout, Linear, linear, replace_linear_layers
+from .attention import MapAttention, read_attention
+from .cpu_kernels import (
+    DepthwiseConv2d,
+    Dropout,
+    DynamicReLU,
+    Linear,
+    NormedConv2d,
+    linear,
+    replace_linear_layers,
+)
 from .mobile_former_block import (
     DownMobile,
     Former,
@@ -21,10 +27,8 @@ from .padded_maps import (
     halve,
     padding_mask,
     resize_bilinear,
-    valid_sizes,
     zero_padding,
 )
-from .pooled_features import PooledFeatures
 
 __all__ = [
     "DepthwiseConv2d",
@@ -40,9 +44,7 @@ __all__ = [
     "MobileFormerBlock",
     "MobileToFormer",
     "NormedConv2d",
-    "PooledFeatures",
     "SinePositionEncoding",
-    "attend",
     "depthwise",
     "halve",
     "linear",
@@ -51,6 +53,5 @@ __all__ = [
     "read_attention",
     "replace_linear_layers",
     "resize_bilinear",
-    "valid_sizes",
     "zero_padding",
 ]

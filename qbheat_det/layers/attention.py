@@ -6,19 +6,22 @@ wherever PyTorch has a fused kernel. On CPUs that kernel has no dropout, and PyT
 writes the weights of all images and heads several times. There, plain products handle a few heads
 at a time, which fit in the cache, the mask is drawn in 16-bit numbers, and the backward computes
 the weights again. In inference, plain products are faster for few queries on a large map.
+
+``read_attention`` records the weights during a model's own forward pass. The bridges hand over the
+weights that they compute anyway; ``MapAttention`` computes them while somebody asks.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from qbheat_det.layers.cpu_kernels import linear
-
-from .cpu_kernels import draw_kept, is_recorded, rounded
+from .cpu_kernels import draw_kept, is_recorded, linear, rounded
+from .mobile_former_block import FormerToMobile, MobileToFormer, Watcher
 
 _PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
 _FEW = 8  # least ratio of keys to queries for plain products
@@ -49,9 +52,8 @@ def attend(
     Returns:
         (N, Q, heads * d).
     """
-    if not dropout and fused:
-        return _attend_fused(query, key, value, masked, dropout)
-    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+    has_plain = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+    if not has_plain or (fused and not dropout):
         return _attend_fused(query, key, value, masked, dropout)
     if is_recorded():
         return _attend_plainly(query, key, value, masked, dropout)
@@ -69,7 +71,7 @@ def attend(
 class MapAttention(nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies.
 
-    Parameters and arguments are the same. With ``need_weights`` it computes as its base class.
+    Parameters are the same.
     """
 
     def __init__(
@@ -84,43 +86,34 @@ class MapAttention(nn.MultiheadAttention):
         """
         super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
         self.fused = fused
+        self.watchers: list[Watcher] = []
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
         attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """
         Args:
             query: (N, Q, C).
             key: (N, L, C).
             value: (N, L, C).
             key_padding_mask: (N, L) Boolean, True at keys that all queries ignore.
-            need_weights: whether to return the weights too.
             attn_mask: (N * heads, Q, L) Boolean, True where a query may not attend to a key.
-            average_attn_weights: whether weights are averaged over the heads.
-            is_causal: see the base class.
 
         Returns:
-            (N, Q, C), and weights or None.
+            (N, Q, C).
         """
-        if need_weights or is_causal:
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
+        if self.watchers:
+            found, weights = super().forward(
+                query, key, value, key_padding_mask, True, attn_mask, average_attn_weights=False
             )
+            for watch in self.watchers:
+                watch(cast(Tensor, weights))
+            return found
         masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
         if attn_mask is not None:
             by_head = attn_mask.unflatten(0, (-1, self.num_heads))
@@ -136,7 +129,7 @@ class MapAttention(nn.MultiheadAttention):
         )
         if self._leaves_out_biases:
             attended = attended + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
-        return linear(attended, self.out_proj.weight, self.out_proj.bias), None
+        return linear(attended, self.out_proj.weight, self.out_proj.bias)
 
     @property
     def _leaves_out_biases(self) -> bool:
@@ -253,3 +246,42 @@ def _empty_by_rows(like: Tensor) -> Tensor:
     """(N, heads, length, d) with the memory of (N, length, heads, d), as linear layers need it."""
     num_images, num_heads, length, width = like.shape
     return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)
+
+
+AttentionRecord = dict[str, list[Tensor]]
+"""Detached weights of each layer's calls, in order, by its name in the model.
+
+Those of ``MobileToFormer`` are (N, heads, M, H, W) and sum to 1 over the pixels, of
+``FormerToMobile`` also (N, heads, M, H, W), which sum to 1 over the tokens; of ``MapAttention``
+(N, heads, queries, keys), which sum to 1 over the keys. Masked keys have 0.
+"""
+
+
+@contextmanager
+def read_attention(
+    model: nn.Module, names: Collection[str] | None = None
+) -> Iterator[AttentionRecord]:
+    """Records the attention weights of all calls of ``model`` within the block.
+
+    Outputs do not change: the bridges' to the bit, those of ``MapAttention`` up to rounding. Blocks
+    may be nested. In training, the weights of ``MapAttention`` are those after dropout.
+
+    Args:
+        model: any module with these layers.
+        names: of the layers to record, as in ``model.named_modules()``; all of them if None.
+
+    Yields:
+        A record that calls of the model add to; layers that were not called are not in it.
+    """
+    record: AttentionRecord = {}
+    with ExitStack() as undo:
+        for name, module in model.named_modules():
+            watched = isinstance(module, MobileToFormer | FormerToMobile | MapAttention)
+            if watched and (names is None or name in names):
+
+                def watch(weights: Tensor, name: str = name) -> None:
+                    record.setdefault(name, []).append(weights.detach())
+
+                module.watchers.append(watch)
+                undo.callback(module.watchers.remove, watch)
+        yield record

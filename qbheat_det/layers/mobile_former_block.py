@@ -17,13 +17,11 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .convolutions import DepthwiseConv2d, DynamicReLU, NormedConv2d
-from .cpu_kernels import is_recorded
+from .cpu_kernels import DepthwiseConv2d, DynamicReLU, NormedConv2d, is_recorded
 from .padded_maps import halve, zero_padding
 
-Watcher = Callable[[Tensor, tuple[int, int]], None]
-"""Called with the weights (N, heads, M, HW) of one call of a bridge and the size (H, W) of its map;
-see ``read_attention``."""
+Watcher = Callable[[Tensor], None]
+"""Called with the weights of one call of a layer; see ``attention.read_attention``."""
 
 
 class MobileToFormer(nn.Module):
@@ -62,7 +60,7 @@ class MobileToFormer(nn.Module):
             logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
         attention = logits.softmax(dim=-1)
         for watch in self.watchers:
-            watch(attention, (x.shape[-2], x.shape[-1]))
+            watch(attention.unflatten(-1, x.shape[-2:]))
         if rows:
             attended = _collect(attention.flatten(1, 2) @ pixels.transpose(1, 2), self.num_heads)
         else:
@@ -103,7 +101,7 @@ class FormerToMobile(nn.Module):
             logits = key @ x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, M, HW)
         attention = logits.softmax(dim=-2)
         for watch in self.watchers:
-            watch(attention, (x.shape[-2], x.shape[-1]))
+            watch(attention.unflatten(-1, x.shape[-2:]))
         if rows:
             pixels = x.flatten(2).transpose(1, 2)  # (N, HW, C)
             weights = attention.flatten(1, 2).transpose(1, 2)  # (N, HW, heads * M)

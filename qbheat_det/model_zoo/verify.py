@@ -1,10 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Verifies that an entry's file, the index and today's code agree on this machine."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from detectron2.modeling import Backbone
+from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.analysis import CountingRule, count_detector_madds, count_madds, count_parameters
 from qbheat_det.config import get_config_path
@@ -14,7 +16,7 @@ from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES
 from qbheat_det.modeling.contracts import PretrainingObjective
 
 from .api import TrainedModel, open_trained
-from .fingerprint import compare_fingerprints, compute_fingerprint
+from .fingerprint import TOLERANCE, compare_fingerprints, compute_fingerprint
 from .index import Fingerprint, ZooEntry
 from .sources import fetch
 
@@ -64,6 +66,18 @@ def verify_entry(entry: ZooEntry) -> Verdict:
         reason = f"{type(error).__name__}: {one_line(error)}"
         return Verdict(entry.name, **steps, error=f"the model does not run: {reason}")
     return Verdict(entry.name, **steps)
+
+
+def format_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """Returns a table of the steps, then one line per error."""
+    headers = ("name", "file and hash", "tensors loaded", "index", "fingerprint")
+    rows = [(v.name, v.file, v.load, v.index, v.fingerprint) for v in verdicts]
+    errors = [f"{v.name}: {v.error}" for v in verdicts if v.error]
+    end = (
+        f"{len(verdicts) - len(errors)} of {len(verdicts)} verified: raw outputs may differ by "
+        f"{TOLERANCE:g} of their standard deviation."
+    )
+    return "\n".join([tabulate(rows, headers, tablefmt="github"), *errors, end])
 
 
 def find_task(trained: TrainedModel) -> str:

@@ -119,9 +119,6 @@ class PretrainingObjective(FixedSizeModel, Protocol):
     held_out_loss: bool
     """See ``has_held_out_loss``."""
 
-    def check_num_images(self, num_images: int) -> None:
-        """Warns where a training set is too small for the objective."""
-
 
 @runtime_checkable
 class ReconstructionObjective(PretrainingObjective, Protocol):
@@ -146,20 +143,6 @@ def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
         return {"image": ()}
     views: Mapping[str, Sequence[str]] = model_class.views_from_config(cfg)
     return views
-
-
-class LinearModels(Protocol):
-    """The linear models of one kind of view, M = Δx A."""
-
-    offset: float
-
-    def matrices(self) -> Mapping[str, Tensor]:
-        """Returns M (C, C) by name."""
-
-
-def get_linear_models(model: nn.Module) -> Mapping[str, LinearModels]:
-    """Returns ``predictor.scales``: by view, the linear models that predict features, if any."""
-    return getattr(getattr(model, "predictor", None), "scales", {})
 
 
 def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:

@@ -1,15 +1,100 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A backbone for square images: the base of classifiers and pre-training objectives."""
+"""Images in, one vector out: what models have around their backbones.
+
+``find_cached_images`` is for entries of which only a frozen encoder's outputs are loaded, not the
+pixels; ``ImageModel`` is the base of classifiers and pre-training objectives; ``PooledFeatures``
+gives one vector for an image, its map averaged over positions and joined with the first token
+(QB-Heat, arXiv:2211.13228, Table 8; for a backbone without tokens, the map alone).
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from detectron2.layers import ShapeSpec
 from detectron2.modeling import Backbone
+from detectron2.structures import ImageList
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers.cached_images import find_cached_images
+
+
+@dataclass(frozen=True)
+class CachedImages:
+    """Takes the place of the pixels (N, 3, H, W) on the way through a model to its encoder.
+
+    Attributes:
+        features: for each image, the encoder's outputs by name, (C, h, w) or (M, D).
+        shape: (N, 3, H, W), as the pixels would have after padding.
+        device: of the model.
+    """
+
+    features: Sequence[Mapping[str, Tensor]]
+    shape: torch.Size
+    device: torch.device
+
+    def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:
+        """Returns one output of all images, in float32 on the device.
+
+        Args:
+            name: of the output.
+            stride: of a map; None for tokens.
+            layout: of a map in memory.
+
+        Returns:
+            (N, C, ceil(H / stride), ceil(W / stride)), zero at the right and the bottom of smaller
+            images, or (N, M, D).
+
+        Raises:
+            UserError: a map is larger than its image allows.
+        """
+        maps = [outputs[name] for outputs in self.features]
+        if stride is None:
+            return torch.stack(maps).to(self.device, non_blocking=True).float()
+        size = [-(-side // stride) for side in self.shape[2:]]
+        stays = maps[0].device == self.device
+        batch = torch.empty(
+            (len(maps), maps[0].shape[0], *size),
+            dtype=torch.float32 if stays else maps[0].dtype,  # half as much to transfer
+            memory_format=layout,
+            device=maps[0].device,
+            pin_memory=self.device.type == "cuda" and not stays,
+        )
+        for out, stored in zip(batch, maps, strict=True):
+            height, width = stored.shape[1:]
+            if height > size[0] or width > size[1]:
+                raise UserError(
+                    f"cached features '{name}' are {height} x {width}, but the image is "
+                    f"{size[0]} x {size[1]} at stride {stride}: they are of another image"
+                )
+            if stored.shape == out.shape:  # most often; cutting takes as long as copying
+                out.copy_(stored)
+                continue
+            out[:, :height, :width] = stored
+            out[:, height:] = 0
+            out[:, :height, width:] = 0
+        return batch.to(self.device, non_blocking=True).float()
+
+
+def find_cached_images(
+    batched_inputs: Sequence[Mapping[str, Any]], size_divisibility: int, device: torch.device
+) -> ImageList | None:
+    """Returns the images of a batch whose entries hold "features"; None where they hold pixels.
+
+    Args:
+        batched_inputs: of a mapper; "image" (3, H, W) then only gives the size.
+        size_divisibility: that the batch is padded to.
+        device: of the model.
+    """
+    if not batched_inputs or not all("features" in entry for entry in batched_inputs):
+        return None
+    sizes = [torch.empty(entry["image"].shape, device="meta") for entry in batched_inputs]
+    padded = ImageList.from_tensors(sizes, size_divisibility)
+    features = [entry["features"] for entry in batched_inputs]
+    images: Any = CachedImages(features, padded.tensor.shape, device)
+    return ImageList(images, padded.image_sizes)
 
 
 class ImageModel(nn.Module):
@@ -73,17 +158,12 @@ class ImageModel(nn.Module):
         """
         expected = (len(self.pixel_mean), self.image_size, self.image_size)
         for entry in batched_inputs:
-            named = f"image '{entry.get('file_name', '')}'"
-            if key not in entry:
+            shape = tuple(entry[key].shape) if key in entry else None
+            if shape != expected:
                 raise UserError(
-                    f"{named} has no '{key}': {type(self).__name__} needs "
-                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}'"
-                )
-            if entry[key].shape != expected:
-                raise UserError(
-                    f"{named} has shape {tuple(entry[key].shape)}, but the model wants {expected}: "
-                    f"INPUT.DATASET_MAPPER_NAME '{self.mapper_name}' crops images to "
-                    "INPUT.PRETRAIN.SIZE"
+                    f"'{key}' of '{entry.get('file_name', '')}' is {shape}, but "
+                    f"{type(self).__name__} reads {expected}: INPUT.DATASET_MAPPER_NAME "
+                    f"'{self.mapper_name}' crops to INPUT.PRETRAIN.SIZE"
                 )
         if (cached := find_cached_images(batched_inputs, 0, self.device)) is not None:
             return cached.tensor
@@ -91,3 +171,36 @@ class ImageModel(nn.Module):
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
+
+
+class PooledFeatures(nn.Module):
+    """From a backbone's outputs to one vector for each image, without parameters.
+
+    Attributes:
+        in_feature: name of the map.
+        in_features: names of all outputs that it reads.
+        channels: C of the map.
+        token_dim: D of the tokens, 0 without tokens.
+        width: of the vector, C + D.
+    """
+
+    def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:
+        """Takes the backbone's ``output_shape()``, optionally with "tokens", and the map's name."""
+        super().__init__()
+        tokens = input_shape.get("tokens")
+        self.in_feature = in_feature
+        self.in_features = [in_feature] if tokens is None else [in_feature, "tokens"]
+        self.channels = int(input_shape[in_feature].channels or 0)
+        self.token_dim = 0 if tokens is None else int(tokens.channels or 0)
+        self.width = self.channels + self.token_dim
+
+    def forward(self, features: Mapping[str, Tensor]) -> Tensor:
+        """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to (N, C + D)."""
+        pooled = F.adaptive_avg_pool2d(features[self.in_feature], 1).flatten(1)
+        return self.join_token(pooled, features)
+
+    def join_token(self, pooled: Tensor, features: Mapping[str, Tensor]) -> Tensor:
+        """Joins another pooling of the map, (N, E), with the first token if there are tokens."""
+        if "tokens" not in self.in_features:
+            return pooled
+        return torch.cat([pooled, features["tokens"][:, 0]], dim=1)

@@ -16,7 +16,7 @@ from qbheat_det.analysis.propagation import (
     propagate,
 )
 from qbheat_det.core.figures import NotApplicable
-from qbheat_det.modeling.pretrain import extend
+from qbheat_det.modeling.pretrain.heat_predictor import extend
 
 from .conftest import check_files
 from .tiny_runs import TinyRuns

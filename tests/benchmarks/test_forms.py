@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.detectors import DETECTORS, Detector, random_images
-from benchmarks.forms import COMPILED, DEPLOYED, EAGER, Forwards, build, report_of
+from benchmarks.forms import COMPILED, EAGER, Forwards, build
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +36,6 @@ def test_a_compiled_peer_has_its_channels_last_and_the_same_outputs(peer: str) -
     assert isinstance(fast, torch.Tensor)
     assert fast.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(plain, fast)
-
-
-def test_what_deploy_did_is_told_of_a_deployed_model_alone(
-    peer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def deploy(model: nn.Module, **_: object) -> nn.Module:
-        model.report = "fold yes"  # type: ignore[assignment]
-        return model
-
-    monkeypatch.setattr("qbheat_det.deploy", deploy)
-    assert report_of(build(peer, DEPLOYED)) == "fold yes"
-    assert report_of(build("detr_r50", EAGER)) == ""
 
 
 @pytest.mark.slow

@@ -6,12 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import growth
-from benchmarks.growth import rows_of, slope
-
-
-def test_the_slope_is_the_power_of_the_growth() -> None:
-    assert slope({x: 3 * x**2 for x in (1.0, 2.0, 5.0)}) == pytest.approx(2.0)
-    assert slope({320.0: 4.0, 640.0: 4.0}) == pytest.approx(0.0)
+from benchmarks.growth import rows_of
 
 
 def test_a_ratio_below_one_says_that_the_cost_grows_faster_than_in_proportion() -> None:

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from benchmarks import pretraining, pretraining_figures
-from benchmarks.pretraining import pairs, rows_of, run
-from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS, build, prepare
+from benchmarks.pretraining import rows_of, run
+from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS, build
 from benchmarks.pretraining_figures import MATMUL, Figures, count
-from benchmarks.timing import PairedResult
 from qbheat_det.analysis.complexity import CountingRule, count_madds
 
-COMPILED = "285m_compiled"
 CPU = torch.device("cpu")
 OURS, MASKED, WHOLE, MAE = "285m", "285m_masked_convolution", "285m_whole_image", "mae_vit_s"
 FIGURES = Figures(
@@ -39,13 +37,6 @@ def rows_by_name() -> dict[str, pretraining.Result]:
     return {row.name.split("/", 2)[2]: row for row in rows_of("256", FIGURES)}
 
 
-def test_a_ratio_is_taken_in_every_round_and_has_its_spread() -> None:
-    row = rows_by_name()["285m_encoder_vs_masked_convolution"]
-    assert isinstance(row, PairedResult)
-    assert (row.ours, row.peer, row.unit) == (8.0, 2.0, "img/s")
-    assert (row.ratio_least, row.ratio, row.ratio_greatest) == (3.0, 4.0, 4.0)
-
-
 def test_ours_stands_beside_each_peer_in_each_part() -> None:
     rows = rows_by_name()
     peers = ("masked_convolution", "mae_vit_s")
@@ -65,18 +56,6 @@ def test_a_step_is_three_forward_passes_of_two_operations_a_multiply_add() -> No
     assert rows_by_name()["mae_vit_s_step_vs_matmul"].ratio == (0.5 + 0.25) / 2
 
 
-def test_compiled_blocks_stand_beside_the_peers_and_beside_themselves_as_they_were() -> None:
-    ends = ("", "_channels_last", "_masked_convolution_channels_last", "_compiled")
-    found = {
-        what: peer for ours, peer, what in pairs([OURS + end for end in ends]) if ours == COMPILED
-    }
-    assert found == {
-        "masked_convolution": "285m_masked_convolution_channels_last",
-        "contiguous": OURS,
-        "eager": "285m_channels_last",
-    }
-
-
 @pytest.mark.slow
 def test_multiply_adds_are_those_of_the_parts() -> None:
     setting = SETTINGS["128"]
@@ -93,31 +72,6 @@ def test_multiply_adds_are_those_of_the_parts() -> None:
     assert masked == count_madds(model.backbone, torch.zeros(1, 3, 128, 128)).total(
         CountingRule.CORE
     )
-
-
-@pytest.mark.parametrize("name", [OURS, MASKED])
-def test_a_step_changes_the_weights_and_the_encoders_part_gives_the_encoder_alone_gradients(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models: list[torch.nn.Module] = []
-
-    def kept(*args: object) -> torch.nn.Module:
-        models.append(build(*args))  # type: ignore[arg-type]
-        return models[-1]
-
-    monkeypatch.setattr("benchmarks.pretraining_contenders.build", kept)
-    calls = prepare(CONTENDERS[name], SETTINGS["128"].at(size=64), batch=4, device=CPU)
-    model = models[0]
-    before = {key: value.detach().clone() for key, value in model.named_parameters()}
-    calls.encoder()
-    beginning = ("backbone.", "encoder.")
-    for key, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == key.startswith(beginning), key
-        torch.testing.assert_close(parameter, before[key], rtol=0, atol=0)
-    calls.step()
-    for part in ("projection", "decoder.head", "encoder" if "encoder" in str(model) else ""):
-        moved = [key for key in before if key.startswith(part)]
-        assert any(not torch.equal(before[key], model.get_parameter(key)) for key in moved), part
 
 
 @pytest.mark.slow

@@ -52,13 +52,10 @@ def test_latency_puts_ours_plain_and_deployed_beside_each_peer(
     ratios = {row.name: row.ratio for row in latency.run(quick=True)}
     assert {f"latency/{pair}" for pair in PAIRS} <= set(ratios)
     assert ratios["latency/285m_211_eager_vs_detr_r50"] == 3.0
-    assert ratios["latency/285m_211_deploy_vs_detr_r50"] == 12.0
     assert ratios["latency/285m_211_deploy_vs_detr_r50_compiled"] == 6.0
-    assert ratios["latency/3.7g_522_deploy_vs_detr_r50_compiled"] == 3.0
     assert ratios["latency/3.7g_522_deploy_vs_3.7g_522_eager"] == 4.0
     assert ratios["latency/285m_211_deploy_bf16_vs_detr_r50_compiled_bf16"] == 4.5
     assert "latency/285m_211_640_deploy_vs_rt_detr_r18" not in ratios
-    assert ratios["latency/285m_211_640_deploy_vs_rt_detr_r18_compiled"] == 12.0
 
 
 def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
@@ -81,42 +78,3 @@ def test_an_unknown_benchmark_is_refused_and_list_names_all(
     assert "speed" in capsys.readouterr().err
     run.main(["--list"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*run.BENCHMARKS]
-
-
-def test_options_reach_the_benchmarks_that_have_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    given: dict[str, object] = {}
-
-    def record(quick: bool, threads: int, cases: list[str], clock: str) -> list[Result]:
-        given.update(cases=cases, clock=clock)
-        return []
-
-    monkeypatch.setattr(training_speed, "run", record)
-    flags = [
-        "--only",
-        "training_speed",
-        "--output",
-        str(tmp_path),
-        "--cases",
-        "a",
-        "b",
-        "--clock",
-        "cpu",
-    ]
-    run.main(flags)
-    assert given == {"cases": ["a", "b"], "clock": "cpu"}
-    with pytest.raises(SystemExit):
-        run.main([*flags, "--batch", "3"])
-
-
-def test_a_missing_library_ends_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(**_: object) -> list[Result]:
-        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-
-    monkeypatch.setattr(latency, "run", fail)
-    with pytest.raises(SystemExit):
-        run.main(["--only", "latency", "--output", str(tmp_path)])
-    assert "transformers" in capsys.readouterr().err

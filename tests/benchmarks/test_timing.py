@@ -2,14 +2,9 @@
 """The measuring code: order of calls, statistics, ratios, and files that are never half written."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.timing import (
-    ROOT,
     Result,
     Sample,
     peak_memory_in_turns,
@@ -54,23 +49,6 @@ def test_results_are_written_as_a_list_and_replace_the_old_file_whole(tmp_path: 
     row = {"name": "latency/a_vs_b", "ours": 0.5, "peer": 2.0, "unit": "s", "ratio": 4.0}
     assert json.loads(path.read_text()) == [row]
     assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-def test_the_peak_of_a_process_includes_memory_that_it_has_given_back() -> None:
-    # In a process of its own: one that keeps freed memory would take the block out of that.
-    program = (
-        "import torch\n"
-        "from benchmarks.timing import resident_mib\n"
-        "before = resident_mib(peak=False)\n"
-        "block = torch.ones(64, 1024, 1024, dtype=torch.uint8)\n"
-        "del block\n"
-        "print(resident_mib(peak=True) - before)"
-    )
-    command = [sys.executable, "-c", program]
-    grown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert float(grown) >= 60
 
 
 def test_peak_memory_is_what_each_fresh_process_prints_last() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
@@ -50,7 +49,7 @@ def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(
     assert "9/9 backbone tensors; 4/4 decoder tensors" in caplog.text
     assert rest["info"]["class_names"] == list(CLASSES)
     assert checkpointer.info == WeightsInfo(class_names=CLASSES)
-
+    # Pixel statistics, RetinaNet's normaliser and BatchNorm's counters are optional.
     optional = {"pixel_mean": torch.zeros(3, 1, 1), "loss_normalizer": torch.tensor(100.0)}
     kept = {key: tensor for key, tensor in stored.items() if "num_batches" not in key}
     torch.save(kept | optional, tmp_path / "w.pth")
@@ -59,34 +58,26 @@ def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(
     assert str(exact.report) == "8/8 backbone tensors; 4/4 decoder tensors"
 
 
-@pytest.mark.parametrize(
-    ("architecture", "trained", "mean", "warning"),
-    [
+def test_other_pixels_and_other_scores_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, path = TinyDetector(), str(tmp_path / "w.safetensors")
+    model.equivalent_configs = {"MODEL.READING": ("soft", "softer")}
+    buffer = torch.tensor([9.0, 8.0, 7.0]).view(-1, 1, 1)
+    model.register_buffer("pixel_mean", buffer, persistent=False)
+    for architecture, trained, mean, warning in (
         ("TinyDetector", "soft", (9.0, 8.0, 7.0), ""),
         ("TinyDetector", "sigmoid", (9.0, 8.0, 7.0), "MODEL.READING sigmoid"),
         ("AnotherModel", "sigmoid", (9.0, 8.0, 7.0), ""),
         ("TinyDetector", "soft", (7.0, 8.0, 9.0), "INPUT.FORMAT"),
-    ],
-)
-def test_other_pixels_and_other_scores_are_warned_of(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    architecture: str,
-    trained: str,
-    mean: tuple[float, ...],
-    warning: str,
-) -> None:
-    model = TinyDetector()
-    model.equivalent_configs = {"MODEL.READING": ("soft", "softer")}
-    buffer = torch.tensor([9.0, 8.0, 7.0]).view(-1, 1, 1)
-    model.register_buffer("pixel_mean", buffer, persistent=False)
-    config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
-    info = WeightsInfo(config=config, pixel_mean=mean)
-    save_weights(str(tmp_path / "w.safetensors"), model.state_dict(), info)
-    SafeCheckpointer(model).load(str(tmp_path / "w.safetensors"))
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == bool(warning)
-    assert warning in "".join(warnings)
+    ):
+        caplog.clear()
+        config = f"MODEL:\n  META_ARCHITECTURE: {architecture}\n  READING: {trained}\n"
+        save_weights(path, model.state_dict(), WeightsInfo(config=config, pixel_mean=mean))
+        SafeCheckpointer(model).load(path)
+        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert len(warnings) == bool(warning)
+        assert warning in "".join(warnings)
 
 
 def test_other_classes_keep_their_rows_by_name_and_are_listed(
@@ -115,26 +106,18 @@ def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path: Pa
             checkpointer = kind(TinyDetector(), str(tmp_path), class_names=names)
             with pytest.raises(UserError, match=r"model_0000001\.pth"):
                 checkpointer.resume_or_load("", resume=True)
-        with pytest.raises(UserError, match=r"model_0000001\.pth"):
-            ExactCheckpointer(TinyDetector(), class_names=names).load(
-                str(tmp_path / "model_0000001.pth")
-            )
 
 
 def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path: Path) -> None:
-    path = tmp_path / "w.pth"
+    path = str(tmp_path / "w.pth")
     torch.save(TinyDetector(seed=1).state_dict(), path)
     model = TinyDetector()
     checkpointer = SafeCheckpointer(model, class_names=CLASSES)
-    checkpointer.load(str(path))
+    checkpointer.load(path)
     torch.testing.assert_close(_state(model), _state(TinyDetector(seed=1)), rtol=0, atol=0)
     assert "does not name its classes" in str(checkpointer.report)
-
-    fewer = TinyDetector(2)
-    fresh = _state(fewer)
     with pytest.raises(UserError, match=r"w\.pth.*class_embed"):
-        SafeCheckpointer(fewer, class_names=("cat", "dog")).load(str(path))
-    torch.testing.assert_close(_state(fewer), fresh, rtol=0, atol=0)
+        SafeCheckpointer(TinyDetector(2), class_names=("cat", "dog")).load(path)
 
 
 @pytest.mark.parametrize(
@@ -186,15 +169,6 @@ def test_another_architecture_and_nan_are_always_refused(tmp_path: Path) -> None
             with pytest.raises(UserError, match=rf"{name}.*{named}"):
                 SafeCheckpointer(model, allow_partial=allow_partial).load(str(tmp_path / name))
     torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
-
-
-def test_a_frozen_norm_gets_the_statistics_of_a_trained_one_bit_for_bit(tmp_path: Path) -> None:
-    trained = TinyDetector(seed=1)
-    SafeCheckpointer(trained, str(tmp_path)).save("model")
-    frozen = FrozenBatchNorm2d.convert_frozen_batchnorm(TinyDetector())
-    ExactCheckpointer(frozen).load(str(tmp_path / "model.pth"))
-    for name, tensor in frozen.state_dict().items():
-        torch.testing.assert_close(tensor, trained.state_dict()[name], rtol=0, atol=0)
 
 
 def _run_of(folder: Path, iterations: tuple[int, ...]) -> None:

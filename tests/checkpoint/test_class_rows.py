@@ -23,21 +23,15 @@ NEW = ("zebra", "bird", "cat", "ant", "dog")
 SAME_NUMBER = ("dog", "cat", "zebra", "bird")
 
 
-def _build_retinanet_head(num_classes: int) -> nn.Module:
-    shape = [ShapeSpec(channels=8, stride=8)]
-    return RetinaNetHead(input_shape=shape, num_classes=num_classes, num_anchors=3, conv_dims=[8])
-
-
-def _build_box_predictor(num_classes: int, *, agnostic: bool = False) -> nn.Module:
+def _box_predictor(num_classes: int, *, agnostic: bool = False) -> nn.Module:
+    box2box = Box2BoxTransform((1, 1, 1, 1))
     return FastRCNNOutputLayers(
-        ShapeSpec(channels=8),
-        box2box_transform=Box2BoxTransform((1, 1, 1, 1)),
-        num_classes=num_classes,
+        ShapeSpec(8), box2box_transform=box2box, num_classes=num_classes,
         cls_agnostic_bbox_reg=agnostic,
-    )
+    )  # fmt: skip
 
 
-def _build_mask_head(num_classes: int) -> nn.Module:
+def _mask_head(num_classes: int) -> nn.Module:
     shape = ShapeSpec(channels=8, width=7, height=7)
     return MaskRCNNConvUpsampleHead(shape, num_classes=num_classes, conv_dims=[8, 8])
 
@@ -58,29 +52,26 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...], Outputs]] = 
         lambda layer, x, k: (layer(x)[..., None], EMPTY),
     ),
     "head": (
-        _build_retinanet_head,
+        lambda k: RetinaNetHead(
+            input_shape=[ShapeSpec(8, stride=8)], num_classes=k, num_anchors=3, conv_dims=[8]
+        ),
         (2, 8, 3, 4),
         lambda head, x, k: (permute_to_N_HWA_K(head([x])[0][0], k)[..., None], EMPTY),
     ),
     "roi_heads.box_predictor": (
-        _build_box_predictor,
+        _box_predictor,
         (6, 8),
         lambda head, x, k: (head(x)[1].view(6, k, 4), head(x)[0][:, -1]),
     ),
     "roi_heads.box_predictor.1": (
-        lambda k: _build_box_predictor(k, agnostic=True),
+        lambda k: _box_predictor(k, agnostic=True),
         (6, 8),
         lambda head, x, k: (head(x)[0][:, :-1, None], head(x)[1]),
     ),
     "roi_heads.mask_head": (
-        _build_mask_head,
+        _mask_head,
         (2, 8, 7, 7),
         lambda head, x, k: (head.layers(x).flatten(2), EMPTY),
-    ),
-    "mask_head": (
-        lambda k: _build_mask_head(1),  # one mask for all classes
-        (2, 8, 7, 7),
-        lambda head, x, k: (x[:, :k, :1, 0], head.layers(x)),
     ),
 }
 
@@ -107,8 +98,6 @@ def test_outputs_follow_the_names_of_their_classes(prefix: str) -> None:
     new.load_state_dict({key.removeprefix(f"{prefix}."): t for key, t in fitting.items()})
     after, other_after = compute(new, x, len(names))
     torch.testing.assert_close(other_after, other)
-    if prefix == "mask_head":
-        return
     for index, name in enumerate(names):
         expected = before[..., OLD.index(name), :] if name in OLD else fresh[..., index, :]
         torch.testing.assert_close(after[..., index, :], expected)
@@ -118,7 +107,6 @@ def test_outputs_follow_the_names_of_their_classes(prefix: str) -> None:
     ("name", "stored", "fresh"),
     [
         ("decoder.class_embed.weight", (81, 8), (6, 8)),  # rows of other classes than named
-        ("decoder.class_embed.weight", (5, 8), (81, 8)),
         ("decoder.class_embed.weight", (5, 8), (6, 9)),
         ("head.cls_score.weight", (12, 8, 3, 3), (10, 8, 3, 3)),  # three anchors, and two
         ("head.cls_score.weight", (13, 8, 3, 3), (15, 8, 3, 3)),
@@ -141,8 +129,6 @@ def test_changes_of_classes_are_listed_and_ambiguous_names_refused() -> None:
     assert str(compare_classes(OLD, NEW, file="w.pth")) == (
         "classes kept by name (3): bird, cat, dog; new (2): zebra, ant; dropped (1): fish"
     )
-    for old, now in ((OLD, OLD), ((), NEW), (OLD, ()), (("cat", "cat"), ("cat", "cat"))):
-        assert compare_classes(old, now, file="w.pth") is None
-    for old, now, name in ((("cat", "dog", "cat"), NEW, "cat"), (OLD, ("ant", "ant"), "ant")):
-        with pytest.raises(UserError, match=f"'{name}'"):
-            compare_classes(old, now, file="w.pth")
+    assert compare_classes(OLD, OLD, file="w.pth") is compare_classes((), NEW, file="w.pth") is None
+    with pytest.raises(UserError, match="'cat'"):
+        compare_classes(("cat", "dog", "cat"), NEW, file="w.pth")

@@ -155,8 +155,7 @@ def test_a_strangers_metadata_that_makes_no_sense_says_nothing(tmp_path: Path) -
     path = tmp_path / "w.safetensors"
     for text in (
         *("no json", "[" * 100_000, "3", '{"class_names": "cat"}', '{"class_names": [1]}'),
-        *('{"category_ids": ["1"]}', '{"category_ids": [true]}', '{"pixel_mean": [NaN]}'),
-        *('{"pixel_mean": [1' + "0" * 400 + "]}", '{"iteration": 1.5}', '{"config": null}'),
+        *('{"category_ids": [true]}', '{"pixel_mean": [NaN]}', '{"config": null}'),
     ):
         safetensors.torch.save_file({"a": torch.ones(1)}, path, {"qbheat_det": text})
         tensors, info = read_weights(str(path))

@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Sets of images in memory: what is kept, when, and that workers share it."""
 
-import gc
-import weakref
 from pathlib import Path
 
 import pytest
@@ -63,19 +61,6 @@ def test_a_large_set_is_judged_by_a_few_headers(
     name = save(tmp_path / "a.jpg", draw(50, 50))
     monkeypatch.setattr(memory, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
     assert decode_if_small([name] * 100_000, shorter_side=50, budget=1e6) is None
-
-
-def test_a_second_loader_of_the_same_set_shares_its_images(tmp_path: Path) -> None:
-    names = list(draw_set(tmp_path))
-    one = decode_if_small(names, shorter_side=45, budget=1e6)
-    assert one is not None
-    assert decode_if_small(names, shorter_side=45, budget=1e6) is one
-    assert decode_if_small(names, shorter_side=46, budget=1e6) is not one
-    assert decode_if_small(names[:3], shorter_side=45, budget=1e6) is not one
-    last = weakref.ref(one)
-    del one
-    gc.collect()
-    assert last() is None  # nothing else holds the pixels
 
 
 class _Addresses(Dataset[tuple[int, int]]):

@@ -1,19 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Tiny classifiers from the command line's flags, and one that knows what it is asked."""
+"""Tiny classifiers from the command line's flags."""
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from torch import nn
 
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config
-from qbheat_det.engine.data_sources import LABELLED_VAL
-from qbheat_det.engine.evaluation import Evaluation
 from tests.engine.held_out_cases import make_folder
 from tests.engine.tiny_training import parse_run, start_run
 
@@ -58,31 +52,3 @@ def train(output_dir: Path, opts: dict[str, str], *flags: str) -> Trainer:
     trainer = start_run(args)
     trainer.train()
     return trainer
-
-
-class Knower(nn.Module):
-    """Is right about two images in three, and else one class too far."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-
-    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-        outputs = []
-        for entry in inputs:
-            said = (entry["label"] + (entry["image_id"] % 3 == 0)) % self.num_classes
-            outputs.append({"scores": torch.eye(self.num_classes)[said]})
-        return outputs
-
-
-def evaluate_knower(args: argparse.Namespace) -> dict[str, Any]:
-    """The job of one process: results of a ``Knower`` on the class folders ``args.folder``."""
-    cfg, _ = configure({"OUTPUT_DIR": args.output_dir}, "--eval-only", "--val-folder", args.folder)
-    evaluation = Evaluation(
-        cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
-    )
-    try:
-        return evaluation(Knower(len(cfg.MODEL.CLASS_NAMES)))
-    finally:
-        DatasetCatalog.remove(LABELLED_VAL)
-        MetadataCatalog.remove(LABELLED_VAL)

@@ -19,7 +19,7 @@ from qbheat_det.data import cut
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.modeling.pretrain import QUADRANTS
-from qbheat_det.modeling.pretrain.wasserstein import AreaPairs, DependencyDraw
+from qbheat_det.modeling.pretrain.wasserstein import DependencyDraw
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 SIZE = 64
@@ -34,7 +34,7 @@ RETINANET, MF_DETR = "coco/Base-RetinaNet.yaml", "coco/Base-MFDETR.yaml"
 CLASSIFIER, MOCO = "ImageNet-finetune/Base-finetune.yaml", "ImageNet-MoCo/Base-MoCo.yaml"
 # configs/Base-FastMFDETR.yaml but for the noise, which each image draws in its own process or part.
 FAST_WITHOUT_NOISE = (
-    "MODEL.MF_DETR.CLASSIFICATION", "varifocal", "MODEL.MF_DETR.CLASS_WEIGHT", 2.0,
+    "MODEL.MF_DETR.CLASSIFICATION", "focal", "MODEL.MF_DETR.CLASS_WEIGHT", 2.0,
     "MODEL.MF_DETR.DENOISING.GROUPS", 5,
     "MODEL.MF_DETR.DENOISING.BOX_NOISE", 0.0, "MODEL.MF_DETR.DENOISING.LABEL_NOISE", 0.0,
 )  # fmt: skip
@@ -198,8 +198,8 @@ def run_wasserstein(form: str, norm: str) -> dict[str, Tensor]:
     second = (first + 1 + torch.arange(num_images) % 3) % 4
     mixing = torch.rand(num_images)
     mine = cut(list(range(num_images)), comm.get_world_size())[comm.get_rank()]
-    areas = AreaPairs(first[mine], second[mine])
-    model.draw = lambda num_images: DependencyDraw(areas, mixing[mine])
+    drawn = DependencyDraw(first[mine], second[mine], mixing[mine])
+    model.draw = lambda num_images: drawn
     images = torch.randint(256, (num_images, 3, 64, 64), dtype=torch.uint8)
     batch = [{"image": image} for image in images]
     return take_steps(model, [batch], batch_statistics=norm != "fixed")

@@ -12,21 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detectron2.layers import ShapeSpec
-from detectron2.modeling import Backbone
-from detectron2.structures import Instances, RotatedBoxes
 from torch import nn
 
 from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, FixedViews, number_records
 from qbheat_det.data.feature_store import View
-from qbheat_det.engine.feature_build import ViewEncoder, check_keepable, describe_cache, name_cache
+from qbheat_det.engine.feature_build import ViewEncoder, describe_cache, name_cache
 
 Parts = dict[str, Any]
 
 
-class Encoder(Backbone):
+class Encoder(nn.Module):
     """Two numbers and a buffer."""
 
     def __init__(self) -> None:
@@ -34,12 +30,6 @@ class Encoder(Backbone):
         self.stem = nn.Linear(2, 2, bias=False)
         self.register_buffer("count", torch.tensor(7))
         nn.init.eye_(self.stem.weight)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"s8": x, "s16": x}
-
-    def output_shape(self) -> dict[str, ShapeSpec]:
-        return {"s8": ShapeSpec(channels=2, stride=8), "s16": ShapeSpec(channels=2, stride=16)}
 
 
 def make_parts(folder: Path) -> Parts:
@@ -207,10 +197,3 @@ def test_a_file_of_views_is_cut_evenly_or_filled_up_where_the_last_bits_are_want
     for number, view in enumerate(views[1:-1]):
         assert isinstance(view, View)
         torch.testing.assert_close(view.features["s16"], torch.full((1, 1, 1), float(number)))
-
-
-def test_what_the_store_does_not_keep_is_refused_with_the_key_to_set() -> None:
-    rotated = Instances((8, 8), gt_boxes=RotatedBoxes(torch.zeros(1, 5)))
-    for entry in ({"sem_seg": 0}, {"instances": rotated}):
-        with pytest.raises(UserError, match=r"'a\.jpg'.*MODEL\.CACHE_FEATURES\.ENABLED"):
-            check_keepable({"file_name": "a.jpg", **entry})

@@ -90,7 +90,6 @@ CLASSIFICATION = "MODEL.MF_DETR.CLASSIFICATION"
 KINDS: dict[str, tuple[Any, ...]] = {
     "softmax": (),
     "focal": (CLASSIFICATION, "focal"),
-    "softmax_focal": (CLASSIFICATION, "softmax_focal"),
     "the fast recipes'": FAST_WITHOUT_NOISE,
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from detectron2.utils import comm
 from torch.testing import assert_close
 
 from qbheat_det.core.errors import UserError
@@ -78,7 +79,9 @@ def test_figures_are_those_of_counting_image_by_image(tmp_path: Path) -> None:
     assert pairs == {(i, j): n for i, j, n in find_confusions(expected)}
 
 
-def test_neither_batches_nor_images_seen_twice_change_a_figure() -> None:
+def test_neither_batches_nor_processes_nor_images_seen_twice_change_a_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scores = torch.rand(9, 7, generator=torch.Generator().manual_seed(1))
     labels = [0, 1, 2, 3, 4, 5, 6, 0, 1]
     whole, _ = evaluate(scores, labels, batch=9)
@@ -88,6 +91,12 @@ def test_neither_batches_nor_images_seen_twice_change_a_figure() -> None:
         inputs = [{"image_id": i, "label": label} for i, label in enumerate(labels)]
         evaluator.process(inputs, [{"scores": row} for row in scores])
     assert evaluator.evaluate()["classification"] == whole
+    parts = [evaluator._seen[1::2], evaluator._seen[::2]]
+    with monkeypatch.context() as patch:
+        patch.setattr(comm, "gather", lambda own, dst: parts)
+        assert evaluator.evaluate()["classification"] == whole
+        patch.setattr(comm, "is_main_process", lambda: False)
+        assert evaluator.evaluate() == {}
     evaluator.reset()
     assert all(map(math.isnan, evaluator.evaluate()["classification"].values()))
 

@@ -64,14 +64,14 @@ def _measure(kind: str, change: Change | None = None, number: int = 5) -> Export
 
 
 @pytest.mark.parametrize("kind", ["detector", "full table", "classifier", "backbone"])
-@pytest.mark.parametrize("number", [1, 5])
-def test_equal_results_agree_and_every_image_is_in_a_batch(kind: str, number: int) -> None:
-    report = _measure(kind, number=number)
-    report.check()
-    assert [row.num_images for row in report.rows] == ([1, 2, 8] if number == 1 else [5, 6, 8])
-    for row in report.rows:
-        assert row.score == row.box == 0
-        assert row.num_values == (_ROWS if kind == "full table" else 3) * row.num_images
+def test_equal_results_agree_and_every_image_is_in_a_batch(kind: str) -> None:
+    for number, counts in ((1, [1, 2, 8]), (5, [5, 6, 8])):
+        report = _measure(kind, number=number)
+        report.check()
+        assert [row.num_images for row in report.rows] == counts
+        for row in report.rows:
+            assert row.score == row.box == 0
+            assert row.num_values == (_ROWS if kind == "full table" else 3) * row.num_images
 
 
 def _set(name: str, value: float, row: Any = 0) -> Change:
@@ -84,10 +84,7 @@ def _reverse(outputs: Outputs) -> None:
 
 
 _ERRORS: dict[str, Change] = {
-    "scores of 1": _set("scores", 1, slice(None)),
-    "NaN score": _set("scores", np.nan),
     "NaN box": _set("boxes", np.nan, 1),
-    "infinite box": _set("boxes", np.inf, 1),
     "another box": _set("boxes", 0),
     "other labels": lambda outputs: np.subtract(1, outputs["labels"], out=outputs["labels"]),
     "axes": lambda outputs: outputs.update(boxes=outputs["boxes"][..., [1, 0, 3, 2]]),
@@ -96,12 +93,9 @@ _ERRORS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["detector", "full table"])
 @pytest.mark.parametrize("error", _ERRORS)
-def test_a_detector_with_one_error_does_not_agree(kind: str, error: str) -> None:
-    if (kind, error) == ("full table", "a row less"):
-        return  # the last row of a full table may differ
-    report = _measure(kind, _ERRORS[error])
+def test_a_detector_with_one_error_does_not_agree(error: str) -> None:
+    report = _measure("detector", _ERRORS[error])
     assert str(report).count("differs") == 3
     with pytest.raises(UserError):
         report.check()

@@ -79,14 +79,8 @@ _CLASSIFIER: dict[str, Any] = {
     "INPUT.DATASET_MAPPER_NAME": "classify",
     "INPUT.PRETRAIN.SIZE": 32,
 }
-_TWO_LABELS: dict[str, Any] = {
-    **_CLASSIFIER,
-    "MODEL.CLASSIFIER.NUM_CLASSES": 2,
-    "MODEL.CLASS_NAMES": ["day", "night"],
-}
 KINDS = {
     "classifier": _CLASSIFIER,
-    "two_labels": _TWO_LABELS,
     "retinanet": _RETINANET,
     "mf_detr": _MF_DETR,
     "two_maps": _TWO_MAPS,

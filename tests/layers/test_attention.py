@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Attention in parts, against the formula and against PyTorch's module."""
+"""Attention in parts, against the formula and PyTorch's module, and its weights as recorded."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qbheat_det.layers import MapAttention, attend, attention
+from qbheat_det.layers import MapAttention, MobileToFormer, attention, padding_mask, read_attention
+from qbheat_det.layers.attention import attend
 from qbheat_det.layers.cpu_kernels import draw_kept
+from qbheat_det.modeling.backbone import MobileFormer, MobileFormerArch
+from qbheat_det.modeling.backbone.mobile_former_archs import BlockSpec
 
 
 def draw(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +29,7 @@ def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, factor: T
     return torch.einsum("nhql,nhld->nqhd", weights, value).flatten(2)
 
 
-@pytest.mark.parametrize("part", [1, 100, 1 << 20], ids=["by head", "by two heads", "by image"])
+@pytest.mark.parametrize("part", [1, 100], ids=["by head", "by two heads"])
 def test_with_dropout_values_and_gradients_are_those_of_the_formula(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,10 +67,13 @@ def test_without_dropout_the_module_is_pytorchs(masked: bool, training: bool) ->
         hidden[..., 0] = False
         padding = torch.arange(7).expand(2, -1) >= torch.tensor([[7], [4]])
         masks = {"attn_mask": hidden, "key_padding_mask": padding}
-    found, none = ours(query, memory + 1, memory, need_weights=False, **masks)
-    wanted, _ = theirs(query, memory + 1, memory, need_weights=False, **masks)
-    assert none is None
+    found = ours(query, memory + 1, memory, **masks)
+    wanted, weights = theirs(query, memory + 1, memory, average_attn_weights=False, **masks)
     assert_close(found, wanted)
+    with read_attention(ours) as outer, read_attention(nn.ModuleList([ours])) as record:
+        assert_close(ours(query, memory + 1, memory, **masks), wanted)
+    for (read,) in (outer[""], record["0"]):
+        assert_close(read, weights)
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
@@ -93,7 +99,7 @@ def test_without_gradients_the_module_is_pytorch_s_whatever_the_count_of_keys(
     ignored[:, 0] = False
     with torch.no_grad():
         for mask in (None, ignored):
-            found, _ = ours(query, keys, keys + 1, key_padding_mask=mask, need_weights=False)
+            found = ours(query, keys, keys + 1, key_padding_mask=mask)
             wanted, _ = theirs(query, keys, keys + 1, key_padding_mask=mask)
             assert_close(found, wanted)
     taken = "_attend_fused" if num_keys == 7 else "_attend_by_image"
@@ -116,5 +122,57 @@ class Alone(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x, x, x, need_weights=False)[0]
+        found: Tensor = self.layer(x, x, x)
         return found
+
+
+SIZES = torch.tensor([(5, 4), (1, 1), (3, 6), (2, 1)])
+TINY = MobileFormerArch(
+    num_tokens=3,
+    token_dim=8,
+    stem=4,
+    blocks=(BlockSpec("lite", 8, 4), BlockSpec("down", 8, 6, 12), BlockSpec("plain", 12, 6)),
+    expanded=8,
+)
+
+
+def count_watchers(model: nn.Module) -> int:
+    return sum(len(getattr(module, "watchers", ())) for module in model.modules())
+
+
+def test_tokens_read_pixels_with_weights_that_make_the_output() -> None:
+    bridge = MobileToFormer(token_dim=16, channels=12).double()
+    x, tokens = torch.randn(4, 12, 5, 6).double(), torch.randn(4, 6, 16).double()
+    with read_attention(bridge) as maps:
+        output = bridge(tokens, x)
+    (read,) = maps[""]
+    assert read.shape == (4, 2, 6, 5, 6)
+    assert_close(read.sum(dim=(-2, -1)), torch.ones(4, 2, 6).double())
+    by_head = x.unflatten(1, (2, 6))
+    gathered = torch.einsum("nhmyx,nhcyx->nmhc", read, by_head).flatten(2)
+    gate = 2 * nn.functional.hardsigmoid(bridge.gate(tokens))
+    assert_close(output, bridge.norm(tokens + bridge.project(gate * gathered)))
+
+
+def test_padding_gets_no_attention_and_the_rest_is_that_of_the_image_alone() -> None:
+    bridge = MobileToFormer(token_dim=16, channels=12).double()
+    x, tokens = torch.randn(4, 12, 5, 6).double(), torch.randn(4, 6, 16).double()
+    with read_attention(bridge) as maps:
+        bridge(tokens, x, padding_mask(SIZES, (5, 6)))
+        for n, (height, width) in enumerate(SIZES.tolist()):
+            bridge(tokens[n : n + 1], x[n : n + 1, :, :height, :width])
+    batch, *alone = maps[""]
+    for n, (height, width) in enumerate(SIZES.tolist()):
+        seen = batch[n, :, :, :height, :width]
+        assert_close(seen, alone[n][0])
+        assert_close(batch[n].sum(), seen.sum(), rtol=0, atol=1e-12)
+
+
+def test_nobody_watches_any_more_even_after_an_error() -> None:
+    backbone = MobileFormer(arch=TINY, out_features=("s4", "tokens")).eval()
+    assert count_watchers(backbone) == 0
+    with read_attention(backbone):
+        assert count_watchers(backbone) == 4
+    with pytest.raises(RuntimeError), read_attention(backbone):
+        backbone(torch.zeros(1, 5, 16, 16))
+    assert count_watchers(backbone) == 0

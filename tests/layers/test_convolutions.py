@@ -9,10 +9,9 @@ from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from torch import nn
 from torch.testing import assert_close
 
-from qbheat_det.layers import DepthwiseConv2d, DynamicReLU, NormedConv2d, convolutions
+from qbheat_det.layers import DepthwiseConv2d, DynamicReLU, NormedConv2d, cpu_kernels
 
-from ..modeling.parameter_names import DYNAMIC_RELU, randomise_, renamed
-from ..modeling.reference_mobile_former import Weights, dynamic_relu
+from ..modeling.reference_mobile_former import Weights, dynamic_relu, randomise_
 
 
 def pair(channels: int, turns: int, stride: int = 1, norm: bool = False) -> list[nn.Module]:
@@ -37,27 +36,27 @@ def pair(channels: int, turns: int, stride: int = 1, norm: bool = False) -> list
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns a list that grows with each forward pass of which the gradients go by turns."""
     calls: list[int] = []
-    monkeypatch.setattr(convolutions, "_LARGE", 1)
-    own = convolutions._ByTurns.apply
+    monkeypatch.setattr(cpu_kernels, "_LARGE", 1)
+    own = cpu_kernels._ByTurns.apply
 
     def apply(*arguments: object) -> object:
         calls.append(1)
         return own(*arguments)
 
-    monkeypatch.setattr(convolutions._ByTurns, "apply", apply)
+    monkeypatch.setattr(cpu_kernels._ByTurns, "apply", apply)
     return calls
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("norm", [False, True], ids=["bare", "norm"])
 @pytest.mark.parametrize(
-    ("turns", "stride", "by_turns"), [(3, 1, 1), (2, 1, 1), (2, 2, 0), (1, 1, 0)]
+    ("turns", "stride", "norm", "by_turns"),
+    [(3, 1, True, 1), (2, 1, False, 1), (2, 2, True, 0), (1, 1, False, 0)],
 )
 def test_it_is_the_convolution(
     turns: int,
     stride: int,
-    by_turns: int,
     norm: bool,
+    by_turns: int,
     layout: torch.memory_format,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,25 +74,6 @@ def test_it_is_the_convolution(
     assert_close(*found)
     assert len(calls) == by_turns
     assert found[0][1].is_contiguous(memory_format=layout)
-
-
-def test_gradients_of_weights_alone_and_of_the_input_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counted(monkeypatch)
-    torch.manual_seed(0)
-    ours, theirs = pair(3, 2)
-    x = torch.randn(1, 3, 5, 6, dtype=torch.float64)
-    for layer in (ours, theirs):
-        layer(x).square().sum().backward()
-    assert_close(ours.weight.grad, theirs.weight.grad)
-    found = []
-    for layer in (ours, theirs):
-        layer.requires_grad_(False)
-        given = x.clone().requires_grad_()
-        found.append(torch.autograd.grad(layer(given).square().sum(), given)[0])
-        assert layer(x).grad_fn is None
-    assert_close(*found)
 
 
 def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:
@@ -156,13 +136,6 @@ def test_exports_and_activations_are_as_detectron2_has_them() -> None:
     assert_close(acting(x), ours(x).relu())
 
 
-def test_it_starts_close_to_a_plain_relu() -> None:
-    torch.manual_seed(0)
-    activation = DynamicReLU(token_dim=192, channels=64)
-    x = torch.randn(2, 64, 6, 6)
-    assert_close(activation(x, torch.randn(2, 192)), x.relu(), rtol=0, atol=0.02)
-
-
 def test_slopes_follow_from_hand_arithmetic() -> None:
     activation = DynamicReLU(token_dim=4, channels=2)
     with torch.no_grad():
@@ -185,15 +158,9 @@ def test_it_is_the_larger_of_two_lines_for_each_image_and_channel() -> None:
     randomise_(activation)
     torch.nn.init.normal_(activation.slopes.bias, std=3)  # saturates the slopes at both ends
     x, tokens = torch.randn(3, 12, 5, 4).double(), torch.randn(3, 16).double()
-    weights = Weights(renamed(activation, DYNAMIC_RELU))
+    weights = Weights(activation)
     expected = [dynamic_relu(weights, *pair) for pair in zip(x, tokens, strict=True)]
     assert_close(activation(x, tokens), torch.stack(expected))
     assert weights.names_read == set(weights.tensors)
-
-
-def test_gradients_agree_with_finite_differences() -> None:
-    activation = DynamicReLU(token_dim=8, channels=3).double()
-    randomise_(activation)
-    x = torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
-    token = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(activation, (x, token))
+    x, tokens = x[:2, :, :2, :2].requires_grad_(), tokens[:2].requires_grad_()
+    assert torch.autograd.gradcheck(activation, (x, tokens))

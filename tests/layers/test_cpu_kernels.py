@@ -1,11 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Dropout whose masks are drawn in 16-bit numbers."""
+"""Dropout whose masks are drawn in 16-bit numbers; linear layers of many rows by either library."""
 
 import pytest
 import torch
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
-from qbheat_det.layers import Dropout
+from qbheat_det.layers import Dropout, Linear, cpu_kernels, linear, replace_linear_layers
 from qbheat_det.layers.cpu_kernels import draw_kept, rounded
 
 
@@ -38,3 +41,111 @@ def test_the_layer_multiplies_by_its_mask_forward_and_backward() -> None:
     assert_close(found, x * factor)
     above = torch.randn_like(x)
     assert_close(torch.autograd.grad(found, x, above)[0], above * factor)
+
+
+@pytest.fixture(params=[True, False], ids=["convolutions", "products"])
+def preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: request.param)
+    return bool(request.param)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Returns a list that grows by the map's shape at each convolution."""
+    seen: list[torch.Size] = []
+    own = F.conv2d
+
+    def convolve(x: Tensor, *others: Tensor | None) -> Tensor:
+        seen.append(x.shape)
+        return own(x, *others)
+
+    monkeypatch.setattr(F, "conv2d", convolve)
+    return seen
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", [(64, 8), (2, 9, 7, 8)])
+def test_results_and_gradients_are_those_of_the_formula(
+    preferred: bool, shape: tuple[int, ...], with_bias: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    weight = torch.randn(5, 8, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True) if with_bias else None
+    wanted = torch.einsum("...c,oc->...o", x, weight)
+    wanted = wanted if bias is None else wanted + bias
+    found = linear(x, weight, bias)
+    assert_close(found, wanted)
+    assert found.is_contiguous()
+    leaves = [x, weight] if bias is None else [x, weight, bias]
+    above = torch.randn_like(wanted)
+    assert_close(
+        torch.autograd.grad(found, leaves, above), torch.autograd.grad(wanted, leaves, above)
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "taken"),
+    [
+        (torch.zeros(64, 8), True),
+        (torch.zeros(63, 8), False),
+        (torch.zeros(64, 8, dtype=torch.float64), False),
+        (torch.zeros(64, 8, dtype=torch.bfloat16), False),
+    ],
+    ids=["many rows", "few rows", "float64", "bfloat16"],
+)
+def test_convolutions_are_for_many_rows_of_float32(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor, taken: bool
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
+    seen = counted(monkeypatch)
+    linear(x, torch.zeros(5, 8, dtype=x.dtype))
+    assert seen == ([torch.Size([1, 8, 64, 1])] if taken else [])
+
+
+def test_autocast_and_exporters_get_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
+    seen = counted(monkeypatch)
+    layer, x = Linear(8, 5).eval(), torch.randn(64, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    torch.jit.trace(layer, x, check_trace=False)
+    program = torch.export.export(layer, (x,), strict=False)
+    assert not seen
+    assert "conv" not in str(program.graph)
+    assert_close(program.module()(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_a_block_of_timm_keeps_its_parameters_and_results(preferred: bool) -> None:
+    torch.manual_seed(0)
+    block = Block(16, 2).eval()
+    x = torch.randn(2, 40, 16)
+    wanted, state = block(x), {key: each.clone() for key, each in block.state_dict().items()}
+    replace_linear_layers(block)
+    assert {type(each) for each in block.modules() if isinstance(each, nn.Linear)} == {Linear}
+    assert_close(block(x), wanted)
+    assert_close(block.state_dict(), state)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "convolves"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        ("", "AVX512", False),
+    ],
+)
+def test_the_processor_decides(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, convolves: bool
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    cpu_kernels._look_up_processor.cache_clear()
+    try:
+        assert cpu_kernels.prefers_convolutions() is convolves
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+        cpu_kernels._look_up_processor.cache_clear()
+        assert not cpu_kernels.prefers_convolutions()
+    finally:
+        cpu_kernels._look_up_processor.cache_clear()

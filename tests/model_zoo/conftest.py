@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from detectron2.config import CfgNode
@@ -70,7 +69,7 @@ def save_index(entries: Iterable[ZooEntry], path: Path | None = None) -> None:
 @pytest.fixture(autouse=True)
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in the place of the package's weights; its index is empty."""
-    for name in ("QBHEAT_ZOO", "QBHEAT_ZOO_URL", "QBHEAT_ZOO_HUB", "HF_ENDPOINT"):
+    for name in ("QBHEAT_ZOO", "QBHEAT_ZOO_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
@@ -95,14 +94,9 @@ def ship(shipped: Path) -> MakeEntry:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
-    """A server of files that is also the hub."""
+def server() -> Iterator[Served]:
+    """A server of files."""
     with serve() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        monkeypatch.setenv("HF_TOKEN", "mine")
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        # The hub's storage of large files has a protocol of its own; the alternative is HTTP.
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         yield running
 
 

@@ -13,13 +13,11 @@ from detectron2.utils.file_io import PathManager
 
 import qbheat_det.model_zoo as zoo
 from qbheat_det.checkpoint import (
-    SafeCheckpointer,
     check_weights_file,
     class_names_of,
     info_of,
     load_run_config,
     read_weights,
-    save_weights,
 )
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
@@ -63,16 +61,6 @@ def test_a_model_has_its_weights_and_is_in_evaluation_mode(
     assert any(not torch.equal(random[key], expected[key]) for key in expected)
 
 
-def test_weights_of_another_model_are_refused(shipped: Path, ship: MakeEntry) -> None:
-    state, info = read_weights(zoo.get_checkpoint(DETECTOR))
-    assert info is not None
-    del state["head.cls_score.weight"]
-    save_weights(str(shipped / "cut"), state, info)
-    ship("retinanet/cut", (shipped / "cut").read_bytes())
-    with pytest.raises(UserError, match=r"head\.cls_score\.weight"):
-        zoo.get("retinanet/cut", device="cpu")
-
-
 def test_detectron2_s_own_checkpointer_and_predictor_take_the_address(detector: Trained) -> None:
     cfg = detector.cfg.clone()
     model = build_model(cfg)
@@ -100,9 +88,6 @@ def test_the_package_s_own_readers_take_the_address(detector: Trained) -> None:
     assert class_names_of(ADDRESS) == ("square", "disc", "cross")
     own = load_run_config(ADDRESS, device="cpu")
     assert (own.MODEL.WEIGHTS, own.MODEL.RESNETS) == (ADDRESS, detector.cfg.MODEL.RESNETS)
-    model = build_model(detector.cfg)
-    SafeCheckpointer(model, class_names=own.MODEL.CLASS_NAMES).load(ADDRESS)
-    torch.testing.assert_close(dict(model.state_dict()), detector.state, rtol=0, atol=0)
     for read in (read_weights, info_of, check_weights_file, load_run_config):
         with pytest.raises(UserError, match="'no/such'"):
             read("qbheat://no/such")

@@ -58,51 +58,30 @@ def test_a_wrong_local_file_is_refused_kept_and_not_skipped(
 
 
 def test_without_a_source_the_message_says_which_file_to_put_where(
-    monkeypatch: pytest.MonkeyPatch, server: Served
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(UserError, match="QBHEAT_ZOO_URL"):
         fetch(ENTRY)
-    for address in ("file:///etc", "http://127.0.0.1:9/a b", "http://a/\x07"):
-        monkeypatch.setenv("QBHEAT_ZOO_URL", address)
-        with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
-            fetch(ENTRY)
+    monkeypatch.setenv("QBHEAT_ZOO_URL", "file:///etc")
+    with pytest.raises(UserError, match=r"\$QBHEAT_ZOO_URL"):
+        fetch(ENTRY)
     monkeypatch.setenv("QBHEAT_ZOO_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*someone/zoo") as caught:
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9") as caught:
         fetch(ENTRY)
     assert str(cache_folder(ENTRY)) in str(caught.value)
     (cache_folder(ENTRY) / ENTRY.file).write_bytes(CONTENT)
     assert fetch(ENTRY).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("content", [b"short", CONTENT[:-1] + b"x", CONTENT * 2])
-@pytest.mark.parametrize("on_hub", [False, True])
 def test_a_wrong_download_is_refused_and_not_kept(
-    monkeypatch: pytest.MonkeyPatch, server: Served, content: bytes, on_hub: bool
-) -> None:
-    if on_hub:
-        server.repositories["someone/zoo"] = {ENTRY.file: content}
-    else:
-        server.files[ENTRY.file] = content
-        server.repositories["someone/zoo"] = {ENTRY.file: CONTENT}  # which is not asked then
-        monkeypatch.setenv("QBHEAT_ZOO_URL", server.url)
-    monkeypatch.setenv("QBHEAT_ZOO_HUB", "someone/zoo")
-    with pytest.raises(UserError, match=rf"{ENTRY.name}"):
-        fetch(ENTRY)
-    names = [path.name for path in cache_folder(ENTRY).iterdir()]
-    assert all(name.startswith(".") for name in names)  # the lock, and the hub's own notes
-
-
-def test_repositories_and_revisions_of_the_hub_are_asked_in_order(
     monkeypatch: pytest.MonkeyPatch, server: Served
 ) -> None:
-    server.repositories["b/two"] = {ENTRY.file: CONTENT}
-    monkeypatch.setenv("QBHEAT_ZOO_URL", f"{server.url}/lacks")
-    monkeypatch.setenv("QBHEAT_ZOO_HUB", "a/one, b/two@v1")
-    path = fetch(ENTRY)
-    assert path == cache_folder(ENTRY) / ENTRY.file
-    assert path.read_bytes() == CONTENT
-    assert server.gets[-1] == f"/b/two/resolve/v1/{ENTRY.file}"
+    monkeypatch.setenv("QBHEAT_ZOO_URL", server.url)
+    for content in (b"short", CONTENT[:-1] + b"x"):
+        server.files[ENTRY.file] = content
+        with pytest.raises(UserError, match=ENTRY.name):
+            fetch(ENTRY)
+        assert all(path.name.startswith(".") for path in cache_folder(ENTRY).iterdir())  # the lock
 
 
 def test_two_processes_download_once(monkeypatch: pytest.MonkeyPatch, server: Served) -> None:

@@ -9,11 +9,9 @@ import pytest
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import Metric, index, sources
-from tests.tool_modules import load_tool
+from qbheat_det.model_zoo.table import ZOO_FILE, render_entries, write_table
 
 from .conftest import MakeEntry, make_entry
-
-TABLE = load_tool("zoo_table")
 
 
 def test_the_file_of_the_repository_has_the_entries_of_the_package(
@@ -22,9 +20,9 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(
     package = Path(index.__file__).parent
     monkeypatch.setattr(sources, "SHIPPED", package / "weights")
     monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
-    text = TABLE.ZOO_FILE.read_text(encoding="utf-8")
+    text = ZOO_FILE.read_text(encoding="utf-8")
     (tmp_path / "ZOO.md").write_text(text, encoding="utf-8")
-    updated = TABLE.write_table(tmp_path / "ZOO.md").read_text(encoding="utf-8")
+    updated = write_table(tmp_path / "ZOO.md").read_text(encoding="utf-8")
     assert text == updated, "run: python tools/zoo.py table"
     links = re.findall(r"\]\(configs/([^)]+)\)", text)
     assert len(links) > 27  # of the paper's results
@@ -33,30 +31,27 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(
 
 
 def test_all_fields_of_an_entry_are_rendered(ship: MakeEntry) -> None:
-    # A command must not close its code block.
-    entry = ship(command="echo '```'\n````\nrm x")
-    text = TABLE.render_entries([entry])
+    entry = ship(command="echo '```'\nrm x")
+    text = render_entries([entry])
     for word in (
         *(entry.summary, entry.file, entry.sha256, entry.data, entry.data_licence, entry.licence),
         *(entry.commit, entry.date, f"(configs/{entry.config})", "](#retinanettiny)", "AP 12.5 %"),
-        f"\n`````sh\n{entry.command}\n`````",
+        "\n\n    echo '```'\n    rm x",
     ):
         assert word in text
 
 
 def test_unknown_recipes_and_files_without_the_section_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.yaml"):
-        TABLE.render_entries([make_entry(config="none.yaml")])
-    for text in (None, "# Model zoo"):
-        if text:
-            (tmp_path / "ZOO.md").write_text(text)
-        with pytest.raises(UserError, match=r"ZOO\.md"):
-            TABLE.write_table(tmp_path / "ZOO.md")
+        render_entries([make_entry(config="none.yaml")])
+    (tmp_path / "ZOO.md").write_text("# Model zoo")
+    with pytest.raises(UserError, match=r"ZOO\.md"):
+        write_table(tmp_path / "ZOO.md")
 
 
 def test_metrics_are_written_in_brief_and_in_full() -> None:
     metric = Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds")
     assert str(metric) == "kNN top-1 61.2 ±0.4 %"
-    text = TABLE.render_entries([make_entry(metrics=(metric, Metric("loss", 0.8094, "", "toy")))])
+    text = render_entries([make_entry(metrics=(metric, Metric("loss", 0.8094, "", "toy")))])
     assert "- kNN top-1 61.25 % on val (±0.4, the standard error; 3 seeds)\n" in text
     assert "- loss 0.8094 on toy\n" in text

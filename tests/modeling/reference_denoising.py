@@ -35,14 +35,9 @@ class NoisedBox:
 
 
 def noised_boxes(
-    target: Target,
-    settings: Settings,
-    num_classes: int,
-    shift: Tensor,
-    relabel: Tensor,
-    label: Tensor,
+    target: Target, settings: Settings, num_classes: int, noise: Tensor
 ) -> list[NoisedBox]:
-    """All queries of one image; numbers in [0, 1) are (E, 4), (E,) and (E,), E at least as many."""
+    """All queries of one image; numbers in [0, 1) are (E, 6), E at least as many."""
     labels, boxes = target
     copies = 2 if settings.negatives else 1
     while len(labels) * copies > settings.max_queries:
@@ -53,11 +48,11 @@ def noised_boxes(
             break
         for negative in (False, True)[:copies]:
             for index in range(len(labels)):
-                number = len(queries)
+                *shift, relabel, label = noise[len(queries)].tolist()
                 seen = int(labels[index])
-                if float(relabel[number]) < settings.label_noise:
-                    seen = int(float(label[number]) * num_classes)
-                box = _move(boxes[index].tolist(), shift[number].tolist(), settings, negative)
+                if relabel < settings.label_noise:
+                    seen = int(label * num_classes)
+                box = _move(boxes[index].tolist(), shift, settings, negative)
                 queries.append(NoisedBox(seen, box, group, index, negative))
     return queries
 
@@ -106,7 +101,7 @@ def denoising_losses(
                     distance = distance + (guess - truth).abs().sum()
                     giou = giou + 1 - generalized_iou(guess, truth)
     return {
-        "loss_dn_ce": cross_entropy / max(weights, 1e-6),
-        "loss_dn_bbox": 5 * distance / found,
-        "loss_dn_giou": 2 * giou / found,
+        "loss_ce": cross_entropy / max(weights, 1e-6),
+        "loss_bbox": 5 * distance / found,
+        "loss_giou": 2 * giou / found,
     }

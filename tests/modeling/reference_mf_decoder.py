@@ -13,13 +13,14 @@ from torch import Tensor
 from .reference_mobile_former import (
     Weights,
     attention,
-    batch_norm,
     depthwise3x3,
+    depthwise_norm,
     dynamic_relu,
     layer_norm,
     linear,
     pixels,
     pointwise,
+    pointwise_norm,
     relu,
     relu6,
 )
@@ -75,17 +76,17 @@ def group_norm(w: Weights, x: Tensor, groups: int) -> Tensor:
 
 def multi_head(w: Weights, query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
     dim = query.shape[-1]
-    read = attention(
-        linear(w.at("query"), query, dim),
-        linear(w.at("key"), key, dim),
-        linear(w.at("value"), value, dim),
-        heads,
-    )
-    return linear(w.at("out"), read, dim)
+    weights = w.read("in_proj_weight", 3 * dim, dim).chunk(3)
+    biases = w.read("in_proj_bias", 3 * dim).chunk(3)
+    projected = [
+        torch.einsum("li,oi->lo", rows, weight) + bias
+        for rows, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    ]
+    return linear(w.at("out_proj"), attention(*projected, heads), dim)
 
 
-def feed_forward(w: Weights, u: Tensor, hidden: int) -> Tensor:
-    return linear(w.at("fc2"), relu(linear(w.at("fc1"), u, hidden)), u.shape[-1])
+def feed_forward(w: Weights, u: Tensor, hidden: int, last: int = 3) -> Tensor:
+    return linear(w.at(last), relu(linear(w.at(0), u, hidden)), u.shape[-1])
 
 
 def as_map(rows: Tensor, like: Tensor) -> Tensor:
@@ -93,46 +94,45 @@ def as_map(rows: Tensor, like: Tensor) -> Tensor:
     return rows.T.reshape(like.shape)
 
 
-def down_conv(w: Weights, c16: Tensor, dim: int) -> Tensor:
-    u = depthwise3x3(w.at("dw"), c16, c16.shape[0], stride=2)
-    u = relu6(batch_norm(w.at("bn1"), u))
-    return batch_norm(w.at("bn2"), pointwise(w.at("pw"), u, dim))
+def separable(w: Weights, x: Tensor, dim: int, stride: int = 1) -> Tensor:
+    u = relu6(depthwise_norm(w.at("depthwise"), x, x.shape[0], stride))
+    return pointwise_norm(w.at("pointwise"), u, dim)
 
 
-def up_conv(w: Weights, x: Tensor, lateral: Tensor) -> Tensor:
+def up_conv(w: Weights, level: int, x: Tensor, backbone_map: Tensor) -> Tensor:
     dim = x.shape[0]
-    u = bilinear(x, lateral.shape[1], lateral.shape[2])
-    u = relu6(batch_norm(w.at("bn1"), depthwise3x3(w.at("dw"), u, dim, stride=1)))
-    u = batch_norm(w.at("bn2"), pointwise(w.at("pw"), u, dim))
-    side = pointwise(w.at("lateral"), lateral, dim)
-    side = side + w.at("lateral").read("bias", dim)[:, None, None]
-    return u + group_norm(w.at("lateral_norm"), side, groups=32)
+    u = separable(w.at("up", level), bilinear(x, *backbone_map.shape[1:]), dim)
+    lateral = w.at("laterals", level)
+    side = pointwise(lateral.at("conv"), backbone_map, dim)
+    side = side + lateral.at("conv").read("bias", dim)[:, None, None]
+    return u + group_norm(lateral.at("norm"), side, groups=32)
 
 
 def query_side(
     w: Weights, f: Tensor, p: Tensor, x: Tensor, e: Tensor, heads: int, hidden: int
 ) -> tuple[Tensor, Tensor]:
     """Position adaptation, cross-attention, self-attention, feed-forward; post-norm."""
-    p = p + feed_forward(w.at("position"), f, f.shape[1])
+    p = p + feed_forward(w.at("adapt_position"), f, f.shape[1], last=2)
     memory = pixels(x)
-    read = multi_head(w.at("cross"), f + p, memory + e, memory, heads)
+    read = multi_head(w.at("cross_attention"), f + p, memory + e, memory, heads)
     f = layer_norm(w.at("cross_norm"), f + read)
-    f = layer_norm(w.at("self_norm"), f + multi_head(w.at("self"), f + p, f + p, f, heads))
-    f = layer_norm(w.at("ffn_norm"), f + feed_forward(w.at("ffn"), f, hidden))
+    read = multi_head(w.at("self_attention"), f + p, f + p, f, heads)
+    f = layer_norm(w.at("self_norm"), f + read)
+    f = layer_norm(w.at("feed_forward_norm"), f + feed_forward(w.at("feed_forward"), f, hidden))
     return f, p
 
 
 def encoder_layer(w: Weights, x: Tensor, e: Tensor, heads: int, hidden: int) -> Tensor:
     rows = pixels(x)
-    read = multi_head(w.at("self"), rows + e, rows + e, rows, heads)
-    rows = layer_norm(w.at("self_norm"), rows + read)
-    rows = layer_norm(w.at("ffn_norm"), rows + feed_forward(w.at("ffn"), rows, hidden))
-    return as_map(rows, x)
+    read = multi_head(w.at("attention"), rows + e, rows + e, rows, heads)
+    rows = layer_norm(w.at("attention_norm"), rows + read)
+    read = feed_forward(w.at("feed_forward"), rows, hidden)
+    return as_map(layer_norm(w.at("feed_forward_norm"), rows + read), x)
 
 
 def lite_bottleneck(w: Weights, x: Tensor, f: Tensor, expansion: int) -> Tensor:
-    u = depthwise3x3(w.at("dw"), x, expansion * x.shape[0], stride=1)
-    return x + pointwise(w.at("pw"), dynamic_relu(w.at("act"), u, f[0]), x.shape[0])
+    u = depthwise3x3(w.at("depthwise"), x, expansion * x.shape[0], stride=1)
+    return x + pointwise(w.at("pointwise"), dynamic_relu(w.at("act"), u, f[0]), x.shape[0])
 
 
 def queries_to_map(w: Weights, x: Tensor, e: Tensor, f: Tensor, p: Tensor, heads: int) -> Tensor:
@@ -144,10 +144,11 @@ def queries_to_map(w: Weights, x: Tensor, e: Tensor, f: Tensor, p: Tensor, heads
 def predict(w: Weights, f: Tensor, classes: int) -> dict[str, Tensor]:
     """Logits of the classes and of "no object", and boxes (cxcywh in [0, 1])."""
     dim = f.shape[1]
-    u = relu(linear(w.at("box", 1), f, dim))
-    u = relu(linear(w.at("box", 2), u, dim))
-    boxes = 1 / (1 + torch.exp(-linear(w.at("box", 3), u, 4)))
-    return {"pred_logits": linear(w.at("class"), f, classes + 1), "pred_boxes": boxes}
+    box = w.at("bbox_embed")
+    u = relu(linear(box.at("hidden", 0), f, dim))
+    u = relu(linear(box.at("hidden", 1), u, dim))
+    boxes = 1 / (1 + torch.exp(-linear(box.at("last"), u, 4)))
+    return {"pred_logits": linear(w.at("class_embed"), f, classes + 1), "pred_boxes": boxes}
 
 
 def mf_decoder(
@@ -164,17 +165,17 @@ def mf_decoder(
     expansion: int = 6,
 ) -> list[dict[str, Tensor]]:
     """Predictions after every block, first to last; ``blocks`` at strides 32, 16 and 8."""
-    p = w.read("queries", queries, dim)
+    p = w.read("query_position.weight", queries, dim)
     f = torch.zeros_like(p)
-    x = down_conv(w.at("down"), c16, dim)
+    x = separable(w.at("down"), c16, dim, stride=2)
     predictions = []
     for level, count in enumerate(blocks):
         if level > 0:
-            x = up_conv(w.at("up", level), x, (c16, c8)[level - 1])
+            x = up_conv(w, level - 1, x, (c16, c8)[level - 1])
         e = pixels(sine_code(x.shape[1], x.shape[2], dim).to(x))
         for number in range(count):
-            block = w.at("level", level, number)
-            f, p = query_side(block, f, p, x, e, heads, hidden)
+            block = w.at("levels", level, number)
+            f, p = query_side(block.at("query_layer"), f, p, x, e, heads, hidden)
             predictions.append(predict(w, f, classes))
             if len(predictions) == sum(blocks):
                 break
@@ -182,5 +183,5 @@ def mf_decoder(
                 x = encoder_layer(block.at("mobile"), x, e, heads, hidden)
             else:
                 x = lite_bottleneck(block.at("mobile"), x, f, expansion)
-            x = queries_to_map(block.at("to_map"), x, e, f, p, heads)
+            x = queries_to_map(block.at("query_to_map"), x, e, f, p, heads)
     return predictions

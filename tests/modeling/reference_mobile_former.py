@@ -2,30 +2,32 @@
 """Mobile-Former a second time, as plainly as possible: the oracle of the encoder's tests.
 
 One image at a time, every head and every kernel tap in a loop, no module of the package and no
-layer of PyTorch. Slow and easy to check against the paper; evaluation mode only. Letters:
-C, H, W a map, M tokens, D token width.
+layer of PyTorch; only the names of weights and the table of widths are the package's. Slow and easy
+to check against the paper; evaluation mode only. Letters: C, H, W a map, M tokens, D token width.
 """
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from qbheat_det.modeling.backbone import MobileFormerArch
 
 
 class Weights:
-    """Named tensors that remember which of them were read, and check every shape."""
+    """A module's tensors by name, which remember that they were read, and check every shape."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, module: nn.Module) -> None:
+        state = module.state_dict().items()
+        self.tensors = {name: value for name, value in state if value.is_floating_point()}
         self.names_read: set[str] = set()
         self.prefix = ""
 
     def at(self, *parts: object) -> "Weights":
         """The same tensors seen from one name further down."""
-        child = object.__new__(type(self))
-        child.__dict__.update(self.__dict__)
+        child = copy.copy(self)
         child.prefix = self.prefix + "".join(f"{part}." for part in parts)
         return child
 
@@ -38,75 +40,27 @@ class Weights:
         return tensor
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Widths of one variant; a block is (kind, hidden, out, second hidden)."""
+def randomise_(module: nn.Module, *, gain: float = 1.2, seed: int = 0) -> None:
+    """Fills every parameter and statistic, so that nothing hides behind a zero or a one.
 
-    token_dim: int
-    stem: int
-    blocks: tuple[tuple[str, int, int, int], ...]
-    expanded: int
-
-
-PLANS = {
-    "3.7G": Plan(
-        256,
-        64,
-        (
-            ("lite", 128, 64, 0),
-            ("down", 384, 112, 448),
-            ("plain", 336, 112, 0),
-            ("down", 672, 192, 576),
-            ("plain", 576, 192, 0),
-            ("plain", 576, 192, 0),
-            ("down", 1152, 352, 1408),
-            ("plain", 1408, 352, 0),
-            ("plain", 1408, 352, 0),
-            ("plain", 2112, 480, 0),
-            ("plain", 2880, 480, 0),
-            ("plain", 2880, 480, 0),
-        ),
-        2880,
-    ),
-    "1.0G": Plan(
-        256,
-        32,
-        (
-            ("lite", 64, 32, 0),
-            ("down", 192, 56, 224),
-            ("plain", 168, 56, 0),
-            ("down", 336, 96, 288),
-            ("plain", 288, 96, 0),
-            ("plain", 288, 96, 0),
-            ("down", 576, 176, 704),
-            ("plain", 704, 176, 0),
-            ("plain", 704, 176, 0),
-            ("plain", 1056, 240, 0),
-            ("plain", 1440, 240, 0),
-            ("plain", 1440, 240, 0),
-        ),
-        1440,
-    ),
-    "285M": Plan(
-        192,
-        16,
-        (
-            ("lite", 32, 16, 0),
-            ("down", 96, 28, 112),
-            ("plain", 84, 28, 0),
-            ("down", 168, 48, 144),
-            ("plain", 144, 48, 0),
-            ("plain", 144, 48, 0),
-            ("down", 240, 80, 320),
-            ("plain", 320, 88, 0),
-            ("plain", 480, 88, 0),
-            ("plain", 528, 120, 0),
-            ("plain", 720, 120, 0),
-            ("plain", 720, 120, 0),
-        ),
-        720,
-    ),
-}
+    Norm scales and variances lie in [0.5, 1.5]; other vectors, among them the means, have standard
+    deviation 0.2; matrices and kernels multiply sizes by ``gain``; learned tokens and query
+    positions are standard normal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in module.state_dict().items():
+        if not tensor.is_floating_point():
+            continue
+        if name.endswith(("tokens", "query_position.weight")):
+            value = torch.randn(tensor.shape, generator=generator)
+        elif tensor.ndim >= 2:
+            noise = torch.randn(tensor.shape, generator=generator)
+            value = noise * gain * (tensor.shape[0] / tensor.numel()) ** 0.5
+        elif name.endswith(("weight", "running_var")):
+            value = 0.5 + torch.rand(tensor.shape, generator=generator)
+        else:
+            value = 0.2 * torch.randn(tensor.shape, generator=generator)
+        tensor.copy_(value)
 
 
 def relu(u: Tensor) -> Tensor:
@@ -195,9 +149,8 @@ def pointwise(w: Weights, x: Tensor, out: int) -> Tensor:
 def dynamic_relu(w: Weights, x: Tensor, driver: Tensor) -> Tensor:
     """max(a1 x, a2 x) per channel, with slopes computed from one vector."""
     channels = x.shape[0]
-    theta = hard_sigmoid(
-        linear(w.at("expand"), relu(linear(w.at("reduce"), driver, len(driver) // 4)), 2 * channels)
-    )
+    hidden = relu(linear(w.at("squeeze"), driver, len(driver) // 4))
+    theta = hard_sigmoid(linear(w.at("slopes"), hidden, 2 * channels))
     a1 = 1 + 2 * (theta[:channels] - 0.5)
     a2 = 2 * (theta[channels:] - 0.5)
     return torch.maximum(a1[:, None, None] * x, a2[:, None, None] * x)
@@ -224,15 +177,15 @@ def mobile_to_former(w: Weights, x: Tensor, z: Tensor) -> Tensor:
     memory = pixels(x)
     read = attention(linear(w.at("query"), z, channels), memory, memory, heads=2)
     gate = 2 * hard_sigmoid(linear(w.at("gate"), z, channels))
-    return layer_norm(w.at("norm"), z + linear(w.at("out"), gate * read, token_dim))
+    return layer_norm(w.at("norm"), z + linear(w.at("project"), gate * read, token_dim))
 
 
 def former(w: Weights, z: Tensor) -> Tensor:
     dim = z.shape[1]
     read = attention(linear(w.at("query"), z, dim), z, z, heads=4)
-    z = layer_norm(w.at("norm1"), z + linear(w.at("out"), read, dim))
-    hidden = gelu(linear(w.at("fc1"), z, 2 * dim))
-    return layer_norm(w.at("norm2"), z + linear(w.at("fc2"), hidden, dim))
+    z = layer_norm(w.at("attention_norm"), z + linear(w.at("project"), read, dim))
+    hidden = gelu(linear(w.at("mlp", 0), z, 2 * dim))
+    return layer_norm(w.at("mlp_norm"), z + linear(w.at("mlp", 2), hidden, dim))
 
 
 def former_to_mobile(w: Weights, x: Tensor, z: Tensor) -> Tensor:
@@ -242,48 +195,52 @@ def former_to_mobile(w: Weights, x: Tensor, z: Tensor) -> Tensor:
     return x + read.T.reshape(channels, height, width)
 
 
+def pointwise_norm(w: Weights, x: Tensor, out: int) -> Tensor:
+    return batch_norm(w.at("norm"), pointwise(w, x, out))
+
+
+def depthwise_norm(w: Weights, x: Tensor, out: int, stride: int = 1) -> Tensor:
+    return batch_norm(w.at("norm"), depthwise3x3(w, x, out, stride))
+
+
 def lite(w: Weights, x: Tensor, hidden: int, out: int) -> Tensor:
-    u = relu6(batch_norm(w.at("bn1"), depthwise3x3(w.at("dw"), x, hidden, stride=1)))
-    return x + batch_norm(w.at("bn2"), pointwise(w.at("pw"), u, out))
+    u = relu6(depthwise_norm(w.at("depthwise"), x, hidden))
+    return x + pointwise_norm(w.at("pointwise"), u, out)
 
 
 def plain(w: Weights, x: Tensor, hidden: int, out: int, driver: Tensor) -> Tensor:
-    u = batch_norm(w.at("bn1"), pointwise(w.at("pw1"), x, hidden))
-    u = dynamic_relu(w.at("act1"), u, driver)
-    u = batch_norm(w.at("bn2"), depthwise3x3(w.at("dw"), u, hidden, stride=1))
-    u = dynamic_relu(w.at("act2"), u, driver)
-    u = batch_norm(w.at("bn3"), pointwise(w.at("pw2"), u, out))
+    u = dynamic_relu(w.at("expand_act"), pointwise_norm(w.at("expand"), x, hidden), driver)
+    u = dynamic_relu(w.at("depthwise_act"), depthwise_norm(w.at("depthwise"), u, hidden), driver)
+    u = pointwise_norm(w.at("reduce"), u, out)
     return x + u if x.shape[0] == out else u
 
 
 def down(w: Weights, x: Tensor, hidden: int, out: int, hidden2: int, driver: Tensor) -> Tensor:
-    u = batch_norm(w.at("bn1"), depthwise3x3(w.at("dw1"), x, hidden, stride=2))
-    u = dynamic_relu(w.at("act1"), u, driver)
-    y = batch_norm(w.at("bn2"), pointwise(w.at("pw1"), u, out))
-    u = batch_norm(w.at("bn3"), depthwise3x3(w.at("dw2"), y, hidden2, stride=1))
-    u = dynamic_relu(w.at("act2"), u, driver)
-    return y + batch_norm(w.at("bn4"), pointwise(w.at("pw2"), u, out))
+    u = dynamic_relu(w.at("down_act"), depthwise_norm(w.at("down"), x, hidden, 2), driver)
+    y = pointwise_norm(w.at("down_reduce"), u, out)
+    u = dynamic_relu(w.at("depthwise_act"), depthwise_norm(w.at("depthwise"), y, hidden2), driver)
+    return y + pointwise_norm(w.at("reduce"), u, out)
 
 
-def mobile_former(w: Weights, plan: Plan, image: Tensor) -> dict[str, Tensor]:
+def mobile_former(w: Weights, arch: MobileFormerArch, image: Tensor) -> dict[str, Tensor]:
     """The encoder of one image (3, H, W): the last map of every stride, C16 and the tokens."""
-    z = w.read("tokens", 6, plan.token_dim)
+    z = w.read("tokens", arch.num_tokens, arch.token_dim)
     stem = w.at("stem")
-    x = relu6(batch_norm(stem.at("bn"), conv3x3(stem.at("conv"), image, plan.stem, stride=2)))
-    stride, outputs = 2, {}
-    for number, (kind, hidden, out, hidden2) in enumerate(plan.blocks, start=1):
-        block = w.at("block", number)
-        mobile = block.at("mobile")
-        if kind == "lite":
-            x = lite(mobile, x, hidden, out)
+    x = relu6(batch_norm(stem.at("norm"), conv3x3(stem, image, arch.stem, stride=2)))
+    stage, place, outputs = 0, -1, {}
+    for spec in arch.blocks:
+        stage, place = (stage + 1, 0) if spec.kind == "down" else (stage, place + 1)
+        block = w.at("stages", stage, place)
+        if spec.kind == "lite":
+            x = lite(block, x, spec.hidden, spec.out)
         else:
-            z = former(block.at("former"), mobile_to_former(block.at("to_former"), x, z))
-            if kind == "down":
-                x, stride = down(mobile, x, hidden, out, hidden2, z[0]), stride * 2
+            z = former(block.at("former"), mobile_to_former(block.at("mobile_to_former"), x, z))
+            if spec.kind == "down":
+                second = spec.second_hidden
+                x = down(block.at("mobile"), x, spec.hidden, spec.out, second, z[0])
             else:
-                x = plain(mobile, x, hidden, out, z[0])
-            x = former_to_mobile(block.at("to_mobile"), x, z)
-        outputs[f"s{stride}"] = x
-    last = w.at("expand")
-    x = relu6(batch_norm(last.at("bn"), pointwise(last.at("conv"), x, plan.expanded)))
+                x = plain(block.at("mobile"), x, spec.hidden, spec.out, z[0])
+            x = former_to_mobile(block.at("former_to_mobile"), x, z)
+        outputs[f"s{2 ** (stage + 1)}"] = x
+    x = relu6(pointwise_norm(w.at("expand"), x, arch.expanded))
     return {**outputs, "s16_expanded": x, "tokens": z}

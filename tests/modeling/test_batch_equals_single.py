@@ -10,17 +10,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
-from qbheat_det.modeling.detr import MFDETR, HungarianMatcher, MFDecoder, SetCriterion
+from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
 
-from .parameter_names import randomise_
+from .reference_mobile_former import randomise_
 
 BATCHES = [
     [(64, 96), (96, 64)],
-    [(64, 96), (64, 96), (64, 95)],
     [(50, 77), (33, 120), (97, 31)],
-    [(9, 200), (200, 9), (65, 65)],
     [(1, 1), (40, 56), (2, 97), (31, 3)],
-    [(32, 32), (33, 33), (128, 160)],
 ]
 
 
@@ -28,13 +25,12 @@ def build(variant: str = "285M", blocks: tuple[int, int, int] = (2, 1, 1)) -> MF
     features = ["s8", "s16_expanded"]
     backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=features)
     shapes = backbone.output_shape()
-    weights = {"class_weight": 1.0, "l1_weight": 5.0, "giou_weight": 2.0}
     return MFDETR(
         backbone=backbone,
         decoder=MFDecoder(
             input_shape=[shapes[name] for name in features], num_classes=6, num_blocks=blocks
         ),
-        criterion=SetCriterion(matcher=HungarianMatcher(**weights), num_classes=6, **weights),
+        criterion=SetCriterion(num_classes=6),
         in_features=features,
         pixel_mean=[123.675, 116.28, 103.53],
         pixel_std=[58.395, 57.12, 57.375],
@@ -79,13 +75,11 @@ def raw_outputs(model: MFDETR, images: ImageList) -> dict[str, Tensor]:
     return model.decoder.predict(model.decoder.refine_queries(features, padding))
 
 
+@pytest.mark.parametrize("sizes", BATCHES, ids=str)
 @torch.no_grad()
-def check_raw_outputs(model: MFDETR, sizes: list[tuple[int, int]], garbage: float = 0.0) -> None:
+def test_predictions_of_every_block_agree(model: MFDETR, sizes: list[tuple[int, int]]) -> None:
     inputs = entries(sizes)
     images = model.preprocess_image(inputs)
-    for padded, (height, width) in zip(images.tensor, sizes, strict=True):
-        padded[:, height:] = garbage
-        padded[:, :, width:] = garbage
     together = raw_outputs(model, images)
     for n, entry in enumerate(inputs):
         alone = raw_outputs(model, model.preprocess_image([entry]))
@@ -95,13 +89,8 @@ def check_raw_outputs(model: MFDETR, sizes: list[tuple[int, int]], garbage: floa
             )
 
 
-@pytest.mark.parametrize("sizes", BATCHES, ids=str)
-def test_predictions_of_every_block_agree(model: MFDETR, sizes: list[tuple[int, int]]) -> None:
-    check_raw_outputs(model, sizes)
-
-
 def test_the_comparison_notices_a_model_that_takes_padding_for_image(model: MFDETR) -> None:
-    inputs = entries(BATCHES[2])
+    inputs = entries(BATCHES[1])
     images = model.preprocess_image(inputs)
     with torch.no_grad():
         features = model.backbone(images.tensor)
@@ -111,7 +100,7 @@ def test_the_comparison_notices_a_model_that_takes_padding_for_image(model: MFDE
             assert float((blind[-1, n] - alone[-1, 0]).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("sizes", BATCHES[:4], ids=str)
+@pytest.mark.parametrize("sizes", BATCHES[1:], ids=str)
 def test_detections_agree(model: MFDETR, sizes: list[tuple[int, int]]) -> None:
     inputs = entries(sizes)
     inputs[0].update(height=300, width=451)  # the size of the picture before resizing

@@ -66,7 +66,6 @@ def test_any_other_module_gets_the_defaults() -> None:
             contracts.pretrain_only_modules,
             contracts.optional_modules,
             contracts.equivalent_configs,
-            contracts.get_linear_models,
             contracts.get_pixel_statistics,
         )
     )
@@ -86,7 +85,8 @@ def test_the_encoder_stands_below_a_pyramid() -> None:
     simple.net = vit  # as ViTDet's pyramid
     found = [contracts.get_encoder(backbone) for backbone in (encoder, pyramid, simple)]
     assert found == [encoder, encoder, vit]
-    assert contracts.optional_modules(pyramid) == ["bottom_up.expand"]
+    expected = ["bottom_up.expand", "bottom_up.last_bridge"]
+    assert contracts.optional_modules(pyramid) == expected
     assert [contracts.get_freeze_all(each) for each in (encoder, vit)] == [encoder.freeze_all, 5]
 
 

@@ -8,15 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from qbheat_det.modeling.backbone import (
-    MOBILE_FORMER_ARCHS,
-    BlockSpec,
-    MobileFormer,
-    MobileFormerArch,
-)
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
-from .parameter_names import encoder_names, randomise_, renamed
-from .reference_mobile_former import PLANS, Weights, mobile_former
+from .reference_mobile_former import Weights, mobile_former, randomise_
+from .tiny_pretraining import SMALL_ARCH
 
 OUTPUTS = ["s2", "s4", "s8", "s16", "s16_expanded", "tokens"]
 
@@ -39,25 +34,7 @@ TOTALS = {"3.7G": 25_041_040, "1.0G": 11_778_952, "285M": 4_946_580}
 TOTALS_WITHOUT_BATCH_NORM = {"3.7G": 24_968_880, "1.0G": 11_742_872, "285M": 4_928_348}
 
 
-# The same code at a size that is quick in double precision, over stages of unequal length.
-SMALL = MobileFormerArch(
-    num_tokens=3,
-    token_dim=16,
-    stem=8,
-    blocks=(
-        BlockSpec("lite", 16, 8),
-        BlockSpec("down", 16, 12, 24),
-        BlockSpec("down", 24, 10, 20),
-        BlockSpec("plain", 30, 10),
-        BlockSpec("plain", 20, 14),
-        BlockSpec("down", 28, 18, 36),
-        BlockSpec("plain", 36, 18),
-    ),
-    expanded=40,
-)
-
-
-@pytest.fixture(scope="module", params=list(PLANS))
+@pytest.fixture(scope="module", params=list(PARAMETERS))
 def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -71,11 +48,6 @@ def random_encoder(variant: str) -> MobileFormer:
 @pytest.fixture(scope="module")
 def encoder(variant: str) -> MobileFormer:
     return random_encoder(variant)
-
-
-@pytest.fixture(scope="module")
-def weights(variant: str, encoder: MobileFormer) -> Weights:
-    return Weights(renamed(encoder, encoder_names([kind for kind, *_ in PLANS[variant].blocks])))
 
 
 def image_of(*size: int, seed: int = 0) -> Tensor:
@@ -99,12 +71,13 @@ def test_parameter_counts_are_the_published_ones(variant: str, encoder: MobileFo
 
 @pytest.mark.parametrize("size", [(64, 96), (50, 77)])
 def test_outputs_equal_the_naive_implementation(
-    variant: str, encoder: MobileFormer, weights: Weights, size: tuple[int, int]
+    variant: str, encoder: MobileFormer, size: tuple[int, int]
 ) -> None:
-    image = image_of(*size)
+    image, weights = image_of(*size), Weights(encoder)
     with torch.no_grad():
         outputs = encoder(image[None])
-        expected = mobile_former(weights, PLANS[variant], image)
+        expected = mobile_former(weights, MOBILE_FORMER_ARCHS[variant], image)
+    assert weights.names_read == set(weights.tensors)
     assert list(outputs) == OUTPUTS
     for name, output in outputs.items():
         assert float(expected[name].std()) > 0.1, f"{name} is too flat to tell anything"
@@ -122,10 +95,9 @@ def test_every_parameter_gets_a_gradient_in_training(variant: str) -> None:
         assert float(parameter.grad.abs().max()) > 0, f"the gradient of {name} is zero"
 
 
-@pytest.mark.parametrize("margin", [0, 5])
-@pytest.mark.parametrize("garbage", [0.0, 300.0])
+@pytest.mark.parametrize(("margin", "garbage"), [(0, 0.0), (5, 300.0)])
 def test_a_padded_batch_gives_what_the_images_give_alone(margin: int, garbage: float) -> None:
-    encoder = MobileFormer(arch=SMALL, out_features=OUTPUTS)
+    encoder = MobileFormer(arch=SMALL_ARCH, out_features=OUTPUTS)
     randomise_(encoder)
     encoder.double().eval()
     sizes = [(50, 77), (64, 33), (1, 1), (16, 96), (47, 17)]

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Small models and inputs of pre-training, for tests."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
+from qbheat_det.modeling.backbone import arch_of_rows
+from qbheat_det.modeling.pretrain import ReconstructionLoss, ReconstructionModel
 
+# Over stages of unequal length.
+SMALL_ARCH = arch_of_rows(
+    num_tokens=3,
+    token_dim=16,
+    stem=8,
+    blocks=[
+        ("lite", 16, 8),
+        ("down", 16, 12, 24),
+        ("down", 24, 10, 20),
+        ("plain", 30, 10),
+        ("plain", 20, 14),
+        ("down", 28, 18, 36),
+        ("plain", 36, 18),
+    ],
+    expanded=40,
+)
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 
 
@@ -40,6 +59,24 @@ class Copies(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         return z.flatten(1, 2)
+
+
+def make_copying_model(
+    kind: Callable[..., ReconstructionModel], predictor: nn.Module, grid_size: int, **others: Any
+) -> Any:
+    """What is visible passes through unchanged, and predicted features are taken for pixels."""
+    model = kind(
+        backbone=PatchesAsMap(),
+        predictor=predictor,
+        decoder=Copies(grid_size=grid_size, patch_size=16),
+        loss=ReconstructionLoss(normalize_patches=False),
+        in_feature="map",
+        pixel_mean=MEAN,
+        pixel_std=STD,
+        **others,
+    )
+    nn.init.dirac_(model.projection.weight)
+    return model.eval()
 
 
 def make_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:

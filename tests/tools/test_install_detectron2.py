@@ -150,25 +150,17 @@ def test_the_stub_names_the_operator_that_is_missing_and_the_way_out() -> None:
         namespace["__getattr__"]("box_iou_rotated")  # type: ignore[operator]
 
 
-def test_the_installed_package_holds_no_name_that_current_libraries_lost(installed: Path) -> None:
+def test_the_installed_package_works_without_what_current_libraries_lost(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost = re.compile(r"\bnp\.(bool|int|float|object|str)\b|\bImage\.LINEAR\b|pkg_resources")
     for path in installed.rglob("*.py"):
         code = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
         assert not lost.search("\n".join(code)), path
-
-
-@pytest.mark.usefixtures("installed")
-def test_the_environment_report_that_training_logs_works_without_compiled_operators() -> None:
-    from detectron2.utils.collect_env import collect_env_info
-
-    assert "pure-Python Detectron2" in collect_env_info()
-
-
-def test_the_model_zoo_finds_its_configs_without_pkg_resources(
-    installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # The report that training logs works without compiled operators.
+    report = importlib.import_module("detectron2.utils.collect_env").collect_env_info()
+    assert "pure-Python Detectron2" in report
     monkeypatch.setitem(sys.modules, "pkg_resources", None)
-    model_zoo = importlib.import_module("detectron2.model_zoo")
-    found = model_zoo.get_config_file("COCO-Detection/retinanet_R_50_FPN_1x.yaml")
-    expected = installed / "model_zoo/configs/COCO-Detection/retinanet_R_50_FPN_1x.yaml"
-    assert Path(found).samefile(expected)
+    name = "COCO-Detection/retinanet_R_50_FPN_1x.yaml"
+    found = importlib.import_module("detectron2.model_zoo").get_config_file(name)
+    assert Path(found).samefile(installed / "model_zoo" / "configs" / name)

@@ -139,7 +139,7 @@ def test_bad_arguments_are_named_with_exit_code_2(
         (f"--weights none.pth --input {photos} {out}", "'none.pth'"),
         (f"--weights {probe} --input nowhere {out}", "'nowhere'"),
         (f"--weights {probe} --input {photos}", "--json"),
-        (f"--weights {probe} --input {photos} --json {tmp_path}", "--json"),
+        (f"--weights {probe} --input {photos} --json {tmp_path}", str(tmp_path)),
         (f"--weights {probe} --input {photos} {out} --score-threshold 2", "--score-threshold"),
         (f"--weights {probe} --input {photos} {out} A.B 1", "A.B"),
         (f"--weights {tmp_path}/m.onnx --input x --json y --fast", "--fast"),

@@ -4,8 +4,7 @@
 from detectron2.config import LazyCall as L
 from detectron2.layers import ShapeSpec
 
-from qbheat_det.modeling.dense import SyncFCOS
-from qbheat_det.modeling.dense.detectors import build_fcos_head
+from qbheat_det.modeling.dense import SyncFCOS, build_fcos_head
 
 from ..data.constants import constants
 from .mobile_former_fpn import model as backbone

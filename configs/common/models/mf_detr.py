@@ -4,7 +4,7 @@
 from detectron2.config import LazyCall as L
 
 from qbheat_det.modeling.backbone import shapes_of
-from qbheat_det.modeling.detr import MFDETR, HungarianMatcher, MFDecoder, SetCriterion
+from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
 from qbheat_det.modeling.detr.losses import SoftmaxClassification
 
@@ -22,12 +22,6 @@ model = L(MFDETR)(
         norm="BN",
     ),
     criterion=L(SetCriterion)(
-        matcher=L(HungarianMatcher)(
-            classification="${..classification}",
-            class_weight="${..class_weight}",
-            l1_weight="${..l1_weight}",
-            giou_weight="${..giou_weight}",
-        ),
         num_classes="${..decoder.num_classes}",
         classification=L(SoftmaxClassification)(no_object_weight=0.1),
         class_weight=1.0,

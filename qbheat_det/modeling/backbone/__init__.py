@@ -2,11 +2,10 @@
 """Backbones; importing this package registers them."""
 
 from .cached import CachedBackbone
-from .fpn import build_bare_backbone, build_fpn_backbone, build_mobile_former_fpn_backbone
+from .fpn import build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer
 from .mobile_former_archs import (
     MOBILE_FORMER_ARCHS,
-    BlockSpec,
     MobileFormerArch,
     arch_of_rows,
     named_arch,
@@ -16,14 +15,11 @@ from .timm_backbone import TimmBackbone, register_timm_backbone
 
 __all__ = [
     "MOBILE_FORMER_ARCHS",
-    "BlockSpec",
     "CachedBackbone",
     "MobileFormer",
     "MobileFormerArch",
     "TimmBackbone",
     "arch_of_rows",
-    "build_bare_backbone",
-    "build_fpn_backbone",
     "build_mobile_former_fpn_backbone",
     "named_arch",
     "register_timm_backbone",

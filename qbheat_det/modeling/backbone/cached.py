@@ -16,8 +16,8 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers.cached_images import CachedImages
 from qbheat_det.modeling.contracts import optional_modules
+from qbheat_det.modeling.image_model import CachedImages
 
 _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 

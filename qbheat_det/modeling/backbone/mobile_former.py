@@ -35,7 +35,7 @@ from qbheat_det.layers import (
     zero_padding,
 )
 
-from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch, arch_of_rows
+from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
 
 
 @BACKBONE_REGISTRY.register()
@@ -154,18 +154,11 @@ class MobileFormer(Backbone):
         padding = halve(padding)
         for name, stage in zip(self._stage_names, self.stages, strict=False):
             for block in cast(Iterable[MobileFormerBlock], stage):
-                x, tokens = self.run_block(block, x, tokens, padding)
+                x, tokens = block(x, tokens, padding)
                 padding = halve(padding) if block.stride == 2 else padding
             if self.last_bridge is not None and name == self._stage_names[-1]:
                 tokens = self.last_bridge(tokens, x, padding)
             yield name, x, tokens
-
-    def run_block(
-        self, block: nn.Module, x: Tensor, tokens: Tensor, padding: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Runs one block, as ``MobileFormerBlock.forward``; for subclasses that wrap it."""
-        found: tuple[Tensor, Tensor] = block(x, tokens, padding)
-        return found
 
     def reset_parameters(self) -> None:
         """As in the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""
@@ -222,11 +215,8 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
         UserError: the variant has no such name, or the custom table is not a network.
     """
     node = cfg.MODEL.MOBILE_FORMER
-    if node.VARIANT in MOBILE_FORMER_ARCHS:
-        return MOBILE_FORMER_ARCHS[node.VARIANT]
     if node.VARIANT != "custom":
-        known = [*MOBILE_FORMER_ARCHS, "custom"]
-        raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{node.VARIANT}'")
+        return named_arch(node.VARIANT)
     try:
         return arch_of_rows(
             num_tokens=node.NUM_TOKENS,
@@ -265,30 +255,19 @@ def _build_stages(
 def _build_block(
     spec: BlockSpec, channels: int, token_dim: int, norm: str, drop_path: float
 ) -> nn.Module:
+    widths = {"in_channels": channels, "hidden": spec.hidden, "out_channels": spec.out}
     if spec.kind in ("lite", "lite_down"):
-        return LiteBottleneck(
-            in_channels=channels,
-            hidden=spec.hidden,
-            out_channels=spec.out,
-            norm=norm,
-            stride=2 if spec.halves else 1,
-        )
-    shared: dict[str, Any] = {
-        "in_channels": channels,
-        "hidden": spec.hidden,
-        "out_channels": spec.out,
-        "token_dim": token_dim,
-        "norm": norm,
-        "drop_path": drop_path,
-    }
+        return LiteBottleneck(**widths, norm=norm, stride=2 if spec.halves else 1)
+    shared: dict[str, Any] = {**widths, "token_dim": token_dim, "norm": norm}
+    if spec.kind == "down":
+        kind: type[Mobile | DownMobile] = DownMobile
+        shared["second_hidden"] = spec.second_hidden
+    else:
+        kind = Mobile
     return MobileFormerBlock(
         to_former=MobileToFormer(token_dim=token_dim, channels=channels),
         former=Former(token_dim=token_dim, drop_path=drop_path),
-        mobile=(
-            DownMobile(**shared, second_hidden=spec.second_hidden)
-            if spec.kind == "down"
-            else Mobile(**shared)
-        ),
+        mobile=kind(**shared, drop_path=drop_path),
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )
 

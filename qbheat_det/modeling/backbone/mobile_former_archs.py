@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args
 
 from detectron2.layers import ShapeSpec
 
+from qbheat_det.core.errors import UserError
+
 BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
 
@@ -88,106 +90,119 @@ class MobileFormerArch:
             raise ValueError(f"{where}: the bridges have two heads and need even widths")
 
 
-def _blocks(
-    *rows: tuple[BlockKind, int, int] | tuple[BlockKind, int, int, int],
-) -> tuple[BlockSpec, ...]:
-    return tuple(BlockSpec(*row) for row in rows)
+def arch_of_rows(
+    *,
+    num_tokens: int,
+    token_dim: int,
+    stem: int,
+    blocks: Sequence[Sequence[Any]],
+    expanded: int,
+    head_dim: int = 0,
+) -> MobileFormerArch:
+    """Returns widths from rows [kind, hidden, out, second hidden], as in configs.
+
+    Raises:
+        TypeError: a row is too long or too short.
+        ValueError: the rows are not a network.
+    """
+    specs = tuple(BlockSpec(*row) for row in blocks)
+    return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, head_dim)
 
 
 # fmt: off
-_SMALLEST = _blocks(
+_SMALLEST = [
     ("lite_down", 24, 12), ("plain", 36, 12),                                         # 1/4
     ("down", 72, 24, 96), ("plain", 72, 24),                                          # 1/8
     ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),                   # 1/16
     ("down", 384, 96, 384), ("plain", 576, 96),                                       # 1/32
-)
+]
 MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
-    "285M": MobileFormerArch(
+    "285M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=16, expanded=720,
-        blocks=_blocks(
+        blocks=[
             ("lite", 32, 16),                                                         # 1/2
             ("down", 96, 28, 112), ("plain", 84, 28),                                 # 1/4
             ("down", 168, 48, 144), ("plain", 144, 48), ("plain", 144, 48),           # 1/8
             ("down", 240, 80, 320), ("plain", 320, 88), ("plain", 480, 88),           # 1/16
             ("plain", 528, 120), ("plain", 720, 120), ("plain", 720, 120),
-        ),
+        ],
     ),
-    "1.0G": MobileFormerArch(
+    "1.0G": arch_of_rows(
         num_tokens=6, token_dim=256, stem=32, expanded=1440,
-        blocks=_blocks(
+        blocks=[
             ("lite", 64, 32),
             ("down", 192, 56, 224), ("plain", 168, 56),
             ("down", 336, 96, 288), ("plain", 288, 96), ("plain", 288, 96),
             ("down", 576, 176, 704), ("plain", 704, 176), ("plain", 704, 176),
             ("plain", 1056, 240), ("plain", 1440, 240), ("plain", 1440, 240),
-        ),
+        ],
     ),
-    "3.7G": MobileFormerArch(
+    "3.7G": arch_of_rows(
         num_tokens=6, token_dim=256, stem=64, expanded=2880,
-        blocks=_blocks(
+        blocks=[
             ("lite", 128, 64),
             ("down", 384, 112, 448), ("plain", 336, 112),
             ("down", 672, 192, 576), ("plain", 576, 192), ("plain", 576, 192),
             ("down", 1152, 352, 1408), ("plain", 1408, 352), ("plain", 1408, 352),
             ("plain", 2112, 480), ("plain", 2880, 480), ("plain", 2880, 480),
-        ),
+        ],
     ),
-    "508M": MobileFormerArch(
+    "508M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=24, expanded=1440, head_dim=1920,
-        blocks=_blocks(
+        blocks=[
             ("lite", 48, 24),                                                         # 1/2
             ("down", 144, 40, 160), ("plain", 120, 40),                               # 1/4
             ("down", 240, 72, 288), ("plain", 216, 72),                               # 1/8
             ("down", 432, 128, 512), ("plain", 512, 128),                             # 1/16
             ("plain", 768, 176), ("plain", 1056, 176),
             ("down", 1056, 240, 960), ("plain", 1440, 240), ("plain", 1440, 240),     # 1/32
-        ),
+        ],
     ),
-    "294M": MobileFormerArch(
+    "294M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=16, expanded=1152, head_dim=1920,
-        blocks=_blocks(
+        blocks=[
             ("lite", 32, 16),
             ("down", 96, 24, 96), ("plain", 96, 24),
             ("down", 144, 48, 192), ("plain", 192, 48),
             ("down", 288, 96, 384), ("plain", 384, 96), ("plain", 576, 128), ("plain", 768, 128),
             ("down", 768, 192, 768), ("plain", 1152, 192), ("plain", 1152, 192),
-        ),
+        ],
     ),
-    "214M": MobileFormerArch(
+    "214M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=12, expanded=960, head_dim=1600,
-        blocks=_blocks(
+        blocks=[
             ("lite", 24, 12),
             ("down", 72, 20, 80), ("plain", 60, 20),
             ("down", 120, 40, 160), ("plain", 160, 40),
             ("down", 240, 80, 320), ("plain", 320, 80), ("plain", 480, 112), ("plain", 672, 112),
             ("down", 672, 160, 640), ("plain", 960, 160), ("plain", 960, 160),
-        ),
+        ],
     ),
-    "151M": MobileFormerArch(
+    "151M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=12, expanded=768, head_dim=1280,
-        blocks=_blocks(
+        blocks=[
             ("lite", 24, 12),
             ("down", 72, 16, 64), ("plain", 48, 16),
             ("down", 96, 32, 128), ("plain", 96, 32),
             ("down", 192, 64, 256), ("plain", 256, 64), ("plain", 384, 88), ("plain", 528, 88),
             ("down", 528, 128, 512), ("plain", 768, 128), ("plain", 768, 128),
-        ),
+        ],
     ),
-    "96M": MobileFormerArch(
+    "96M": arch_of_rows(
         num_tokens=4, token_dim=128, stem=12, expanded=768, head_dim=1280,
-        blocks=_blocks(
+        blocks=[
             ("lite", 24, 12),
             ("down", 72, 16, 64),
             ("down", 96, 32, 128), ("plain", 96, 32),
             ("down", 192, 64, 256), ("plain", 256, 64), ("plain", 384, 88),
             ("down", 528, 128, 512), ("plain", 768, 128),
-        ),
+        ],
     ),
-    "52M": MobileFormerArch(
+    "52M": arch_of_rows(
         num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
     ),
     # Grouped convolutions and their shuffles are dense weights here.
-    "26M": MobileFormerArch(
+    "26M": arch_of_rows(
         num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
     ),
 }
@@ -195,32 +210,15 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
 
 
 def named_arch(variant: str) -> MobileFormerArch:
-    """Returns one of ``MOBILE_FORMER_ARCHS``, for LazyConfigs.
+    """Returns one of ``MOBILE_FORMER_ARCHS``.
 
     Raises:
-        ValueError: there is none of that name.
+        UserError: there is none of that name.
     """
     if variant not in MOBILE_FORMER_ARCHS:
-        raise ValueError(f"variants are {[*MOBILE_FORMER_ARCHS]}, not '{variant}'")
+        known = [*MOBILE_FORMER_ARCHS, "custom"]
+        raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
     return MOBILE_FORMER_ARCHS[variant]
-
-
-def arch_of_rows(
-    *, num_tokens: int, token_dim: int, stem: int, blocks: Sequence[Sequence[Any]], expanded: int
-) -> MobileFormerArch:
-    """Returns custom widths from rows [kind, hidden, out, second hidden], as in configs.
-
-    Raises:
-        TypeError: a row is too long or too short.
-        ValueError: the rows are not a network.
-    """
-    return MobileFormerArch(
-        num_tokens=num_tokens,
-        token_dim=token_dim,
-        stem=stem,
-        blocks=tuple(BlockSpec(*row) for row in blocks),
-        expanded=expanded,
-    )
 
 
 def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:

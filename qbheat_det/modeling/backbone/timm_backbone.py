@@ -124,7 +124,7 @@ class TimmBackbone(Backbone):
             try:
                 maps = self._maps(x, [info["index"] for info in built.values()])
             except Exception as error:  # models raise errors of many types
-                raise _refusal(name, f"({_first_line(error)})") from error
+                raise _refusal(name, f"({type(error).__name__})") from error
             sources = {}
             for (key, info), out in zip(built.items(), maps, strict=True):
                 expected = (
@@ -173,10 +173,6 @@ def _refusal(name: str, reason: str) -> UserError:
         "convolutional network, such as resnet18, efficientnet_b0, mobilenetv4_conv_small or "
         "convnext_atto"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split("\n", 1)[0].split())
 
 
 def _builder_of(name: str) -> Callable[[CfgNode, ShapeSpec], TimmBackbone]:

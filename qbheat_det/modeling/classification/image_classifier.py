@@ -1,24 +1,174 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """An image classifier: linear probing, decoder probing and fine-tuning of any encoder.
 
-Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12.
+Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12. Its
+two classifiers are linear ("lin") and transformer ("tran-1", "tran-4"). As in its Table 8, the
+pooled map is joined with the first token if the backbone has tokens. Its parameter counts (Tables 6
+and 15) show that the transformer has no position embedding; heads of width 64 are chosen here.
+
+Mixup and CutMix are timm's: "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412;
+"CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features",
+arXiv:1905.04899; label smoothing: "Rethinking the Inception Architecture for Computer Vision",
+arXiv:1512.00567.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
+from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone
-from torch import Tensor
+from timm.data import Mixup
+from timm.data.mixup import mixup_target
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.layers import Linear, replace_linear_layers
+from qbheat_det.modeling.image_model import ImageModel, PooledFeatures
 
-from .decoders import LinearDecoder, TransformerDecoder
-from .mixing import BatchMixing
 
-_DECODERS = ("linear", "transformer")
+class LinearDecoder(nn.Module):
+    """Global average pooling, joined with the first token, and one linear layer."""
+
+    def __init__(
+        self,
+        *,
+        input_shape: Mapping[str, ShapeSpec],
+        num_classes: int,
+        normalize: bool = False,
+        in_feature: str = "s16_expanded",
+    ) -> None:
+        """Args:
+        input_shape: the backbone's ``output_shape()``, with ``in_feature`` and optionally
+        "tokens".
+        num_classes: K.
+        normalize: BatchNorm without scale and offset before the linear layer, as in linear
+        probing.
+        in_feature: name of the map to pool.
+        """
+        super().__init__()
+        self.pool = _pool(input_shape, in_feature)
+        width = self.pool.width
+        self.norm = nn.BatchNorm1d(width, affine=False) if normalize else nn.Identity()
+        self.classifier = nn.Linear(width, num_classes)
+        nn.init.normal_(self.classifier.weight, std=0.01)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, features: Mapping[str, Tensor]) -> Tensor:
+        """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to logits (N, K)."""
+        logits: Tensor = self.classifier(self.norm(self.pool(features)))
+        return logits
+
+
+class TransformerDecoder(nn.Module):
+    """Projection of every position to ``dim``, ViT blocks, pooling, one linear layer."""
+
+    def __init__(
+        self,
+        *,
+        input_shape: Mapping[str, ShapeSpec],
+        num_classes: int,
+        dim: int,
+        depth: int = 1,
+        dropout: float = 0.0,
+        in_feature: str = "s16_expanded",
+    ) -> None:
+        """As ``LinearDecoder``, with width (a multiple of 64), number and dropout of the blocks.
+
+        The paper has widths of 192, 384 and 768 for MF-285M, MF-1.0G and MF-3.7G.
+        """
+        super().__init__()
+        if dim <= 0 or dim % 64:
+            raise ValueError(f"MODEL.CLASSIFIER.WIDTH must be a multiple of 64, not {dim}")
+        if depth < 1 or not 0 <= dropout < 1:
+            raise ValueError(
+                "MODEL.CLASSIFIER.DEPTH is at least 1 and MODEL.CLASSIFIER.DROPOUT in [0, 1), not "
+                f"{depth} and {dropout}"
+            )
+        self.pool = _pool(input_shape, in_feature)
+        self.projection = Linear(self.pool.channels, dim)
+        self.blocks = nn.Sequential(
+            *(Block(dim, dim // 64, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
+        )
+        replace_linear_layers(self.blocks)
+        self.norm = nn.LayerNorm(dim)
+        self.classifier = nn.Linear(dim + self.pool.token_dim, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, features: Mapping[str, Tensor]) -> Tensor:
+        """As in ``LinearDecoder``."""
+        positions = features[self.pool.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
+        positions = self.norm(self.blocks(self.projection(positions)))
+        pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
+        logits: Tensor = self.classifier(self.pool.join_token(pooled, features))
+        return logits
+
+
+def _pool(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> PooledFeatures:
+    shape = input_shape.get(in_feature)
+    if shape is None or not shape.channels or in_feature == "tokens":
+        maps = [name for name in input_shape if name != "tokens"]
+        raise ValueError(
+            f"the classifier reads the map '{in_feature}', but the backbone's maps are "
+            f"{', '.join(maps) or 'none'}: set MODEL.CLASSIFIER.IN_FEATURE to one of them, or add "
+            "it to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
+        )
+    return PooledFeatures(input_shape=input_shape, in_feature=in_feature)
+
+
+class BatchMixing:
+    """Mixes image i of N with image N - 1 - i, and their labels likewise.
+
+    Each process draws one share for its batch from NumPy's global generator, which the trainer
+    seeds by run, step and process, so that a resumed run draws the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+    ) -> None:
+        """Args:
+        num_classes: K.
+        label_smoothing: share of a target that is distributed evenly over all classes.
+        mixup: alpha of Mixup's Beta(alpha, alpha); 0 turns it off.
+        cutmix: alpha of CutMix's; with both, each batch takes one at random.
+        """
+        if num_classes < 1 or not 0 <= label_smoothing < 1 or not (mixup >= 0 and cutmix >= 0):
+            raise ValueError(
+                f"MODEL.CLASSIFIER.NUM_CLASSES ({num_classes}) is at least 1, LABEL_SMOOTHING "
+                f"({label_smoothing}) in [0, 1), MIXUP ({mixup}) and CUTMIX ({cutmix}) at least 0"
+            )
+        self.num_classes = num_classes
+        self.label_smoothing = label_smoothing
+        shared = {"label_smoothing": label_smoothing, "num_classes": num_classes}
+        self._mix = Mixup(mixup, cutmix, **shared) if mixup or cutmix else None
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """From images (N, 3, H, W), mixed in place, and labels (N,) to images and targets (N, K).
+
+        Raises:
+            UserError: the batch is mixed, and its number of images is odd.
+        """
+        if self._mix is None:
+            return images, mixup_target(labels, self.num_classes, smoothing=self.label_smoothing)
+        if len(images) % 2:
+            raise UserError(
+                f"Mixup and CutMix pair the images of a batch, and a process has {len(images)}: "
+                "choose SOLVER.IMS_PER_BATCH so that the share of each process, and each of its "
+                "SOLVER.ACCUMULATE parts, is even"
+            )
+        mixed, targets = self._mix(images, labels)
+        return mixed, targets
 
 
 @META_ARCH_REGISTRY.register()
@@ -73,17 +223,19 @@ class ImageClassifier(ImageModel):
             "num_classes": node.NUM_CLASSES,
             "in_feature": node.IN_FEATURE,
         }
-        if node.DECODER not in _DECODERS:
-            raise ValueError(f"MODEL.CLASSIFIER.DECODER is one of {_DECODERS}, not {node.DECODER}")
+        decoder: LinearDecoder | TransformerDecoder
+        if node.DECODER == "linear":
+            decoder = LinearDecoder(**shared, normalize=node.NORMALIZE)
+        elif node.DECODER == "transformer":
+            sizes = {"dim": node.WIDTH, "depth": node.DEPTH, "dropout": node.DROPOUT}
+            decoder = TransformerDecoder(**shared, **sizes)
+        else:
+            raise ValueError(
+                f'MODEL.CLASSIFIER.DECODER is "linear" or "transformer", not "{node.DECODER}"'
+            )
         return {
             "backbone": backbone,
-            "decoder": (
-                LinearDecoder(**shared, normalize=node.NORMALIZE)
-                if node.DECODER == "linear"
-                else TransformerDecoder(
-                    **shared, dim=node.WIDTH, depth=node.DEPTH, dropout=node.DROPOUT
-                )
-            ),
+            "decoder": decoder,
             "mixing": BatchMixing(
                 num_classes=node.NUM_CLASSES,
                 label_smoothing=node.LABEL_SMOOTHING,

@@ -8,27 +8,17 @@ Importing this module registers "mobile_former_285m" and the others of ``TIMM_NA
 as ``timm:<name>`` with Detectron2.
 """
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
-import timm
 import torch
 from timm.layers import create_classifier
-from timm.models import (
-    DefaultCfg,
-    PretrainedCfg,
-    build_model_with_cfg,
-    checkpoint,
-    register_model,
-)
+from timm.models import build_model_with_cfg, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint.timm_weights import load_into_timm_model, names_for_timm
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import (
     MOBILE_FORMER_ARCHS,
     MobileFormer,
@@ -63,18 +53,16 @@ class TimmMobileFormer(MobileFormer):
         norm: str = "BN",
     ) -> None:
         """Takes timm's arguments, and those of ``MobileFormer``; K of 0 has no classifier."""
-        num_downs = sum(block.halves for block in arch.blocks)
-        stages = [f"s{2 ** (i + 1)}" for i in range(1 + num_downs)]
+        outputs = list(arch.output_shapes())
         super().__init__(
             arch=arch,
-            out_features=[*stages, f"{stages[-1]}_expanded", "tokens"],
+            out_features=outputs,
             norm=norm,
             drop_path=drop_path_rate,
             in_channels=in_chans,
         )
         self.in_chans = in_chans
         self.drop_rate = drop_rate
-        self.grad_checkpointing = False
         self.num_features = arch.expanded + arch.token_dim
         self.head_hidden_size = arch.head_dim or self.num_features
         if arch.head_dim:
@@ -88,7 +76,7 @@ class TimmMobileFormer(MobileFormer):
         channels, strides = self._out_feature_channels, self._out_feature_strides
         self.feature_info = [
             {"num_chs": channels[name], "reduction": strides[name], "module": f"stages.{index}"}
-            for index, name in enumerate(stages)
+            for index, name in enumerate(outputs[:-2])
         ]
         self.reset_classifier(num_classes, global_pool)
 
@@ -116,24 +104,18 @@ class TimmMobileFormer(MobileFormer):
         x: Tensor,
         indices: int | Sequence[int] | None = None,
         norm: bool = False,
-        stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """As in timm: the maps of stages, after that of ``forward_features``.
 
         Raises:
-            ValueError: another format, or ``stop_early`` without ``intermediates_only``.
+            ValueError: another format.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
-        if stop_early and not intermediates_only:
-            raise ValueError("stop_early goes with intermediates_only")
-        taken, last = self._take(indices)
-        stages = self.run_stages(x)
-        if stop_early:
-            stages = itertools.islice(stages, last + 1)
-        run = list(stages)
+        taken, _ = self._take(indices)
+        run = list(self.run_stages(x))
         # In the order of the network, each once, as in timm's models.
         maps = [run[index][1] for index in sorted(set(taken))]
         return maps if intermediates_only else (self._last_map(*run[-1][1:]), maps)
@@ -174,21 +156,6 @@ class TimmMobileFormer(MobileFormer):
             nn.init.normal_(self.classifier.weight, std=0.01)
             nn.init.zeros_(self.classifier.bias)
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recomputes blocks in the backward pass instead of keeping their activations.
-
-        As in all of timm, BatchNorm then counts each batch twice in its running statistics.
-        """
-        self.grad_checkpointing = enable
-
-    def run_block(
-        self, block: nn.Module, x: Tensor, tokens: Tensor, padding: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See ``MobileFormer.run_block``."""
-        if not self.grad_checkpointing or not torch.is_grad_enabled():
-            return super().run_block(block, x, tokens, padding)
-        return cast(tuple[Tensor, Tensor], checkpoint(block, x, tokens, padding))
-
     def no_weight_decay(self) -> set[str]:
         """Returns the names of parameters without weight decay: the global tokens."""
         return {"tokens"}
@@ -220,42 +187,33 @@ TIMM_NAMES = {
 """timm's names by ``MODEL.MOBILE_FORMER.VARIANT``."""
 
 
-def describe_weights(**changes: Any) -> dict[str, Any]:
-    """Returns timm's ``pretrained_cfg`` of a Mobile-Former, with ``changes``."""
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": (14, 14),
-        "crop_pct": 0.875,
-        "interpolation": "bilinear",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "stem",
-        "classifier": "classifier",
-        "license": "apache-2.0",
-        "paper_name": "Self-Supervised Learning based on Heat Equation",
-        "paper_ids": "arXiv:2211.13228",
-        **changes,
-    }
+_WITHOUT_WEIGHTS: dict[str, Any] = {
+    "url": "",
+    "num_classes": 1000,
+    "input_size": (3, 224, 224),
+    "pool_size": (14, 14),
+    "crop_pct": 0.875,
+    "interpolation": "bilinear",
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "first_conv": "stem",
+    "classifier": "classifier",
+    "license": "apache-2.0",
+    "paper_name": "Self-Supervised Learning based on Heat Equation",
+    "paper_ids": "arXiv:2211.13228",
+}
+"""timm's ``pretrained_cfg`` of a Mobile-Former."""
+
+# timm reads this when an entry point is registered. A model has no weights: its number of classes
+# must not depend on published ones.
+default_cfgs = dict.fromkeys(TIMM_NAMES.values(), _WITHOUT_WEIGHTS)
 
 
-# timm reads this when an entry point below is registered.
-default_cfgs: dict[str, DefaultCfg] = {}
-
-
-def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    name = TIMM_NAMES[size]
-    if pretrained and not (kwargs.get("pretrained_cfg") or kwargs.get("pretrained_cfg_overlay")):
-        tags = timm.list_models(f"{name}.*", pretrained=True)
-        raise UserError(
-            f"'{name}' names no weights: choose one of {', '.join(tags) or 'no tags yet'}, or a "
-            "file by pretrained_cfg_overlay={'file': …, 'custom_load': True}"
-        )
+def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
     num_maps = 1 + sum(block.halves for block in MOBILE_FORMER_ARCHS[size].blocks)
-    return cast(
-        nn.Module,
-        build_model_with_cfg(
+
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        model: nn.Module = build_model_with_cfg(
             TimmMobileFormer,
             name,
             pretrained,
@@ -263,22 +221,13 @@ def _create(size: str, pretrained: bool, **kwargs: Any) -> nn.Module:
             feature_cfg={"out_indices": tuple(range(num_maps)), "feature_cls": "getter"},
             arch=MOBILE_FORMER_ARCHS[size],
             **kwargs,
-        ),
-    )
+        )
+        return model
 
-
-def _entry_point(size: str) -> Callable[..., nn.Module]:
-    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        return _create(size, pretrained, **kwargs)
-
-    create.__name__ = TIMM_NAMES[size]
-    create.__doc__ = f"Mobile-Former {size}."
+    create.__name__ = name
     return create
 
 
-# A model without a tag has no weights: its number of classes must not depend on published ones.
 for _size, _name in TIMM_NAMES.items():
-    _config = PretrainedCfg(**describe_weights())
-    default_cfgs[_name] = DefaultCfg(tags=deque([""]), cfgs={"": _config})
-    register_model(_entry_point(_size))
+    register_model(_entry_of(_size, _name))
     register_timm_backbone(_name)

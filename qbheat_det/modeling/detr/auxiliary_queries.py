@@ -2,29 +2,42 @@
 """Queries that pass through MF-DETR's decoder beside its own in training, and their losses.
 
 They attend to the map and are refined by the same weights, but neither the object queries nor the
-map read them. Two kinds: denoising queries (``denoising.py``), and groups of object queries, each
-matched one-to-one.
+map read them. Two kinds:
 
-Paper of the latter: "Group DETR: Fast DETR Training with Group-Wise One-to-Many Assignment",
-arXiv:2207.13085. Each box then trains as many queries as there are groups; the first group is the
-decoder's own and the only one in inference. Deviation: the map, which the paper's decoder does not
-change, reads the first group alone.
+Groups of object queries, each matched one-to-one: "Group DETR: Fast DETR Training with Group-Wise
+One-to-Many Assignment", arXiv:2207.13085. Each box then trains as many queries as there are groups;
+the first group is the decoder's own and the only one in inference. Deviation: the map, which the
+paper's decoder does not change, reads the first group alone.
+
+Denoising queries, ground truth with noise added that is to be reconstructed: "DN-DETR: Accelerate
+DETR Training by Introducing Query DeNoising", arXiv:2203.01305, and for the negatives "DINO: DETR
+with Improved DeNoising Anchor Boxes", arXiv:2203.03605, Sec. 3.3. Deviations: MF-DETR's queries are
+no boxes, so a two-layer network over the sine code of a noised box gives the query's position, as
+in DAB-DETR; there is no indicator beside the embedded label, since the content of MF-DETR's own
+queries is zero; the number of groups depends on the image's own boxes, so that an image gives the
+same alone as beside a crowded one.
 """
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import box_convert
 
-from .criterion import SetCriterion, Targets
-from .denoising import Denoising
-from .query_set import QuerySet, join_queries, sum_blocks
+from qbheat_det.layers import SinePositionEncoding
 
-_MOST_GROUPS = 100
+from .criterion import Matches, SetCriterion, Targets
+from .mf_decoder import QuerySet
 
 
 class QueryGroups(nn.Module):
     """G further sets of Q object queries, and their losses."""
+
+    prefix = "loss_group_"
 
     def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
         """Args:
@@ -34,27 +47,25 @@ class QueryGroups(nn.Module):
         weight: factor on the losses of each group; 1 is the weight of the decoder's own.
         """
         super().__init__()
-        if not 1 <= num_groups < _MOST_GROUPS:
+        if not 1 <= num_groups < 100 or weight < 0:
             raise ValueError(
-                f"MODEL.MF_DETR.QUERY_GROUPS.COUNT is 2 to {_MOST_GROUPS} with groups, not "
-                f"{num_groups + 1}: the cost of attention grows with its square"
+                f"MODEL.MF_DETR.QUERY_GROUPS.COUNT ({num_groups + 1}) is 2 to 100 with groups, "
+                f"whose attention grows with its square, and WEIGHT ({weight}) at least 0"
             )
-        if weight < 0:
-            raise ValueError(f"MODEL.MF_DETR.QUERY_GROUPS.WEIGHT is at least 0, not {weight}")
         self.num_groups = num_groups
+        self.num_queries = num_queries
         self.weight = weight
         self.position = nn.Embedding(num_groups * num_queries, dim)  # standard normal, as the own
 
-    def forward(self, num_images: int) -> QuerySet:
+    def forward(self, targets: Targets) -> QuerySet:
         """Returns the queries for a batch, (N, G * Q, C), one group after the other."""
-        position = self.position.weight.expand(num_images, -1, -1)
-        index = torch.arange(len(self.position.weight), device=position.device)
-        group = index // (len(index) // self.num_groups)
+        position = self.position.weight.expand(len(targets.counts), -1, -1)
+        group = torch.arange(position.shape[1], device=position.device) // self.num_queries
         return QuerySet(
             content=torch.zeros_like(position),
             position=position,
             masked=(group[:, None] != group)[None],
-            reads_own=torch.zeros_like(index, dtype=torch.bool),
+            reads_own=torch.zeros_like(group, dtype=torch.bool),
         )
 
     def losses(
@@ -67,44 +78,235 @@ class QueryGroups(nn.Module):
     ) -> dict[str, Tensor]:
         """
         Args:
-            logits: (L, N, G * Q, K + 1).
-            boxes: (L, N, G * Q, 4), cxcywh in [0, 1] of the unpadded image.
+            logits: (L, N, E, K + 1), of the queries from ``forward``.
+            boxes: (L, N, E, 4), cxcywh in [0, 1] of the unpadded image.
             targets: ground truth of the N images.
             criterion: matches a group and computes its losses.
-            normalizers: (2,), of classes and of boxes, those of the decoder's own queries.
+            normalizers: (2,), of classes and of boxes.
 
         Returns:
-            "loss_group_ce", "loss_group_bbox" and "loss_group_giou", weighted sums over the L
-            blocks and the G groups.
+            What ``SetCriterion.block_losses`` returns, of each block and group.
         """
         # A group of a block is matched as a block is: (L * G, N, Q, …).
         logits, boxes = (
             each.unflatten(2, (self.num_groups, -1)).transpose(1, 2).flatten(0, 1)
             for each in (logits, boxes)
         )
-        matches = criterion.matcher(logits, boxes, targets)
-        losses = criterion.block_losses(logits, boxes, targets, matches, normalizers)
-        return sum_blocks(losses, kind="group", weight=self.weight)
+        return criterion.block_losses(logits, boxes, targets, normalizers)
+
+    def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
+        """As ``SetCriterion.normalizers``, of the boxes in each image: those of the own queries."""
+        return criterion.normalizers(counts, self.num_queries)
 
 
-class AuxiliaryQueries(nn.Module):
-    """Groups of object queries, denoising queries, or both."""
+class _Layout(NamedTuple):
+    """The box, group and kind of each query; fields are (N, E)."""
+
+    target: Tensor
+    group: Tensor
+    negative: Tensor
+    valid: Tensor  # False after an image's last query
+
+
+class Denoising(nn.Module):
+    """Makes denoising queries of a batch's ground truth, and computes their losses."""
+
+    prefix = "loss_dn_"
 
     def __init__(
-        self, *, groups: QueryGroups | None = None, denoising: Denoising | None = None
+        self,
+        *,
+        num_classes: int,
+        dim: int,
+        groups: int,
+        box_noise: float = 0.4,
+        label_noise: float = 0.25,
+        negatives: bool = True,
+        max_queries: int = 200,
+        weight: float = 1.0,
     ) -> None:
+        """
+        Args:
+            num_classes: K.
+            dim: C, width of the decoder's queries.
+            groups: noised copies of each box, at most; queries of one copy attend to each other.
+            box_noise: largest shift of a corner, relative to half the side of its box, in [0, 2];
+                that of a negative is one to two times as large.
+            label_noise: probability that a random class replaces a label.
+            negatives: whether each copy has a second one, with more noise, that is no object.
+            max_queries: of one image, which reduces its groups, and then its boxes.
+            weight: factor on the losses.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
         super().__init__()
+        ranges = {
+            "GROUPS": (groups, 1, math.inf),
+            "BOX_NOISE": (box_noise, 0, 2),
+            "LABEL_NOISE": (label_noise, 0, 1),
+            "MAX_QUERIES": (max_queries, 1 + negatives, math.inf),
+            "WEIGHT": (weight, 0, math.inf),
+        }
+        for key, (value, least, most) in ranges.items():
+            if not least <= value <= most:
+                raise ValueError(
+                    f"MODEL.MF_DETR.DENOISING.{key} is {value}, but must be in [{least}, {most}]"
+                )
+        self.num_classes = num_classes
         self.groups = groups
-        self.denoising = denoising
+        self.box_noise = box_noise
+        self.label_noise = label_noise
+        self.copies = 1 + negatives
+        self.max_queries = max_queries
+        self.weight = weight
+        self.label_embed = nn.Embedding(num_classes, dim)
+        self.position_encoding = SinePositionEncoding(channels=dim)
+        layers = nn.Linear(2 * dim, dim), nn.Linear(dim, dim)
+        self.box_embed = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        for layer in layers:
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, targets: Targets, noise: Tensor | None = None) -> QuerySet:
+        """
+        Args:
+            targets: ground truth of the N images.
+            noise: (N, E, 6), in [0, 1), random if None: four numbers move the corners of a box,
+                the fifth selects labels to replace, the sixth their new values.
+
+        Returns:
+            The queries, as many for each image as for the one with the most; no query attends to
+            those beyond an image's own.
+        """
+        device = targets.boxes.device
+        layout = _Layout(*(field.to(device, non_blocking=True) for field in self._layout(targets)))
+        if noise is None:
+            noise = torch.rand(*layout.valid.shape, 6, device=device)
+        labels = targets.labels.gather(1, layout.target)
+        drawn = (noise[..., 5] * self.num_classes).long()
+        labels = torch.where(noise[..., 4] < self.label_noise, drawn, labels)
+        boxes = targets.boxes.gather(1, layout.target[..., None].expand(-1, -1, 4))
+        boxes = self.noised_boxes(boxes, layout.negative, noise[..., :4])
+        code = self.position_encoding.wave(boxes).flatten(-2)  # (N, E, 2 C)
+        other_group = layout.group[:, :, None] != layout.group[:, None]
+        return QuerySet(
+            content=self.label_embed(labels),
+            position=self.box_embed(code),
+            masked=other_group | ~layout.valid[:, None],
+            reads_own=layout.valid.new_ones(layout.valid.shape[1]),
+        )
+
+    def noised_boxes(self, boxes: Tensor, negative: Tensor, shift: Tensor) -> Tensor:
+        """Returns boxes (N, E, 4), cxcywh, with their corners moved within the image.
+
+        Args:
+            boxes: (N, E, 4), cxcywh in [0, 1] of the unpadded image.
+            negative: (N, E), True where a corner moves further.
+            shift: (N, E, 4), random numbers.
+        """
+        signed = 2 * shift - 1
+        further = torch.where(signed < 0, -1.0, 1.0) * negative[..., None]
+        half = boxes[..., 2:].repeat(1, 1, 2) / 2
+        corners = box_convert(boxes, "cxcywh", "xyxy") + (signed + further) * half * self.box_noise
+        first, second = corners.clamp(0, 1).chunk(2, dim=-1)
+        # Strong noise can move a corner past the other one.
+        ordered = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], dim=-1)
+        return box_convert(ordered, "xyxy", "cxcywh")
+
+    def losses(
+        self,
+        logits: Tensor,
+        boxes: Tensor,
+        targets: Targets,
+        criterion: SetCriterion,
+        normalizers: Tensor,
+    ) -> dict[str, Tensor]:
+        """As ``QueryGroups.losses``, for the queries of the same targets."""
+        layout, device = self._layout(targets), logits.device
+        # Indices come from the counts on the host, so that nothing waits for the device: the
+        # queries of all images in one row, without gaps.
+        image, query = layout.valid.nonzero(as_tuple=True)
+        kept = (~layout.negative[image, query]).nonzero()[:, 0]
+        target = image * targets.labels.shape[1] + layout.target[image, query]
+        num_blocks = len(logits)
+        block = torch.arange(num_blocks).repeat_interleave(len(kept))
+        matched = Matches(
+            block=block,
+            image=torch.zeros_like(block),
+            query=kept.repeat(num_blocks),
+            target=target[kept].repeat(num_blocks),
+        )
+        image, query = (index.to(device, non_blocking=True) for index in (image, query))
+        row = Targets(
+            labels=targets.labels.reshape(1, -1),
+            boxes=targets.boxes.reshape(1, -1, 4),
+            counts=(sum(targets.counts),),
+        )
+        return criterion.block_losses(
+            logits[:, image, query][:, None],
+            boxes[:, image, query][:, None],
+            row,
+            normalizers,
+            Matches(*(index.to(device, non_blocking=True) for index in matched)),
+        )
+
+    def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
+        """As ``SetCriterion.normalizers``, of the boxes in each image."""
+        kept = sum(groups * used for groups, used in map(self._shape_of, counts))
+        return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
+
+    def _shape_of(self, count: int) -> tuple[int, int]:
+        """Returns an image's number of groups and the number of boxes in each."""
+        used = min(count, self.max_queries // self.copies)
+        return min(self.groups, self.max_queries // max(self.copies * used, 1)), used
+
+    def _layout(self, targets: Targets) -> _Layout:
+        """Returns the layout of a batch's queries, on the CPU."""
+        return _lay_out(tuple(map(self._shape_of, targets.counts)), self.copies)
+
+
+@lru_cache(maxsize=1)  # the losses of a batch use the layout of its queries again
+def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
+    """Returns the layout of a batch's queries, on the CPU: group by group, negatives last.
+
+    ``shapes`` has the number of groups of each image and of boxes in each; ``copies`` is 2 with
+    negatives, else 1.
+    """
+    groups, used = torch.tensor(shapes).T[..., None]
+    length = copies * used  # of a group, (N, 1)
+    total = groups * length
+    index = torch.arange(int(total.max())).expand(len(shapes), -1)  # (N, E)
+    inside = index % length.clamp(min=1)
+    return _Layout(
+        target=torch.where(index < total, inside % used.clamp(min=1), 0),
+        group=index // length.clamp(min=1),
+        negative=inside >= used,
+        valid=index < total,
+    )
+
+
+class AuxiliaryQueries(nn.ModuleDict):
+    """ "groups" (``QueryGroups``), "denoising" (``Denoising``), or both, in this order."""
 
     def forward(self, targets: Targets) -> QuerySet:
-        """Returns the queries for a batch: those of groups, then those of denoising."""
-        parts = []
-        if self.groups is not None:
-            parts.append(self.groups(len(targets.counts)))
-        if self.denoising is not None:
-            parts.append(self.denoising(targets))
-        return join_queries(parts)
+        """Returns the queries for a batch; those of one kind do not attend to the other."""
+        parts = [kind(targets) for kind in self._kinds()]
+        widths = [part.content.shape[1] for part in parts]
+        rows = [
+            F.pad(
+                part.masked.expand(len(targets.counts), -1, -1),
+                (sum(widths[:index]), sum(widths[index + 1 :])),
+                value=True,
+            )
+            for index, part in enumerate(parts)
+        ]
+        return QuerySet(
+            content=torch.cat([part.content for part in parts], dim=1),
+            position=torch.cat([part.position for part in parts], dim=1),
+            masked=torch.cat(rows, dim=1),
+            reads_own=torch.cat([part.reads_own for part in parts]),
+        )
 
     def losses(
         self,
@@ -113,30 +315,33 @@ class AuxiliaryQueries(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """
+        """Returns weighted losses by name, "loss_group_ce" and so on, summed over the blocks.
+
         Args:
-            outputs: "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4), cxcywh in [0, 1]
-                of the unpadded image, of the queries from ``forward``.
+            outputs: "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4), of the queries
+                from ``forward``.
             targets: ground truth of the N images.
             criterion: of the decoder's own queries.
-            normalizers: (P, 2), of the decoder's own queries and from ``normalizers``.
-
-        Returns:
-            Weighted losses by name, each the sum over the blocks.
+            normalizers: (P, 2), a row for each kind.
         """
         logits, boxes = criterion.supervised(outputs)
-        num_grouped = 0 if self.groups is None else len(self.groups.position.weight)
         losses: dict[str, Tensor] = {}
-        if self.groups is not None:
-            grouped = (logits[:, :, :num_grouped], boxes[:, :, :num_grouped])
-            losses |= self.groups.losses(*grouped, targets, criterion, normalizers[0])
-        if self.denoising is not None:
-            noised = (logits[:, :, num_grouped:], boxes[:, :, num_grouped:])
-            losses |= self.denoising.losses(*noised, targets, criterion, normalizers[1])
+        start = 0
+        for kind, divisors in zip(self._kinds(), normalizers, strict=True):
+            # Denoising queries are all that come after the groups.
+            width = len(kind.position.weight) if isinstance(kind, QueryGroups) else logits.shape[2]
+            own = slice(start, start + width)
+            parts = logits[:, :, own], boxes[:, :, own]
+            for name, loss in kind.losses(*parts, targets, criterion, divisors).items():
+                losses[name.replace("loss_", kind.prefix)] = kind.weight * loss.sum()
+            start += width
         return losses
 
     def normalizers(
         self, counts: Sequence[int], criterion: SetCriterion
     ) -> list[tuple[float, float]]:
-        """Returns divisors of the losses that do not share those of the decoder's own queries."""
-        return [] if self.denoising is None else [self.denoising.normalizers(counts, criterion)]
+        """Returns the divisors of each kind's losses, see ``SetCriterion.normalizers``."""
+        return [kind.normalizers(counts, criterion) for kind in self._kinds()]
+
+    def _kinds(self) -> list[QueryGroups | Denoising]:
+        return cast(list[QueryGroups | Denoising], list(self.values()))

@@ -8,6 +8,7 @@ transfer, SciPy's solver. The sums are those of the paper.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +44,7 @@ class Targets:
         )
 
 
-@dataclass(frozen=True)
-class Matches:
+class Matches(NamedTuple):
     """Pairs (block, image, query) -> target; each field is (P,) on the predictions' device."""
 
     block: Tensor
@@ -52,38 +52,69 @@ class Matches:
     query: Tensor
     target: Tensor
 
-    def to(self, device: torch.device) -> "Matches":
-        """Moves the fields, without waiting for the device."""
-        fields = (self.block, self.image, self.query, self.target)
-        return Matches(*(field.to(device, non_blocking=True) for field in fields))
 
-
-class HungarianMatcher:
-    """Assignment of least cost: of the class, L1 of cxcywh and -GIoU."""
+class SetCriterion(nn.Module):
+    """Matches predictions to ground truth; losses of class, L1 and GIoU, already weighted."""
 
     def __init__(
         self,
         *,
-        class_weight: float,
-        l1_weight: float,
-        giou_weight: float,
+        num_classes: int,
         classification: ClassificationLoss | None = None,
+        class_weight: float = 1.0,
+        l1_weight: float = 5.0,
+        giou_weight: float = 2.0,
+        deep_supervision: bool = True,
     ) -> None:
-        """Takes weights and the class term; DETR's, -p(class), by default.
+        """
+        Args:
+            num_classes: K, without the no-object class.
+            classification: DETR's by default.
+            class_weight: weight of the class, in the loss and in matching.
+            l1_weight: weight of the L1 distance of cxcywh boxes.
+            giou_weight: weight of 1 - GIoU.
+            deep_supervision: whether every block has losses, or the last one only.
 
         Raises:
             ValueError: all weights are zero.
         """
+        super().__init__()
         if not (class_weight or l1_weight or giou_weight):
-            raise ValueError("all three matching weights are zero")
+            raise ValueError("CLASS_WEIGHT, L1_WEIGHT and GIOU_WEIGHT are all zero")
+        self.num_classes = num_classes
+        self.classification = classification or SoftmaxClassification()
         self.class_weight = class_weight
         self.l1_weight = l1_weight
         self.giou_weight = giou_weight
-        self.classification = classification or SoftmaxClassification()
+        self.deep_supervision = deep_supervision
+
+    def forward(
+        self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
+                of the unpadded image, one entry of L a block.
+            targets: ground truth of the N images.
+            normalizers: (2,), from ``mean_normalizers`` of the effective batch.
+
+        Returns:
+            "loss_ce", "loss_bbox", "loss_giou" of the last block, and the same with "_0", "_1", …
+            of the earlier ones. Weighted; their sum is the loss.
+        """
+        logits, boxes = self.supervised(outputs)
+        losses = self.block_losses(logits, boxes, targets, normalizers)
+        last = len(logits) - 1
+        return {
+            name if block == last else f"{name}_{block}": loss[block]
+            for block in range(last + 1)
+            for name, loss in losses.items()
+        }
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
-        """
+    def match(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
+        """Returns the assignment of least cost: of the class, L1 of cxcywh and -GIoU.
+
         Args:
             logits: (L, N, Q, K + 1), the last class being "no object".
             boxes: (L, N, Q, 4), cxcywh in [0, 1] of the unpadded image.
@@ -92,7 +123,7 @@ class HungarianMatcher:
         Returns:
             min(Q, T_i) pairs for each block and image i, ordered by block, image and query.
         """
-        cost = self.cost(logits.float(), boxes.float(), targets).cpu().numpy()
+        cost = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
         rows = [np.empty((4, 0), dtype=np.int64)]
         for block, image in np.ndindex(*cost.shape[:2]):
             query, target = linear_sum_assignment(cost[block, image, :, : targets.counts[image]])
@@ -101,7 +132,7 @@ class HungarianMatcher:
         index = torch.from_numpy(np.concatenate(rows, axis=1)).to(boxes.device, non_blocking=True)
         return Matches(*index)
 
-    def cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
+    def matching_cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
         """Returns (L, N, Q, T); columns beyond an image's count are padding."""
         labels = targets.labels[None, :, None].expand(*logits.shape[:3], -1)
         distance = torch.cdist(boxes, targets.boxes[None].expand(len(boxes), -1, -1, -1), p=1)
@@ -116,70 +147,6 @@ class HungarianMatcher:
         # The trainer's check of the loss reports a diverged model; the solver would crash.
         return cost.nan_to_num(nan=1e6, posinf=1e6, neginf=-1e6)
 
-
-class SetCriterion(nn.Module):
-    """Matches predictions to ground truth; losses of class, L1 and GIoU, already weighted."""
-
-    def __init__(
-        self,
-        *,
-        matcher: HungarianMatcher,
-        num_classes: int,
-        classification: ClassificationLoss | None = None,
-        class_weight: float = 1.0,
-        l1_weight: float = 5.0,
-        giou_weight: float = 2.0,
-        deep_supervision: bool = True,
-    ) -> None:
-        """Args:
-        matcher: assigns ground truth to predictions.
-        num_classes: K, without the no-object class.
-        classification: DETR's by default; the matcher should have the same.
-        class_weight: weight of the classification loss.
-        l1_weight: weight of the L1 distance of cxcywh boxes.
-        giou_weight: weight of 1 - GIoU.
-        deep_supervision: whether every block has losses, or the last one only.
-        """
-        super().__init__()
-        self.matcher = matcher
-        self.num_classes = num_classes
-        self.classification = classification or SoftmaxClassification()
-        self.class_weight = class_weight
-        self.l1_weight = l1_weight
-        self.giou_weight = giou_weight
-        self.deep_supervision = deep_supervision
-
-    def forward(
-        self,
-        outputs: dict[str, Tensor],
-        targets: Targets,
-        normalizers: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """
-        Args:
-            outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
-                of the unpadded image, one entry of L a block.
-            targets: ground truth of the N images.
-            normalizers: (2,), from ``mean_normalizers`` of the effective batch; by default of the
-                batches of all processes in this call.
-
-        Returns:
-            "loss_ce", "loss_bbox", "loss_giou" of the last block, and the same with "_0", "_1", …
-            of the earlier ones. Weighted; their sum is the loss.
-        """
-        logits, boxes = self.supervised(outputs)
-        matches = self.matcher(logits, boxes, targets)
-        if normalizers is None:
-            counts = logits.new_tensor(self.normalizers(targets.counts, logits.shape[2]))
-            normalizers = self.normalizers_of_processes(counts)
-        losses = self.block_losses(logits, boxes, targets, matches, normalizers)
-        last = len(logits) - 1
-        return {
-            name if block == last else f"{name}_{block}": loss[block]
-            for block in range(last + 1)
-            for name, loss in losses.items()
-        }
-
     def supervised(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Returns logits and boxes of the blocks that have a loss, in float32."""
         first = 0 if self.deep_supervision else -1
@@ -190,13 +157,16 @@ class SetCriterion(nn.Module):
         logits: Tensor,
         boxes: Tensor,
         targets: Targets,
-        matches: Matches,
         normalizers: Tensor,
+        matches: Matches | None = None,
     ) -> dict[str, Tensor]:
         """Returns weighted "loss_ce", "loss_bbox" and "loss_giou", (L,) each.
 
-        Arguments are those of ``forward``, with ``matches`` of queries and boxes.
+        Arguments are those of ``forward``, with ``matches`` of queries and boxes, from ``match`` by
+        default.
         """
+        if matches is None:
+            matches = self.match(logits, boxes, targets)
         classes, num_boxes = normalizers
         class_sums = self.class_losses(logits, boxes, targets, matches).sum(dim=(1, 2))
         return {

@@ -114,18 +114,12 @@ class QueryLayer(nn.Module):
             Queries and positions, (N, Q, C) each.
         """
         position = position + self.adapt_position(queries)
-        gathered, _ = self.cross_attention(
-            queries + position,
-            level.x + level.position,
-            level.x,
-            key_padding_mask=level.ignored,
-            need_weights=False,
+        gathered = self.cross_attention(
+            queries + position, level.x + level.position, level.x, key_padding_mask=level.ignored
         )
         queries = self.cross_norm(queries + self.dropout(gathered))
         located = queries + position
-        exchanged, _ = self.self_attention(
-            located, located, queries, attn_mask=mask, need_weights=False
-        )
+        exchanged = self.self_attention(located, located, queries, attn_mask=mask)
         queries = self.self_norm(queries + self.dropout(exchanged))
         queries = queries + self.dropout(self.feed_forward(queries))
         return self.feed_forward_norm(queries), position
@@ -153,9 +147,7 @@ class TransformerMobile(nn.Module):
         """
         x = level.x
         located = x + level.position
-        exchanged, _ = self.attention(
-            located, located, x, key_padding_mask=level.ignored, need_weights=False
-        )
+        exchanged = self.attention(located, located, x, key_padding_mask=level.ignored)
         x = self.attention_norm(x + self.dropout(exchanged))
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 

@@ -2,15 +2,13 @@
 """Classification in MF-DETR: loss in training, cost in matching, scores in inference.
 
 Papers: DETR, arXiv:2005.12872, for the softmax; focal loss, arXiv:1708.02002; generalized focal
-loss, arXiv:2006.04388, whose target is the IoU; VarifocalNet, arXiv:2008.13367; Deformable DETR,
-arXiv:2010.04159, for matching under a focal loss. Deviations: targets may follow the IoU in part
-(``FocalSettings.iou_target``), with the balance alpha of the plain loss; the same idea within a
-softmax (``SoftmaxFocalClassification``) is this package's.
+loss, arXiv:2006.04388, whose target is the IoU; Deformable DETR, arXiv:2010.04159, for matching
+under a focal loss. Deviation: targets may follow the IoU in part (``iou_target``), with the balance
+alpha of the plain loss.
 """
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,14 +19,15 @@ class ClassificationLoss(ABC):
     """A loss of logits (…, K + 1), of which the last is the no-object class.
 
     ``initial_bias`` initialises the biases of the logits; a sum over an effective batch is divided
-    by ``least_normalizer`` or more; ``reads_quality`` is whether ``loss`` uses the IoU;
-    ``same_scores`` names all losses with the same ``scores``.
+    by ``least_normalizer`` or more; ``reads_quality`` is whether ``loss`` uses the IoU.
     """
+
+    name: str
+    """In ``MODEL.MF_DETR.CLASSIFICATION``."""
 
     initial_bias: float = 0.0
     least_normalizer: float = 1.0
     reads_quality: bool = True
-    same_scores: tuple[str, ...] = ()
 
     @abstractmethod
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
@@ -65,9 +64,9 @@ class ClassificationLoss(ABC):
 class SoftmaxClassification(ClassificationLoss):
     """DETR's: a softmax over K + 1 classes, with a smaller weight of no-object."""
 
+    name = "softmax"
     least_normalizer = 1e-6  # the divisor is 0 only if the sum is
     reads_quality = False
-    same_scores = ("softmax", "softmax_focal")
 
     def __init__(self, *, no_object_weight: float = 0.1) -> None:
         """Takes the weight of queries without a box."""
@@ -88,61 +87,6 @@ class SoftmaxClassification(ClassificationLoss):
         return logits.softmax(dim=-1)[..., :-1]
 
 
-@dataclass(frozen=True)
-class FocalSettings:
-    """Settings of the focal losses."""
-
-    gamma: float = 2.0  # exponent of the distance between target and prediction
-    alpha: float = 0.25  # weight of the wanted class; 1 - alpha of the others
-    iou_target: float = 1.0  # share of the IoU in the target of a match; with 0 it is 1
-    prior: float = 0.01  # probability of each class before training, with sigmoids
-
-    def __post_init__(self) -> None:
-        keys = "MODEL.MF_DETR.FOCAL."
-        if self.gamma < 0 or 0 < self.gamma < 1:
-            raise ValueError(
-                f"{keys}GAMMA is 0 or at least 1, not {self.gamma}: between them, the gradient "
-                "diverges where a prediction equals its target"
-            )
-        for name, value in {"ALPHA": self.alpha, "IOU_TARGET": self.iou_target}.items():
-            if not 0 <= value <= 1:
-                raise ValueError(f"{keys}{name} is in [0, 1], not {value}")
-        if not 0 < self.prior < 1:
-            raise ValueError(f"{keys}PRIOR is between 0 and 1, not {self.prior}")
-
-    def target(self, quality: Tensor) -> Tensor:
-        """Returns the target probability of matches with these IoUs, of the same shape."""
-        return 1 - self.iou_target * (1 - quality)
-
-
-class SoftmaxFocalClassification(SoftmaxClassification):
-    """The softmax with soft targets: t on the class of a match and 1 - t on no-object.
-
-    Each -t log p is weighted by abs(t - p)^gamma, so that the loss is zero where p equals t.
-    Scores, matching and normalizer are the softmax's; ``alpha`` and ``prior`` are not used.
-    """
-
-    reads_quality = True
-
-    def __init__(self, *, settings: FocalSettings, no_object_weight: float = 0.1) -> None:
-        """Takes settings, and the weight of queries without a box."""
-        super().__init__(no_object_weight=no_object_weight)
-        self.settings = settings
-
-    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """See ``ClassificationLoss.loss``."""
-        matched = wanted < logits.shape[-1] - 1
-        target = self.settings.target(quality).where(matched, torch.ones_like(quality))
-        log_p = logits.log_softmax(dim=-1)
-        of_wanted = log_p.gather(-1, wanted[..., None])[..., 0]
-        # Without a match, the second term has target 0 and is 0.
-        costs = self._cost(target, of_wanted) + self._cost(1 - target, log_p[..., -1])
-        return costs * (matched + self.no_object_weight * ~matched)
-
-    def _cost(self, target: Tensor, log_p: Tensor) -> Tensor:
-        return -_distance(target, log_p.exp(), self.settings.gamma) * target * log_p
-
-
 class FocalClassification(ClassificationLoss):
     """A sigmoid for each class; the last of the K + 1 logits is not used.
 
@@ -151,20 +95,51 @@ class FocalClassification(ClassificationLoss):
     ``iou_target`` 0 this is RetinaNet's focal loss, with 1 the quality focal loss.
     """
 
-    same_scores = ("focal", "varifocal")
+    name = "focal"
 
-    def __init__(self, *, settings: FocalSettings) -> None:
-        """Takes the settings of targets and weights."""
-        self.settings = settings
-        self.initial_bias = -math.log((1 - settings.prior) / settings.prior)
+    def __init__(
+        self,
+        *,
+        gamma: float = 2.0,
+        alpha: float = 0.25,
+        iou_target: float = 1.0,
+        prior: float = 0.01,
+    ) -> None:
+        """
+        Args:
+            gamma: exponent of the distance between target and prediction.
+            alpha: weight of the wanted class; 1 - alpha of the others.
+            iou_target: share of the IoU in the target of a match; with 0 the target is 1.
+            prior: probability of each class before training.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        keys = "MODEL.MF_DETR.FOCAL."
+        if gamma < 0 or 0 < gamma < 1:
+            raise ValueError(
+                f"{keys}GAMMA is 0 or at least 1, not {gamma}: between them, the gradient "
+                "diverges where a prediction equals its target"
+            )
+        if not (0 <= alpha <= 1 and 0 <= iou_target <= 1 and 0 < prior < 1):
+            raise ValueError(
+                f"{keys}ALPHA ({alpha}) and IOU_TARGET ({iou_target}) are in [0, 1], and PRIOR "
+                f"({prior}) is between 0 and 1"
+            )
+        self.gamma = gamma
+        self.alpha = alpha
+        self.iou_target = iou_target
+        self.initial_bias = -math.log((1 - prior) / prior)
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
         """See ``ClassificationLoss.loss``."""
         logits = logits[..., :-1]
         is_wanted = wanted[..., None] == torch.arange(logits.shape[-1], device=logits.device)
-        target = self.settings.target(quality)[..., None] * is_wanted
+        target = (1 - self.iou_target * (1 - quality))[..., None] * is_wanted
         entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        return (self._weight(logits.sigmoid(), target, is_wanted) * entropy).sum(dim=-1)
+        balance = self.alpha * is_wanted + (1 - self.alpha) * ~is_wanted
+        distance = (target - logits.sigmoid()).abs()
+        return (balance * distance.pow(self.gamma) * entropy).sum(dim=-1)
 
     def normalizer(self, matched: int, unmatched: int) -> float:
         """See ``ClassificationLoss.normalizer``: the matches."""
@@ -177,49 +152,7 @@ class FocalClassification(ClassificationLoss):
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See ``ClassificationLoss.matching_cost``: the focal loss if wanted minus if not."""
         logits = logits.gather(-1, labels)
-        p, gamma, alpha = logits.sigmoid(), self.settings.gamma, self.settings.alpha
-        wanted = -alpha * (1 - p).pow(gamma) * F.logsigmoid(logits)
-        unwanted = -(1 - alpha) * p.pow(gamma) * F.logsigmoid(-logits)
+        p = logits.sigmoid()
+        wanted = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
+        unwanted = -(1 - self.alpha) * p.pow(self.gamma) * F.logsigmoid(-logits)
         return wanted - unwanted
-
-    def _weight(self, p: Tensor, target: Tensor, is_wanted: Tensor) -> Tensor:
-        alpha = self.settings.alpha
-        balance = alpha * is_wanted + (1 - alpha) * ~is_wanted
-        return balance * _distance(target, p, self.settings.gamma)
-
-
-class VarifocalClassification(FocalClassification):
-    """As ``FocalClassification``, but the weight of the wanted class is its target.
-
-    The others have the weight (1 - alpha) p^gamma.
-    """
-
-    def _weight(self, p: Tensor, target: Tensor, is_wanted: Tensor) -> Tensor:
-        settings = self.settings
-        return target.where(is_wanted, (1 - settings.alpha) * p.pow(settings.gamma))
-
-
-def build_classification(
-    name: str, *, no_object_weight: float, settings: FocalSettings
-) -> ClassificationLoss:
-    """Returns the loss that ``MODEL.MF_DETR.CLASSIFICATION`` names.
-
-    Raises:
-        ValueError: another name.
-    """
-    losses: dict[str, ClassificationLoss] = {
-        "softmax": SoftmaxClassification(no_object_weight=no_object_weight),
-        "softmax_focal": SoftmaxFocalClassification(
-            settings=settings, no_object_weight=no_object_weight
-        ),
-        "focal": FocalClassification(settings=settings),
-        "varifocal": VarifocalClassification(settings=settings),
-    }
-    if name not in losses:
-        raise ValueError(f"MODEL.MF_DETR.CLASSIFICATION is one of {[*losses]}, not '{name}'")
-    return losses[name]
-
-
-def _distance(target: Tensor, p: Tensor, gamma: float) -> Tensor:
-    """The distance between prediction and target, to a power."""
-    return (target - p).abs().pow(gamma)

@@ -10,6 +10,7 @@ the last block's missing map side; both follow from the printed counts.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -36,7 +37,33 @@ from .decoder_block import (
     QueryToMap,
     TransformerMobile,
 )
-from .query_set import QuerySet
+
+
+@dataclass(frozen=True)
+class QuerySet:
+    """E further queries for each of N images, and what they may not attend to.
+
+    ``content`` and ``position`` are (N, E, C). ``masked`` (N or 1, E, E) is True where a query
+    (row) may not attend to another, ``reads_own`` (E,) where it attends to the decoder's own.
+    """
+
+    content: Tensor
+    position: Tensor
+    masked: Tensor
+    reads_own: Tensor
+
+    def mask(self, num_own: int) -> Tensor:
+        """Returns (N, Q + E, Q + E), True where a query (row) may not attend to another.
+
+        Args:
+            num_own: Q, of the decoder's own queries, which come first and attend to none of these.
+        """
+        num_images, num_extra = self.content.shape[:2]
+        own = torch.arange(num_own + num_extra, device=self.masked.device) >= num_own
+        above = own.expand(num_images, num_own, -1)
+        left = ~self.reads_own[:, None].expand(num_images, -1, num_own)
+        below = torch.cat([left, self.masked.expand(num_images, -1, -1)], dim=2)
+        return torch.cat([above, below], dim=1)
 
 
 class SeparableConv(nn.Module):

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
-from qbheat_det.layers.cached_images import find_cached_images
+from qbheat_det.modeling.image_model import find_cached_images
 
-from .auxiliary_queries import AuxiliaryQueries, QueryGroups
-from .criterion import HungarianMatcher, SetCriterion, Targets
+from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
+from .criterion import SetCriterion, Targets
 from .decoder_block import DecoderWidths
-from .denoising import Denoising
-from .losses import FocalSettings, build_classification
+from .losses import ClassificationLoss, FocalClassification, SoftmaxClassification
 from .mf_decoder import MFDecoder
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class MFDETR(nn.Module):
     @property
     def equivalent_configs(self) -> dict[str, tuple[str, ...]]:
         """See ``modeling/contracts.py``."""
-        return {"MODEL.MF_DETR.CLASSIFICATION": self.criterion.classification.same_scores}
+        return {"MODEL.MF_DETR.CLASSIFICATION": (self.criterion.classification.name,)}
 
     @property
     def device(self) -> torch.device:
@@ -137,10 +136,12 @@ class MFDETR(nn.Module):
             targets = self.prepare_targets(batched_inputs)
             return self.losses(features, padding, targets, normalizers)
         results = self.inference(self.decoder(features, padding), images.image_sizes)
-        return [
-            {"instances": detector_postprocess(result, *_output_size(entry, result))}
-            for entry, result in zip(batched_inputs, results, strict=True)
-        ]
+        detections = []
+        for entry, found in zip(batched_inputs, results, strict=True):
+            height, width = found.image_size
+            size = entry.get("height", height), entry.get("width", width)
+            detections.append({"instances": detector_postprocess(found, *size)})
+        return detections
 
     def losses(
         self,
@@ -170,13 +171,13 @@ class MFDETR(nn.Module):
         extra = {name: values[:, :, num_own:] for name, values in outputs.items()}
         return {
             **self.criterion(own, targets, normalizers[0]),
-            **self.auxiliary_queries.losses(extra, targets, self.criterion, normalizers),
+            **self.auxiliary_queries.losses(extra, targets, self.criterion, normalizers[1:]),
         }
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns (P, 2): divisors of a batch's losses of classes and boxes, by itself.
 
-        One row is of the object queries, a second one of denoising queries, if there are any. They
+        The first row is of the object queries, the others of each kind of auxiliary queries. They
         depend on the ground truth alone.
         """
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
@@ -280,33 +281,24 @@ def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder
 
 
 def _build_criterion(node: CfgNode) -> SetCriterion:
-    classification = build_classification(
-        node.CLASSIFICATION,
-        no_object_weight=node.NO_OBJECT_WEIGHT,
-        settings=FocalSettings(
-            gamma=node.FOCAL.GAMMA,
-            alpha=node.FOCAL.ALPHA,
-            iou_target=node.FOCAL.IOU_TARGET,
-            prior=node.FOCAL.PRIOR,
-        ),
-    )
-    weights = {
-        "class_weight": node.CLASS_WEIGHT,
-        "l1_weight": node.L1_WEIGHT,
-        "giou_weight": node.GIOU_WEIGHT,
+    focal = {name.lower(): value for name, value in node.FOCAL.items()}
+    classifications: dict[str, ClassificationLoss] = {
+        "softmax": SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT),
+        "focal": FocalClassification(**focal),
     }
+    if node.CLASSIFICATION not in classifications:
+        raise ValueError(
+            f"MODEL.MF_DETR.CLASSIFICATION is one of {[*classifications]}, not "
+            f"'{node.CLASSIFICATION}'"
+        )
     return SetCriterion(
-        matcher=HungarianMatcher(classification=classification, **weights),
         num_classes=node.NUM_CLASSES,
-        classification=classification,
+        classification=classifications[node.CLASSIFICATION],
+        class_weight=node.CLASS_WEIGHT,
+        l1_weight=node.L1_WEIGHT,
+        giou_weight=node.GIOU_WEIGHT,
         deep_supervision=node.DEEP_SUPERVISION,
-        **weights,
     )
-
-
-def _output_size(entry: dict[str, Any], result: Instances) -> tuple[int, int]:
-    height, width = result.image_size
-    return entry.get("height", height), entry.get("width", width)
 
 
 def _build_auxiliary_queries(node: CfgNode) -> AuxiliaryQueries | None:
@@ -316,18 +308,18 @@ def _build_auxiliary_queries(node: CfgNode) -> AuxiliaryQueries | None:
             f"MODEL.MF_DETR.DENOISING.GROUPS ({denoising.GROUPS}) is at least 0 and "
             f"MODEL.MF_DETR.QUERY_GROUPS.COUNT ({groups.COUNT}) at least 1"
         )
-    parts: dict[str, Any] = {}
+    kinds: dict[str, QueryGroups | Denoising] = {}
     if groups.COUNT > 1:
-        parts["groups"] = QueryGroups(
+        kinds["groups"] = QueryGroups(
             num_groups=groups.COUNT - 1,
             num_queries=node.NUM_OBJECT_QUERIES,
             dim=node.HIDDEN_DIM,
             weight=groups.WEIGHT,
         )
     if denoising.GROUPS:
-        parts["denoising"] = Denoising(
+        kinds["denoising"] = Denoising(
             num_classes=node.NUM_CLASSES,
             dim=node.HIDDEN_DIM,
             **{name.lower(): value for name, value in denoising.items()},
         )
-    return AuxiliaryQueries(**parts) if parts else None
+    return AuxiliaryQueries(kinds) if kinds else None

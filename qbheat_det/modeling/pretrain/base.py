@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers import PooledFeatures
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.modeling.image_model import ImageModel, PooledFeatures
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +51,6 @@ class PretrainingModel(ImageModel):
                     "from: they keep their random weights"
                 )
         super().__init__(backbone=backbone, in_feature=in_feature, image_size=image_size, **others)
-
-    def check_num_images(self, num_images: int) -> None:
-        """See ``PretrainingObjective``; most objectives take any number of images."""
 
 
 class ProjectionHead(nn.Module):
@@ -144,27 +140,19 @@ def find_map(
             position cover stride x stride pixels; None allows any image size.
 
     Raises:
-        ValueError: there is no such map, or the image size does not fit; the message names sizes
-            and maps that do.
+        ValueError: there is no such map, or the image size does not fit.
     """
     strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
-    fitting = [
-        key
-        for key, stride in strides.items()
-        if multiple is None or image_size % (multiple * stride) == 0
-    ]
     if name not in strides:
         raise ValueError(
-            f"IN_FEATURE '{name}' is no map of the backbone, whose maps have the strides "
-            f"{strides}; for images of {image_size} pixels, use one of {fitting}, or request "
-            "more maps (MODEL.TIMM.OUT_FEATURES, MODEL.MOBILE_FORMER.OUT_FEATURES)"
+            f"IN_FEATURE '{name}' is no map of the backbone, which has the strides {strides}; "
+            "more can be requested (MODEL.TIMM.OUT_FEATURES, MODEL.MOBILE_FORMER.OUT_FEATURES)"
         )
-    if name not in fitting or image_size < 1:
-        side = (multiple or 1) * strides[name]
+    side = (multiple or 1) * strides[name]
+    if image_size < 1 or (multiple and image_size % side):
         nearest = max(1, round(image_size / side)) * side
-        others = f", or IN_FEATURE to one of {fitting}" if fitting else ""
         raise ValueError(
             f"'{name}' has stride {strides[name]}, so the image's side must be a multiple of "
-            f"{side}, not {image_size}: set INPUT.PRETRAIN.SIZE to {nearest}{others}"
+            f"{side}, not {image_size}: set INPUT.PRETRAIN.SIZE to {nearest}"
         )
     return shapes[name]

@@ -78,11 +78,9 @@ class HeatPredictor(nn.Module):
         """Takes C, the number of explicit models of a scale, and the kinds of visible quarters.
 
         Raises:
-            ValueError: another number of models, another kind of quarter, or no features.
+            ValueError: another number of models, or another kind of quarter.
         """
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"FEATURE_DIM is at least 1, not {dim}")
         if visible not in (*OFFSETS, "both"):
             raise ValueError(f"VISIBLE is one of {(*OFFSETS, 'both')}, not '{visible}'")
         self.dim = dim

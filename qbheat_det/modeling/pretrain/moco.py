@@ -5,10 +5,15 @@ Papers: "Momentum Contrast for Unsupervised Visual Representation Learning", He 
 arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive Learning", Chen et al.,
 arXiv:2003.04297. Differences: keys enter the queue and the momentum encoder is updated at the end
 of a step, which gives the same numbers; a process can normalise its batch in groups.
+
+Shuffled BatchNorm (the first paper, Sec. 3.3): with shared batch statistics the encoder could
+recognise the right key by these. So the images of all processes are redistributed for the encoder
+of keys. With few processes, groups within each, with batch statistics of their own, have the same
+effect.
 """
 
 import copy
-import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +26,6 @@ from torch.nn import functional as F
 from qbheat_det.core.errors import UserError
 
 from .base import PretrainingModel, ProjectionHead, check_equal_shares, embedding_from_config
-from .shuffled_batch_norm import draw_order, embed_in_groups, embed_shuffled
-
-logger = logging.getLogger(__name__)
 
 
 class MomentumCopy(nn.Module):
@@ -58,8 +60,8 @@ class FeatureQueue(nn.Module):
     """K keys of D numbers, first in, first out (Sec. 3.2).
 
     Keys of a step are held until it ends, so that micro-batches make no difference. Keys and
-    position
-    are buffers in checkpoints; a new queue has random directions, the same in every process.
+    position are buffers in checkpoints; a new queue has random directions, the same in every
+    process.
     """
 
     def __init__(self, *, size: int, dim: int) -> None:
@@ -101,26 +103,58 @@ class FeatureQueue(nn.Module):
         self.next.add_(len(keys)).remainder_(len(self.keys))
 
 
-def similarity_logits(
-    queries: Tensor, keys: Tensor, others: Tensor, *, temperature: float
-) -> Tensor:
-    """Returns logits (N, 1 + K): similarity to the query's own key first, then to the others.
+def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
+    """Returns (N, D) of images (N, 3, H, W), encoded in ``groups`` consecutive parts.
+
+    Sizes of parts differ by one image at most; no part is empty.
+    """
+    parts = images.tensor_split(min(groups, len(images)))
+    return torch.cat([embed(part) for part in parts])
+
+
+def draw_order(num_images: int, *, device: torch.device) -> Tensor:
+    """Returns a random order of the images of all processes, the same one on each of them.
 
     Args:
-        queries: (N, D), of length 1.
-        keys: (N, D), of length 1, of the same images as the queries.
-        others: (K, D), of length 1, taken for those of other images.
-        temperature: divides the similarities.
+        num_images: of each process.
+        device: of the result.
     """
-    with torch.autocast(queries.device.type, enabled=False):
-        own = (queries * keys).sum(dim=1, keepdim=True)
-        return torch.cat([own, queries @ others.T], dim=1) / temperature
+    order = torch.randperm(num_images * comm.get_world_size(), device=device)
+    if comm.get_world_size() > 1:
+        torch.distributed.broadcast(order, src=0)
+    return order
 
 
-def info_nce(logits: Tensor) -> Tensor:
-    """Returns the loss (N,) of logits from ``similarity_logits`` (Eq. 1)."""
-    targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-    return F.cross_entropy(logits, targets, reduction="none")
+@torch.no_grad()
+def embed_shuffled(
+    embed: Callable[[Tensor], Tensor], images: Tensor, order: Tensor, groups: int
+) -> Tensor:
+    """Encodes the images of all processes, distributed to them by ``order``.
+
+    Args:
+        embed: from images (n, 3, H, W) to (n, D).
+        images: (N, 3, H, W), those of this process; equally many on each.
+        order: (P N,), of the images of P processes; the first N go to the first process.
+        groups: parts of each process with batch statistics of their own.
+
+    Returns:
+        (P N, D), in the original order, the first process first.
+    """
+    num_images, rank = len(images), comm.get_rank()
+    mine = order[rank * num_images : (rank + 1) * num_images]
+    dealt = gather_over_processes(images)[mine]
+    found = gather_over_processes(embed_in_groups(embed, dealt, groups))
+    return found[order.argsort()]
+
+
+@torch.no_grad()
+def gather_over_processes(values: Tensor) -> Tensor:
+    """Joins (N, …) of each of P processes to (P N, …); N is the same on each."""
+    if comm.get_world_size() == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(comm.get_world_size())]
+    torch.distributed.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
 
 
 @META_ARCH_REGISTRY.register()
@@ -128,8 +162,7 @@ class MoCo(PretrainingModel):
     """An encoder of queries, a momentum encoder of keys, and a queue of earlier keys.
 
     Any Detectron2 backbone serves as encoder. The loss is a mean over images. Gradients of P
-    processes
-    with g ``norm_groups`` each are those of one with P g.
+    processes with g ``norm_groups`` each are those of one with P g.
     """
 
     pretrain_only_modules = ("head", "momentum_backbone", "momentum_head", "queue")
@@ -217,21 +250,14 @@ class MoCo(PretrainingModel):
         all_keys = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
         self.queue.hold(all_keys)
         keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]
-        logits = similarity_logits(queries, keys, self.queue.keys, temperature=self.temperature)
+        # Logits (N, 1 + K): similarity to the query's own key first, then to those of the queue.
+        with torch.autocast(queries.device.type, enabled=False):
+            own = (queries * keys).sum(dim=1, keepdim=True)
+            logits = torch.cat([own, queries @ self.queue.keys.T], dim=1) / self.temperature
         is_own = logits.detach().argmax(dim=1) == 0
         self.metrics = {"contrast_accuracy": 100 * is_own.float().mean()}
-        return {"loss_contrastive": info_nce(logits).mean()}
-
-    def check_num_images(self, num_images: int) -> None:
-        """Warns if more than 3 % of the queries have their own image among earlier keys."""
-        size = len(self.queue.keys)
-        if 4 * size > num_images:
-            share = share_with_own_key(size, num_images)
-            logger.warning(
-                f"MODEL.MOCO.QUEUE_SIZE {size:,} is more than a quarter of the {num_images:,} "
-                f"images: for {share:.0%} of the queries it holds another view of their own image, "
-                "which then counts as one of another image"
-            )
+        targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+        return {"loss_contrastive": F.cross_entropy(logits, targets)}  # Eq. (1)
 
     def embed(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the encoder of queries."""
@@ -250,12 +276,6 @@ class MoCo(PretrainingModel):
         self.momentum_head.follow(self.head)
 
 
-def share_with_own_key(queue_size: int, num_images: int) -> float:
-    """Returns the share of queries whose image has a key in the queue, at one view an epoch."""
-    epochs = min(queue_size / num_images, 2.0)
-    return epochs**2 / 2 if epochs <= 1 else 1 - (2 - epochs) ** 2 / 2
-
-
 def check_batch(
     queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
 ) -> None:
@@ -267,27 +287,22 @@ def check_batch(
         UserError: one of these does not hold.
     """
     if queue_size < 1 or queue_size % batch_size:
-        nearest = max(1, round(queue_size / batch_size)) * batch_size
         raise UserError(
             f"MODEL.MOCO.QUEUE_SIZE {queue_size} is no multiple of SOLVER.IMS_PER_BATCH "
-            f"{batch_size}, so that some keys would stay longer than others: set it to {nearest}"
+            f"{batch_size}: some keys would stay longer than others"
         )
     smallest = batch_size // processes // accumulate
     if groups > 1 and smallest // groups < 2:
         raise UserError(
             f"MODEL.MOCO.NORM_GROUPS {groups} leaves groups of one image of the {smallest} that a "
-            "process has at once, whose query and key would have the same statistics: set it to "
-            f"{max(1, smallest // 2)}, or raise SOLVER.IMS_PER_BATCH"
+            "process has at once: lower it, or raise SOLVER.IMS_PER_BATCH"
         )
 
 
 def _copy_missing_weights(model: MoCo, incompatible: Any) -> None:
     """Lets the momentum encoder start as the encoder, with weights of another kind of model."""
     missing = set(incompatible.missing_keys)
-    pairs = {
-        "momentum_backbone": (model.momentum_backbone, model.backbone),
-        "momentum_head": (model.momentum_head, model.head),
-    }
-    for name, (momentum_copy, module) in pairs.items():
-        if missing.issuperset(f"{name}.{key}" for key in momentum_copy.state_dict()):
-            momentum_copy.copied.load_state_dict(module.state_dict())
+    pairs = (model.momentum_backbone, model.backbone), (model.momentum_head, model.head)
+    for name, (follower, module) in zip(("backbone", "head"), pairs, strict=True):
+        if missing.issuperset(f"momentum_{name}.{key}" for key in follower.state_dict()):
+            follower.copied.load_state_dict(module.state_dict())

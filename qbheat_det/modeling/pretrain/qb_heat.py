@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .heat_predictor import OFFSETS, HeatPredictor
 from .pixel_decoder import ReconstructionDecoder
-from .reconstruction import Reconstruction, ReconstructionModel
+from .reconstruction import ReconstructionModel
 
 CORNERS = ("top_left", "top_right", "bottom_left", "bottom_right")
 QUADRANTS = (*CORNERS, "centre")
@@ -45,8 +45,7 @@ class VisibleQuarters:
         """Draws from torch's global generators.
 
         ``visible`` is "corner", "centre", or "both" for half of the images each. The remainder of a
-        batch
-        that cannot be shared equally gets random positions.
+        batch that cannot be shared equally gets random positions.
         """
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
@@ -160,7 +159,7 @@ class QBHeat(ReconstructionModel):
         visible = quarters.spread(self.visible)
         if self.training:
             return self.training_losses(z, images, visible, visible.shape[1] * 3 // 4)
-        return self.inference_at(quarters, self.reconstruct(z, images, visible))
+        return self.in_order(quarters, self.inference(z, images, visible))
 
     def choose_quarters(self, num_images: int, quadrants: Sequence[str] | None) -> VisibleQuarters:
         """Returns the visible quarter of each image, see ``forward``.
@@ -181,17 +180,11 @@ class QBHeat(ReconstructionModel):
             )
         return VisibleQuarters.at(quadrants, device=self.device)
 
-    def inference_at(
-        self, quarters: VisibleQuarters, reconstruction: Reconstruction
-    ) -> list[dict[str, Any]]:
+    @staticmethod
+    def in_order(quarters: VisibleQuarters, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the results of ``inference``, with "place", in the batch's order."""
-        names = [
-            name
-            for name, count in zip(QUADRANTS, quarters.counts, strict=True)
-            for _ in range(count)
-        ]
-        found = self.inference(reconstruction)
-        results: list[dict[str, Any]] = [{} for _ in names]
-        for index, name, result in zip(quarters.order.tolist(), names, found, strict=True):
-            results[index] = {**result, "place": name}
-        return results
+        counts = zip(QUADRANTS, quarters.counts, strict=True)
+        names = [name for name, count in counts for _ in range(count)]
+        by_index = zip(quarters.order.tolist(), names, found, strict=True)
+        results = {index: {**result, "place": name} for index, name, result in by_index}
+        return [results[index] for index in range(len(found))]

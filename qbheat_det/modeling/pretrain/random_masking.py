@@ -52,13 +52,8 @@ class RandomMask:
 
     def of_images(self, names: Iterable[str], *, device: torch.device) -> Tensor:
         """Returns a mask for each image that depends on its name alone."""
-        noise = [
-            torch.rand(
-                self.grid_size**2,
-                generator=torch.Generator().manual_seed(zlib.crc32(name.encode())),
-            )
-            for name in names
-        ]
+        seeded = (torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in names)
+        noise = [torch.rand(self.grid_size**2, generator=generator) for generator in seeded]
         return self._choose(torch.stack(noise).to(device))
 
     def _choose(self, noise: Tensor) -> Tensor:
@@ -68,14 +63,21 @@ class RandomMask:
         return visible.unflatten(1, (self.grid_size, self.grid_size))
 
 
-class _FeaturePredictor(nn.Module):
-    """Predicts the features of masked positions; ``dim`` is C, at least 1."""
+class InterpolatedFeatures(nn.Module):
+    """Masked features are linear maps of mixtures of the nearest visible ones along x and y.
+
+    With l and r the nearest visible columns on both sides of a masked column j of the same row,
+    they give (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, only one counts.
+    The same holds along y, with M_y; the result is the mean over the axes with a visible neighbour.
+    A position with none takes the mean of the image's visible features. M starts at 0.
+    """
 
     def __init__(self, *, dim: int) -> None:
+        """Takes C of the features."""
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"FEATURE_DIM is at least 1, not {dim}")
         self.dim = dim
+        self.x = nn.Parameter(torch.zeros(dim, dim))  # M_x
+        self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
         """
@@ -86,26 +88,6 @@ class _FeaturePredictor(nn.Module):
         Returns:
             (N, G, G, C), with visible features as they are.
         """
-        raise NotImplementedError
-
-
-class InterpolatedFeatures(_FeaturePredictor):
-    """Masked features are linear maps of mixtures of the nearest visible ones along x and y.
-
-    With l and r the nearest visible columns on both sides of a masked column j of the same row,
-    they give (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, only one counts.
-    The
-    same holds along y, with M_y; the result is the mean over the axes with a visible neighbour. A
-    position with none takes the mean of the image's visible features. M starts at 0.
-    """
-
-    def __init__(self, *, dim: int) -> None:
-        super().__init__(dim=dim)
-        self.x = nn.Parameter(torch.zeros(dim, dim))  # M_x
-        self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
-
-    def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """As in the base class."""
         along_x, any_x = interpolate(z, visible)
         along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
         along_y, any_y = along_y.transpose(1, 2), any_y.transpose(1, 2)
@@ -120,7 +102,7 @@ class InterpolatedFeatures(_FeaturePredictor):
         return torch.where(visible.unsqueeze(-1), z, predicted.to(z.dtype))
 
 
-class MaskToken(_FeaturePredictor):
+class MaskToken(nn.Module):
     """All masked features are the same learned vector.
 
     MAE's token has the decoder's width and comes after its first linear layer; this one comes
@@ -128,11 +110,13 @@ class MaskToken(_FeaturePredictor):
     """
 
     def __init__(self, *, dim: int) -> None:
-        super().__init__(dim=dim)
+        """Takes C of the features."""
+        super().__init__()
+        self.dim = dim
         self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """As in the base class."""
+        """As ``InterpolatedFeatures.forward``."""
         return torch.where(visible.unsqueeze(-1), z, self.token.to(z.dtype))
 
 
@@ -140,23 +124,7 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Mixes the nearest visible features on both sides within a row, linearly by distance.
 
     Takes (N, H, W, C) and (N, H, W); returns (N, H, W, C) in float32, with 0 in rows without
-    visible
-    features, and (N, H, W), True in the other rows.
-    """
-    # One matrix for a row, not gathered neighbours, whose gradients a GPU adds in random order.
-    with torch.autocast(z.device.type, enabled=False):
-        weights, has_any = interpolation_weights(visible)
-        # Masked features have weight 0, and must not be infinite.
-        return weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0), has_any
-
-
-def interpolation_weights(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """From what is visible (..., W) to the weight of each such position for each of the row.
-
-    Returns:
-        (..., W, W), float32, from the second position to the first, 0 in rows where nothing is
-        visible;
-        and (..., W), True in the others.
+    visible features, and (N, H, W), True in the other rows.
     """
     width = visible.shape[-1]
     index = torch.arange(width, device=visible.device)
@@ -166,9 +134,14 @@ def interpolation_weights(visible: Tensor) -> tuple[Tensor, Tensor]:
     between = (index - before) / (after - before).clamp(min=1)  # 0 at visible positions
     weight_after = torch.where(has_before & has_after, between, has_after.float())
     weight_before = torch.where(has_before, 1 - weight_after, 0.0)
+    # One matrix (W, W) for a row, not gathered neighbours, whose gradients a GPU adds in random
+    # order.
     weights = weight_before.unsqueeze(-1) * (before.unsqueeze(-1) == index)
     weights = weights + weight_after.unsqueeze(-1) * (after.unsqueeze(-1) == index)
-    return weights, has_before | has_after
+    with torch.autocast(z.device.type, enabled=False):
+        # Masked features have weight 0, and must not be infinite.
+        mixed = weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0)
+    return mixed, has_before | has_after
 
 
 def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
@@ -209,43 +182,24 @@ class RandomMasking(ReconstructionModel):
             batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, for the mask in
                 evaluation, "image_id" or "file_name".
             visible: (N, G, G), True where the encoder gets the patch. By default random in
-                training, and a function of the image's name in evaluation.
+                training, and a function of the image's name in evaluation. As many in each image.
 
         Returns:
             A dict of losses in training; else a list with a dict for each image, see
             ``ReconstructionModel.inference``.
-
-        Raises:
-            ValueError: ``visible`` has another shape or type, different counts in the images, or
-                all or nothing of an image.
         """
         images = self.preprocess_image(batched_inputs)
         num_visible = self.mask.num_visible if visible is None else int(visible[0].sum())
-        visible = self.choose_visible(batched_inputs, visible)
+        if visible is None:
+            visible = self.choose_visible(batched_inputs)
         z = self.predictor(self.encode(self.hide(images, visible)), visible)
         visible = visible.flatten(1)
         if self.training:
             return self.training_losses(z, images, visible, visible.shape[1] - num_visible)
-        return self.inference(self.reconstruct(z, images, visible))
+        return self.inference(z, images, visible)
 
-    def choose_visible(
-        self, batched_inputs: list[dict[str, Any]], visible: Tensor | None
-    ) -> Tensor:
+    def choose_visible(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns which positions are visible, (N, G, G), see ``forward``."""
-        shape = (len(batched_inputs), self.mask.grid_size, self.mask.grid_size)
-        if visible is not None:
-            if visible.shape != shape or visible.dtype != torch.bool:
-                raise ValueError(
-                    f"visible positions are a bool tensor of shape {shape}, not "
-                    f"{visible.dtype} of {tuple(visible.shape)}"
-                )
-            counts = set(visible.flatten(1).sum(dim=1).tolist())
-            if len(counts) != 1 or counts & {0, self.mask.grid_size**2}:
-                raise ValueError(
-                    "each image needs as many visible positions, at least one and not all, but "
-                    f"{sorted(counts)} of {self.mask.grid_size**2} are visible"
-                )
-            return visible.to(self.device)
         if self.training:
             return self.mask.draw(len(batched_inputs), device=self.device)
         names = [

@@ -10,7 +10,6 @@ The former does not say which positions count; here, as in MAE, masked ones do.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -91,16 +90,6 @@ class FeaturePredictor(Protocol):
         """From features, and what else the objective passes, to (N, G, G, C)."""
 
 
-@dataclass(frozen=True)
-class Reconstruction:
-    """Patches of a batch, (N, G * G, P): the prediction and the image."""
-
-    predicted: Tensor
-    patches: Tensor
-    visible: Tensor  # (N, G * G), True where the encoder got the patch
-    losses: Tensor  # (N,)
-
-
 class ReconstructionModel(PretrainingModel):
     """An encoder of what is visible, predicted features of the rest, a decoder to pixels.
 
@@ -164,6 +153,8 @@ class ReconstructionModel(PretrainingModel):
     def shared_from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Returns all arguments of the constructor but ``predictor``."""
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
+        if node.FEATURE_DIM < 1:
+            raise ValueError(f"MODEL.QB_HEAT.FEATURE_DIM is at least 1, not {node.FEATURE_DIM}")
         backbone = build_backbone(cfg)
         shapes, multiple = backbone.output_shape(), cls.grid_multiple
         stride = find_map(shapes, node.IN_FEATURE, size, multiple=multiple).stride
@@ -201,25 +192,16 @@ class ReconstructionModel(PretrainingModel):
             )
         return z.permute(0, 2, 3, 1).contiguous()
 
-    def reconstruct(self, z: Tensor, images: Tensor, visible: Tensor) -> Reconstruction:
-        """Decodes all features and compares the result with the images.
-
-        Args:
-            z: (N, G, G, C), of all positions.
-            images: (N, 3, S, S), normalised.
-            visible: (N, G * G), True where the encoder got the patch, equally often in each image.
-        """
-        predicted = self.decoder(z)
-        patches = patchify(images, self.decoder.patch_size)
-        return Reconstruction(predicted, patches, visible, self.loss(predicted, patches, visible))
-
     def training_losses(
         self, z: Tensor, images: Tensor, visible: Tensor, num_masked: int
     ) -> dict[str, Tensor]:
         """Returns the mean loss, decoding only positions that count.
 
-        Arguments are those of ``reconstruct`` and the number of positions of an image that are not
-        visible.
+        Args:
+            z: (N, G, G, C), features of all positions.
+            images: (N, 3, S, S), normalised.
+            visible: (N, G * G), True where the encoder got the patch, equally often in each image.
+            num_masked: number of positions of an image that are not visible.
         """
         masked = None
         if self.loss.positions == "masked":
@@ -228,8 +210,10 @@ class ReconstructionModel(PretrainingModel):
         patches = patchify(images, self.decoder.patch_size, masked)
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
-    def inference(self, reconstruction: Reconstruction) -> list[dict[str, Any]]:
-        """Brings patches to pixels.
+    def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
+        """Decodes all features, compares them with the images, and brings patches to pixels.
+
+        Arguments are those of ``training_losses``.
 
         Returns:
             For each image "reconstruction" (3, S, S), predicted pixels in the mapper's format (with
@@ -237,11 +221,13 @@ class ReconstructionModel(PretrainingModel):
             True where the encoder got the image; "loss_reconstruction" ().
         """
         size, grid = self.decoder.patch_size, self.decoder.grid_size
-        patches = self.loss.restore(reconstruction.predicted, reconstruction.patches)
-        pixels = unpatchify(patches, size) * self.pixel_std + self.pixel_mean
-        visible = reconstruction.visible.unflatten(1, (grid, grid))
+        predicted, patches = self.decoder(z), patchify(images, size)
+        losses = self.loss(predicted, patches, visible)
+        pixels = unpatchify(self.loss.restore(predicted, patches), size)
+        pixels = pixels * self.pixel_std + self.pixel_mean
+        visible = visible.unflatten(1, (grid, grid))
         visible = visible.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
         return [
             {"reconstruction": image, "visible": mask, "loss_reconstruction": loss}
-            for image, mask, loss in zip(pixels, visible, reconstruction.losses, strict=True)
+            for image, mask, loss in zip(pixels, visible, losses, strict=True)
         ]

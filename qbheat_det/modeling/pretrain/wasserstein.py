@@ -11,8 +11,7 @@ same estimate in one step; slopes are those in x and y together, and cost nothin
 batch, where terms of f in x alone cancel. See docs/objectives.md.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from detectron2.config import CfgNode, configurable
@@ -37,28 +36,12 @@ Pairs = tuple[Tensor, Tensor]
 """x and y, (N, D) each."""
 
 
-@dataclass(frozen=True)
-class AreaPairs:
-    """Two quarters of each image; corners are numbered by twice their row plus their column."""
+class DependencyDraw(NamedTuple):
+    """What is random in training on N images; corners are twice their row plus their column."""
 
-    first: Tensor  # (N,)
+    first: Tensor  # (N,), a corner of each image
     second: Tensor  # (N,), another one
-
-    @classmethod
-    def draw(cls, num_images: int, *, device: torch.device) -> "AreaPairs":
-        """Draws from the device's global generator, with each corner first equally often."""
-        turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
-        first = turns % 4
-        offset = torch.randint(1, 4, (num_images,), device=device)
-        return cls(first, (first + offset) % 4)
-
-    def crop(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """From images (N, C, S, S) to first and second areas, (N, C, S / 2, S / 2) each."""
-        half = images.shape[-1] // 2
-        rows = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, h, 2, h)
-        quarters = rows.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, h, h)
-        each = torch.arange(len(images), device=images.device)
-        return quarters[each, self.first], quarters[each, self.second]
+    mixing: Tensor  # (N,) in [0, 1], see ``LipschitzCritic.slopes``
 
 
 class LipschitzCritic(nn.Module):
@@ -114,46 +97,6 @@ class LipschitzCritic(nn.Module):
         return (torch.cat(gradients, dim=1).square().sum(dim=1) + 1e-12).sqrt()
 
 
-class DependencyLoss(nn.Module):
-    """From the critic's values of all pairs to the loss.
-
-    The dual form is E f(x, y) over the joint distribution minus E f(x, y') over the product of the
-    marginals. The contrastive form, which the paper trains, has log-sum-exp over all y in place of
-    the
-    second mean, as in CPC.
-    """
-
-    def __init__(self, *, form: str = "contrastive", penalty_weight: float = 10.0) -> None:
-        """Takes "dual" or "contrastive", and the weight of the squared excess of slopes over 1.
-
-        At the optimum of the dual form for a distance W, the slope is 1 + W / (2 weight).
-        """
-        super().__init__()
-        if form not in FORMS:
-            raise ValueError(f"MODEL.WASSERSTEIN.FORM is one of {FORMS}, not '{form}'")
-        if not penalty_weight > 0:
-            raise ValueError(
-                f"MODEL.WASSERSTEIN.PENALTY_WEIGHT is above 0, not {penalty_weight}: without a "
-                "penalty the critic is not Lipschitz, and its values mean nothing"
-            )
-        self.form = form
-        self.penalty_weight = penalty_weight
-
-    def forward(self, values: Tensor, partners: Tensor, slopes: Tensor) -> dict[str, Tensor]:
-        """Args:
-            values: (N, M), of the critic for N x and M y.
-            partners: (N,), index of the y of the same image.
-            slopes: of the critic, any number of them.
-
-        Returns:
-            "loss_dependency", in the dual form the negative of the distance, and "loss_penalty".
-        """
-        penalty = self.penalty_weight * (slopes - 1).relu().square().mean()
-        if self.form == "dual":
-            return {"loss_dependency": -dual_distance(values, partners), "loss_penalty": penalty}
-        return {"loss_dependency": F.cross_entropy(values, partners), "loss_penalty": penalty}
-
-
 def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
     """Returns the mean of values (N, M) over pairs of the same image minus that of others, ()."""
     own = values.gather(1, partners[:, None]).squeeze(1)
@@ -161,12 +104,12 @@ def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
     return (own - others).mean()
 
 
-@dataclass(frozen=True)
-class DependencyDraw:
-    """What is random in training on N images."""
-
-    areas: AreaPairs
-    mixing: Tensor  # (N,) in [0, 1], see ``LipschitzCritic.slopes``
+def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
+    """From images (N, C, S, S) and a corner of each, (N,), to areas (N, C, S / 2, S / 2)."""
+    half = images.shape[-1] // 2
+    rows = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, h, 2, h)
+    quarters = rows.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, h, h)
+    return quarters[torch.arange(len(images), device=images.device), corners]
 
 
 @META_ARCH_REGISTRY.register()
@@ -176,9 +119,12 @@ class WassersteinDependency(PretrainingModel):
     Every area is compared with every other of the batch, over all processes. With BatchNorm's
     statistics fixed or synchronised, the loss is that of one process with the joined batch, but for
     areas and mixing, which each process draws. Several processes need a ``NORM`` that synchronises:
-    by
-    statistics of each process, the right pairs could be recognised. The critic's layers have
+    by statistics of each process, the right pairs could be recognised. The critic's layers have
     N x N x ``CRITIC_DIM`` values for N images.
+
+    The dual form of the loss is E f(x, y) over the joint distribution minus E f(x, y') over the
+    product of the marginals. The contrastive form, which the paper trains, has log-sum-exp over all
+    y in place of the second mean, as in CPC.
     """
 
     pretrain_only_modules = ("head", "critic")
@@ -191,8 +137,9 @@ class WassersteinDependency(PretrainingModel):
         backbone: Backbone,
         head: ProjectionHead,
         critic: LipschitzCritic,
-        loss: DependencyLoss,
-        radius: float,
+        form: str = "contrastive",
+        penalty_weight: float = 10.0,
+        radius: float = 1.0,
         **others: Any,
     ) -> None:
         """As ``PretrainingModel``, and:
@@ -201,16 +148,24 @@ class WassersteinDependency(PretrainingModel):
             backbone: encodes quarters of images.
             head: from the backbone's outputs to embeddings (N, D) of length 1.
             critic: of pairs of embeddings.
-            loss: of the critic's values.
+            form: "dual" or "contrastive".
+            penalty_weight: of the squared excess of slopes over 1, above 0. At the optimum of the
+                dual form for a distance W, the slope is 1 + W / (2 weight).
             radius: length that embeddings are scaled to, above 0.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
-        if not radius > 0:
-            raise ValueError(f"MODEL.WASSERSTEIN.RADIUS is above 0, not {radius}")
+        if form not in FORMS:
+            raise ValueError(f"MODEL.WASSERSTEIN.FORM is one of {FORMS}, not '{form}'")
+        if not (penalty_weight > 0 and radius > 0):
+            raise ValueError(
+                f"MODEL.WASSERSTEIN.PENALTY_WEIGHT ({penalty_weight}) and RADIUS ({radius}) are "
+                "above 0: without a penalty the critic's values mean nothing"
+            )
         self.head = head
         self.critic = critic
-        self.loss = loss
+        self.form = form
+        self.penalty_weight = penalty_weight
         self.radius = radius
         # "distance", the dual estimate, see ``penalty_weight``, and "slope", the critic's mean.
         self.metrics: dict[str, Tensor] = {}
@@ -222,7 +177,8 @@ class WassersteinDependency(PretrainingModel):
         return {
             **embedding_from_config(cfg, node, multiple=2),
             "critic": LipschitzCritic(dim=node.DIM, hidden_dim=node.CRITIC_DIM),
-            "loss": DependencyLoss(form=node.FORM, penalty_weight=node.PENALTY_WEIGHT),
+            "form": node.FORM,
+            "penalty_weight": node.PENALTY_WEIGHT,
             "radius": node.RADIUS,
         }
 
@@ -235,8 +191,9 @@ class WassersteinDependency(PretrainingModel):
             drawn: what is random in training; by default from ``draw``.
 
         Returns:
-            {"loss_dependency", "loss_penalty"}, () each, in training; else a list with a dict for
-            each image: "embedding" (D,), of length ``radius``, of the whole image.
+            In training {"loss_dependency", "loss_penalty"}, () each, of which the former is in the
+            dual form the negative of the distance; else a list with a dict for each image:
+            "embedding" (D,), of length ``radius``, of the whole image.
 
         Raises:
             UserError: images have another size, or there is only one in training.
@@ -245,7 +202,8 @@ class WassersteinDependency(PretrainingModel):
         if not self.training:
             return [{"embedding": row} for row in self.embed(images)]
         drawn = drawn or self.draw(len(images))
-        x, y = self.embed(torch.cat(drawn.areas.crop(images))).chunk(2)
+        areas = [crop_areas(images, corners) for corners in (drawn.first, drawn.second)]
+        x, y = self.embed(torch.cat(areas)).chunk(2)
         all_x, all_y, partners = gather_pairs(x, y)
         if len(all_y) < 2:
             raise UserError(
@@ -258,12 +216,20 @@ class WassersteinDependency(PretrainingModel):
         slopes = self.critic.slopes((x, y), others, drawn.mixing)
         distance = dual_distance(values.detach(), partners)
         self.metrics = {"distance": distance, "slope": slopes.detach().mean()}
-        return self.loss(values, partners, slopes)
+        if self.form == "dual":
+            loss = -dual_distance(values, partners)
+        else:
+            loss = F.cross_entropy(values, partners)
+        penalty = self.penalty_weight * (slopes - 1).relu().square().mean()
+        return {"loss_dependency": loss, "loss_penalty": penalty}
 
     def draw(self, num_images: int) -> DependencyDraw:
-        """Draws areas and mixing of N images."""
-        areas = AreaPairs.draw(num_images, device=self.device)
-        return DependencyDraw(areas, torch.rand(num_images, device=self.device))
+        """Draws from the device's global generator, with each corner first equally often."""
+        device = self.device
+        turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
+        offset = torch.randint(1, 4, (num_images,), device=device)
+        mixing = torch.rand(num_images, device=device)
+        return DependencyDraw(turns % 4, (turns + offset) % 4, mixing)
 
     def embed(self, images: Tensor) -> Tensor:
         """From images or areas of them, (N, 3, H, W), to embeddings (N, D)."""

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.layers.cached_images import find_cached_images
-from qbheat_det.modeling.backbone import (
-    BlockSpec,
-    CachedBackbone,
-    MobileFormer,
-    MobileFormerArch,
-)
+from qbheat_det.modeling.backbone import CachedBackbone, MobileFormer, MobileFormerArch
+from qbheat_det.modeling.backbone.mobile_former_archs import BlockSpec
+from qbheat_det.modeling.image_model import find_cached_images
 
 ARCH = MobileFormerArch(
     num_tokens=2,
@@ -61,6 +57,11 @@ def entries_of(features: dict[str, Tensor], size: tuple[int, int]) -> list[dict[
         {"image": image, "features": {name: value[i] for name, value in features.items()}}
         for i in range(len(features["s4"]))
     ]
+
+
+def random_entries(rows: int = 2) -> list[dict[str, Any]]:
+    features = {"s4": torch.rand(1, 8, rows, 2), "tokens": torch.rand(1, 2, 32)}
+    return entries_of(features, (8, 8))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -123,7 +124,7 @@ def test_loading_fills_the_encoder_and_says_what_is_missing_and_what_is_not_know
 
 def test_features_are_refused_before_they_are_trusted_and_after_other_weights_are_loaded() -> None:
     model, cached = make_cached()
-    entries = entries_of({"s4": torch.rand(1, 8, 2, 2), "tokens": torch.rand(1, 2, 32)}, (8, 8))
+    entries = random_entries()
     with pytest.raises(UserError):
         model(entries)
     cached.trust()
@@ -138,10 +139,7 @@ def test_a_copy_of_the_model_reads_its_own_entries_and_shares_the_encoder() -> N
     model, cached = make_cached()
     cached.trust()
     other = copy.deepcopy(model)
-    first, second = (
-        entries_of({"s4": torch.rand(1, 8, 2, 2), "tokens": torch.rand(1, 2, 32)}, (8, 8))
-        for _ in range(2)
-    )
+    first, second = random_entries(), random_entries()
     for it, entries in ((model, first), (other, second), (model, second)):
         torch.testing.assert_close(it(entries)["s4"][0], entries[0]["features"]["s4"])
     assert isinstance(other.backbone, CachedBackbone)
@@ -154,6 +152,5 @@ def test_images_without_features_or_with_those_of_another_image_are_refused() ->
     cached.trust()
     with pytest.raises(UserError):
         model([{"image": torch.zeros(3, 8, 8)}])
-    entries = entries_of({"s4": torch.rand(1, 8, 9, 2), "tokens": torch.rand(1, 2, 32)}, (8, 8))
     with pytest.raises(UserError):
-        model(entries)
+        model(random_entries(rows=9))

@@ -11,28 +11,15 @@ from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormer
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.backbone.fpn import StridedLevels
+from tests.modeling.tiny_pretraining import SMALL_ARCH
 
-SMALL = dataclasses.replace(
-    MOBILE_FORMER_ARCHS["285M"],
-    num_tokens=3,
-    token_dim=16,
-    stem=8,
-    blocks=(
-        BlockSpec("lite", 16, 8),
-        BlockSpec("down", 16, 12, 24),
-        BlockSpec("plain", 24, 12),
-        BlockSpec("down", 24, 16, 32),
-        BlockSpec("down", 32, 20, 40),
-    ),
-    expanded=48,
-)
 ALL_OUTPUTS = ("s2", "s4", "s8", "s16", "s16_expanded", "tokens")
 
 
 @pytest.mark.parametrize("name", ["285M", "1.0G", "3.7G", "96M", "52M"])
-@pytest.mark.parametrize("size", [(64, 96), (33, 47), (1, 1)])
+@pytest.mark.parametrize("size", [(33, 47), (1, 1)])
 def test_outputs_have_the_promised_shapes_at_any_image_size(
     name: str, size: tuple[int, int]
 ) -> None:
@@ -52,10 +39,10 @@ def test_outputs_have_the_promised_shapes_at_any_image_size(
     assert model.size_divisibility == 0
 
 
-@pytest.mark.parametrize("freeze_at", range(6))
+@pytest.mark.parametrize("freeze_at", [0, 1, 3, 5])
 def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_at: int) -> None:
     model = MobileFormer(
-        arch=SMALL, out_features=ALL_OUTPUTS, freeze_at=freeze_at, drop_path=0.5
+        arch=SMALL_ARCH, out_features=ALL_OUTPUTS, freeze_at=freeze_at, drop_path=0.5
     ).train()
     parts = {
         1: ["stem.", "tokens"],
@@ -81,19 +68,18 @@ def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_
             assert torch.equal(value, before[key]), key
         else:
             assert not torch.equal(value, before[key]), key
-    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
-        name for name, _ in model.named_parameters() if name.startswith(frozen)
-    }
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad != name.startswith(frozen), name
 
 
 def test_a_frozen_network_drops_no_path_while_training() -> None:
-    model = MobileFormer(arch=SMALL, out_features=["s16"], freeze_at=5, drop_path=0.9).train()
+    model = MobileFormer(arch=SMALL_ARCH, out_features=["s16"], freeze_at=5, drop_path=0.9).train()
     image = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(model(image)["s16"], model(image)["s16"], atol=0, rtol=0)
 
 
 def test_only_what_the_outputs_need_is_built() -> None:
-    model = MobileFormer(arch=SMALL, out_features=["s4"])
+    model = MobileFormer(arch=SMALL_ARCH, out_features=["s4"])
     assert len(model.stages) == 2
     assert not hasattr(model, "expand")
     outputs = model(torch.rand(2, 3, 32, 32))
@@ -144,9 +130,7 @@ def test_a_custom_table_equal_to_a_variant_gives_the_same_network() -> None:
     [
         ("MobileFormer", ["s8", "s16"], 3, {"p3": 8, "p4": 16, "p5": 32, "p6": 64, "p7": 128}),
         ("MobileFormer", ["s4", "s8", "s16"], 2, {"p2": 4, "p3": 8, "p4": 16, "p5": 32, "p6": 64}),
-        ("MobileFormer", ["s8", "s16_expanded"], 1, {"p3": 8, "p4": 16, "p5": 32}),
-        ("timm:resnet18", ["s8", "s16"], 3, {"p3": 8, "p4": 16, "p5": 32, "p6": 64, "p7": 128}),
-        ("timm:resnet18", ["s8", "s16", "s32"], 1, {"p3": 8, "p4": 16, "p5": 32, "p6": 64}),
+        ("timm:resnet18", ["s8", "s16"], 2, {"p3": 8, "p4": 16, "p5": 32, "p6": 64}),
         ("build_resnet_backbone", ["res3", "res4"], 1, {"p3": 8, "p4": 16, "p5": 32}),
     ],
 )

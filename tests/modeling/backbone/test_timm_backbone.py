@@ -15,7 +15,6 @@ from detectron2.utils.events import EventStorage
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
-from qbheat_det.solver import layers_above
 from tests.modeling.backbone.timm_models import (
     NAMES,
     make_batch,
@@ -68,8 +67,10 @@ def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name: 
     assert [key for key, p in short.named_parameters() if p.grad is None] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("make_config", [make_retinanet_config, make_mf_detr_config])
+@pytest.mark.parametrize(
+    ("name", "make_config"),
+    [("resnet18", make_retinanet_config), ("convnext_atto", make_mf_detr_config)],
+)
 def test_a_detector_trains_a_step_and_every_parameter_gets_a_gradient(
     name: str, make_config: Callable[[str], CfgNode]
 ) -> None:
@@ -89,13 +90,13 @@ def test_a_detector_trains_a_step_and_every_parameter_gets_a_gradient(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("freeze_at", [2, 3, 5])
+@pytest.mark.parametrize("freeze_at", [2, 5])
 def test_frozen_parts_stay_as_they_are_to_the_bit_and_all_others_train(
     name: str, freeze_at: int
 ) -> None:
     backbone = build_backbone(_make_config(name, freeze_at)).train()
     sources = _parameters_behind(TimmBackbone(name=name, out_features=["s4", "s8", "s16"]))
-    frozen = {2: sources["s4"], 3: sources["s8"], 5: set.union(*sources.values())}[freeze_at]
+    frozen = {2: sources["s4"], 5: set.union(*sources.values())}[freeze_at]
     before = copy.deepcopy(backbone.state_dict())
     loss = sum(out.square().mean() for out in backbone(torch.randn(2, 3, 64, 64)).values())
     if freeze_at < 5:
@@ -117,14 +118,6 @@ def _parameters_behind(backbone: TimmBackbone) -> dict[str, set[str]]:
         out.square().mean().backward(retain_graph=True)
         found[key] = {name for name, p in backbone.named_parameters() if p.grad is not None}
     return found
-
-
-def test_layer_wise_decay_knows_timms_layers() -> None:
-    backbone = TimmBackbone(name="resnet18", out_features=["s8", "s16"])
-    above = layers_above(backbone)
-    assert above["net.conv1.weight"] == 7  # two blocks in each of three stages, and the head
-    assert above["net.layer1.0.conv1.weight"] == 6
-    assert above["net.layer3.1.conv2.weight"] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mobile-Former built by timm: what timm's own tests ask of its models, and that it is the same."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -9,29 +8,13 @@ import timm
 import torch
 from torch import Tensor
 
-from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormer
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.classification import TIMM_NAMES, LinearDecoder, TimmMobileFormer
-
-TINY = dataclasses.replace(
-    MOBILE_FORMER_ARCHS["285M"],
-    num_tokens=3,
-    token_dim=16,
-    stem=8,
-    blocks=(
-        BlockSpec("lite", 16, 8),
-        BlockSpec("down", 16, 12, 24),
-        BlockSpec("plain", 24, 12),
-        BlockSpec("down", 24, 16, 32),
-        BlockSpec("down", 32, 20, 40),
-    ),
-    expanded=48,
-)
-WIDTH = 48 + 16
-NAME = "mobile_former_285m"
+from tests.modeling.tiny_pretraining import SMALL_ARCH
 
 
 def _tiny(**kwargs: Any) -> TimmMobileFormer:
-    return TimmMobileFormer(**{"arch": TINY, "num_classes": 5, **kwargs}).eval()
+    return TimmMobileFormer(**{"arch": SMALL_ARCH, "num_classes": 5, **kwargs}).eval()
 
 
 def _images(size: int = 64, count: int = 2) -> Tensor:
@@ -62,7 +45,7 @@ def test_timm_lists_all_sizes_and_describes_them(size: str, name: str) -> None:
 def test_the_networks_names_and_outputs_are_those_of_the_backbone() -> None:
     model = _tiny()
     outputs = ["s2", "s4", "s8", "s16", "s16_expanded", "tokens"]
-    backbone = MobileFormer(arch=TINY, out_features=outputs).eval()
+    backbone = MobileFormer(arch=SMALL_ARCH, out_features=outputs).eval()
     state = model.state_dict()
     assert set(state) - set(backbone.state_dict()) == {"classifier.weight", "classifier.bias"}
     backbone.load_state_dict({key: state[key] for key in backbone.state_dict()})
@@ -71,15 +54,15 @@ def test_the_networks_names_and_outputs_are_those_of_the_backbone() -> None:
         expected = backbone(x)
         last, maps = model.forward_intermediates(x)
     torch.testing.assert_close(maps, [expected[key] for key in outputs[:4]], rtol=0, atol=0)
-    torch.testing.assert_close(last[:, :48], expected["s16_expanded"], rtol=0, atol=0)
+    torch.testing.assert_close(last[:, :40], expected["s16_expanded"], rtol=0, atol=0)
     token = expected["tokens"][:, 0]
     for row in range(last.shape[2]):
-        torch.testing.assert_close(last[:, 48:, row, 0], token, rtol=0, atol=0)
+        torch.testing.assert_close(last[:, 40:, row, 0], token, rtol=0, atol=0)
 
 
 def test_scores_are_those_of_the_packages_linear_decoder() -> None:
     model = _tiny()
-    backbone = MobileFormer(arch=TINY, out_features=["s16_expanded", "tokens"]).eval()
+    backbone = MobileFormer(arch=SMALL_ARCH, out_features=["s16_expanded", "tokens"]).eval()
     decoder = LinearDecoder(input_shape=backbone.output_shape(), num_classes=5)
     state = model.state_dict()
     backbone.load_state_dict({key: state[key] for key in backbone.state_dict()})
@@ -89,19 +72,13 @@ def test_scores_are_those_of_the_packages_linear_decoder() -> None:
         torch.testing.assert_close(model(x), decoder(backbone(x)))
 
 
-@pytest.mark.parametrize("indices", [None, 1, 2, (0, 2), (-1, 1), [0]])
+@pytest.mark.parametrize("indices", [None, 2, (-1, 1)])
 def test_stages_asked_for_are_the_same_with_the_rest_cut_off(indices: Any) -> None:
     model, x = _tiny(), _images(48)
     with torch.no_grad():
         everything = model.forward_intermediates(x, intermediates_only=True)
-        wanted = {None: [0, 1, 2, 3], 1: [3], 2: [2, 3], (0, 2): [0, 2], (-1, 1): [1, 3]}
-        numbers = wanted[indices] if not isinstance(indices, list) else [0]
+        numbers = {None: [0, 1, 2, 3], 2: [2, 3], (-1, 1): [1, 3]}[indices]
         expected = [everything[number] for number in numbers]
-        for early in (False, True):
-            found = model.forward_intermediates(
-                x, indices, stop_early=early, intermediates_only=True
-            )
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
         last, found = model.forward_intermediates(x, indices)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         torch.testing.assert_close(last, model.forward_features(x), rtol=0, atol=0)
@@ -112,18 +89,3 @@ def test_stages_asked_for_are_the_same_with_the_rest_cut_off(indices: Any) -> No
         assert len(model.state_dict()) < whole
         found = model.forward_intermediates(x, taken, intermediates_only=True)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_checkpointed_gradients_are_the_same() -> None:
-    x = _images(32, 3)
-    gradients = []
-    for enable in (False, True):
-        torch.manual_seed(0)
-        model = _tiny().train()
-        model.set_grad_checkpointing(enable)
-        ran: list[int] = []
-        model.stages[3][0].register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
-        model(x).square().sum().backward()
-        assert len(ran) == 1 + enable
-        gradients.append({key: p.grad for key, p in model.named_parameters()})
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)

@@ -9,12 +9,13 @@ from detectron2.modeling import build_model
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.modeling.detr import QueryGroups, Targets
+from qbheat_det.modeling.detr.auxiliary_queries import AuxiliaryQueries, QueryGroups
+from qbheat_det.modeling.detr.criterion import Targets
+from qbheat_det.modeling.detr.mf_decoder import QuerySet
 from qbheat_det.modeling.detr.mf_detr import MFDETR
-from qbheat_det.modeling.detr.query_set import QuerySet, join_queries
 from tests.engine.gradient_cases import MF_DETR, Case, make_case_config, make_image
 
-from .test_criterion import COUNTS, criterion, ground_truth, predictions
+from .test_criterion import COUNTS, criterion, ground_truth, losses, predictions
 from .test_decoder_against_reference import maps, small_decoder
 
 DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 3)
@@ -22,7 +23,6 @@ GROUPS = ("MODEL.MF_DETR.QUERY_GROUPS.COUNT", 3)
 FOCAL = ("MODEL.MF_DETR.CLASSIFICATION", "focal")
 HELPS = {
     "denoising": DENOISING,
-    "groups": GROUPS,
     "both": (*DENOISING, *GROUPS),
     "both with focal losses": (*DENOISING, *GROUPS, *FOCAL),
 }
@@ -61,10 +61,9 @@ def test_the_main_losses_are_those_without_help(
     assert len(kinds) == (DENOISING[0] in opts) + (GROUPS[0] in opts)
 
 
-@pytest.mark.parametrize("opts", [HELPS["both with focal losses"]])
-def test_the_network_of_inference_is_the_same_to_the_bit(opts: tuple[Any, ...]) -> None:
+def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
     images = [make_image(index) for index in (0, 5)]
-    plain, helped = build(*without_help(opts)).eval(), build(*opts).eval()
+    plain, helped = build(*FOCAL).eval(), build(*HELPS["both with focal losses"]).eval()
     names = {name for name in helped.state_dict() if not name.startswith("auxiliary_queries.")}
     assert names == set(plain.state_dict())
     for name, tensor in plain.state_dict().items():  # from the same seed
@@ -88,22 +87,13 @@ def test_every_parameter_has_a_gradient(batch: tuple[int, ...]) -> None:
 
 
 def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
-    # Images of 3, 0 and 1 boxes, 7 queries, 3 groups: 4 of 21 queries find a box, and 12 of 24
-    # denoising queries are positive; no-object weighs 0.1.
+    # Images of 3, 0 and 1 boxes, 7 queries, 3 groups: 4 of 21 queries of a group find a box, and 12
+    # of 24 denoising queries are positive; no-object weighs 0.1.
     model = build(*HELPS["both"])
     counts = model.loss_counts([make_image(index) for index in (0, 5, 1)])
-    assert_close(counts, torch.tensor([[4 + 0.1 * 17, 4.0], [12 + 0.1 * 12, 12.0]]))
+    group = [4 + 0.1 * 17, 4.0]
+    assert_close(counts, torch.tensor([group, group, [12 + 0.1 * 12, 12.0]]))
     assert_close(model.loss_normalizers(counts, parts=4), counts / 4)
-
-
-KEY, PRIOR = "MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.FOCAL.PRIOR"
-
-
-def build_eval(*opts: Any) -> MFDETR:
-    torch.manual_seed(0)
-    model = build_model(make_case_config(Case(MF_DETR, opts=opts), "cpu"))
-    assert isinstance(model, MFDETR)
-    return model.eval()
 
 
 def infer(model: MFDETR) -> tuple[Tensor, list[Any]]:
@@ -115,18 +105,8 @@ def infer(model: MFDETR) -> tuple[Tensor, list[Any]]:
         return logits, [result["instances"] for result in model(images)]
 
 
-def test_inference_under_the_focal_softmax_is_that_of_the_softmax_to_the_bit() -> None:
-    _, plain = infer(build_eval())
-    _, focal = infer(build_eval(KEY, "softmax_focal"))
-    for one, other in zip(plain, focal, strict=True):
-        assert_close(other.scores, one.scores, rtol=0, atol=0)
-        assert_close(other.pred_classes, one.pred_classes, rtol=0, atol=0)
-        assert_close(other.pred_boxes.tensor, one.pred_boxes.tensor, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["focal", "varifocal"])
-def test_inference_under_sigmoids_takes_the_highest_and_never_no_object(name: str) -> None:
-    logits, found = infer(build_eval(KEY, name))
+def test_inference_under_sigmoids_takes_the_highest_and_never_no_object() -> None:
+    logits, found = infer(build(*FOCAL).eval())
     for row, instances in zip(logits, found, strict=True):
         scores, classes = row[:, :-1].sigmoid().max(dim=-1)
         assert_close(instances.scores, scores)
@@ -138,18 +118,31 @@ def test_losses_are_the_sum_over_groups_of_what_each_costs_alone(counts: list[in
     logits, boxes = predictions(2, len(counts), 18, classes=4)
     targets, loss = Targets.stack(*ground_truth(counts, classes=4)), criterion(4)
     groups = QueryGroups(num_groups=3, num_queries=6, dim=8, weight=0.5)
-    normalizers = loss.mean_normalizers(torch.tensor(loss.normalizers(counts, 6)), 1)
-    found = groups.losses(logits, boxes, targets, loss, normalizers)
+    queries = AuxiliaryQueries({"groups": groups})
+    normalizers = loss.mean_normalizers(torch.tensor(queries.normalizers(counts, loss)), 1)
+    outputs = {"pred_logits": logits, "pred_boxes": boxes}
+    found = queries.losses(outputs, targets, loss, normalizers)
     expected = dict.fromkeys(found, torch.zeros(()))
     for group in range(3):
         own = slice(6 * group, 6 * group + 6)
         outputs = {"pred_logits": logits[:, :, own], "pred_boxes": boxes[:, :, own]}
-        for name, value in loss(outputs, targets).items():
+        for name, value in losses(loss, outputs, targets).items():
             name = name.removesuffix("_0").replace("loss_", "loss_group_")
             expected[name] = expected[name] + 0.5 * value
     assert set(found) == {"loss_group_ce", "loss_group_bbox", "loss_group_giou"}
     for name, value in found.items():
         assert_close(value, expected[name], msg=name)
+
+
+class Given(torch.nn.Module):
+    """A kind of auxiliary queries that is there already."""
+
+    def __init__(self, queries: QuerySet) -> None:
+        super().__init__()
+        self.queries = queries
+
+    def forward(self, targets: Targets) -> QuerySet:
+        return self.queries
 
 
 def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
@@ -165,7 +158,8 @@ def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
     )
     other.masked[1, 1, 1] = False  # who sees neither the own nor another sees itself
     groups = QueryGroups(num_groups=2, num_queries=3, dim=64).double()
-    extra = join_queries([groups(2), other])
+    targets = Targets.stack(*ground_truth([1, 1], 3))
+    extra = AuxiliaryQueries({"groups": groups, "other": Given(other)})(targets)
     features = [torch.stack([f, f.flip(-1)]) for f in maps((12, 20), (24, 40))]
     content = extra.content.clone().requires_grad_()
     moved = QuerySet(content, extra.position, extra.masked, extra.reads_own)

@@ -9,21 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.modeling.pretrain import (
-    DIRECTIONS,
-    QUADRANTS,
-    HeatPredictor,
-    LinearModels,
-    VisibleQuarters,
-)
+from qbheat_det.modeling.pretrain import QUADRANTS, HeatPredictor, VisibleQuarters
+from qbheat_det.modeling.pretrain.heat_predictor import DIRECTIONS, LinearModels
 
 GRID = 8
 CPU = torch.device("cpu")
 # Row and column of the visible block, in halves of the image.
 CORNER = {"top_left": (0, 0), "top_right": (0, 1), "bottom_left": (1, 0), "bottom_right": (1, 1)}
 PLACE_LISTS = [
-    *([place] for place in QUADRANTS),
-    list(QUADRANTS),
+    ["centre"],
+    ["bottom_left"],
     ["bottom_right", "centre", "top_left", "bottom_right", "centre", "centre", "top_right"],
 ]
 
@@ -96,8 +91,7 @@ def set_finite_differences_(predictor: HeatPredictor, a: Tensor, b: Tensor) -> N
             parameter.data = step - identity
 
 
-@pytest.mark.parametrize("num_models", [8, 4])
-@pytest.mark.parametrize("place", QUADRANTS)
+@pytest.mark.parametrize(("num_models", "place"), [(8, "top_left"), (4, "centre")])
 def test_a_solution_of_the_equations_is_predicted_exactly(num_models: int, place: str) -> None:
     a, b = commuting_matrices()
     torch.testing.assert_close(a @ b, b @ a)

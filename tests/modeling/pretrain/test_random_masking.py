@@ -1,25 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Scattered masking as a whole: what the encoder sees, what is reconstructed, what is refused."""
+"""Random masking: what the encoder sees, what is reconstructed, and what features are made up."""
 
 import pytest
 import torch
 from detectron2.modeling import build_model
 from torch import Tensor, nn
 
-from qbheat_det.modeling.pretrain import (
+from qbheat_det.modeling.pretrain import MaskTokenMasking
+from qbheat_det.modeling.pretrain.random_masking import (
     InterpolatedFeatures,
     MaskToken,
-    MaskTokenMasking,
-    QBHeat,
     RandomMask,
-    ReconstructionLoss,
+    RandomMasking,
 )
-from qbheat_det.modeling.pretrain.random_masking import RandomMasking
 from tests.modeling.tiny_pretraining import (
     MEAN,
     STD,
-    Copies,
-    PatchesAsMap,
+    make_copying_model,
     make_inputs,
     make_tiny_config,
 )
@@ -30,24 +27,6 @@ CPU = torch.device("cpu")
 
 def build(arch: str) -> RandomMasking:
     return build_model(make_tiny_config(arch))
-
-
-def make_copying_model(
-    arch: type[RandomMasking], predictor: InterpolatedFeatures | MaskToken
-) -> RandomMasking:
-    """What is visible passes through unchanged, and what is filled in is taken for pixels."""
-    model = arch(
-        backbone=PatchesAsMap(),
-        predictor=predictor,
-        decoder=Copies(grid_size=4, patch_size=16),
-        loss=ReconstructionLoss(normalize_patches=False),
-        in_feature="map",
-        pixel_mean=MEAN,
-        pixel_std=STD,
-        mask_ratio=0.5,
-    )
-    nn.init.dirac_(model.projection.weight)
-    return model.eval()
 
 
 def pixels(visible: Tensor) -> Tensor:
@@ -75,7 +54,7 @@ def test_hidden_pixels_change_nothing_of_what_is_reconstructed(arch: str) -> Non
 
 
 def test_copying_reproduces_what_is_visible_and_a_token_what_it_stands_for() -> None:
-    model = make_copying_model(MaskTokenMasking, MaskToken(dim=768))
+    model = make_copying_model(MaskTokenMasking, MaskToken(dim=768), 4, mask_ratio=0.5)
     nn.init.zeros_(model.predictor.token)
     entry, visible = make_inputs(1)[0], model.mask.draw(1, device=CPU)
     (result,) = model([entry], visible)
@@ -103,20 +82,6 @@ def test_an_image_is_evaluated_with_its_own_mask_in_any_batch(arch: str) -> None
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_training_has_the_loss_that_evaluation_has_for_any_number_of_hidden_patches(
-    arch: str,
-) -> None:
-    model, inputs = build(arch).eval(), make_inputs(2)
-    for count in (4, 11):
-        visible = torch.stack([torch.randperm(16).view(4, 4) < count for _ in inputs])
-        model.training = False
-        expected = torch.stack([r["loss_reconstruction"] for r in model(inputs, visible)]).mean()
-        model.training = True  # but not the BatchNorms
-        found = model(inputs, visible)["loss_reconstruction"]
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
 def test_the_gradient_reaches_every_parameter(arch: str) -> None:
     model = build(arch)
     model(make_inputs(4))["loss_reconstruction"].backward()
@@ -125,38 +90,7 @@ def test_the_gradient_reaches_every_parameter(arch: str) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-def test_the_two_differ_from_each_other_and_from_qb_heat_in_the_predictor_alone() -> None:
-    states = {
-        arch: {
-            name: tensor.shape
-            for name, tensor in build_model(make_tiny_config(arch)).state_dict().items()
-            if not name.startswith("predictor.")
-        }
-        for arch in (*ARCHS, "QBHeat")
-    }
-    assert states["InterpolatedMasking"] == states["MaskTokenMasking"] == states["QBHeat"]
-    assert QBHeat.pretrain_only_modules == RandomMasking.pretrain_only_modules
-    names = {arch: {name for name, _ in build(arch).named_children()} for arch in ARCHS}
-    for arch in ARCHS:
-        assert names[arch] == {*RandomMasking.pretrain_only_modules, "backbone", "loss"}
-    assert isinstance(build(ARCHS[0]).predictor, InterpolatedFeatures)
-    assert isinstance(build(ARCHS[1]).predictor, MaskToken)
-
-
-@pytest.mark.parametrize(
-    ("counts", "named"), [((4, 5), r"\[4, 5\]"), ((0, 0), r"\[0\]"), ((16, 16), r"\[16\]")]
-)
-def test_masks_that_hide_all_or_nothing_or_unequally_are_refused(
-    counts: tuple[int, int], named: str
-) -> None:
-    visible = torch.stack([torch.arange(16).view(4, 4) < count for count in counts])
-    with pytest.raises(ValueError, match=rf"at least one and not all, but {named} of 16 are"):
-        build("InterpolatedMasking")(make_inputs(2), visible)
-
-
-@pytest.mark.parametrize(
-    ("grid", "ratio", "count"), [(8, 0.75, 16), (16, 0.75, 64), (4, 0.6, 6), (2, 0.5, 2)]
-)
+@pytest.mark.parametrize(("grid", "ratio", "count"), [(8, 0.75, 16), (4, 0.6, 6)])
 def test_as_many_positions_are_visible_in_each_image(grid: int, ratio: float, count: int) -> None:
     visible = RandomMask(grid_size=grid, mask_ratio=ratio).draw(50, device=CPU)
     assert visible.shape == (50, grid, grid)
@@ -174,3 +108,77 @@ def test_the_mask_of_an_image_follows_from_its_name_alone() -> None:
     assert torch.equal(together[1:2], mask.of_images(["b"], device=CPU))
     assert not torch.equal(together[0], together[1])
     assert together.sum() == 3 * 16
+
+
+Position = tuple[int, int]
+
+
+def make_filling(dim: int, *, std: float = 0.0) -> InterpolatedFeatures:
+    filling = InterpolatedFeatures(dim=dim)
+    for matrix in (filling.x, filling.y):
+        torch.nn.init.normal_(matrix, std=std)
+    return filling
+
+
+def draw_visible(grid: int, count: int, num_images: int = 4) -> Tensor:
+    order = torch.rand(num_images, grid * grid).argsort(dim=1)
+    return (order < count).unflatten(1, (grid, grid))
+
+
+def nearest(visible: Tensor, start: Position, step: Position) -> Position | None:
+    """Walks from a position until it stands on a visible one, or over the border."""
+    row, column = start[0] + step[0], start[1] + step[1]
+    while 0 <= row < len(visible) and 0 <= column < len(visible):
+        if visible[row, column]:
+            return row, column
+        row, column = row + step[0], column + step[1]
+    return None
+
+
+def fill_by_hand(z: Tensor, visible: Tensor, maps: tuple[Tensor, Tensor]) -> Tensor:
+    """One image, position by position."""
+    filled = z.clone()
+    for row in range(len(z)):
+        for column in range(len(z)):
+            if visible[row, column]:
+                continue
+            found = []
+            for matrix, step in zip(maps, ((0, 1), (1, 0)), strict=True):
+                ends = [
+                    nearest(visible, (row, column), (sign * step[0], sign * step[1]))
+                    for sign in (-1, 1)
+                ]
+                distance = [
+                    0 if end is None else abs(end[0] - row) + abs(end[1] - column) for end in ends
+                ]
+                if ends[0] is not None and ends[1] is not None:
+                    near, far = z[ends[0]], z[ends[1]]
+                    mixed = (distance[1] * near + distance[0] * far) / sum(distance)
+                elif ends[0] is not None or ends[1] is not None:
+                    mixed = z[ends[0] or ends[1]]
+                else:
+                    continue
+                found.append(mixed + matrix @ mixed)
+            filled[row, column] = torch.stack(found).mean(0) if found else z[visible].mean(0)
+    return filled
+
+
+@pytest.mark.parametrize(("grid", "count"), [(1, 1), (5, 1), (8, 16), (8, 5)])
+def test_features_are_those_of_a_walk_to_the_neighbours(grid: int, count: int) -> None:
+    torch.manual_seed(grid + count)
+    filling = make_filling(3, std=0.5)
+    z, visible = torch.randn(4, grid, grid, 3), draw_visible(grid, count)
+    expected = [
+        fill_by_hand(*pair, (filling.x, filling.y)) for pair in zip(z, visible, strict=True)
+    ]
+    torch.testing.assert_close(filling(z, visible), torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("filling", [make_filling(3, std=0.5), MaskToken(dim=3)])
+def test_hidden_features_have_no_influence_and_visible_ones_stay(filling: torch.nn.Module) -> None:
+    z, visible = torch.randn(4, 6, 6, 3), draw_visible(6, 7)
+    found = filling(z, visible)
+    for value in (7.0, torch.inf, torch.nan):
+        changed = filling(torch.where(visible.unsqueeze(-1), z, value), visible)
+        torch.testing.assert_close(changed, found, rtol=0, atol=0)
+    torch.testing.assert_close(found[visible], z[visible], rtol=0, atol=0)

@@ -1,16 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Patches, the decoder and the loss, by hand arithmetic and by loops."""
+"""Images into the backbone, patches, the decoder and the loss, by hand arithmetic and loops."""
 
 import pytest
 import torch
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import (
     ReconstructionDecoder,
     ReconstructionLoss,
     patchify,
     take,
 )
+from qbheat_det.modeling.pretrain.base import PretrainingModel, find_map
 from qbheat_det.modeling.pretrain.pixel_decoder import masked_positions
+from tests.modeling.tiny_pretraining import MEAN, STD, PatchesAsMap, make_inputs
 
 PATCHES = torch.tensor([[[0.0, 0, 3], [1, 2, 3]]])
 PREDICTED = torch.tensor([[[0.0, 0, 0], [1, 1, 1]]])
@@ -84,3 +87,33 @@ def test_the_loss_over_a_batch_is_the_mean_of_those_of_its_images(normalize: boo
     hidden = masked_positions(visible, 3)
     found = loss.over_batch(take(predicted, hidden), take(patches, hidden))
     torch.testing.assert_close(found, loss(predicted, patches, visible).mean())
+
+
+def make_model() -> PretrainingModel:
+    values = {"backbone": PatchesAsMap(), "in_feature": "map", "head_in_features": ["map"]}
+    return PretrainingModel(**values, image_size=32, pixel_mean=MEAN, pixel_std=STD)
+
+
+def test_images_are_normalised_by_channel() -> None:
+    inputs = make_inputs(3, 32)
+    found = make_model().preprocess_image(inputs)
+    for channel in range(3):
+        expected = (inputs[1]["image"][channel].float() - MEAN[channel]) / STD[channel]
+        torch.testing.assert_close(found[1, channel], expected)
+
+
+@pytest.mark.parametrize("key", ["image", "image_key"])
+def test_an_image_of_another_size_or_none_is_named(key: str) -> None:
+    entry = {"image": torch.zeros(3, 32, 16, dtype=torch.uint8), "file_name": "a.jpg"}
+    with pytest.raises(UserError, match="a\\.jpg"):
+        make_model().preprocess_image([entry], key=key)
+
+
+@pytest.mark.parametrize(("multiple", "size"), [(1, 72), (4, 72), (4, 0), (None, 0)])
+def test_a_side_that_does_not_fall_into_positions_is_refused(
+    multiple: int | None, size: int
+) -> None:
+    shapes, side = PatchesAsMap().output_shape(), 16 * (multiple or 1)
+    assert find_map(shapes, "map", side, multiple=multiple).stride == 16
+    with pytest.raises(ValueError, match=rf"multiple of {side}, not {size}: set .* to \d+"):
+        find_map(shapes, "map", size, multiple=multiple)

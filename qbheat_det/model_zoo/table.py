@@ -1,16 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The entries of the model zoo as Markdown, for ``MODEL_ZOO.md``; used by ``tools/zoo.py``."""
+"""The entries of the model zoo as Markdown, for ``MODEL_ZOO.md``."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.model_zoo import Metric, ZooEntry, index, sources
 
-ZOO_FILE = Path(__file__).resolve().parents[1] / "MODEL_ZOO.md"
+from . import index, sources
+from .index import Metric, ZooEntry
+
+ZOO_FILE = Path(__file__).resolve().parents[2] / "MODEL_ZOO.md"
 _BEGIN, _END = "<!-- begin: python tools/zoo.py table -->", "<!-- end -->"
 _HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
 _NOTES = """\
@@ -55,21 +56,17 @@ def render_entries(entries: Sequence[ZooEntry]) -> str:
 
 def _describe_entry(entry: ZooEntry) -> str:
     """Returns a section with all that the index has about an entry."""
-    height, width = entry.madds_input
-    # Longer than any fence inside the command.
-    ticks = "`" * (max(map(len, re.findall("`{3,}", entry.command)), default=2) + 1)
-    lines = [
-        f"- Recipe: [{entry.config}](configs/{entry.config})",
-        f"- Data: {entry.data} (licence: {entry.data_licence})",
-        f"- Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
+    lines = (
+        f"Recipe: [{entry.config}](configs/{entry.config})",
+        f"Data: {entry.data} (licence: {entry.data_licence})",
+        f"Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
         f"`{entry.sha256}`",
-        f"- Parameters: {entry.num_params / 1e6:.1f} M; multiply-adds: {entry.madds / 1e9:.2f} G "
-        f"at {height}x{width}",
-        f"- Made: {entry.date}, at commit `{entry.commit}`",
-        *[f"- {_format_metric(metric)}" for metric in entry.metrics],
-    ]
-    command = f"{ticks}sh\n{entry.command}\n{ticks}"
-    return "\n\n".join([f"### {entry.name}", entry.summary, "\n".join(lines), command])
+        f"Made: {entry.date}, at commit `{entry.commit}`",
+        *map(_format_metric, entry.metrics),
+    )
+    items = "\n".join(f"- {line}" for line in lines)
+    command = "\n".join(f"    {line}" for line in entry.command.split("\n"))
+    return f"### {entry.name}\n\n{entry.summary}\n\n{items}\n\n{command}"
 
 
 def _format_metric(metric: Metric) -> str:

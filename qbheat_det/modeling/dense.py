@@ -1,0 +1,213 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Detectron2's RetinaNet and FCOS, with losses normalised over all processes.
+
+Papers: "Focal Loss for Dense Object Detection", arXiv:1708.02002, and "FCOS: A Simple and Strong
+Anchor-free Object Detector", arXiv:2006.09214.
+
+Detectron2 divides the losses by a running mean of the number of positive anchors, which each
+process keeps for its own images and loses on resume. Gradients then depend on the number of
+processes. Here the running mean is of all processes together, is updated once a step, and is a
+buffer in checkpoints.
+
+Detectron2 builds its FCOS from LazyConfigs only; here it is registered and built from
+``MODEL.FCOS`` too. Two bugs of v0.6, fixed on main, are fixed here: labels of images without boxes,
+and heads with GroupNorm on a recent PyTorch. All else is Detectron2's, parameter names included.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import META_ARCH_REGISTRY, build_backbone
+from detectron2.modeling.meta_arch import RetinaNet
+from detectron2.modeling.meta_arch.dense_detector import DenseDetector
+from detectron2.modeling.meta_arch.fcos import FCOS, FCOSHead
+from detectron2.structures import Boxes, ImageList, Instances
+from detectron2.utils import comm
+from torch import Tensor, nn
+
+from qbheat_det.modeling.image_model import find_cached_images
+
+_COUNT = "num_positives"  # key that ``losses`` adds to the losses
+
+
+class SyncNormalizer(DenseDetector):
+    """Base class in front of a detector with ``anchor_generator``, ``label_anchors``, ``losses``.
+
+    Parameter names are the detector's.
+    """
+
+    first_normalizer: float
+    """Detectron2's first value of the running mean."""
+
+    @configurable
+    def __init__(self, **kwargs: Any) -> None:
+        """Takes the detector's arguments."""
+        super().__init__(**kwargs)
+        # Detectron2's name.
+        self.register_buffer("loss_normalizer", torch.tensor(self.first_normalizer))
+        self.loss_normalizer: Tensor
+
+    def forward(
+        self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
+    ) -> Any:
+        """As in the detector.
+
+        Args:
+            batched_inputs: dicts of a dataset mapper.
+            normalizers: in training, the result of ``loss_normalizers`` for the effective batch;
+                by default for the batches of all processes in this call.
+        """
+        outputs = super().forward(batched_inputs)
+        if not self.training:
+            return outputs
+        count = outputs.pop(_COUNT)
+        if normalizers is None:
+            if comm.get_world_size() > 1:
+                torch.distributed.all_reduce(count)
+            normalizers = self.loss_normalizers(count, comm.get_world_size())
+        return {name: total / normalizers[0] for name, total in outputs.items()}
+
+    def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
+        """As in the detector; entries with "features" become a ``CachedImages``."""
+        divisibility = self.backbone.size_divisibility
+        cached = find_cached_images(batched_inputs, divisibility, self.device)
+        return super().preprocess_image(batched_inputs) if cached is None else cached
+
+    def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Returns (1,): the number of positive anchors of a batch, without the backbone."""
+        height, width = self.preprocess_image(batched_inputs).tensor.shape[-2:]
+        maps = [
+            torch.empty(0, math.ceil(height / stride), math.ceil(width / stride))
+            for stride in self.anchor_generator.strides
+        ]
+        truth = [entry["instances"].to(self.device) for entry in batched_inputs]
+        labels, _ = self.label_anchors(self.anchor_generator(maps), truth)
+        return self._count_positives(labels)
+
+    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+        """Updates the running mean; returns (1,), the divisor of each part's losses.
+
+        Args:
+            counts: (1,), the positive anchors of the effective batch.
+            parts: number of parts that it is cut into.
+        """
+        momentum = 0.9  # Detectron2's
+        self.loss_normalizer.mul_(momentum).add_(counts[0].clamp(min=1), alpha=1 - momentum)
+        return self.loss_normalizer[None] / parts
+
+    def losses(
+        self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
+    ) -> dict[str, Tensor]:
+        """Returns the detector's losses before division, and the number of positive anchors."""
+        sums = super().losses(anchors, pred_logits, gt_labels, *others)
+        return {**sums, _COUNT: self._count_positives(gt_labels)}
+
+    def _count_positives(self, gt_labels: list[Tensor]) -> Tensor:
+        labels = torch.stack(gt_labels)  # (N, R): -1 where ignored, K where background
+        return ((labels >= 0) & (labels != self.num_classes)).sum().float()[None]
+
+    def _ema_update(self, *args: Any, **kwargs: Any) -> float:
+        return 1.0  # what the detector divides its losses by
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Weights of Detectron2's own class are complete without the running mean.
+        state_dict.setdefault(f"{prefix}loss_normalizer", self.loss_normalizer)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+@META_ARCH_REGISTRY.register()
+class SyncRetinaNet(SyncNormalizer, RetinaNet):
+    """RetinaNet whose gradients are those of the effective batch.
+
+    In one process, and without micro-batches, it is Detectron2's ``RetinaNet``.
+    """
+
+    first_normalizer = 100.0
+
+
+@META_ARCH_REGISTRY.register()
+class SyncFCOS(SyncNormalizer, FCOS):
+    """FCOS whose gradients are those of the effective batch.
+
+    In one process, and without micro-batches, it is Detectron2's ``FCOS``.
+    """
+
+    first_normalizer = 300.0
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        node, backbone = cfg.MODEL.FCOS, build_backbone(cfg)
+        shapes = backbone.output_shape()
+        if set(node.IN_FEATURES) - set(shapes):
+            raise ValueError(
+                f"MODEL.FCOS.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
+                f"backbone's outputs {list(shapes)}"
+            )
+        input_shape = [shapes[name] for name in node.IN_FEATURES]
+        return {
+            "backbone": backbone,
+            "head": build_fcos_head(
+                input_shape=input_shape,
+                num_classes=node.NUM_CLASSES,
+                conv_dims=[input_shape[0].channels] * node.NUM_CONVS,
+                prior_prob=node.PRIOR_PROB,
+                norm=node.NORM,
+            ),
+            "head_in_features": node.IN_FEATURES,
+            "num_classes": node.NUM_CLASSES,
+            "center_sampling_radius": node.CENTER_SAMPLING_RADIUS,
+            "focal_loss_alpha": node.FOCAL_LOSS_ALPHA,
+            "focal_loss_gamma": node.FOCAL_LOSS_GAMMA,
+            "test_score_thresh": node.SCORE_THRESH_TEST,
+            "test_topk_candidates": node.TOPK_CANDIDATES_TEST,
+            "test_nms_thresh": node.NMS_THRESH_TEST,
+            "max_detections_per_image": cfg.TEST.DETECTIONS_PER_IMAGE,
+            "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+            "pixel_std": cfg.MODEL.PIXEL_STD,
+        }
+
+    def label_anchors(
+        self, anchors: list[Boxes], gt_instances: list[Instances]
+    ) -> tuple[list[Tensor], Any]:
+        """As in ``FCOS``, for images without boxes too: all of their locations are background."""
+        return super().label_anchors(anchors, [_or_empty_box(found) for found in gt_instances])
+
+
+def build_fcos_head(
+    *,
+    input_shape: Sequence[ShapeSpec],
+    num_classes: int,
+    conv_dims: Sequence[int],
+    norm: str,
+    prior_prob: float,
+) -> FCOSHead:
+    """Returns Detectron2's head for levels from fine to coarse; arguments as there."""
+    return FCOSHead(
+        input_shape=list(input_shape),
+        num_classes=num_classes,
+        conv_dims=list(conv_dims),
+        norm=_group_norm if norm == "GN" else norm,
+        prior_prob=prior_prob,
+    )
+
+
+def _group_norm(channels: int) -> nn.GroupNorm:
+    # v0.6 builds the norm for one channel to check its kind, where 32 groups are too many.
+    return nn.GroupNorm(min(32, channels), channels)
+
+
+def _or_empty_box(instances: Instances) -> Instances:
+    """Returns the instances, or one box without area, which contains no location."""
+    if len(instances):
+        return instances
+    return Instances(
+        instances.image_size,
+        gt_boxes=Boxes(instances.gt_boxes.tensor.new_zeros(1, 4)),
+        gt_classes=instances.gt_classes.new_zeros(1),
+    )
