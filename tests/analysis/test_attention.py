@@ -76,7 +76,7 @@ def test_queries_are_those_of_the_most_confident_boxes(detector: MFDETR) -> None
     for level, (stride, size) in enumerate(sizes.items()):
         last = len(cast(Any, detector.decoder.levels)[level]) - 1
         read = record[f"decoder.levels.{level}.{last}.query_layer.cross_attention"][0]
-        expected_maps = read.unflatten(size)[0].transpose(0, 1)[order[:4]]
+        expected_maps = read.unflatten(-1, size)[0].transpose(0, 1)[order[:4]]
         assert_close(seen.maps[stride], expected_maps)
 
 
