@@ -19,7 +19,7 @@ from timm.layers import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from qbheat_det.config.rules import TIMM_PREFIX, check_timm_name
+from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 
 _FREEZE_ALL = 5
