@@ -181,12 +181,11 @@ def test_a_step_that_failed_is_replayed_with_its_features(
 
 def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: Path) -> None:
     folder = tmp_path / "train"
-    for seed, name in enumerate(("blue", "green", "red")):
-        (folder / name).mkdir(parents=True)
-        for index in range(4):  # so large that images kept in memory are scaled down
-            pixels = draw(100, 75, seed=4 * seed + index)
-            large = Image.fromarray(pixels).resize((1000, 750), Image.Resampling.NEAREST)
-            large.save(folder / name / f"{index}.png", compress_level=1)
+    for index in range(12):  # so large that images kept in memory are scaled down
+        large = Image.fromarray(draw(100, 75, seed=index)).resize((1000, 750))
+        path = folder / ("blue", "green", "red")[index // 4] / f"{index % 4}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        large.save(path, compress_level=1)
     (folder / "red" / "broken.png").write_bytes(b"no image")
     views = {
         "MODEL.CHANNELS_LAST": "True",
