@@ -180,8 +180,7 @@ def test_invalid_settings_are_refused_by_key(key: str, value: str) -> None:
 
 def test_the_token_path_of_a_mobile_former_has_a_rate_of_its_own() -> None:
     cfg = load_config(get_config_path("objectives/qb_heat.yaml"), CPU)
-    with torch.device("meta"):
-        model = build_model(cfg)
+    model = build_model(cfg)
     groups = parameter_groups(model, **{**PLAIN, "backbone_multiplier": 0.5}, token_multiplier=0.1)
     rates = {p: group["lr"] for group in groups for p in group["params"]}
     paths = (".mobile_to_former.", ".former.", "backbone.tokens")
