@@ -48,14 +48,6 @@ def test_ours_stands_beside_each_peer_in_each_part() -> None:
     assert rows["285m_memory_vs_mae_vit_s"].ratio == 0.5
 
 
-def test_a_step_is_three_forward_passes_of_two_operations_a_multiply_add() -> None:
-    row = rows_by_name()["285m_step_vs_matmul"]
-    assert row.peer == (96 + 192) / 2  # 48e12 operations in 0.5 s and in 0.25 s
-    assert row.ours == (12 + 24) / 2  # 8 images of 6e12 operations in 4 s and in 2 s
-    assert row.ratio == 1 / 8
-    assert rows_by_name()["mae_vit_s_step_vs_matmul"].ratio == (0.5 + 0.25) / 2
-
-
 @pytest.mark.slow
 def test_multiply_adds_are_those_of_the_parts() -> None:
     setting = SETTINGS["128"]
