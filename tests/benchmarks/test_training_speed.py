@@ -1,18 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Steps before and after: fair turns, processes of two trees, sentences where one cannot be had."""
 
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import training_speed
-from benchmarks.timing import ROOT
 from benchmarks.training_speed import (
-    BEFORE,
     Turns,
-    export_tree,
     take_turns,
 )
 
@@ -33,16 +28,6 @@ def test_contenders_take_turns_and_each_goes_first_as_often() -> None:
         "before": Turns([0.25, 0.25], 1.0, 100.0),
         "after": Turns([0.5, 0.5], 3.0, 100.0),
     }
-
-
-def test_the_copy_is_the_package_without_weights(tmp_path: Path) -> None:
-    known = subprocess.run(["git", "cat-file", "-e", BEFORE], cwd=ROOT, capture_output=True)
-    if known.returncode:
-        pytest.skip("git's history here does not reach back")
-    tree = export_tree(BEFORE, tmp_path / "before")
-    assert {path.name for path in tree.iterdir()} == {"qbheat_det", "configs"}
-    assert (tree / "qbheat_det" / "engine" / "trainer.py").is_file()
-    assert not list(tree.rglob("*.safetensors"))
 
 
 @pytest.mark.slow
