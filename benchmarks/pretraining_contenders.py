@@ -177,12 +177,12 @@ def prepare(
         device: where it runs.
         encoder_batch: images of the encoder's part; None for those of a step.
     """
-    from qbheat_det.engine.block_modes import compile_blocks
+    from qbheat_det.engine.block_modes import set_block_modes
     from qbheat_det.solver import build_optimizer
 
     model = build(contender, setting).to(device)
     if contender.compiled:
-        compile_blocks(model)
+        set_block_modes(model, compiled=True)
     optimizer = build_optimizer(make_config(contender.variant, setting), model)
     on_device = random_images(batch, setting.size).to(device)
 

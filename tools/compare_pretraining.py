@@ -15,10 +15,9 @@ examples:
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
       --epochs 20 --seeds 1 2 3 --output-dir output/comparison --jobs 2
 
-  # two objectives and a config file on unlabelled images
+  # two objectives and a config file
   python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
-      --image-folder photos/ --objectives qb_heat moco_v2 mine.yaml --epochs 20 \\
-      --output-dir output/comparison
+      --objectives qb_heat moco_v2 mine.yaml --epochs 20 --output-dir output/comparison
 """
 
 import argparse
@@ -40,8 +39,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--train-folder", required=True, metavar="DIR", help="class folders to train on")
     add("--val-folder", required=True, metavar="DIR", help="class folders that probes classify")
-    add("--image-folder", metavar="DIR", action="append", default=[],
-        help="pre-train on these images without labels instead; can be repeated")  # fmt: skip
     add("--objectives", metavar="NAME|FILE", nargs="+", default=[],
         help="in configs/objectives, or config files (default: all, random first)")  # fmt: skip
     add("--epochs", type=float, required=True, help="over the images of pre-training")
@@ -88,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
         val_folder=args.val_folder,
         output_dir=args.output_dir,
         tools=Path(__file__).resolve().parent,
-        image_folders=args.image_folder,
         probes=list(dict.fromkeys(args.probes)),
         num_recalibrated=args.recalibrate_bn,
         opts=args.opts,

@@ -69,7 +69,7 @@ def convert(args: argparse.Namespace) -> None:
         pixel_std=args.pixel_std,
     )
     print(account)
-    values = {k: f'"{list(v)}"' if isinstance(v, tuple) else v for k, v in keys.items()}
+    values = {k: f'"{list(v)}"' if isinstance(v, list) else v for k, v in keys.items()}
     print("a config for it:", " ".join(f"{key} {value}" for key, value in values.items()))
 
 

@@ -70,7 +70,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     from qbheat_det.analysis import load_figures
     from qbheat_det.core.errors import UserError
     from qbheat_det.engine import Trainer, build_config, setup, write_run_record
-    from qbheat_det.engine.data_sources import find_sources
     from qbheat_det.engine.dry_run import dry_run
 
     if args.dry_run and args.eval_only:
@@ -91,13 +90,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     trainer.resume_or_load(resume=args.resume)
     if comm.is_main_process():
         write_run_record(
-            trainer.cfg.OUTPUT_DIR,
+            trainer.cfg,
             command=sys.argv,
             resumed_from=trainer.resumed_from,
-            device=trainer.cfg.MODEL.DEVICE,
             processes=comm.get_world_size(),
             seed=trainer.seed,
-            data=find_sources(trainer.cfg),
         )
     results = trainer.train()
     if comm.is_main_process():

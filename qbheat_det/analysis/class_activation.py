@@ -109,7 +109,7 @@ def correlate_inside(one: FloatMap, other: FloatMap) -> float:
     inside = [values[1:-1, 1:-1].ravel() for values in (one, other)]
     if any(np.ptp(values) <= _ROUNDING * np.abs(values).max() for values in inside):
         return math.nan
-    return float(np.corrcoef(*inside)[0, 1])
+    return float(np.corrcoef(inside[0], inside[1])[0, 1])
 
 
 class _Heat(NamedTuple):

@@ -275,9 +275,9 @@ def render_tables(comparison: Comparison, summary: Summary, failed: Mapping[str,
     errors = [100 * math.sqrt(p * (1 - p) / images["val"]) for p in shares] or [0.0]
     return "\n\n".join([
         "# Objectives of pre-training, one frozen encoder each",
-        f"{comparison.epochs:g} epochs of {images['pretraining']:,} images; seeds "
-        f"{', '.join(map(str, comparison.seeds))}. Probes are trained on {images['train']:,} "
-        f"images and classify {images['val']:,}."
+        f"{comparison.epochs:g} epochs of {images['train']:,} images; seeds "
+        f"{', '.join(map(str, comparison.seeds))}. Probes are trained on the same images and "
+        f"classify {images['val']:,}."
         + (f" Failed: {', '.join(failed)}." if failed else ""),
         tabulate(rows, headers, tablefmt="github", disable_numparse=True),
         "Mean ± standard deviation over seeds (their number). BatchNorm's statistics are estimated "

@@ -17,7 +17,6 @@ from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
     fingerprint_records,
     load_class_folders,
-    load_image_folders,
 )
 
 RANDOM = "random"
@@ -38,20 +37,18 @@ class Objective:
     config_file: str
     cfg: CfgNode
 
-    @property
-    def labelled(self) -> bool:
-        """Whether it is trained with labels."""
-        return bool(self.cfg.INPUT.DATASET_MAPPER_NAME == "classify")
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared; probes are trained on ``train_folder`` and classify ``val_folder``.
+    """What is compared on images of class folders.
 
     Attributes:
-        epochs: over the images of pre-training.
+        epochs: of pre-training, over the images of ``train_folder``.
+        train_folder: for pre-training, and to train probes on.
+        val_folder: that probes classify.
+        output_dir: for everything.
         tools: folder of the scripts.
-        image_folders: images for pre-training without labels, instead of ``train_folder``.
+        probes: their names.
         num_recalibrated: whole training images for BatchNorm's statistics.
         opts: config overrides of all objectives.
     """
@@ -63,22 +60,19 @@ class Comparison:
     val_folder: str
     output_dir: Path
     tools: Path
-    image_folders: Sequence[str] = ()
     probes: Sequence[str] = ()
     num_recalibrated: int = 1024
     opts: Sequence[str] = ()
 
     @cached_property
     def images(self) -> dict[str, list[dict[str, Any]]]:
-        """The records of "pretraining", "train" and "val".
+        """The records of "train" and "val".
 
         Raises:
             UserError: a folder has no images, or ``val_folder`` other classes.
         """
         train, val = load_class_folders(self.train_folder, self.val_folder)
-        extra = self.image_folders
-        pretraining = load_image_folders(extra)[0] if extra else train
-        return {"pretraining": pretraining, "train": train, "val": val}
+        return {"train": train, "val": val}
 
     @cached_property
     def contents(self) -> dict[str, int]:
@@ -196,23 +190,18 @@ def _describe_encoder(cfg: CfgNode) -> dict[str, Any]:
 
 
 def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
-    objective, epochs = row.objective, comparison.epochs
-    flag, folders, source = "--image-folder", list(comparison.image_folders), "pretraining"
-    if objective.labelled:
-        # As many images seen as for the others.
-        epochs *= len(comparison.images["pretraining"]) / len(comparison.images["train"])
-        flag, folders, source = "--train-folder", [comparison.train_folder], "train"
-    folders = folders or [comparison.train_folder]
-    opts = ["SOLVER.EPOCHS", str(float(epochs)), *comparison.opts]
+    objective = row.objective
+    labelled = objective.cfg.INPUT.DATASET_MAPPER_NAME == "classify"
+    opts = ["SOLVER.EPOCHS", str(float(comparison.epochs)), *comparison.opts]
     command = [
         *(sys.executable, str(comparison.tools / "train_net.py")),
         *("--config-file", objective.config_file),
-        *(word for folder in folders for word in (flag, folder)),
+        *("--train-folder" if labelled else "--image-folder", comparison.train_folder),
         *("--resume", "SEED", str(row.seed), "OUTPUT_DIR", str(row.weights.parent), *opts),
     ]
     config = _flatten(yaml.safe_load(load_config(objective.config_file, opts).dump()))
     settings = {key: value for key, value in config.items() if not key.startswith(_FREE_KEYS)}
-    settings["contents"] = comparison.contents[source]
+    settings["contents"] = comparison.contents["train"]
     title = f"{objective.name} seed {row.seed} pretraining"
     return Job(title, "pretraining", row.folder, command, settings)
 

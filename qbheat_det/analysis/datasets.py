@@ -25,7 +25,7 @@ from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.data import build_mapper, preserved_randomness, seed_place
-from qbheat_det.data.checks import DataError, find_object_errors, find_record_errors
+from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.coco import check_same_classes
 from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.data.images import find_image_errors
@@ -40,7 +40,7 @@ _COCO_SIZES = (32.0, 96.0)  # sides of squares between small, medium and large b
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A registered dataset, or with ``json_file`` and ``image_root`` annotations in COCO's format.
+    """A registered dataset in COCO's format, or its ``json_file`` and ``image_root``.
 
     ``role`` is what the config does with it.
     """
@@ -115,38 +115,24 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
         UserError: there is no such dataset, annotation file or image folder.
     """
     json_file, image_root = _locate(source)
-    content: CocoFile | None = None
-    errors: list[DataError] = []
-    if json_file is not None and image_root is not None:
-        try:
-            content = CocoFile(json_file, image_root)
-        except UserError as error:
-            reason = str(error).removeprefix(json_file).lstrip(": ")
-            unusable = DataError("annotation file that cannot be used", json_file, reason)
-            return Inspection(source, [], (), [unusable])
-        errors += content.errors
-        records = _load_valid(json_file, image_root, content)
-        class_names: Sequence[str] = content.class_names
-    else:
-        records = DatasetCatalog.get(source.name)
-        class_names = MetadataCatalog.get(source.name).get("thing_classes") or ()
-        if not class_names:
-            raise UserError(f"the metadata of dataset '{source.name}' has no 'thing_classes'")
-    found = find_record_errors(
+    try:
+        content = CocoFile(json_file, image_root)
+    except UserError as error:
+        reason = str(error).removeprefix(json_file).lstrip(": ")
+        unusable = DataError("annotation file that cannot be used", json_file, reason)
+        return Inspection(source, [], (), [unusable])
+    records = _load_valid(json_file, image_root, content)
+    errors = find_record_errors(
         source.name,
         records,
-        num_classes=len(class_names),
+        num_classes=len(content.class_names),
         filter_empty=source.role == "train" and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
     )
-    if found:
-        records = [_drop_invalid_objects(record, len(class_names)) for record in records]
-    if errors:  # which explain why nothing is left
-        found = [error for error in found if error.kind not in ("empty dataset", "no boxes")]
-    errors += found
-    errors += find_image_errors(records)
-    warnings = list(content.warnings) if content else []
-    return Inspection(source, records, class_names, errors, warnings, content)
+    if content.errors:  # which explain why nothing is left
+        errors = [error for error in errors if error.kind not in ("empty dataset", "no boxes")]
+    errors = [*content.errors, *errors, *find_image_errors(records)]
+    return Inspection(source, records, content.class_names, errors, list(content.warnings), content)
 
 
 def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
@@ -175,24 +161,21 @@ def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError]
     return errors, warnings
 
 
-def _locate(source: DatasetSource) -> tuple[str | None, str | None]:
-    """Returns annotation file and image folder, or None twice for a dataset without them."""
-    json_file, image_root = source.json_file, source.image_root
-    hint = ""
+def _locate(source: DatasetSource) -> tuple[str, str]:
+    """Returns annotation file and image folder."""
+    json_file, image_root, hint = source.json_file, source.image_root, ""
     if json_file is None:
         if source.name not in DatasetCatalog:
             raise UserError(f"there is no dataset '{source.name}': name files, or register it")
         metadata = MetadataCatalog.get(source.name)
-        if metadata.get("evaluator_type") != "coco" or not metadata.get("json_file"):
-            return None, None
         if metadata.get("drawn_on_first_use"):
             DatasetCatalog.get(source.name)
-        json_file, image_root = metadata.json_file, metadata.image_root
+        json_file, image_root = metadata.get("json_file"), metadata.get("image_root")
         hint = ": set $DETECTRON2_DATASETS"
     for path, exists in ((json_file, os.path.isfile), (image_root, os.path.isdir)):
-        if not exists(path or ""):
+        if not path or not exists(path):
             raise UserError(f"'{path}' of the {source.role} data does not exist{hint}")
-    return json_file, image_root
+    return str(json_file), str(image_root)
 
 
 def _load_valid(json_file: str, image_root: str, content: CocoFile) -> list[dict[str, Any]]:
@@ -207,15 +190,6 @@ def _load_valid(json_file: str, image_root: str, content: CocoFile) -> list[dict
         records = list(load_coco_json(str(valid), image_root, name))
     MetadataCatalog.remove(name)
     return records
-
-
-def _drop_invalid_objects(record: dict[str, Any], num_classes: int) -> dict[str, Any]:
-    valid = [
-        one
-        for one in record.get("annotations", ())
-        if one.get("iscrowd", 0) or not any(find_object_errors(one, record, num_classes, None))
-    ]
-    return {**record, "annotations": valid}
 
 
 def _compare_class_counts(one: Inspection, other: Inspection) -> list[str]:

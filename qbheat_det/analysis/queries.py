@@ -40,8 +40,8 @@ _EXPLANATION = (
 class QueryAttention:
     """The n most confident predictions of one image, and the attention of their queries.
 
-    ``found`` has absolute XYXY boxes of the model's input and the number of each one's ``query``;
-    ``maps`` by stride (n, heads, H, W), of the last block at it, which sum to 1 over the pixels.
+    ``found`` has absolute XYXY boxes of the model's input; ``maps`` by stride (n, heads, H, W), of
+    the last block at it, which sum to 1 over the pixels.
     """
 
     found: Instances
@@ -62,7 +62,6 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
         outputs = model.decoder(features, padding)
     (found,) = model.inference(outputs, images.image_sizes)
     chosen = found.scores.argsort(descending=True, stable=True)[:count]
-    found.query = torch.arange(len(found), device=chosen.device)
     maps = {}
     for stride, name in names.items():
         # Each level halves the map above it, rounding up, from stride 8 on.

@@ -38,7 +38,6 @@ _INPUT_SIZE = 16  # rows and columns to which the visible quarter is averaged
 _HELD_EVERY = 5  # one in so many training images chooses the penalties
 _BATCH_PIXELS = 256 * 128**2
 _AXES = {"none": (), "horizontal": (-1,), "vertical": (-2,)}
-_MIRRORED = {"horizontal": ("right", "left"), "vertical": ("bottom", "top")}  # in names of places
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,6 @@ class ReconstructionTask:
         quarters = VisibleQuarters.at([place] * len(images), device=images.device)
         side = min(_INPUT_SIZE, self.image_size // 2)
         return F.interpolate(quarters.crop(images), (side, side), mode="area").flatten(1)
-
-    def align(self, place: str) -> str:
-        """Returns the place whose regression, with its images mirrored, serves ``place``.
-
-        In a set with the mirror image of every image, what is fitted for a right corner is the
-        mirror image of what is fitted for the left one.
-        """
-        return place.replace(*_MIRRORED[self.flip]) if self.flip != "none" else place
 
     def find_counted(self, place: str) -> Tensor:
         """Returns the indices of the patches that the loss counts."""
@@ -246,7 +237,7 @@ def compute_baselines(
             num_groups=len(task.find_counted(place)),
             group_size=3 * task.patch_size**2,
         )
-        for place in map(task.align, QUADRANTS_OF[task.visible])
+        for place in QUADRANTS_OF[task.visible]
     }
     with tqdm(total=len(train) + len(views), unit=" images", disable=not progress) as bar:
         _fit(task, training, regressions, report, bar)
@@ -294,13 +285,11 @@ def _evaluate(
     for batch in evaluation:
         for place in sorted({entry["place"] for entry in batch}):
             entries = [entry for entry in batch if entry["place"] == place]
-            images, partner = task.preprocess(entries), task.align(place)
-            images = images if partner == place else images.flip(_AXES[task.flip])
-            regression = regressions[partner]
-            patches = patchify(images, task.patch_size)[:, task.find_counted(partner)]
+            images, regression = task.preprocess(entries), regressions[place]
+            patches = patchify(images, task.patch_size)[:, task.find_counted(place)]
             all_counted = torch.zeros(patches.shape[:2], dtype=torch.bool)
             zero, mean = torch.zeros(()), regression.mean_outputs
-            ridge = regression.predict(task.crop_inputs(images, partner))
+            ridge = regression.predict(task.crop_inputs(images, place))
             for name, predicted in zip(BASELINES, (zero, mean, ridge), strict=True):
                 losses = task.loss(predicted.expand_as(patches), patches, all_counted)
                 outputs = [{"place": place, "loss_reconstruction": loss} for loss in losses]

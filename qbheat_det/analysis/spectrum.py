@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
 from qbheat_det.modeling.pretrain.heat_predictor import LinearModels
 
@@ -233,7 +233,8 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: i
         return earlier | {"": describe_models(models), "rotated": describe_models(control)}
 
     results = run_each(runs, compute, nothing="no spectrum")
-    images, rows = {}, {}
+    images: dict[str, Image] = {}
+    rows: dict[str, Spectrum] = {}
     for index, (label, found) in enumerate(results.found.items(), 1):
         images[f"magnitudes_{index}"] = chart_image(
             plot_magnitudes(found[""], found["rotated"]),

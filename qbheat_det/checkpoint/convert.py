@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Converts weights from elsewhere for the package's encoders."""
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import timm
 import torch
+import yaml
 from detectron2.modeling import Backbone, build_backbone
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 
 from .matching import fit_weights
-from .official_mobile_former import convert_official, is_official
+from .official_mobile_former import convert_official, find_size, is_official
 from .report import LoadReport
 from .weights_file import WeightsInfo, read_weights, save_weights
 
@@ -75,16 +77,17 @@ def convert_weights(
     if pixel_mean and 0 <= min(pixel_mean) and max(pixel_mean) <= 1:
         raise UserError(f"--pixel-mean {list(pixel_mean)} is of images in [0, 1]: multiply by 255")
     state, _ = read_weights(weights)
+    mean: tuple[float, ...] = _MEAN
+    std: tuple[float, ...] = _STD
     if to == MOBILE_FORMER:
         converted, account, keys = _convert_mobile_former(weights, state)
-        mean, std = _MEAN, _STD
     elif to.startswith(EFFICIENTNET_LITE):
         converted, account, keys = _convert_efficientnet_lite(weights, state, to)
         mean, std = (127.0,) * 3, (128.0,) * 3
     elif to in {D2_PREFIX + name for name in RESNETS}:
         encoder, keys = build_resnet(to.removeprefix(D2_PREFIX))
         converted, report = _fit(weights, state, encoder, to)
-        account, mean, std = str(report), _MEAN, _STD
+        account = str(report)
     else:
         raise UserError(
             f"'{to}' is no encoder to convert weights for: {MOBILE_FORMER}, {EFFICIENTNET_LITE}0, "
@@ -93,15 +96,31 @@ def convert_weights(
         )
     # Models other than timm's skip the classifier of Mobile-Former, which has a hidden layer.
     skipped = ("decoder",) if to == MOBILE_FORMER else ()
+    mean, std = tuple(pixel_mean) or mean, tuple(pixel_std) or std
+    keys |= {
+        "MODEL.PIXEL_MEAN": list(mean),
+        "MODEL.PIXEL_STD": list(std),
+        "INPUT.FORMAT": "RGB",
+    }
     info = WeightsInfo(
         pixel_format="RGB",
-        pixel_mean=tuple(pixel_mean) or mean,
-        pixel_std=tuple(pixel_std) or std,
+        pixel_mean=mean,
+        pixel_std=std,
+        config=_dump(keys),
         pretrain_only_modules=skipped,
     )
     save_weights(str(output), converted, info)
-    keys |= {"MODEL.PIXEL_MEAN": info.pixel_mean, "MODEL.PIXEL_STD": info.pixel_std}
-    return account, {**keys, "INPUT.FORMAT": info.pixel_format}
+    return account, keys
+
+
+def _dump(keys: Mapping[str, Any]) -> str:
+    """Returns a config of these keys alone as YAML."""
+    tree: dict[str, Any] = {"VERSION": 2}
+    for key, value in keys.items():
+        *parents, name = key.split(".")
+        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[name] = value
+    text: str = yaml.safe_dump(tree)
+    return text
 
 
 Converted = tuple[dict[str, Tensor], str, dict[str, Any]]
@@ -116,7 +135,7 @@ def _convert_mobile_former(weights: str, state: Mapping[str, Tensor]) -> Convert
         f"{'decoder' if name.startswith(head) else 'backbone'}.{name}": tensor
         for name, tensor in convert_official(state).items()
     }
-    keys = {"MODEL.BACKBONE.NAME": MOBILE_FORMER, "MODEL.MOBILE_FORMER.VARIANT": "508M to 26M"}
+    keys = {"MODEL.BACKBONE.NAME": MOBILE_FORMER, "MODEL.MOBILE_FORMER.VARIANT": find_size(state)}
     return converted, f"{len(converted)} tensors", keys
 
 
@@ -130,8 +149,15 @@ def _convert_efficientnet_lite(weights: str, state: Mapping[str, Tensor], to: st
     shapes = [tensor.shape for tensor in own.values()]
     if [tensor.shape for tensor in state.values()] != shapes:
         raise UserError(f"'{weights}' is of another size than {model}")
-    converted = dict(zip(own, state.values(), strict=True))
-    return converted, f"{len(converted)} tensors", {"MODEL.BACKBONE.NAME": to}
+    keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
+    cfg = get_cfg()
+    cfg.merge_from_list([item for pair in keys.items() for item in pair])
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    with torch.device("meta"):
+        kept = build_backbone(cfg).state_dict()  # without the head
+    named = {f"net.{name}": tensor for name, tensor in zip(own, state.values(), strict=True)}
+    converted = {name: named[name] for name in kept}
+    return converted, f"{len(converted)} of {len(named)} tensors", keys
 
 
 def torchvision_name(name: str) -> str:

@@ -76,10 +76,17 @@ def is_official(state: Mapping[str, Tensor]) -> bool:
     return {"tokens.weight", "stem.0.weight", "features.0.conv.0.weight"} <= state.keys()
 
 
+def find_size(state: Mapping[str, Tensor]) -> str:
+    """Returns the key of ``MOBILE_FORMER_ARCHS`` for weights of the authors' networks."""
+    tokens, expanded = len(state["tokens.weight"]), len(state["classifier.conv.1.weight"])
+    sizes = {1440: "508M", 1152: "294M", 960: "214M", 768: "151M" if tokens == 6 else "96M"}
+    return sizes.get(expanded, "52M" if _count_groups(state) == 1 else "26M")
+
+
 def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights under the names of timm's ``mobile_former_508m`` and the like."""
     weights = dict(state)
-    groups = len(state["features.0.conv.0.weight"]) // state["features.0.conv.4.weight"].shape[1]
+    groups = _count_groups(state)
     modules = {"stem.1": "stem.norm", **_HEAD}
     modules |= {k: v.replace("mobile_to_former", "last_bridge") for k, v in _ATTENTION.items()}
     channels, stage, place = len(state["stem.0.weight"]), 0, 0
@@ -105,6 +112,11 @@ def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if module in modules:
             renamed[f"{modules[module]}.{kind}"] = tensor
     return renamed
+
+
+def _count_groups(state: Mapping[str, Tensor]) -> int:
+    hidden, reduce = state["features.0.conv.0.weight"], state["features.0.conv.4.weight"]
+    return len(hidden) // reduce.shape[1]
 
 
 def _undo_groups(

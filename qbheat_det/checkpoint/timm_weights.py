@@ -16,7 +16,7 @@ from iopath.common.file_io import PathHandler, get_cache_dir
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from qbheat_det.config.rules import check_timm_name
+from qbheat_det.config.loading import check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 

@@ -1,22 +1,36 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reading YAML and command-line overrides without running what a stranger wrote."""
 
+import ast
 import difflib
-import functools
 import os
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.core.errors import UserError
 
 from .defaults import get_cfg
-from .rules import check_timm_backbones, switch_off_overruled_epochs
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+# Those of libyaml take a tenth of the time.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+# A key in epochs, and the key of Detectron2 in iterations that is worked out from it.
+EPOCH_KEYS = {
+    "SOLVER.EPOCHS": "SOLVER.MAX_ITER",
+    "SOLVER.STEP_EPOCHS": "SOLVER.STEPS",
+    "SOLVER.WARMUP_EPOCHS": "SOLVER.WARMUP_ITERS",
+    "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
+    "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
+    "VIS.EPOCHS": "VIS.PERIOD",
+}
+TIMM_PREFIX = "timm:"
+"""What stands before the name of a timm model where a config names a backbone."""
 
 
 def get_config_path(name: str) -> str:
@@ -55,107 +69,164 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             that the config does not know, or names a model that timm does not have.
     """
     cfg = get_cfg()
-    layers = [] if path is None else _read_layers(cfg, Path(path))
-    if path is not None:
-        _merge_file(cfg, str(path), dict(ChainMap(*reversed(layers))))
+    layers = [] if path is None else _read_layers(Path(path))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
-    for key, value in zip(opts[::2], opts[1::2], strict=True):
-        present = _check_key(cfg, key, "command line")
-        if isinstance(present, float) and value.lstrip("+-").isdecimal():
-            value = f"{value}.0"  # yacs takes no integer where a float stands
-        try:
-            cfg.merge_from_list([key, value])
-        except (ValueError, KeyError, AssertionError) as error:
-            raise UserError(f"command line, {key}: {_sentence(error)}") from error
-    switch_off_overruled_epochs(cfg, [*layers, dict(zip(opts[::2], opts[1::2], strict=True))])
-    check_timm_backbones(cfg)
+    layers.append(("command line", dict(zip(opts[::2], opts[1::2], strict=True))))
+    for source, values in layers:
+        for key, value in values.items():
+            _set(cfg, key, value, source)
+    switch_off_overruled_epochs(cfg, [values for _, values in layers])
+    for key, name in (
+        ("MODEL.BACKBONE.NAME", cfg.MODEL.BACKBONE.NAME),
+        ("MODEL.FPN.BOTTOM_UP", cfg.MODEL.FPN.BOTTOM_UP),
+    ):
+        if name.startswith(TIMM_PREFIX):
+            try:
+                check_timm_name(name.removeprefix(TIMM_PREFIX))
+            except UserError as error:
+                raise UserError(f"{key} '{name}': {error}") from None
     return cfg
 
 
 def dump_config(cfg: CfgNode) -> str:
     """Returns a config as YAML that refers to nothing, to travel inside another file."""
     # Detectron2 dumps a list that stands in two places as a reference to the first.
-    return str(yaml.dump(yaml.safe_load(cfg.dump()), Dumper=_WithoutReferences))
+    return str(yaml.dump(yaml.load(cfg.dump(), Loader=_Loader), Dumper=_WithoutReferences))
 
 
-class _WithoutReferences(yaml.SafeDumper):
+class _WithoutReferences(_Dumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-def _merge_file(cfg: CfgNode, path: str, values: Mapping[str, object]) -> None:
-    """Merges a file whose keys are known to exist; an integer may stand for a float."""
-    integers = {
-        key: value
-        for key, value in values.items()
-        if type(value) is int and isinstance(_check_key(cfg, key, path), float)
-    }
-    for key in integers:  # yacs takes no integer where a float stands
-        _put(cfg, key, 0)
+def list_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yields dotted keys and values of a config or of nested dicts."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from list_leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
+    """Sets a dotted key; ``source``, a file or the command line, is named in errors."""
+    present: object = cfg
+    for part in key.split("."):
+        if not isinstance(present, CfgNode) or part not in present:
+            known = [name for name, _ in list_leaves(cfg)]
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise UserError(f"{source}: unknown config key '{key}'; did you mean '{near[0]}'?")
+        present = present[part]
+    if isinstance(present, CfgNode):
+        raise UserError(f"{source}: '{key}' is a group of keys and takes no value of its own")
+    if isinstance(present, float) and str(value).lstrip("+-").isdecimal():
+        value = float(str(value))  # yacs takes no integer where a float stands
     try:
-        cfg.merge_from_file(path, allow_unsafe=False)
+        cfg.merge_from_list([key, value])
     except (ValueError, KeyError, AssertionError) as error:
-        raise UserError(f"{path}: {_sentence(error)}") from error
-    for key, value in integers.items():
-        _put(cfg, key, float(value))
-
-
-def _put(cfg: CfgNode, key: str, value: float) -> None:
-    *parents, leaf = key.split(".")
-    functools.reduce(lambda node, part: node[part], parents, cfg)[leaf] = value
+        raise UserError(f"{source}, {key}: {_join_lines(error)}") from error
 
 
 def _read_layers(
-    cfg: CfgNode, path: Path, children: tuple[Path, ...] = ()
-) -> list[dict[str, object]]:
-    """Returns the dotted keys and values of a file and of those below it, the lowest first."""
+    path: Path, children: tuple[Path, ...] = ()
+) -> list[tuple[str, dict[str, object]]]:
+    """Returns path, dotted keys and values of a file and of its bases, the lowest first."""
     absolute = Path(os.path.abspath(path))
     if absolute in children:
         raise UserError(f"{path} and {children[-1]} inherit from each other by _BASE_")
     if not path.is_file():
         raise UserError(f"config file '{path}' does not exist")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not plain YAML: {_sentence(error)}") from error
+        raise UserError(f"{path} is not plain YAML: {_join_lines(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no config: its top level must be a mapping of keys")
     base = content.pop("_BASE_", None)
-    layers = []
-    parents = [base] if isinstance(base, str) else base or []
-    if not isinstance(parents, list) or not all(isinstance(name, str) for name in parents):
+    bases = [base] if isinstance(base, str) else base or []
+    if not isinstance(bases, list) or not all(isinstance(name, str) for name in bases):
         raise UserError(f"{path}: _BASE_ must be the path of a YAML file, but is {base!r}")
-    for parent in parents:
-        above = Path(os.path.join(path.parent, os.path.expanduser(parent)))
-        layers += _read_layers(cfg, above, (*children, absolute))
-    values = dict(_leaves(content))
-    for key in values:
-        _check_key(cfg, key, str(path))
-    return [*layers, values]
+    layers = []
+    for name in bases:
+        layers += _read_layers(path.parent / os.path.expanduser(name), (*children, absolute))
+    return [*layers, (str(path), dict(list_leaves(content)))]
 
 
-def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _check_key(cfg: CfgNode, key: str, where: str) -> object:
-    """Returns the present value of a key, or raises a ``UserError``."""
-    node: object = cfg
-    for part in key.split("."):
-        if not isinstance(node, CfgNode) or part not in node:
-            known = [name for name, _ in _leaves(cfg)]
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise UserError(f"{where}: unknown config key '{key}'; did you mean '{near[0]}'?")
-        node = node[part]
-    if isinstance(node, CfgNode):
-        raise UserError(f"{where}: '{key}' is a group of keys and takes no value of its own")
-    return node
-
-
-def _sentence(error: BaseException) -> str:
+def _join_lines(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
+    """Switches off, in place, each key in epochs that a later layer gave in iterations.
+
+    So ``SOLVER.MAX_ITER 100`` on the command line trains 100 iterations of a recipe in epochs.
+
+    Args:
+        cfg: the config with all layers merged.
+        layers: dotted keys and values as they were written, the lowest ``_BASE_`` first and the
+            command line last.
+
+    Raises:
+        UserError: one layer gives both. The config of a finished run does, and is understood:
+            its iterations were worked out from its epochs.
+    """
+    overruled: set[str] = set()
+    for layer in layers:
+        is_whole_config = {*EPOCH_KEYS, *EPOCH_KEYS.values()} <= set(layer)
+        for epochs, iterations in EPOCH_KEYS.items():
+            if epochs in layer:
+                overruled.discard(epochs)
+                if iterations in layer and _is_on(layer[epochs]) and not is_whole_config:
+                    raise UserError(
+                        f"{epochs} {layer[epochs]} and {iterations} {layer[iterations]} are given "
+                        "side by side and mean the same thing: leave one out"
+                    )
+            elif iterations in layer:
+                overruled.add(epochs)
+    for key in overruled:
+        section, name = key.split(".")
+        cfg[section][name] = type(cfg[section][name])()
+
+
+def _is_on(value: object) -> bool:
+    """Whether a key in epochs is neither 0 nor empty, typed on the command line or not."""
+    return bool(ast.literal_eval(value) if isinstance(value, str) else value)
+
+
+def check_timm_name(name: str) -> None:
+    """
+    Raises:
+        UserError: timm has no model of that name, and the sentence has the nearest ones; or the
+            name goes on with the tag of weights.
+    """
+    import timm  # takes seconds, and most configs name none of its models
+
+    model, _, tag = name.partition(".")
+    if not timm.is_model(model):
+        near = difflib.get_close_matches(model, timm.list_models(), n=3, cutoff=0.3)
+        raise UserError(
+            f"timm {timm.__version__} has no model '{model}'; did you mean "
+            f"{', '.join(near) or 'resnet50'}?"
+        )
+    if tag:
+        raise UserError(
+            f"'{name}' names weights, the model is '{model}': to start from these weights, set "
+            f"MODEL.WEIGHTS to 'timm://{name}'"
+        )
+
+
+def find_memory_format(cfg: CfgNode) -> torch.memory_format:
+    """Returns the layout that ``MODEL.CHANNELS_LAST`` asks for, on ``MODEL.DEVICE`` if it is None.
+
+    Raises:
+        UserError: ``MODEL.CHANNELS_LAST`` is something else than True, False and None.
+    """
+    asked = cfg.MODEL.CHANNELS_LAST
+    if asked not in (None, True, False):  # next to None, configs take any type
+        raise UserError(
+            f"MODEL.CHANNELS_LAST is True, False or None (the device's own), not '{asked}'"
+        )
+    on_cpu = torch.device(cfg.MODEL.DEVICE).type == "cpu"
+    innermost = on_cpu if asked is None else asked
+    return torch.channels_last if innermost else torch.contiguous_format

@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training, evaluation and prediction on Detectron2's engine."""
 
-from .eval_only import evaluate
 from .launch import run_distributed
 from .run_record import write_run_record
 from .setup import build_config, setup
-from .trainer import Trainer
+from .trainer import Trainer, evaluate
 
 __all__ = [
     "Trainer",

@@ -26,7 +26,6 @@ from qbheat_det.core.environment import keep_freed_memory
 from qbheat_det.modeling.contracts import FixedSizeModel
 
 logger = logging.getLogger(__name__)
-_LISTS = (nn.Sequential, nn.ModuleList)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image or several
 
@@ -39,17 +38,15 @@ def apply_step_keys(cfg: CfgNode, model: nn.Module) -> None:
     on_cpu = next(model.parameters()).device.type == "cpu"
     if cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory():
         logger.info("Steps reuse freed memory (SOLVER.KEEP_MEMORY False returns it)")
-    if cfg.MODEL.ACTIVATION_CHECKPOINTING:
-        logger.info(f"Activation checkpointing of {checkpoint_blocks(model)} blocks")
-    if cfg.SOLVER.COMPILE:
-        compile_blocks(model)
+    set_block_modes(model, checkpointed=cfg.MODEL.ACTIVATION_CHECKPOINTING,
+                    compiled=cfg.SOLVER.COMPILE)  # fmt: skip
 
 
 def find_blocks(
     module: nn.Module, name: str = "", *, inside_list: bool = False
 ) -> dict[str, nn.Module]:
     """Returns the blocks of a module by their names in the model, in its order."""
-    is_list = isinstance(module, _LISTS)
+    is_list = isinstance(module, nn.Sequential | nn.ModuleList)
     has_children = next(module.children(), None) is not None
     if isinstance(module, RetinaNetHead) or (inside_list and has_children and not is_list):
         return {name: module}
@@ -60,40 +57,37 @@ def find_blocks(
     return blocks
 
 
-def checkpoint_blocks(model: nn.Module) -> int:
-    """Makes each block store only its inputs for the backward pass; returns their number.
+def set_block_modes(
+    model: nn.Module, *, checkpointed: bool = False, compiled: bool = False
+) -> None:
+    """Changes how the blocks of a model run in training, from now on.
 
-    Gradients are equal to the bit, dropout included, if the block itself is deterministic.
-    BatchNorm's statistics are updated once a step.
+    Args:
+        model: not wrapped.
+        checkpointed: each block stores only its inputs for the backward pass. Gradients are equal
+            to the bit, dropout included, if the block itself is deterministic. BatchNorm's
+            statistics are updated once a step.
+        compiled: models of images of one size are compiled for that size, others for all sizes.
+            Without a compiler, blocks run as they are, and the log says so.
     """
-    blocks = find_blocks(model)
-    for block in blocks.values():
-        call_of(block).checkpointed = True
-    return len(blocks)
-
-
-def compile_blocks(model: nn.Module) -> int:
-    """Makes the blocks run compiled in training, and returns their number; 0 without a compiler.
-
-    Models of images of one size are compiled for that size, others for all sizes.
-    """
-    from torch._dynamo import config as dynamo_config  # takes seconds to import
-
-    error = find_compiler_error(next(model.parameters()).device)
-    if error:
+    if compiled and (error := find_compiler_error(next(model.parameters()).device)):
         logger.warning(f"SOLVER.COMPILE has no effect: {error}")
-        return 0
+        compiled = False
+    if not (checkpointed or compiled):
+        return
     blocks = find_blocks(model)
-    dynamo_config.suppress_errors = True
-    # Compiled calls of all blocks share one code object, for which PyTorch keeps few graphs.
-    for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
-        graphs = max(getattr(dynamo_config, limit), _GRAPHS_PER_BLOCK * len(blocks))
-        setattr(dynamo_config, limit, graphs)
+    if compiled:
+        _allow_graphs(_GRAPHS_PER_BLOCK * len(blocks))
+        logger.info(f"{len(blocks)} blocks are compiled at their first calls, taking minutes")
     dynamic = not isinstance(model, FixedSizeModel)
     for block in blocks.values():
-        call_of(block).compiled = torch.compile(block._call_impl, dynamic=dynamic)
-    logger.info(f"{len(blocks)} blocks are compiled at their first calls, which takes minutes")
-    return len(blocks)
+        plain = block._call_impl
+        call = torch.compile(plain, dynamic=dynamic) if compiled else plain
+        # Where ``nn.Module.compile`` puts a compiled call. Copies of a module, such as a moving
+        # average, are without it.
+        block._compiled_call_impl = _call_in_training(block, call, checkpointed)
+    if checkpointed:
+        logger.info(f"Activation checkpointing of {len(blocks)} blocks")
 
 
 def find_compiler_error(device: torch.device) -> str:
@@ -106,45 +100,36 @@ def find_compiler_error(device: torch.device) -> str:
     return ""
 
 
-class BlockCall:
-    """Replaces a block's call in training, in the attribute that ``nn.Module.compile`` uses.
+def _allow_graphs(count: int) -> None:
+    """Has PyTorch keep that many graphs, and run as it is what it cannot compile."""
+    from torch._dynamo import config  # takes seconds to import
 
-    Copies of the module, such as a moving average, do not have that attribute.
+    config.suppress_errors = True
+    # Compiled calls of all blocks share one code object, for which PyTorch keeps few graphs.
+    for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
+        setattr(config, limit, max(getattr(config, limit), count))
 
-    Attributes:
-        compiled: called instead of the block itself, if not None.
-        checkpointed: whether only the inputs are stored for the backward pass.
-    """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.compiled: Callable[..., Any] | None = None
-        self.checkpointed = False
-        self._block = block
-        self._norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+def _call_in_training(
+    block: nn.Module, call: Callable[..., Any], checkpointed: bool
+) -> Callable[..., Any]:
+    """Returns what replaces the call of a block: ``call`` in training, else the block's own."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the block."""
-        block = self._block
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not block.training:
             return block._call_impl(*args, **kwargs)
-        call = self.compiled or block._call_impl
-        if not (self.checkpointed and torch.is_grad_enabled()):
+        if not (checkpointed and torch.is_grad_enabled()):
             return call(*args, **kwargs)
         return checkpoint(
             call,
             *args,
             use_reentrant=False,  # the contexts are of the forward pass and the recomputation
-            context_fn=lambda: (contextlib.nullcontext(), _preserved_statistics(self._norms)),
+            context_fn=lambda: (contextlib.nullcontext(), _preserved_statistics(norms)),
             **kwargs,
         )
 
-
-def call_of(block: nn.Module) -> BlockCall:
-    """Returns the ``BlockCall`` of a block, which it gets if it has none."""
-    found = block._compiled_call_impl
-    if not isinstance(found, BlockCall):
-        found = block._compiled_call_impl = BlockCall(block)
-    return found
+    return run
 
 
 @contextlib.contextmanager

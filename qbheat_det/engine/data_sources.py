@@ -235,6 +235,7 @@ def _check_flags(cfg: CfgNode, flags: dict[str, Any], keys: list[str]) -> None:
         if flags[flag] and not all(flags[other] for other in others):
             raise UserError(f"{_spell(flag)} needs {_spell(*others)}")
     own_keys = {flag: (key,) for flag, (_, key, _) in _FOLDERS.items()}
+    own_keys |= {"train_json": ("DATASETS.TRAIN",), "val_json": ("DATASETS.TEST",)}
     for flag, owned in {**own_keys, "knn": ("TEST.KNN.TRAIN", "TEST.KNN.VAL")}.items():
         for key in owned:
             if flags[flag] and key in keys:

@@ -7,9 +7,12 @@ It uses a temporary folder beside ``OUTPUT_DIR``, on the same disk, which it rem
 import contextlib
 import itertools
 import math
+import multiprocessing
 import os
+import resource
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,17 +29,16 @@ from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_bytes, format_duration
+from qbheat_det.engine.hooks import EvalHook, PeriodicCheckpointer, TrainingRun
 
-from .hooks.checkpoints import PeriodicCheckpointer
-from .hooks.evaluation import EvalHook
-from .hooks.training_run import TrainingRun
-from .memory import resident_with_workers, total_memory
 from .setup import filter_detectron2_logs
 from .trainer import Trainer
 from .writers import check_wandb
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
+_GROUP = Path("/proc/self/cgroup")
+_GROUPS_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -285,3 +287,32 @@ def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]
         for small in names:
             DatasetCatalog.remove(small)
             MetadataCatalog.remove(small)
+
+
+def total_memory() -> int:
+    """Returns the bytes of the machine, or of the container if it is limited to less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError):
+        # A container may see its own control group at the root, under the name it has outside.
+        group = Path(_GROUP.read_text(encoding="utf-8").splitlines()[-1].split(":", 2)[2][1:])
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                limits.append(int((_GROUPS_ROOT / folder / "memory.max").read_text()))
+    return min(limits)
+
+
+def resident_peak() -> int:
+    """Returns the peak bytes of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def resident_with_workers() -> int:
+    """Returns the peak bytes of this process plus what its workers use now, where Linux says so."""
+    total = resident_peak()
+    for worker in multiprocessing.active_children():
+        with contextlib.suppress(OSError):  # a worker may have ended
+            lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="ascii")
+            # "Pss" counts memory that workers share with this process by parts, in KiB.
+            total += sum(1024 * int(x.split()[1]) for x in lines.splitlines() if x[:4] == "Pss:")
+    return total

@@ -3,23 +3,15 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.structures import (
-    BitMasks,
-    Boxes,
-    Instances,
-    Keypoints,
-    PolygonMasks,
-    ROIMasks,
-    RotatedBoxes,
-)
+from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks, RotatedBoxes
 from detectron2.utils import comm
 from torch import Tensor, nn
 
@@ -28,65 +20,47 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import join_first
 
-from .device_batches import BatchedInputs
+from .step import BatchedInputs
 
-_FORMAT = "qbheat_det failed step, 2"
-_STRUCTURES = [BitMasks, Boxes, Instances, Keypoints, PolygonMasks, ROIMasks, RotatedBoxes]
-_ARRAYS = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
-# What reading the file may call, besides what torch.load allows for tensors and containers.
-_ALLOWED = [*_STRUCTURES, *_ARRAYS, np.empty(0).__reduce__()[0]]
-
-
-class NonFiniteLoss(UserError):
-    """A loss is infinite or not a number, so training cannot go on."""
-
-    def __init__(
-        self, iteration: int, losses: Mapping[str, float], path: str | os.PathLike[str]
-    ) -> None:
-        """``path`` is the file that ``dump_failure`` wrote, or the reason why there is none."""
-        bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
-        replay = f"'python tools/train_net.py --replay {path}' names the first module that fails"
-        super().__init__(
-            f"a loss is not finite at iteration {iteration} ({join_first(bad)}): "
-            f"{replay if os.path.isfile(path) else path}; try a lower SOLVER.BASE_LR or "
-            "SOLVER.CLIP_GRADIENTS.ENABLED True"
-        )
-        self.path = str(path)
+_FORMAT = "qbheat_det failed step, 3"
+# What reading the file may call, besides what torch.load allows for tensors and containers; the
+# arrays are those of polygons.
+_STRUCTURES = [BitMasks, Boxes, Instances, PolygonMasks, RotatedBoxes]
+_ALLOWED = [*_STRUCTURES, np.ndarray, np.dtype, type(np.dtype("f")), type(np.dtype("d"))]
+_ALLOWED.append(np.empty(0).__reduce__()[0])
 
 
 @dataclass(frozen=True)
 class FailedStep:
-    """A step as ``dump_failure`` writes it.
+    """A step whose loss was not finite, as ``dump_failure`` writes it.
 
     Attributes:
         config: YAML of the resolved config.
-        device: its type, such as "cpu".
+        batches: micro-batches of this process up to the one that failed; the earlier ones draw
+            random numbers.
+        weights: state dict, with the statistics of BatchNorm as the failed step left them.
+        buffers: those that are not in ``weights``.
         scale: factor on the loss before the backward pass (float16).
         losses: of the last micro-batch on this process, weighted as in the sum, by name.
         normalizers: second argument of the model's ``forward``, if any.
-        batches: micro-batches of this process up to the one that failed; the earlier ones draw
-            random numbers.
-        weights: state dict from before the step.
-        buffers: those that are not in ``weights``.
-        gradients: by parameter, the last ones; None where there are none.
+        device: its type, such as "cpu".
     """
 
     config: str
     iteration: int
     seed: int
-    rank: int
-    num_processes: int
-    device: str
-    scale: float
-    losses: dict[str, float]
-    normalizers: Tensor | None
     batches: list[BatchedInputs]
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]
+    rank: int = 0
+    scale: float = 1.0
+    losses: dict[str, float] = field(default_factory=dict)
+    normalizers: Tensor | None = None
+    num_processes: int = 1
+    device: str = "cpu"
 
 
-def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> NonFiniteLoss:
+def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> UserError:
     """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns the error to raise.
 
     If the file cannot be written, the error says so. ``state`` are arguments of ``dump_failure``.
@@ -94,9 +68,14 @@ def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) 
     path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
     try:
         dump_failure(path, iteration=iteration, rank=rank, **state)
+        replay = f"'python tools/train_net.py --replay {path}' names the first module that fails"
     except UserError as error:
-        path = f"no file to replay it was written ({error})"
-    return NonFiniteLoss(iteration, state.get("losses", {}), path)
+        replay = f"no file to replay it was written ({error})"
+    bad = [f"{name} {value}" for name, value in state["losses"].items() if not math.isfinite(value)]
+    return UserError(
+        f"a loss is not finite at iteration {iteration} ({join_first(bad)}): {replay}; try a lower "
+        "SOLVER.BASE_LR or SOLVER.CLIP_GRADIENTS.ENABLED True"
+    )
 
 
 def dump_failure(
@@ -105,35 +84,24 @@ def dump_failure(
     cfg: CfgNode,
     model: nn.Module,
     batched_inputs: Sequence[BatchedInputs],
-    iteration: int,
-    seed: int,
-    rank: int = 0,
-    losses: Mapping[str, float] | None = None,
-    normalizers: Tensor | None = None,
-    scale: float = 1.0,
+    **values: Any,
 ) -> None:
-    """Writes a failed step atomically; the arguments are described at ``FailedStep``.
+    """Writes a failed step atomically; ``values`` are further attributes of ``FailedStep``.
 
     Raises:
         UserError: the file cannot be written.
     """
     weights = model.state_dict()
-    content = {
-        "format": _FORMAT,
-        "config": dump_config(cfg),
-        "iteration": iteration,
-        "seed": seed,
-        "rank": rank,
-        "num_processes": comm.get_world_size(),
-        "device": next((p.device.type for p in model.parameters()), "cpu"),
-        "scale": scale,
-        "losses": dict(losses or {}),
-        "normalizers": _to_storable(normalizers),
-        "batches": [_to_storable(batch) for batch in batched_inputs],
-        "weights": _to_storable(dict(weights)),
-        "buffers": _to_storable({k: v for k, v in model.named_buffers() if k not in weights}),
-        "gradients": {name: _to_storable(p.grad) for name, p in model.named_parameters()},
-    }
+    step = FailedStep(
+        config=dump_config(cfg),
+        batches=[_to_storable(batch) for batch in batched_inputs],
+        weights=_to_storable(dict(weights)),
+        buffers=_to_storable({k: b for k, b in model.named_buffers() if k not in weights}),
+        num_processes=comm.get_world_size(),
+        device=next(model.parameters()).device.type,
+        **_to_storable(values),
+    )
+    content = {"format": _FORMAT, **vars(step)}
     write_atomically(path, lambda stream: torch.save(content, stream))
 
 
@@ -155,19 +123,17 @@ def read_failure(path: str | os.PathLike[str]) -> FailedStep:
             return FailedStep(**content)
     except (AttributeError, KeyError, TypeError):
         pass
-    raise UserError(f"'{path}' is no failure_*.pt, as training writes to OUTPUT_DIR")
+    raise UserError(f"'{path}' is no failure_*.pt of this version of qbheat_det")
 
 
 def _to_storable(value: Any) -> Any:
-    """Copies nested data to the CPU; what ``read_failure`` does not read becomes its ``repr``."""
+    """Copies nested data to the CPU; what ``read_failure`` refuses becomes its ``repr``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray) and type(value.dtype) in _ARRAYS:
-        return value.copy()
     if isinstance(value, dict):
         return {key: _to_storable(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
@@ -175,8 +141,4 @@ def _to_storable(value: Any) -> Any:
     if isinstance(value, Instances):
         fields = {name: _to_storable(field) for name, field in value.get_fields().items()}
         return Instances(tuple(map(int, value.image_size)), **fields)
-    if isinstance(value, PolygonMasks):
-        return PolygonMasks(value.polygons)
-    if type(value) in _STRUCTURES:
-        return type(value)(value.tensor.detach().to("cpu", copy=True))
-    return repr(value)
+    return value.to("cpu") if type(value) in _STRUCTURES else repr(value)

@@ -8,11 +8,9 @@ products are rounded depends on the number of images, but not on which these are
 """
 
 import contextlib
-import functools
 import hashlib
 import importlib
 import json
-import operator
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,17 +40,6 @@ Mapped = dict[str, Any] | DataError | None
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _FULL_SIZE = {"height", "width"}
-# Outlines and keypoints move no box of a model without masks, and can be most of a record.
-_IGNORED_IN_RECORDS = (VIEW_ROW, "file_name", "annotations")
-_IGNORED_IN_ANNOTATIONS = ("segmentation", "keypoints")
-# Number and seed of the views have entries of their own; fixed views are never read from memory.
-_IGNORED_IN_INPUT = ("FIXED_VIEWS", "PRETRAIN.MEMORY_GB")
-_OF_TEST_SETS = ("MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.TEST_CROP")
-_OF_TRAINING_SETS = (
-    *("MIN_SIZE_TRAIN", "MIN_SIZE_TRAIN_SAMPLING", "MAX_SIZE_TRAIN", "RANDOM_FLIP", "CROP"),
-    *("DETR_CROP_RESIZE", "DETR_CROP_RANGE", "PRETRAIN.SCALE", "PRETRAIN.RATIO"),
-    *("CLASSIFY.RAND_AUGMENT", "CLASSIFY.RANDOM_ERASING", "TWO_VIEWS"),
-)
 
 
 @dataclass(frozen=True)
@@ -216,10 +203,10 @@ def describe_cache(
     change is far below half precision.
 
     Args:
-        cfg: of the run; of ``INPUT``, what the views of such a set depend on enters.
+        cfg: of the run; all of ``INPUT`` enters, whatever the mapper reads of it.
         encoder: that gives the features.
         records: of the data set. Of a file enter its name below the folder of all files, its size
-            and when it was changed, not its content. Outlines and keypoints do not enter.
+            and when it was changed, not its content.
         outputs: names of its outputs that are kept.
         views: of each image.
         is_train: whether views are drawn as in training, or are those of inference.
@@ -238,7 +225,7 @@ def describe_cache(
         "views_per_image": views.count,
         "views_seed": views.seed,
         "is_train": is_train,
-        "input": _dump_input(cfg.INPUT, is_train),
+        "input": _dump_input(cfg.INPUT),
         "qbheat_det": importlib.import_module("qbheat_det").__version__,
         "torch": torch.__version__.partition("+")[0],
         "device": device.type,
@@ -260,11 +247,7 @@ def hash_records(records: Sequence[Mapping[str, Any]]) -> str:
     folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
     digest = hashlib.sha256()
     for record, name in zip(records, names, strict=True):
-        kept = {key: value for key, value in record.items() if key not in _IGNORED_IN_RECORDS}
-        kept["annotations"] = [
-            {key: value for key, value in annotation.items() if key not in _IGNORED_IN_ANNOTATIONS}
-            for annotation in record.get("annotations", ())
-        ]
+        kept = {k: value for k, value in record.items() if k not in (VIEW_ROW, "file_name")}
         try:
             found = os.stat(name)
             state = found.st_size, found.st_mtime_ns
@@ -280,12 +263,10 @@ def _make_plain(value: Any) -> Any:
     return value.tolist() if is_array else repr(value)
 
 
-def _dump_input(config: CfgNode, is_train: bool) -> list[str]:
-    """Returns the lines of ``INPUT`` that the views of a training set, or a test set, depend on."""
+def _dump_input(config: CfgNode) -> list[str]:
     kept = config.clone()
-    for path in (*_IGNORED_IN_INPUT, *(_OF_TEST_SETS if is_train else _OF_TRAINING_SETS)):
-        *parents, key = path.split(".")
-        functools.reduce(operator.getitem, parents, kept).pop(key, None)
+    del kept["FIXED_VIEWS"]  # number and seed have entries of their own
+    del kept.PRETRAIN["MEMORY_GB"]  # fixed views are never read from memory
     lines: list[str] = kept.dump().splitlines()
     return lines
 

@@ -41,7 +41,7 @@ class ReplayReport:
     # Of the modules whose output is not finite: name and class, and what is not finite.
     first_module: str | None = None
     first_module_values: str = ""
-    # "weights" before the step, "buffers" after it, "last gradients" of the file, "gradients".
+    # "weights" before the step, "buffers" after it, "gradients" of this.
     not_finite: dict[str, list[str]] = field(default_factory=dict)
     # By image: a line on it, and its losses if it was run alone, in training mode.
     images: list[tuple[str, dict[str, float]]] = field(default_factory=list)
@@ -102,11 +102,10 @@ def replay_failure(path: str | os.PathLike[str]) -> ReplayReport:
     model = _build_model(cfg, failed, path)
     report = ReplayReport(path=str(path), failed=failed, device=cfg.MODEL.DEVICE)
     state = {**failed.weights, **failed.buffers}
-    parameters = failed.gradients.keys()
+    parameters = {name for name, _ in model.named_parameters()}
     report.not_finite = {
         "weights": _not_finite({k: v for k, v in state.items() if k in parameters}),
         "buffers": _not_finite({k: v for k, v in state.items() if k not in parameters}),
-        "last gradients": _not_finite(failed.gradients),
     }
     with EventStorage(failed.iteration):  # Detectron2's detectors write to it in training
         _run_step(cfg, model, failed, report)

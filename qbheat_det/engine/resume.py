@@ -4,7 +4,7 @@
 import argparse
 import fnmatch
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import yaml
 from detectron2.config import CfgNode
 from torch import nn
 
+from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
@@ -54,17 +55,20 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
     Raises:
         UserError: a key differs that may not change.
     """
-    before = dict(_leaves(yaml.safe_load(saved) or {}))
-    now = dict(_leaves(yaml.safe_load(cfg.dump())))
-    if now["SEED"] < 0:  # none asked for: the run keeps its own
+    before = dict(list_leaves(yaml.safe_load(saved) or {}))
+    now = dict(list_leaves(yaml.safe_load(cfg.dump())))
+    if cfg.SEED < 0:  # none asked for: the run keeps its own
         now["SEED"] = before.get("SEED", -1)
     changed = {
         key: f"{key} {before[key]} -> {now[key]}"
-        for key in now
-        if key in before and before[key] != now[key]
+        for key in now.keys() & before.keys()
+        if before[key] != now[key]
     }
-    free = {key for key in changed if any(fnmatch.fnmatch(key, pattern) for pattern in _FREE)}
-    refused = [change for key, change in changed.items() if key not in free | {*_END}]
+    refused = [
+        change
+        for key, change in sorted(changed.items())
+        if key not in _END and not any(fnmatch.fnmatch(key, pattern) for pattern in _FREE)
+    ]
     if refused:
         raise UserError(
             f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
@@ -149,11 +153,3 @@ def _initial_weights(folder: Path) -> str:
         return str(content["MODEL"]["WEIGHTS"])
     except (OSError, KeyError, TypeError, UnicodeDecodeError, yaml.YAMLError):
         return ""
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -8,15 +8,18 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+
+from .data_sources import find_sources
 
 RUN_FILE = "run.json"
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")
@@ -25,37 +28,33 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def write_run_record(
-    output_dir: str | os.PathLike[str],
+    cfg: CfgNode,
     *,
     command: Sequence[str],
     resumed_from: str | None = None,
-    device: str = "cpu",
     processes: int = 1,
     seed: int | None = None,
-    data: Mapping[str, Any] | None = None,
 ) -> None:
     """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
 
     Args:
-        output_dir: folder of the run.
+        cfg: of the run, as it resolves.
         command: arguments of the command line, the program first.
         resumed_from: checkpoint that the run continues from; None if it begins.
-        device: ``MODEL.DEVICE``.
         processes: number of training processes.
         seed: of the run.
-        data: see ``find_sources``.
 
     Raises:
         UserError: the file cannot be written, or is no list of starts.
     """
-    path = Path(output_dir) / RUN_FILE
+    path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
     commit, dirty = find_code_version()
     if device.startswith("cuda") and torch.cuda.is_available():
         device = f"{device} ({torch.cuda.get_device_name()})"
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": list(command),
-        "data": dict(data or {}),
+        "data": find_sources(cfg),
         "resumed_from": resumed_from,
         "commit": commit,
         "dirty": dirty,
@@ -64,16 +63,8 @@ def write_run_record(
         "processes": processes,
         "seed": seed,
     }
-    _write(path, [*read_run_record(path), start])
-
-
-def add_to_run_record(output_dir: str | os.PathLike[str], **values: Any) -> None:
-    """Adds values by name to the last start; does nothing if there is no ``run.json``."""
-    path = Path(output_dir) / RUN_FILE
-    starts = read_run_record(path)
-    if starts:
-        starts[-1].update(values)
-        _write(path, starts)
+    text = json.dumps([*read_run_record(path), start], indent=2) + "\n"
+    write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -133,8 +124,3 @@ def find_code_version(checkout: Path = _CHECKOUT) -> tuple[str | None, bool | No
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", *_CODE))
     except (OSError, subprocess.SubprocessError):
         return None, None
-
-
-def _write(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
-    text = json.dumps(starts, indent=2) + "\n"
-    write_atomically(path, lambda stream: stream.write(text.encode()))

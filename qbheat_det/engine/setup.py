@@ -17,7 +17,7 @@ from detectron2.utils.logger import setup_logger
 from qbheat_det.checkpoint import check_weights_file, class_names_of, load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
@@ -26,11 +26,11 @@ from qbheat_det.data import (
     find_record_errors,
     raise_first,
 )
-from qbheat_det.engine.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .data_sources import use_classes_of_folders, use_data_flags
-from .hooks import check_neighbours, scores_neighbours
+from .evaluation import check_neighbours, scores_neighbours
+from .feature_cache import check_cacheable
 from .resume import check_start, name_last_checkpoint
 
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
@@ -55,11 +55,12 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     cfg = load_config(args.config_file or None, args.opts)
     if args.eval_only and cfg.MODEL.WEIGHTS and not args.config_file:
         cfg = load_run_config(cfg.MODEL.WEIGHTS, opts=args.opts)  # the config inside the weights
+    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
     _check_values(cfg)
     check_start(cfg, args)
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
         check_cacheable(cfg)
-    _choose_device(cfg, is_given="MODEL.DEVICE" in args.opts[::2])
+    _choose_device(cfg, is_given="MODEL.DEVICE" in given)
     if cfg.SEED < 0 and not (args.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR))):
         cfg.SEED = comm.shared_random_seed()  # the same for all processes, and recorded
     if cfg.MODEL.WEIGHTS:
@@ -69,10 +70,9 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         use_classes_of_folders(cfg, eval_only=args.eval_only, resume=args.resume)
-        _check_overrides(cfg, args)
     elif labelled:
         use_classes_of(cfg, labelled[0])
-        _check_overrides(cfg, args)
+    _check_num_classes(cfg, given)
     trained = class_names_of(cfg.MODEL.WEIGHTS) if args.eval_only and cfg.MODEL.WEIGHTS else ()
     if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
         raise UserError(
@@ -94,13 +94,12 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
     Raises:
         UserError: ``OUTPUT_DIR`` cannot be written to.
     """
+    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
     try:
         os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
     except OSError as error:
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}': {error.strerror}") from error
-    if not os.access(cfg.OUTPUT_DIR, os.W_OK):
-        raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}' cannot be written to")
-    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
+    check_writable(config_file)
     before = config_file.read_bytes() if config_file.is_file() else None
     default_setup(cfg, args)
     if comm.is_main_process():
@@ -157,6 +156,13 @@ def _check_values(cfg: CfgNode) -> None:
         raise UserError("TEST.PRECISE_BN is not supported: use tools/export_backbone.py")
 
 
+def _check_num_classes(cfg: CfgNode, given: dict[str, str]) -> None:
+    num_classes = len(cfg.MODEL.CLASS_NAMES)
+    for key, value in given.items() if num_classes else ():
+        if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
+            raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
+
+
 def _choose_device(cfg: CfgNode, *, is_given: bool) -> None:
     try:
         torch.device(cfg.MODEL.DEVICE)
@@ -169,18 +175,6 @@ def _choose_device(cfg: CfgNode, *, is_given: bool) -> None:
     cfg.MODEL.DEVICE = "cpu"
 
 
-def _check_overrides(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Refuses overrides that contradict the data."""
-    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
-    names = [key for key in ("DATASETS.TRAIN", "DATASETS.TEST") if key in given]
-    if args.val_json and names:
-        raise UserError(f"{' and '.join(names)} and --val-json both name data: choose one")
-    num_classes = len(cfg.MODEL.CLASS_NAMES)
-    for key, value in given.items():
-        if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
-            raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
-
-
 def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
     """Returns the names of the sets to train or evaluate on, after checks that read no data."""
     mapper, test = cfg.INPUT.DATASET_MAPPER_NAME, list(cfg.DATASETS.TEST)
@@ -189,13 +183,7 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
     if not (used or (eval_only and knn)) or not (eval_only or cfg.DATASETS.TRAIN):
         raise UserError(f"the config names no data set: {_suggest_flags(mapper)}")
     for name in [*used, *knn]:
-        _check_dataset(name, mapper=mapper)
-    for name in test:
-        if mapper in MAPPERS_OF_IMAGES and not MetadataCatalog.get(name).get("unlabelled"):
-            raise UserError(
-                f"DATASETS.TEST names '{name}', which has annotations, but mapper '{mapper}' is "
-                f"evaluated on images alone: {_suggest_flags(mapper)}"
-            )
+        _check_dataset(name, mapper=mapper, is_test=name in test)
     name = cfg.MODEL.META_ARCHITECTURE
     if test and name in META_ARCH_REGISTRY and not has_held_out_loss(META_ARCH_REGISTRY.get(name)):
         raise UserError(
@@ -206,28 +194,28 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
     return used
 
 
-def _check_dataset(name: str, *, mapper: str) -> None:
+def _check_dataset(name: str, *, mapper: str, is_test: bool) -> None:
     hint = _suggest_flags(mapper)
     if name not in DatasetCatalog:
         raise UserError(f"there is no data set '{name}': {hint}, or register it")
     metadata = MetadataCatalog.get(name)
-    if metadata.get("unlabelled") and mapper not in MAPPERS_OF_IMAGES:
+    unlabelled, on_images = metadata.get("unlabelled"), mapper in MAPPERS_OF_IMAGES
+    if unlabelled and not on_images:
+        raise UserError(f"data set '{name}' has no annotations, as mapper '{mapper}' needs")
+    if is_test and on_images and not unlabelled:
         raise UserError(
-            f"data set '{name}' has no annotations, as INPUT.DATASET_MAPPER_NAME '{mapper}' needs"
+            f"DATASETS.TEST names '{name}', which has annotations, but mapper '{mapper}' is "
+            f"evaluated on images alone: {hint}"
         )
+    advice = f"set $DETECTRON2_DATASETS, or {hint}"
     for folder in metadata.get("image_folders", ()):
         try:
             check_image_folder(folder)
         except UserError as error:
-            raise UserError(
-                f"data set '{name}': {error}; set $DETECTRON2_DATASETS, or {hint}"
-            ) from error
+            raise UserError(f"data set '{name}': {error}; {advice}") from error
     json_file = None if metadata.get("drawn_on_first_use") else metadata.get("json_file")
     if json_file and not os.path.isfile(json_file):
-        raise UserError(
-            f"data set '{name}' has no annotations at '{json_file}': set $DETECTRON2_DATASETS, "
-            f"or {hint}"
-        )
+        raise UserError(f"data set '{name}' has no annotations at '{json_file}': {advice}")
 
 
 def _check_content(cfg: CfgNode, labelled: list[str]) -> None:

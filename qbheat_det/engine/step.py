@@ -4,17 +4,22 @@
 Joins Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is what all processes
 and all micro-batches of a step see together; gradients are those of one process that takes it
 whole. Only the statistics of BatchNorm stay local.
+
+On a GPU, the next batch is loaded and copied while the step computes, and losses are read while the
+backward pass runs.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
+from detectron2.structures import Instances
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
@@ -26,9 +31,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import STEP, cut, seed_place
 from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
 
-from .device_batches import BatchedInputs, BatchSource, LossReading
-
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+BatchedInputs = list[dict[str, Any]]
 OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], None]
 _CUDA = 3  # last number of the seed, so that the GPU does not repeat the CPU's numbers
 
@@ -62,9 +66,8 @@ class StepTrainer(SimpleTrainer):
             precision: of autocast; None computes in the type of the weights.
             seed: of the randomness in the model.
             log_period: iterations between two readings of values that need a synchronisation.
-            on_failure: called if a loss is not finite on this process, before the weights change
-                and, on the CPU, before the gradients do. Gets the micro-batches up to that one,
-                its losses, and its normalizers.
+            on_failure: called if a loss is not finite on this process, before the weights change.
+                Gets the micro-batches up to that one, its losses, and its normalizers.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -96,6 +99,7 @@ class StepTrainer(SimpleTrainer):
         seed_step(self.seed, self.iter, comm.get_rank())
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
+        self.optimizer.zero_grad()
         # The loss is the sum over micro-batches and the mean over processes.
         for index, batch in enumerate(batches):
             with self._average_gradients(index == len(batches) - 1):
@@ -109,15 +113,9 @@ class StepTrainer(SimpleTrainer):
                 )
                 if weight != 1:
                     losses = {name: loss * weight for name, loss in losses.items()}
-                reading, seen = LossReading(losses), batches[: index + 1]
-                if not reading.is_late:
-                    self._check(reading, seen, normalizers, logged)
-                if index == 0:  # until here the gradients are those of the step before
-                    self.optimizer.zero_grad()
-                total = torch.stack(list(losses.values())).sum()
-                self.grad_scaler.scale(total).backward()
-                if reading.is_late:  # the GPU computes gradients meanwhile
-                    self._check(reading, seen, normalizers, logged)
+                reading = LossReading(losses)
+                self.grad_scaler.scale(torch.stack(list(losses.values())).sum()).backward()
+                self._check(reading, batches[: index + 1], normalizers, logged)
         self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees true gradients
         self.grad_scaler.update()
         if isinstance(self._bare, SupportsAfterStep):
@@ -137,6 +135,7 @@ class StepTrainer(SimpleTrainer):
         return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``."""
         super().load_state_dict(state_dict)
         self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
@@ -152,7 +151,7 @@ class StepTrainer(SimpleTrainer):
 
     def _check(
         self,
-        reading: LossReading,
+        reading: "LossReading",
         batches: list[BatchedInputs],
         normalizers: tuple[Tensor, ...],
         logged: dict[str, float],
@@ -193,6 +192,93 @@ class StepTrainer(SimpleTrainer):
         if self.grad_scaler.is_enabled():
             scalars["gradient_scale"] = self.grad_scaler.get_scale()
         storage.put_scalars(smoothing_hint=False, **scalars)
+
+
+class BatchSource:
+    """Takes batches from an iterator, on a GPU one ahead.
+
+    Copies are asynchronous if the loader gives pinned memory. A batch stays in memory until the
+    next is taken: by then the losses of its step have been read back, so no GPU needs it.
+    """
+
+    def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
+        """``next_batch`` loads a batch; raises StopIteration after the last."""
+        self._next_batch = next_batch
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._ahead: BatchedInputs | None = None
+        self._in_use: BatchedInputs | None = None
+        self._waited = 0.0
+
+    def take(self) -> tuple[BatchedInputs, float]:
+        """Returns a batch, and the seconds that the step waited for it to be loaded.
+
+        On a GPU they count only if it had nothing left to compute.
+
+        Raises:
+            StopIteration: there is none left.
+        """
+        if self._stream is None:
+            start = time.perf_counter()
+            return self._next_batch(), time.perf_counter() - start
+        if self._ahead is None:
+            self.load_ahead()
+        if self._ahead is None:
+            raise StopIteration
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._in_use, self._ahead = self._ahead, None
+        return self._in_use, self._waited
+
+    def load_ahead(self) -> None:
+        """Loads the next batch and copies it to the GPU while it computes; nothing on the CPU."""
+        if self._stream is None or self._ahead is not None:
+            return
+        computed = torch.cuda.Event()
+        computed.record(torch.cuda.current_stream(self._device))
+        start = time.perf_counter()
+        try:
+            batch = self._next_batch()
+        except StopIteration:  # is raised by ``take``
+            return
+        self._waited = time.perf_counter() - start if computed.query() else 0.0
+        with torch.cuda.stream(self._stream):
+            self._ahead = [_move(entry, self._device) for entry in batch]
+
+
+class LossReading:
+    """Losses of a micro-batch on their way to the CPU: one transfer, awaited when they are read."""
+
+    def __init__(self, losses: Mapping[str, Tensor]) -> None:
+        """Starts the exchange of 0-d tensors between processes, and the transfer."""
+        own = torch.stack([loss.detach().float() for loss in losses.values()])
+        mean = own.clone()
+        if comm.get_world_size() > 1:
+            torch.distributed.all_reduce(mean)
+        self._names = list(losses)
+        self._values = both = torch.stack([own, mean / comm.get_world_size()])
+        self._arrived: torch.cuda.Event | None = None
+        if both.device.type == "cuda":
+            self._values = torch.empty(both.shape, pin_memory=True).copy_(both, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            # By default it is the current device's, which need not be that of the losses.
+            self._arrived.record(torch.cuda.current_stream(both.device))
+
+    def values(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns losses of this process, and their means over all."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        here, everywhere = (dict(zip(self._names, row)) for row in self._values.tolist())  # noqa: B905
+        return here, everywhere
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Instances):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _move(part, device) for name, part in value.items()}
+    return value
 
 
 def seed_step(seed: int, iteration: int, rank: int) -> None:

@@ -7,24 +7,25 @@ its checkpoints hold all that a run needs to continue to the same bits.
 
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
-from detectron2.evaluation import DatasetEvaluator
+from detectron2.evaluation import DatasetEvaluator, print_csv_format
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
+    ExactCheckpointer,
     SafeCheckpointer,
     WeightsInfo,
     info_of,
     save_weights,
     without_children,
 )
-from qbheat_det.config import find_memory_format
+from qbheat_det.config import dump_config, find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
@@ -43,24 +44,21 @@ from qbheat_det.solver import (
 )
 
 from .block_modes import apply_step_keys
-from .device_batches import BatchedInputs
-from .evaluation import Evaluation, TestLoader, build_test_loader
-from .failure import report_failure
-from .hooks import (
-    DataTimeMonitor,
-    EvalHook,
-    MemoryMonitor,
-    MovingAverage,
-    PeriodicCheckpointer,
-    SkippedImages,
-    build_average,
-    build_visualization_hook,
+from .evaluation import (
+    Evaluation,
+    NeighbourScorer,
+    TestLoader,
+    build_test_loader,
+    scores_neighbours,
 )
+from .failure import report_failure
+from .hooks import EvalHook, MovingAverage, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .run_record import find_commit
-from .step import StepTrainer, choose_precision
+from .step import BatchedInputs, StepTrainer, choose_precision
 from .teacher import TeacherFeatures
+from .visualize import build_visualization_hook
 from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
@@ -168,52 +166,35 @@ class Trainer(DefaultTrainer):
             processes other than the main one, and if nothing was left to do.
         """
         if self.start_iter >= self.max_iter:
-            return self._finish()
-        if self.cached_features:
-            self._evaluation.close()  # its loaders may read the cache of other weights
-            self.cached_features.prepare(self.data_loader)
-        if self.teacher:
-            self.teacher.prepare(self.data_loader)
-        if comm.is_main_process():
-            path = Path(self.cfg.OUTPUT_DIR) / "config.yaml"
-            write_atomically(path, lambda stream: stream.write(self.cfg.dump().encode()))
-        try:
-            TrainerBase.train(self, self.start_iter, self.max_iter)
-        finally:  # otherwise workers wait for the garbage collector
-            self._trainer.close()
-            self._evaluation.close()
-        return self._last_eval_results
-
-    def _finish(self) -> dict[str, Any]:
-        """Repeats the last evaluation if it failed after the last step."""
-        if self.resumed_from is None or Path(self.resumed_from).name == "model_final.pth":
             logger.warning(
                 f"All {self.start_iter} iterations are done; a higher SOLVER.MAX_ITER or "
                 "SOLVER.EPOCHS continues the run"
             )
             return {}
-        self.iter = self.max_iter - 1
-        kinds = EvalHook, PeriodicWriter, PeriodicCheckpointer
-        with EventStorage(self.iter) as self.storage:
-            last_hooks = [hook for hook in self._hooks if isinstance(hook, kinds)]
-            for name in ("before_train", "after_step", "after_train"):
-                for hook in last_hooks:
-                    getattr(hook, name)()
+        if self.cached_features:
+            self._evaluation.forget()  # its loaders may read the cache of other weights
+            self.cached_features.prepare(self.data_loader)
+        if self.teacher:
+            self.teacher.prepare(self.data_loader)
+        if comm.is_main_process():
+            path, text = Path(self.cfg.OUTPUT_DIR) / "config.yaml", dump_config(self.cfg)
+            write_atomically(path, lambda stream: stream.write(text.encode()))
+        try:
+            TrainerBase.train(self, self.start_iter, self.max_iter)
+        finally:  # otherwise workers wait for the garbage collector
+            self._trainer.close()
         return self._last_eval_results
 
     def build_hooks(self) -> list[HookBase | None]:
         """Returns the hooks in the order in which they run."""
         cfg, main = self.cfg, comm.is_main_process()
-        period = cfg.SOLVER.LOG_PERIOD
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            MemoryMonitor(period=period),
-            DataTimeMonitor(period=period, num_workers=cfg.DATALOADER.NUM_WORKERS),
             MovingAverage(self._average, self.bare_model) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
-            PeriodicWriter(period) if main else None,
+            PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
@@ -308,9 +289,39 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
+        """Returns the images of a data set, for this process."""
         return build_test_loader(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         classifies = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
         return build_evaluator(cfg, dataset_name, classifies=classifies)
+
+
+def evaluate(
+    cfg: CfgNode, *, resume: bool = False, prepare: Callable[[nn.Module], nn.Module] | None = None
+) -> dict[str, Any]:
+    """Returns the results by task of ``MODEL.WEIGHTS``, or of the checkpoint to resume.
+
+    ``prepare`` is called with the model in eval mode; what it returns is evaluated, for example a
+    deployed form. The nearest-neighbour score is always that of the model itself.
+
+    Raises:
+        UserError: there are no weights, or they do not fit the model exactly.
+    """
+    if not cfg.MODEL.WEIGHTS and not resume:
+        raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
+    model = Trainer.build_model(cfg).eval()
+    checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
+    if resume and not checkpointer.has_checkpoint():
+        raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
+    path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
+    checkpointer.load(path, checkpointables=[])
+    evaluation = Evaluation(
+        cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
+    )
+    results = evaluation(prepare(model) if prepare else model)
+    if scores_neighbours(cfg) and comm.is_main_process():
+        results = {**results, "knn": NeighbourScorer(cfg, model)(model)}
+        print_csv_format({"knn": results["knn"]})
+    return results

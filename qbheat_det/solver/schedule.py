@@ -84,12 +84,11 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     Returns a copy, frozen if ``cfg`` is; ``num_images`` are after the filters of ``DATALOADER``.
 
     Raises:
-        UserError: a value of the schedule is invalid, or two contradict each other.
+        UserError: a value of the schedule is invalid.
     """
     if num_images < 1:
         raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
     check_settings(cfg, _EPOCH_RULES)
-    _check_events_in_epochs(cfg)
     resolved: CfgNode = cfg.clone()
     resolved.defrost()
     solver = resolved.SOLVER
@@ -180,22 +179,6 @@ def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
     return tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)
 
 
-def _check_events_in_epochs(cfg: CfgNode) -> None:
-    solver = cfg.SOLVER
-    if not solver.EPOCHS:
-        return
-    if _has_steps(cfg) and max(solver.STEP_EPOCHS, default=0) >= solver.EPOCHS:
-        raise UserError(
-            f"SOLVER.STEP_EPOCHS {list(solver.STEP_EPOCHS)} do not fit in SOLVER.EPOCHS "
-            f"{solver.EPOCHS:g}"
-        )
-    if solver.WARMUP_EPOCHS > solver.EPOCHS:
-        raise UserError(
-            f"SOLVER.WARMUP_EPOCHS {solver.WARMUP_EPOCHS:g} are more than SOLVER.EPOCHS "
-            f"{solver.EPOCHS:g}"
-        )
-
-
 def _check_iterations(cfg: CfgNode) -> None:
     check_settings(cfg, _ITERATION_RULES)
     solver, steps = cfg.SOLVER, [0, *_effective_steps(cfg)]
@@ -203,11 +186,6 @@ def _check_iterations(cfg: CfgNode) -> None:
         raise UserError(
             f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}; they are iterations "
             f"of {solver.IMS_PER_BATCH} images, so little data makes steps in epochs coincide"
-        )
-    if not 0 <= solver.get("BASE_LR_END", 0.0) <= solver.BASE_LR:
-        raise UserError(
-            f"SOLVER.BASE_LR_END {solver.BASE_LR_END} must lie between 0 and SOLVER.BASE_LR "
-            f"{solver.BASE_LR}"
         )
 
 

@@ -20,6 +20,7 @@ from qbheat_det.analysis.attention import (
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.queries import draw_queries, read_queries
 from qbheat_det.core.figures import NotApplicable
+from qbheat_det.layers import read_attention
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.detr import MFDETR
 
@@ -61,39 +62,22 @@ def test_the_bridges_of_an_image_sum_to_one_over_pixels_and_over_tokens(
         assert_close(block.to_mobile.sum(dim=2), torch.ones(1, 2, *half))
 
 
-def test_query_attention_is_what_the_projections_give(detector: MFDETR) -> None:
+def test_queries_are_those_of_the_most_confident_boxes(detector: MFDETR) -> None:
+    """That what is read is the attention is a test of ``read_attention``."""
     entry: dict[str, Any] = {"image": image(72, 100)}
-    inputs: dict[int, tuple[Any, ...]] = {}
-    hooks = []
-    layers: list[Any] = [level[-1] for level in cast(Any, detector.decoder.levels)]
-    layers = [block.query_layer.cross_attention for block in layers]
-    for level, layer in enumerate(layers):
-
-        def keep(_: nn.Module, args: tuple[Any, ...], level: int = level) -> None:
-            inputs[level] = args
-
-        hooks.append(layer.register_forward_pre_hook(keep))
-    with torch.no_grad():
+    with torch.no_grad(), read_attention(detector) as record:
         (expected,) = detector([entry])
         seen = read_queries(detector, entry, 4)
-    for hook in hooks:
-        hook.remove()
     scores, order = expected["instances"].scores.sort(descending=True, stable=True)
     assert_close(seen.found.scores, scores[:4])
-    assert seen.found.query.tolist() == order[:4].tolist()
     assert_close(seen.found.pred_boxes.tensor, expected["instances"].pred_boxes.tensor[order[:4]])
-    assert [tuple(maps.shape) for maps in seen.maps.values()] == [
-        (4, 2, 3, 4), (4, 2, 5, 7), (4, 2, 9, 13),
-    ]  # fmt: skip
-    for level, (stride, maps) in enumerate(seen.maps.items()):
-        assert stride == 32 >> level
-        layer = layers[level]
-        query, key = inputs[level][:2]
-        weight, bias = layer.in_proj_weight[:32], layer.in_proj_bias[:32]
-        q = (query @ weight[:16].T + bias[:16]).unflatten(-1, (2, 8))
-        k = (key @ weight[16:].T + bias[16:]).unflatten(-1, (2, 8))
-        naive = (torch.einsum("nqhd,nphd->nhqp", q, k) / 8**0.5).softmax(dim=-1)
-        assert_close(maps.flatten(2), naive[0].transpose(0, 1)[order[:4]])
+    sizes = {32: (3, 4), 16: (5, 7), 8: (9, 13)}
+    assert list(seen.maps) == list(sizes)
+    for level, (stride, size) in enumerate(sizes.items()):
+        last = len(cast(Any, detector.decoder.levels)[level]) - 1
+        read = record[f"decoder.levels.{level}.{last}.query_layer.cross_attention"][0]
+        expected_maps = read.unflatten(-1, size)[0].transpose(0, 1)[order[:4]]
+        assert_close(seen.maps[stride], expected_maps)
 
 
 def test_the_paper_s_blocks_are_chosen_of_its_networks_and_the_last_of_each_stage_of_others(

@@ -59,10 +59,3 @@ def test_instances_have_class_colors_scores_and_masks() -> None:
         np.testing.assert_array_equal(picture[310, 250], 90)
         np.testing.assert_array_equal(picture[280, 150], color)
     assert (pictures[0] != 90).any(2).sum() > (pictures[1] != 90).any(2).sum()  # the score
-
-
-def test_a_crop_has_its_box_in_the_middle() -> None:
-    crop = crop_box(grey(400, 600), np.array([260.0, 160.0, 340.0, 240.0]), RED)
-    # 160 pixels become 240, so the box spans 60 to 180.
-    for x, y in ((60, 120), (180, 120), (120, 60), (120, 180)):
-        assert tuple(crop[y, x]) == RED

@@ -43,17 +43,14 @@ QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Class folders with 4 training images, 2 others, and a folder of 6 unlabelled images."""
+    """Class folders with 4 training images and 2 others."""
     root = tmp_path_factory.mktemp("images")
     for split, number in (("train", 2), ("val", 1)):
         for name in "ab":
             (root / split / name).mkdir(parents=True)
             for i in range(number):
                 save(root / split / name / f"{i}.png", draw(64, 72, seed=i))
-    (root / "more").mkdir()
-    for i in range(6):
-        save(root / "more" / f"{i}.png", draw(64, 72, seed=i))
-    return {name: str(root / name) for name in ("train", "val", "more")}
+    return {name: str(root / name) for name in ("train", "val")}
 
 
 @pytest.fixture
@@ -73,11 +70,11 @@ def ask(folders: dict[str, str], tmp_path: Path) -> Any:
     return build
 
 
-def test_all_shipped_objectives_have_one_encoder_and_one_image_size() -> None:
+def test_all_shipped_objectives_have_one_encoder_and_one_image_size(ask: Any) -> None:
     configs = {path.stem for path in Path(QB_HEAT).parent.glob("*.yaml")} - {"Base-Objective"}
-    objectives = load_objectives([])
-    assert {one.name for one in objectives} == {RANDOM, *configs}
-    assert [one.name for one in objectives if one.labelled] == ["supervised"]
+    assert {one.name for one in load_objectives([])} == {RANDOM, *configs}
+    commands = [row.jobs[0].command for row in list_rows(ask("supervised", "qb_heat"))]
+    assert [command[4] for command in commands] == ["--train-folder", "--image-folder"]
 
 
 def test_commands_are_those_that_a_person_would_type(
@@ -100,17 +97,6 @@ def test_commands_are_those_that_a_person_would_type(
     assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])  # a flag ends the list of probes
     assert str(folder / "pretraining" / WEIGHTS) in probes
     assert rows[3].jobs[0].settings["SOLVER.IMS_PER_BATCH"] == 8
-
-
-def test_supervised_training_sees_as_many_images_as_the_others(
-    ask: Any, folders: dict[str, str]
-) -> None:
-    comparison = ask("qb_heat", "supervised", image_folders=[folders["more"]])
-    unlabelled, labelled = (row.jobs[0].command for row in list_rows(comparison))
-    assert unlabelled[4:6] == ["--image-folder", folders["more"]]
-    assert labelled[4:6] == ["--train-folder", folders["train"]]
-    epochs = [command[command.index("SOLVER.EPOCHS") + 1] for command in (unlabelled, labelled)]
-    assert epochs == ["6.0", "9.0"]  # 6 epochs of 6 images are 9 of 4
 
 
 def test_other_encoders_and_images_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Metrics and error types: by hand, against a naive matching and another library."""
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -92,33 +91,10 @@ def test_ap_and_precision_are_those_computed_by_hand() -> None:
     assert scores.recall[50] == pytest.approx(0.5)
 
 
-def test_sizes_classes_and_crowds_count_as_in_coco() -> None:
-    truth = make_truth([(1, 7, A), (1, 7, B), (1, 3, C)], crowds=[2])
-    scores = score(truth, [(1, 7, B, 0.9), (1, 3, [2, 62, 18, 78], 0.8)])
-    assert scores.summary["APs"] == 0  # 20 x 20 is small, 40 x 40 medium
-    assert scores.summary["APm"] == pytest.approx(100)
-    assert math.isnan(scores.summary["APl"])
-    assert math.isnan(scores.class_ap[0])  # only a crowd
-    assert scores.num_boxes.tolist() == [0, 2]
-    assert score(make_truth([(1, 3, A)]), []).summary["AP"] == 0
+def test_without_boxes_metrics_are_undefined_and_without_detections_0() -> None:
     nothing = score(make_truth([]), [(1, 3, A, 0.9)])
     assert all(math.isnan(value) for value in nothing.summary.values())
-
-
-def test_faster_coco_eval_agrees_and_the_input_is_not_changed() -> None:
-    library = pytest.importorskip("faster_coco_eval")
-    truth, found = draw_case(0)
-    before = copy.deepcopy((truth, found))
-    evaluator = evaluate_boxes(truth, found)
-    assert (truth, found) == before
-    other = library.COCO()
-    other.dataset = evaluator.cocoGt.dataset
-    other.createIndex()
-    reference = library.COCOeval_faster(other, other.loadRes(copy.deepcopy(found)), "bbox")
-    for step in (reference.evaluate, reference.accumulate, reference.summarize):
-        step()
-    ours = list(score_detections(evaluator).summary.values())
-    np.testing.assert_allclose(np.nan_to_num(ours, nan=-100) / 100, reference.stats[:6], atol=1e-9)
+    assert score(make_truth([(1, 3, A)]), []).summary["AP"] == 0
 
 
 def _iou(one: list[float], other: list[float]) -> float:

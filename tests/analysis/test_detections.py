@@ -21,8 +21,7 @@ from qbheat_det.core.figures import Figure, NotApplicable, write_figure
 from qbheat_det.engine.data_sources import register_source
 from tests.engine.tiny_detectors import make_probe_config
 
-from .run_folders import write_run
-from .tiny_runs import classifier_config
+from .tiny_runs import classifier_config, write_run
 
 SQUARE, DISC = 4, 9  # category ids
 REDS = (204, 102, 51)  # scores 0.8, 0.4, 0.2

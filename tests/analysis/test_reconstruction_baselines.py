@@ -16,6 +16,7 @@ from PIL import Image
 from qbheat_det.analysis import reconstruction_baselines
 from qbheat_det.analysis.reconstruction_baselines import (
     BaselineReport,
+    RidgeRegression,
     compute_baselines,
 )
 from qbheat_det.config import load_config
@@ -107,7 +108,7 @@ def test_ridge_is_five_regressions_on_images_and_their_mirror_images(
     report = compute_baselines(cfg, train, val)
     axis = {"none": [], "horizontal": [1]}[flip]
     rows = images[0] + [np.flip(image, axis) for image in images[0] if axis]
-    assert len(report.penalties) == (3 if axis else 5)
+    assert len(report.penalties) == 5
     losses = [
         [
             float((predict_naively(cfg, rows, image, place, 0.1) ** 2).mean())
@@ -184,3 +185,33 @@ def test_zero_of_normalised_patches_is_their_own_variance(tmp_path: Path) -> Non
     check_losses(report, "zero", [47 / 48], [47 / 48])
     # The mean image is the board: the first is met exactly, the other missed by twice its height.
     check_losses(report, "mean image", [0, 4 * 47 / 48], [0, 4 * 47 / 48])
+
+
+def draw_rows(number: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns x (N, 7) away from zero and of unequal scales, and noisy y (N, 3, 2)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, 7, generator=generator) * torch.logspace(-1, 1, 7) + 5
+    truth = torch.randn(7, 6, generator=torch.Generator().manual_seed(99))
+    noise = torch.randn(number, 6, generator=generator) * 20
+    return x, (x @ truth + noise + 3).view(number, 3, 2)
+
+
+@pytest.mark.parametrize("number", [9, 60])
+def test_the_penalty_chosen_has_the_least_error_on_the_rows_held_out(number: int) -> None:
+    grid = [1e-4, 1e-2, 0.1, 1.0, 10.0, 1000.0]
+    (x, y), (held_x, held_y) = draw_rows(number, seed=1), draw_rows(30, seed=2)
+
+    def fit(penalty: float | None) -> tuple[RidgeRegression, list[float]]:
+        """Fits all rows in two batches; with a penalty, those alone that choose none."""
+        model = RidgeRegression(num_inputs=7, num_groups=3, group_size=2)
+        model.add(x, y, torch.zeros(number, dtype=torch.bool))
+        if penalty is None:
+            model.add(held_x, held_y, torch.ones(30, dtype=torch.bool))
+        return model, model.solve(grid if penalty is None else [penalty])
+
+    errors = torch.stack([
+        (fit(penalty)[0].predict(held_x) - held_y).square().sum(dim=(0, 2)) for penalty in grid
+    ])  # fmt: skip
+    chosen = fit(None)[1]
+    assert chosen == [grid[i] for i in errors.argmin(dim=0)]
+    assert {grid[0], grid[-1]} - set(chosen)  # a choice was to be made

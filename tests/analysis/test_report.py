@@ -16,8 +16,7 @@ from qbheat_det.analysis.run import Run
 from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
 from tests.tool_modules import load_tool
 
-from .run_folders import write_run
-from .tiny_runs import retinanet_config
+from .tiny_runs import retinanet_config, write_run
 
 
 def make_figure(runs: Sequence[Run], options: FigureOptions) -> Figure:

@@ -2,6 +2,7 @@
 """Tiny models of every kind in checkpoints, and images for them."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,55 +28,49 @@ def make_images(folder: Path, number: int = 3) -> Path:
     return folder
 
 
+def make_config(meta_arch: str, mapper: str, *opts: Any) -> CfgNode:
+    """Returns the config of a model on the same encoder with the overrides."""
+    cfg = make_tiny_config(meta_arch)
+    cfg.INPUT.DATASET_MAPPER_NAME = mapper
+    cfg.merge_from_list(list(opts))
+    return cfg
+
+
 def pretraining_config(meta_arch: str = "QBHeat") -> CfgNode:
     """Returns one of 64 pixels, 4 x 4 positions."""
-    cfg = make_tiny_config(meta_arch)
-    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
-    return cfg
+    return make_config(meta_arch, "pretrain")
 
 
 def classifier_config(decoder: str = "linear", **classifier: Any) -> CfgNode:
     """Returns one of the same encoder, with its tokens, at 80 pixels: 5 x 5 positions."""
-    cfg = make_tiny_config("ImageClassifier")
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded", "tokens"]
-    cfg.MODEL.CLASS_NAMES = CLASSES
+    cfg = make_config(
+        *("ImageClassifier", "classify", "INPUT.PRETRAIN.SIZE", 80, "MODEL.CLASS_NAMES", CLASSES),
+        *("MODEL.MOBILE_FORMER.OUT_FEATURES", ["s16_expanded", "tokens"]),
+    )
     keys = {"NUM_CLASSES": 3, "DECODER": decoder, "WIDTH": 64, "IN_FEATURE": "s16_expanded"}
-    for key, value in {**keys, **classifier}.items():
-        cfg.MODEL.CLASSIFIER[key] = value
-    cfg.INPUT.DATASET_MAPPER_NAME = "classify"
-    cfg.INPUT.PRETRAIN.SIZE = 80
+    cfg.MODEL.CLASSIFIER.update(keys | classifier)
     return cfg
 
 
 def retinanet_config() -> CfgNode:
     """Returns a RetinaNet on the same encoder."""
-    cfg = make_tiny_config("SyncRetinaNet")
-    cfg.MODEL.BACKBONE.NAME = "build_mobile_former_fpn_backbone"
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16"]
-    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
-    cfg.MODEL.FPN.OUT_CHANNELS = 16
-    cfg.MODEL.RETINANET.IN_FEATURES = ["p3", "p4", "p5", "p6", "p7"]
-    cfg.MODEL.RETINANET.NUM_CLASSES = 3
-    return cfg
+    return make_config(
+        *("SyncRetinaNet", "default", "MODEL.BACKBONE.NAME", "build_mobile_former_fpn_backbone"),
+        *("MODEL.MOBILE_FORMER.OUT_FEATURES", ["s8", "s16"], "MODEL.RETINANET.NUM_CLASSES", 3),
+        *("MODEL.FPN.IN_FEATURES", ["s8", "s16"], "MODEL.FPN.OUT_CHANNELS", 16),
+        *("MODEL.RETINANET.IN_FEATURES", ["p3", "p4", "p5", "p6", "p7"]),
+    )
 
 
 def mf_detr_config() -> CfgNode:
     """Returns an MF-DETR with seven queries on the same encoder."""
-    cfg = make_tiny_config("MFDETR")
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16_expanded"]
-    for key, value in {
-        "IN_FEATURES": ["s8", "s16_expanded"],
-        "NUM_BLOCKS": [2, 1, 1],
-        "NUM_OBJECT_QUERIES": 7,
-        "HIDDEN_DIM": 16,
-        "DIM_FEEDFORWARD": 16,
-        "NHEADS": 2,
-        "NUM_CLASSES": 3,
-    }.items():
-        cfg.MODEL.MF_DETR[key] = value
-    cfg.MODEL.CLASS_NAMES = CLASSES
-    cfg.INPUT.DATASET_MAPPER_NAME = "detr"
-    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST = 64, 96
+    cfg = make_config(
+        *("MFDETR", "detr", "MODEL.MOBILE_FORMER.OUT_FEATURES", ["s8", "s16_expanded"]),
+        *("MODEL.CLASS_NAMES", CLASSES, "INPUT.MIN_SIZE_TEST", 64, "INPUT.MAX_SIZE_TEST", 96),
+        *("MODEL.MF_DETR.IN_FEATURES", ["s8", "s16_expanded"]),
+    )
+    keys = {"NUM_OBJECT_QUERIES": 7, "HIDDEN_DIM": 16, "DIM_FEEDFORWARD": 16, "NHEADS": 2}
+    cfg.MODEL.MF_DETR.update(keys | {"NUM_CLASSES": 3, "NUM_BLOCKS": [2, 1, 1]})
     return cfg
 
 
@@ -83,9 +78,8 @@ def resnet_config() -> CfgNode:
     """Returns a classifier without tokens."""
     cfg = classifier_config(IN_FEATURE="res3")
     cfg.MODEL.BACKBONE.NAME = "build_resnet_backbone"
-    cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 8
-    cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 8
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res3"]
+    keys = {"RES2_OUT_CHANNELS": 8, "STEM_OUT_CHANNELS": 8, "WIDTH_PER_GROUP": 8}
+    cfg.MODEL.RESNETS.update(keys | {"OUT_FEATURES": ["res3"]})
     return cfg
 
 
@@ -153,3 +147,14 @@ def truncate(run: Run, folder: Path) -> Run:
     content = run.weights.read_bytes()
     (cut / "model_final.safetensors").write_bytes(content[: len(content) // 2])
     return Run.open(cut, device="cpu")
+
+
+def write_run(folder: Path, cfg: CfgNode) -> Path:
+    """Writes the folder of a run with random weights that ended after ten steps."""
+    folder.mkdir(parents=True)
+    make_run(folder, cfg, "model_final")
+    (folder / "config.yaml").write_text(cfg.dump(), encoding="utf-8")
+    records = [{"iteration": 4, "total_loss": 2.0}, {"iteration": 9}]
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    (folder / "metrics.json").write_text(lines, encoding="utf-8")
+    return folder

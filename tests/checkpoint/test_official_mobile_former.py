@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.checkpoint.convert import convert_weights
-from qbheat_det.checkpoint.official_mobile_former import convert_official
+from qbheat_det.checkpoint.official_mobile_former import convert_official, find_size
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.classification import TIMM_NAMES
@@ -178,6 +178,7 @@ def _images() -> Tensor:
 @pytest.mark.parametrize("size", _ROWS)
 def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
     state = {name: _draw(name, shape) for name, shape in _Shapes(size).items()}
+    assert find_size(state) == size
     converted = convert_official(state)
     model = timm.create_model(TIMM_NAMES[size]).double().eval()
     fit = model.load_state_dict(converted, strict=False)

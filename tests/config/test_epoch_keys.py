@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from qbheat_det.config import get_cfg
-from qbheat_det.config.rules import EPOCH_KEYS, switch_off_overruled_epochs
+from qbheat_det.config.loading import EPOCH_KEYS, switch_off_overruled_epochs
 from qbheat_det.core.errors import UserError
 
 Layers = Sequence[Mapping[str, object]]

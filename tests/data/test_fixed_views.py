@@ -19,11 +19,10 @@ from qbheat_det.data import (
     FixedViews,
     TrainStream,
     build_mapper,
-    build_train_stream,
     number_records,
     seed_place,
 )
-from qbheat_det.data.feature_store import FeatureStore, View
+from qbheat_det.data.feature_store import FeatureStore
 from qbheat_det.data.mappers import VIEW_ROW, CachedViews
 from qbheat_det.data.seeding import IMAGE, VIEW
 from qbheat_det.engine.feature_build import make_view
@@ -57,15 +56,6 @@ def make_stream(mapper: Any, seed: int = 4, workers: int = 0) -> TrainStream:
 
 def take(stream: TrainStream, steps: int) -> list[dict[str, Any]]:
     return [entry for batch in itertools.islice(iter(stream), steps) for entry in batch]
-
-
-def test_an_image_has_as_many_views_as_asked_for_and_all_are_shown() -> None:
-    entries = take(make_stream(FixedViews(augment, COUNT)), 60)
-    views: dict[int, set[bytes]] = {}
-    for entry in entries:
-        views.setdefault(entry["image_id"], set()).add(entry["image"].numpy().tobytes())
-    assert sorted(views) == [10, 11, 13, 14, 16, 17, 18]
-    assert {len(seen) for seen in views.values()} == {COUNT}
 
 
 def test_the_stream_chooses_by_position_and_the_views_seed_draws() -> None:
@@ -111,6 +101,7 @@ def test_a_stream_from_the_cache_is_that_of_the_views(
         assert (found["file_name"], found["image_id"]) == (wanted["file_name"], wanted["image_id"])
         torch.testing.assert_close(found["features"], encode(wanted), rtol=0, atol=0)
         assert found["image"].shape == wanted["image"].shape
+        assert found["image"].untyped_storage().nbytes() == 1 or workers
         assert found["instances"].image_size == wanted["instances"].image_size
         for field in ("gt_boxes", "gt_classes"):
             fields = [getattr(entry["instances"], field) for entry in (found, wanted)]
@@ -118,18 +109,6 @@ def test_a_stream_from_the_cache_is_that_of_the_views(
             torch.testing.assert_close(*tensors, rtol=0, atol=0)
     assert online.skipped == cached.skipped
     assert online.skipped  # of image 12
-
-
-def test_the_image_of_a_cached_view_takes_one_byte(tmp_path: Path) -> None:
-    store = FeatureStore(tmp_path / "cache", 1)
-    store.write(0, [View({"s16": torch.ones(2, 3, 4)}, (480, 640), {}, full_size=(9, 8))])
-    entry = CachedViews(store, 1)({VIEW_ROW: 0, "file_name": "a.jpg"})
-    assert isinstance(entry, dict)
-    assert entry["image"].shape == (3, 480, 640)
-    assert entry["image"].dtype == torch.uint8
-    assert entry["image"].untyped_storage().nbytes() == 1
-    assert "instances" not in entry
-    assert (entry["file_name"], entry["height"], entry["width"]) == ("a.jpg", 9, 8)
 
 
 def make_config(count: int) -> CfgNode:
@@ -140,27 +119,6 @@ def make_config(count: int) -> CfgNode:
     cfg.INPUT.FIXED_VIEWS.COUNT = count
     cfg.INPUT.MIN_SIZE_TRAIN = (32, 40, 48)
     return cfg
-
-
-def test_the_config_gives_a_stream_of_fixed_views_in_the_same_order() -> None:
-    stream, plain = (build_train_stream(make_config(count)) for count in (2, 0))
-    assert isinstance(stream.mapper, FixedViews)
-    assert VIEW_ROW not in plain.dataset[5]
-    assert plain.fingerprint == stream.fingerprint
-    entries = take(stream, 2)
-    assert [e["image_id"] for e in entries] == [e["image_id"] for e in take(plain, 2)]
-    records = {record["image_id"]: record for record in stream.dataset}
-    assert stream.dataset[5][VIEW_ROW] == 5
-    for entry in entries:
-        assert VIEW_ROW not in entry
-        views = [stream.mapper.view(records[entry["image_id"]], number) for number in range(2)]
-        assert any(torch.equal(entry["image"], view["image"]) for view in views if view)
-
-
-def prepared(cfg: CfgNode, records: list[dict[str, Any]]) -> Any:
-    mapper = build_mapper(cfg, is_train=True)
-    mapper.prepare(records)
-    return mapper
 
 
 @pytest.mark.parametrize("name", ["pretrain", "classify"])

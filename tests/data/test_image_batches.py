@@ -1,24 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Batches of whole images, the views that they are seen from, and what cannot be read."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from detectron2.data import MetadataCatalog
 
-from qbheat_det.config import get_cfg
 from qbheat_det.data import (
     DataError,
     ImageBatches,
-    build_image_batches,
-    register_image_folders,
     with_views,
 )
 from qbheat_det.modeling.pretrain import QUADRANTS_OF
-
-from .pictures import draw, save
 
 
 class Plain:
@@ -85,26 +78,3 @@ def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None
     assert [entry["place"] for entry in seen[::2]] == [*corners, *corners[:2]]
     assert {entry["place"] for entry in seen[1::2]} == {"centre"}
     assert records == [{"image_id": i} for i in range(6)]
-
-
-@pytest.mark.parametrize("with_views", [True, False])
-def test_a_registered_folder_comes_whole_with_the_places_of_the_objective(
-    tmp_path: Path, with_views: bool
-) -> None:
-    for i in range(2):
-        save(tmp_path / f"{i}.jpg", draw(20, 30, seed=i))
-    (tmp_path / "2.jpg").write_text("no image")
-    register_image_folders("batches", [tmp_path])
-    assert MetadataCatalog.get("batches").evaluator_type == "reconstruction"
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "QBHeat" if with_views else "MaskTokenMasking"
-    cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
-    cfg.INPUT.PRETRAIN.SIZE = 16
-    cfg.DATALOADER.NUM_WORKERS = 0
-    batches = build_image_batches(cfg, "batches")
-    (batch,) = batches
-    places = [(0, "top_left"), (0, "centre"), (1, "top_right"), (1, "centre")]
-    expected = places if with_views else [(0, None), (1, None)]
-    assert [(entry["image_id"], entry.get("place")) for entry in batch] == expected
-    assert {tuple(entry["image"].shape) for entry in batch} == {(3, 16, 16)}
-    assert list(batches.skipped) == [f"image {str(tmp_path / '2.jpg')!r}"]

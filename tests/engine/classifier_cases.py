@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config
-from tests.engine.held_out_cases import make_folder
+from tests.engine.tiny_pretraining import make_folder
 from tests.engine.tiny_training import parse_run, start_run
 
 RECIPE = get_config_path("objectives/supervised.yaml")

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluation of a detector that knows the truth, as one of several processes or the only one."""
+"""Evaluation of a detector that knows the truth, and of objectives, in one process of several."""
 
 import argparse
 import json
@@ -7,14 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import register_coco_json
-from qbheat_det.engine import Trainer
+from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine.data_sources import (
+    CUSTOM_IMAGES,
+    CUSTOM_KNN_TRAIN,
+    CUSTOM_KNN_VAL,
+    CUSTOM_VAL_IMAGES,
+)
 from qbheat_det.engine.evaluation import Evaluation
+
+from .conftest import forget_runs
+from .tiny_pretraining import OPTS, RECIPE
+from .tiny_training import parse_run
+
+SETS = (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES, CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL)
 
 
 class Oracle(nn.Module):
@@ -62,3 +75,24 @@ def evaluate_all(args: argparse.Namespace) -> dict[str, Any]:
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
     return results
+
+
+def configure(opts: dict[str, str], *flags: str) -> tuple[CfgNode, argparse.Namespace]:
+    """Returns the config of QB-Heat that a command line gives, and its arguments."""
+    small = {"SOLVER.IMS_PER_BATCH": "4", "SOLVER.ACCUMULATE": "1", "SOLVER.MAX_ITER": "2"}
+    args = parse_run(RECIPE, {**OPTS, **small, **opts}, *flags)
+    return build_config(args), args
+
+
+def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:
+    """The job of one process: ``--eval-only`` of ``args.weights`` on ``args.images``.
+
+    The classes in its folders vote on themselves.
+    """
+    flags = ["--eval-only", "--val-image-folder", args.images]
+    flags += ["--knn-train-folder", args.images, "--knn-val-folder", args.images]
+    cfg, _ = configure({"MODEL.WEIGHTS": args.weights, "OUTPUT_DIR": args.output_dir}, *flags)
+    try:
+        return evaluate(cfg)
+    finally:
+        forget_runs(*SETS)

@@ -1,8 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Checkpointed and compiled blocks: the same numbers from less memory, or in less time."""
+"""Checkpointed and compiled blocks, and channels-last maps: the same numbers in other ways."""
 
 import copy
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,23 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from qbheat_det.config import get_cfg
-from qbheat_det.engine import block_modes
+from qbheat_det.engine import Trainer, block_modes
 from qbheat_det.engine.block_modes import (
     apply_step_keys,
-    call_of,
-    checkpoint_blocks,
-    compile_blocks,
     find_blocks,
     find_compiler_error,
+    set_block_modes,
 )
 
 from .conftest import TrainAfresh
-from .gradient_cases import FAST_WITHOUT_NOISE, MF_DETR, Case, build_case, make_image
+from .gradient_cases import (
+    FAST_WITHOUT_NOISE,
+    MF_DETR,
+    Case,
+    build_case,
+    make_case_config,
+    make_image,
+)
 from .test_resume import assert_same_bits, break_at, comparable
 from .tiny_training import state
 
@@ -34,6 +41,24 @@ EVERYTHING_RANDOM = Case(
         *("MODEL.MF_DETR.NORM", "BN", *FAST_WITHOUT_NOISE),
     ),
 )
+
+
+# Frees 64 MiB and prints how much of it the process keeps, in MiB.
+_PROGRAM = """
+import torch
+from torch import nn
+from qbheat_det.config import get_cfg
+from qbheat_det.engine.block_modes import apply_step_keys
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+cfg = get_cfg()
+cfg.SOLVER.KEEP_MEMORY = {kept}
+apply_step_keys(cfg, nn.Linear(2, 2))
+before = resident()
+block = torch.zeros(16 << 20)
+del block
+print((resident() - before) / 2**20)
+"""
 
 
 class Layer(nn.Module):
@@ -80,7 +105,8 @@ def test_checkpointed_blocks_give_the_same_bits_and_move_statistics_once(
         batch[1]["image"] = batch[1]["image"][:, :48]
         batch[1]["instances"]._image_size = (48, 64)
     plain = copy.deepcopy(model).train()
-    assert checkpoint_blocks(model.train()) >= 6
+    set_block_modes(model.train(), checkpointed=True)
+    assert len(find_blocks(model)) >= 6
     for _ in range(2):
         found, expected = take_step(model, batch), take_step(plain, batch)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -102,16 +128,18 @@ def test_only_the_inputs_of_a_block_are_stored() -> None:
 
     model = build_case(EVERYTHING_RANDOM).train()
     before = count_stored(model)
-    checkpoint_blocks(model)
+    set_block_modes(model, checkpointed=True)
     assert count_stored(model) < 0.5 * before
 
 
-def test_names_copies_and_evaluation_do_not_change() -> None:
+def test_names_copies_and_evaluation_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers()
     plain = copy.deepcopy(model).eval()
-    checkpoint_blocks(model)
-    for block in find_blocks(model).values():
-        call_of(block).compiled = lambda *_: pytest.fail("evaluation runs the block itself")
+    monkeypatch.setattr(block_modes, "find_compiler_error", lambda _: "")
+    monkeypatch.setattr(
+        torch, "compile", lambda *_, **__: lambda *_: pytest.fail("the block itself runs")
+    )
+    set_block_modes(model, checkpointed=True, compiled=True)
     x = torch.randn(2, 16)
     assert list(model.state_dict()) == list(plain.state_dict())
     torch.testing.assert_close(model.eval()(x), plain(x), rtol=0, atol=0)
@@ -134,8 +162,7 @@ def test_equal_blocks_compile_once_for_all_sizes_and_compute_the_same() -> None:
     skip_without_compiler()
     model = Layers().train()
     plain = copy.deepcopy(model)
-    assert compile_blocks(model) == 3
-    checkpoint_blocks(model)
+    set_block_modes(model, checkpointed=True, compiled=True)
     for size in (4, 6, 9):
         x = torch.randn(size, 16)
         torch.testing.assert_close(take_step(model, x), take_step(plain, x), rtol=1e-4, atol=1e-5)
@@ -168,9 +195,23 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     torch._dynamo.reset()
     model, x = Layers().train(), torch.randn(4, 16)
     expected = copy.deepcopy(model)(x)
-    assert compile_blocks(model) == 3
+    set_block_modes(model, compiled=True)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     torch._dynamo.reset()
+
+
+def test_maps_are_channels_last_and_the_outputs_the_same() -> None:
+    cfg = make_case_config(EVERYTHING_RANDOM, "cpu")
+    model = Trainer.build_model(cfg).eval()
+    cfg.MODEL.CHANNELS_LAST = False
+    plain = Trainer.build_model(cfg).eval()
+    plain.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    maps, expected = (each.backbone(images) for each in (model, plain))
+    for name in ("s8", "s16_expanded"):
+        assert maps[name].is_contiguous(memory_format=torch.channels_last)
+        assert expected[name].is_contiguous()
+    torch.testing.assert_close(maps, expected)
 
 
 def skip_without_compiler() -> None:
@@ -196,3 +237,12 @@ def test_a_compiled_run_on_one_size_that_was_broken_ends_with_the_bits_of_an_unb
     torch._dynamo.reset()
     train_afresh(broken, opts, "--resume")
     assert_same_bits(comparable(state(broken)), comparable(state(whole)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_process_keeps_freed_memory_if_the_key_says_so(kept: bool) -> None:
+    command = [sys.executable, "-c", _PROGRAM.format(kept=kept)]
+    held = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert (held > 60) is kept

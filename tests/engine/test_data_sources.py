@@ -17,7 +17,7 @@ from qbheat_det.engine.data_sources import CUSTOM_SETS, find_sources
 
 from .classifier_cases import make_classes
 from .conftest import forget_runs
-from .held_out_cases import make_folder
+from .tiny_pretraining import make_folder
 from .tiny_training import CONFIG, parse_run
 
 PRETRAIN = "INPUT.DATASET_MAPPER_NAME pretrain DATALOADER.ASPECT_RATIO_GROUPING False"

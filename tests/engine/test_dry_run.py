@@ -2,6 +2,7 @@
 """The dry run: what it predicts against a real run, what it finds, and that it leaves nothing."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from detectron2.data import DatasetCatalog
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set, register_coco_json
 from qbheat_det.engine import Trainer
+from qbheat_det.engine import dry_run as dry_run_module
 from qbheat_det.engine.dry_run import DryRunReport, dry_run
 from qbheat_det.engine.setup import use_classes_of
 from tests.engine.tiny_detectors import make_retinanet_config
@@ -109,3 +111,31 @@ def test_an_error_of_the_first_step_is_raised_without_a_logged_traceback(
     with pytest.raises(UserError):
         dry_run(cfg, Trainer, num_steps=1)
     assert "Exception during training" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "3000\n"}, 3000),  # in a container with a name space
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "2000\n"}, 2000),
+        (None, {}, 2**50),
+    ],
+)
+def test_total_memory_is_that_of_the_container(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str | None,
+    files: dict[str, str],
+    expected: int,
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "folders" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if groups is not None:
+        (tmp_path / "groups").write_text(groups)
+    monkeypatch.setattr(dry_run_module, "_GROUP", tmp_path / "groups")
+    monkeypatch.setattr(dry_run_module, "_GROUPS_ROOT", tmp_path / "folders")
+    pages = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**38}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert dry_run_module.total_memory() == expected

@@ -12,7 +12,7 @@ from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.failure import NonFiniteLoss, dump_failure, read_failure, report_failure
+from qbheat_det.engine.failure import dump_failure, read_failure, report_failure
 
 
 def make_state() -> dict[str, Any]:
@@ -20,7 +20,7 @@ def make_state() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
     model.register_buffer("offset", torch.tensor(0.25), persistent=False)
-    model(torch.rand(2, 1)).sum().backward()
+    model(torch.rand(2, 1))
     instances = Instances(
         (8, 6),
         gt_boxes=Boxes([[0.5, 1, 2, 3]]),
@@ -32,7 +32,7 @@ def make_state() -> dict[str, Any]:
         "image": torch.rand(100, 3, 8, 6)[7],  # a view of a large tensor
         "instances": instances,
         "features": {"s8": torch.ones(2)},
-        "array": np.arange(3, dtype=np.float32),
+        "array": np.arange(3),
         "height": np.int64(8),
         "path": Path("a.jpg"),
     }
@@ -62,11 +62,10 @@ def test_the_file_holds_all_that_a_replay_needs_and_no_more(tmp_path: Path) -> N
     torch.testing.assert_close(failed.weights, dict(state["model"].state_dict()))
     assert failed.buffers["offset"].item() == 0.25
     assert failed.buffers.keys().isdisjoint(failed.weights)
-    torch.testing.assert_close(failed.gradients["0.weight"], state["model"][0].weight.grad)
     ((found,), _), ((entry,), _) = failed.batches, state["batched_inputs"]
     torch.testing.assert_close(found["image"], entry["image"])
     torch.testing.assert_close(found["features"], entry["features"])
-    np.testing.assert_array_equal(found["array"], entry["array"])
+    assert found["array"] == repr(entry["array"])
     assert (found["height"], found["path"]) == (8, repr(Path("a.jpg")))
     instances, expected = found["instances"], entry["instances"]
     assert instances.image_size == (8, 6)
@@ -79,10 +78,9 @@ def test_the_file_holds_all_that_a_replay_needs_and_no_more(tmp_path: Path) -> N
 
 def test_the_error_names_iteration_losses_and_file(tmp_path: Path) -> None:
     error = report_failure(str(tmp_path), **make_state())
-    assert isinstance(error, NonFiniteLoss)
-    assert error.path == str(tmp_path / "failure_0000012_rank1.pt")
-    assert Path(error.path).is_file()
-    for part in ("iteration 12", "loss_a", f"--replay {error.path}"):
+    path = tmp_path / "failure_0000012_rank1.pt"
+    assert path.is_file()
+    for part in ("iteration 12", "loss_a", f"--replay {path}"):
         assert part in str(error)
     # A folder that cannot be written to does not hide the failure.
     (tmp_path / "file").write_text("in the way")
@@ -98,7 +96,7 @@ def test_other_files_are_refused_and_run_nothing(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return (mark.write_text, ("x",))
 
-    form = {"format": "qbheat_det failed step, 2"}
+    form = {"format": "qbheat_det failed step, 3"}
     contents = [7, {"model": {}}, {**form, "config": Attack()}, {**form, "config": ""}]
     for content in (*contents, b"", b"half a file", None):
         path.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from detectron2.modeling import build_model
 
@@ -11,40 +10,36 @@ from qbheat_det.checkpoint import SafeCheckpointer, info_of
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import register_image_folders
 from qbheat_det.modeling.contracts import get_backbone, get_encoder, pretrain_only_modules
-from tests.data.pictures import draw, save
 
 from .conftest import forget_runs
-from .tiny_pretraining import TINY_ENCODER, train
+from .tiny_pretraining import TINY_ENCODER, make_folder, train
 
 DETECTORS = ("mf_detr_211_285M_toy", "retinanet_285M_toy", "mask_rcnn_285M_toy")
 
 
-@pytest.mark.parametrize("file", ["model_final.pth", "model_final.safetensors"])
-def test_every_detector_starts_from_what_a_pre_training_run_writes(
-    tmp_path: Path, file: str
-) -> None:
-    for index in range(4):
-        save(tmp_path / f"{index}.png", draw(80, 80, seed=index))
-    register_image_folders("photos", [tmp_path])
+def test_every_detector_starts_from_what_a_pre_training_run_writes(tmp_path: Path) -> None:
+    register_image_folders("photos", [make_folder(tmp_path / "photos", 4)])
     opts = {"DATASETS.TRAIN": "('photos',)", "SOLVER.MAX_ITER": "1", "SOLVER.IMS_PER_BATCH": "2"}
     try:
         trainer = train(tmp_path / "run", {**opts, "SOLVER.EMA.ENABLED": "True"})
     finally:
         forget_runs("photos")
-    info = info_of(str(tmp_path / "run" / file))
-    assert info is not None
-    assert info.pretrain_only_modules == pretrain_only_modules(trainer.bare_model)
+    files = [tmp_path / "run" / f"model_final{ending}" for ending in (".pth", ".safetensors")]
+    infos = [info_of(str(file)) for file in files]
+    modules = pretrain_only_modules(trainer.bare_model)
+    assert all(info is not None and info.pretrain_only_modules == modules for info in infos)
     averaged = dict(trainer.evaluated_model.backbone.state_dict())
     for name in DETECTORS:
         words = [word for pair in TINY_ENCODER.items() for word in pair]
         path = get_config_path(f"quick_schedules/{name}.yaml")
         model = build_model(load_config(path, [*words, "MODEL.DEVICE", "cpu"]))
-        checkpointer = SafeCheckpointer(model)
-        checkpointer.load(str(tmp_path / "run" / file))
-        report = checkpointer.report
-        assert report is not None
-        assert report.groups["backbone"].is_full
-        assert report.skipped == info.pretrain_only_modules
-        encoder = get_encoder(get_backbone(model)).state_dict()
-        expected = {key: averaged[key] for key in encoder}  # a pyramid reads no expanded map
-        torch.testing.assert_close(dict(encoder), expected, rtol=0, atol=0)
+        for file in files:
+            checkpointer = SafeCheckpointer(model)
+            checkpointer.load(str(file))
+            report = checkpointer.report
+            assert report is not None
+            assert report.groups["backbone"].is_full
+            assert report.skipped == modules
+            encoder = get_encoder(get_backbone(model)).state_dict()
+            expected = {key: averaged[key] for key in encoder}  # a pyramid reads no expanded map
+            torch.testing.assert_close(dict(encoder), expected, rtol=0, atol=0)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Hooks of a run that is only pretended: evaluation, the best weights, checkpoints."""
+"""Hooks of a run that is only pretended: evaluation, the best weights, checkpoints, images."""
 
 import math
 from pathlib import Path
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from detectron2.engine import HookBase
+from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.hooks import EvalHook, PeriodicCheckpointer
+from qbheat_det.data import DataError
+from qbheat_det.engine.hooks import SKIPPED_FILE, EvalHook, PeriodicCheckpointer, SkippedImages
 
 
 class PretendedRun:
@@ -70,13 +72,11 @@ def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path: Path) -
     assert "bbox/AP-ring" not in run.storage.histories()  # nan is no JSON
 
 
-@pytest.mark.parametrize(("period", "expected"), [(0, 1), (2, 2), (3, 2)])
-def test_evaluation_is_periodic_and_comes_after_the_last_step(
-    tmp_path: Path, period: int, expected: int
-) -> None:
-    run = PretendedRun(tmp_path, results=aps(*range(1, 5)))
-    run.take_steps(EvalHook(period=period, best_metric="bbox/AP"))
-    assert len(run.storage.history("bbox/AP").values()) == expected
+def test_evaluation_is_periodic_and_comes_after_the_last_step(tmp_path: Path) -> None:
+    for period, expected in ((0, 1), (2, 2), (3, 2)):
+        run = PretendedRun(tmp_path, results=aps(*range(1, 5)))
+        run.take_steps(EvalHook(period=period, best_metric="bbox/AP"))
+        assert len(run.storage.history("bbox/AP").values()) == expected
 
 
 def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_path: Path) -> None:
@@ -103,10 +103,11 @@ def test_of_losses_the_lowest_is_the_best_and_an_unknown_metric_exports_nothing(
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path: Path) -> None:
-    run = PretendedRun(tmp_path, results=[UserError("image 'x'")])
-    with pytest.raises(UserError, match="image 'x'"):
-        run.take_steps(EvalHook(period=3, best_metric="bbox/AP"))
-    assert checkpoints(tmp_path) == [2]
+    for period, expected in ((3, ["model_0000002"]), (0, ["model_0000002", "model_final"])):
+        run = PretendedRun(tmp_path, results=[UserError("image 'x'")])
+        with pytest.raises(UserError, match="image 'x'"):
+            run.take_steps(EvalHook(period=period, best_metric="bbox/AP"))
+        assert sorted(path.stem for path in tmp_path.iterdir()) == expected
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(0, [0, 1, 2]), (2, [1, 2])])
@@ -136,3 +137,63 @@ def test_hooks_measure_evaluation_and_saving(tmp_path: Path) -> None:
     assert [hook.seconds for hook in hooks] == [0.0, 0.0]
     run.take_steps(*hooks, start=3)
     assert all(hook.seconds > 0 for hook in hooks)
+
+
+def error(name: str) -> DataError:
+    return DataError("unreadable image", f"image '{name}'", "no image at all")
+
+
+def make_hook(folder: Path, *, period: int = 0, max_iter: int = 1) -> Any:
+    """A hook with a trainer as far as it knows one."""
+    hook: Any = SkippedImages(period=period)
+    hook.trainer = SimpleNamespace(
+        iter=0,
+        max_iter=max_iter,
+        cfg=SimpleNamespace(OUTPUT_DIR=str(folder)),
+        data_loader=SimpleNamespace(skipped={}, num_images=1000),
+    )
+    return hook
+
+
+def test_new_images_are_named_in_the_period_and_all_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = make_hook(tmp_path, period=2, max_iter=4)
+    named = []
+    for hook.trainer.iter, name in enumerate("abca"):
+        caplog.clear()
+        hook.trainer.data_loader.skipped[f"image '{name}'"] = error(name)
+        hook.after_step()
+        named.append([name for name in "abc" if f"image '{name}'" in caplog.text])
+    assert named == [[], ["a", "b"], [], ["c"]]
+    caplog.clear()
+    hook.after_train()
+    assert "3 of 1,000 images were skipped: image 'a': no image at all; image 'b'" in caplog.text
+    lines = (tmp_path / SKIPPED_FILE).read_text().splitlines()
+    assert lines == [f"image '{name}': no image at all" for name in "abc"]
+
+
+def test_the_log_stays_short_and_the_file_has_all_names_also_those_that_are_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = make_hook(tmp_path)
+    hook.trainer.data_loader.skipped = {str(i): error(f"{i:04d}") for i in range(299)}
+    hook.trainer.data_loader.skipped["a"] = error("a\udcff")
+    hook.after_step()
+    assert " and 290 more" in caplog.text
+    assert "0010" not in caplog.text
+    text = (tmp_path / SKIPPED_FILE).read_text()
+    assert "udcff" in text
+    assert len(text.splitlines()) == 300
+
+
+def test_what_other_processes_met_is_known_to_all_and_to_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook, again = make_hook(tmp_path), make_hook(tmp_path)
+    hook.trainer.data_loader.skipped = {"a": error("a")}
+    monkeypatch.setattr(comm, "all_gather", lambda met: [met, [error("b")], [error("a")]])
+    hook.after_step()
+    assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
+    again.load_state_dict(hook.state_dict())
+    assert again.errors == hook.errors

@@ -34,8 +34,8 @@ OPTS = {
     "MODEL.WASSERSTEIN.CRITIC_DIM": "8",
     "SOLVER.IMS_PER_BATCH": "4",
     "SOLVER.ACCUMULATE": "1",
-    "SOLVER.MAX_ITER": "3",
-    "SOLVER.CHECKPOINTS_KEPT": "2",
+    "SOLVER.MAX_ITER": "2",
+    "SOLVER.CHECKPOINT_PERIOD": "1",
 }
 
 
@@ -79,9 +79,9 @@ def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
 ) -> None:
     trainer = train(recipe, images, tmp_path)
     expected, whole = losses(tmp_path), state(tmp_path)["model"]
-    assert sorted(expected) == [0, 1, 2]
+    assert sorted(expected) == [0, 1]
     assert all(math.isfinite(loss) for loss in expected.values())
-    early = state(tmp_path, "model_0000001")["model"]
+    early = state(tmp_path, "model_0000000")["model"]
     names = [f"backbone.{name}" for name, _ in trainer.bare_model.backbone.named_parameters()]
     moved = [name for name in names if not torch.equal(early[name], whole[name])]
     assert len(moved) > 0.8 * len(names)  # some of a ReLU's are without a gradient
@@ -97,7 +97,7 @@ def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
     assert set(names) <= set(tensors)
 
     (tmp_path / "model_final.pth").unlink()
-    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    (tmp_path / "last_checkpoint").write_text("model_0000000.pth")
     train(recipe, images, tmp_path, "--resume")
     assert losses(tmp_path) == expected
     torch.testing.assert_close(state(tmp_path)["model"], whole, rtol=0, atol=0)

@@ -1,18 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Prediction: weights that fit or are refused, pixels in the right order, results as COCO's."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
-from detectron2.structures import Instances
 from PIL import Image
-from pycocotools import mask as mask_util
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.media import find_media, name_outputs
@@ -23,7 +19,6 @@ from qbheat_det.engine.predict import (
     predict_media,
 )
 from tests.engine.tiny_detectors import (
-    ChannelProbe,
     make_probe_config,
     make_retinanet_config,
     save_run,
@@ -179,22 +174,3 @@ def test_classes_without_known_ids_count_from_one() -> None:
     assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
     cfg.MODEL.CATEGORY_IDS = []
     assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
-
-
-def test_masks_are_written_as_run_lengths(
-    probe: tuple[CfgNode, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = ChannelProbe.forward
-
-    def with_masks(self: ChannelProbe, inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:
-        outputs = plain(self, inputs)
-        height, width = outputs[0]["instances"].image_size
-        mask = torch.zeros(1, height, width, dtype=torch.bool)
-        mask[:, 5:10, 3:7] = True
-        outputs[0]["instances"].pred_masks = mask
-        return outputs
-
-    monkeypatch.setattr(ChannelProbe, "forward", with_masks)
-    found = _run(*probe, [_save_image(tmp_path / "a.png")])
-    (box,) = json.loads(json.dumps(found.results))
-    assert mask_util.area(box["segmentation"]) == 20

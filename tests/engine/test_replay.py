@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A failed step is run again with the same result, and the report names what failed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,28 +140,19 @@ def step_and_dump(path: Path, cfg: CfgNode, model: nn.Module) -> dict[str, float
 def test_the_packages_detectors_run_again_as_a_batch_and_image_by_image(
     tmp_path: Path, config: str
 ) -> None:
-    path = tmp_path / "step.pt"
-    cfg = make_case_config(Case(config), "cpu")
-    cfg.SOLVER.IMS_PER_BATCH = 2
-    model = build_model(cfg).train()
-    losses = step_and_dump(path, cfg, model)
-    report = replay_failure(path)
-    assert report.error == ""
-    # RetinaNet's running mean in the file has moved already, and moves again.
-    assert report.losses == pytest.approx(losses, rel=1e-5 if config == MF_DETR else 0.2)
-    assert [alone.keys() for _, alone in report.images] == [losses.keys()] * 2
-
-
-def test_a_replay_folds_frozen_norms_as_the_step_did(tmp_path: Path) -> None:
-    path, cfg = tmp_path / "step.pt", make_case_config(Case(MF_DETR), "cpu")
+    path, cfg = tmp_path / "step.pt", make_case_config(Case(config), "cpu")
     cfg.MODEL.BACKBONE.FREEZE_AT = 5
     cfg.SOLVER.IMS_PER_BATCH = 2
     model = build_model(cfg).to(memory_format=find_memory_format(cfg)).train()
     for module in model.backbone.modules():
-        if isinstance(module, FrozenBatchNorm2d):
+        if isinstance(module, FrozenBatchNorm2d):  # folded into convolutions
             module.running_var.uniform_(0.1, 3)  # as initialised, folding changes nothing
     losses = step_and_dump(path, cfg, model)
-    assert replay_failure(path).losses == losses  # to the bit
+    report = replay_failure(path)
+    assert report.error == ""
+    # To the bit; but RetinaNet's running mean in the file has moved already, and moves again.
+    assert report.losses == pytest.approx(losses, rel=0 if config == MF_DETR else 0.2, abs=0)
+    assert [alone.keys() for _, alone in report.images] == [losses.keys()] * 2
 
 
 def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
@@ -182,15 +174,18 @@ def test_broken_weights_and_bad_boxes_are_named(tmp_path: Path) -> None:
     assert report.first_module is not None
     assert report.first_module_values.endswith("finite weights: False")
     assert "2 boxes, of which some have no area" in report.images[0][0]
-    assert report.failed.gradients[name] is None
+
+
+def dump_and_change(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    fail(path, [[make_entry(1), make_entry(2)]])
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
 
 
 def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> None:
     path = tmp_path / "step.pt"
-    fail(path, [[make_entry(1), make_entry(2)]])
-    content = torch.load(path, weights_only=False)
-    content["batches"][0][0]["image"] = "not an image"
-    torch.save(content, path)
+    dump_and_change(path, lambda content: content["batches"][0][0].update(image="no image"))
     report = replay_failure(path)
     assert report.error.startswith("AttributeError")
     assert report.error in str(report)
@@ -198,15 +193,12 @@ def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("config", "MODEL:\n  NO_KEY: 1\n"), ("weights", {"a": torch.ones(1)})],
+    "change", [{"config": "MODEL:\n  NO_KEY: 1\n"}, {"weights": {"a": torch.ones(1)}}]
 )
 def test_a_config_or_weights_of_another_model_are_refused(
-    tmp_path: Path, key: str, value: object
+    tmp_path: Path, change: dict[str, Any]
 ) -> None:
     path = tmp_path / "step.pt"
-    fail(path, [[make_entry(1), make_entry(2)]])
-    content = torch.load(path, weights_only=False)
-    torch.save({**content, key: value}, path)
+    dump_and_change(path, lambda content: content.update(change))
     with pytest.raises(UserError, match=r"step\.pt"):
         replay_failure(path)

@@ -1,10 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A run that was stopped goes on as if it had not been, to the last bit."""
 
+import functools
 import multiprocessing
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,23 +14,27 @@ from typing import Any
 import pytest
 import torch
 
+from qbheat_det.checkpoint import ExactCheckpointer, read_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
 from qbheat_det.engine.step import StepTrainer
+from qbheat_det.modeling.contracts import train_only_modules
 
 from . import tiny_training
-from .conftest import TrainAfresh
+from .conftest import TrainAfresh, forget_runs
 from .tiny_training import MF_DETR, losses, state
 
-AVERAGED = {"SOLVER.EMA.ENABLED": "True", "SOLVER.EMA.DECAY": "0.9"}
+GROUPS = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
+AUXILIARY = {"MODEL.MF_DETR.DENOISING.GROUPS": "2", GROUPS: "2"}
 CASES = {
     "retinanet": {},
     "mf_detr_with_everything": {
         **MF_DETR,
-        **AVERAGED,
-        "MODEL.MF_DETR.DENOISING.GROUPS": "2",
-        "MODEL.MF_DETR.QUERY_GROUPS.COUNT": "2",
+        **AUXILIARY,
+        "SOLVER.EMA.ENABLED": "True",
+        "SOLVER.EMA.DECAY": "0.9",
         "SOLVER.ACCUMULATE": "2",
         "SOLVER.AMP.ENABLED": "True",
         "SOLVER.AMP.PRECISION": "bfloat16",
@@ -75,26 +81,70 @@ def comparable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {**checkpoint, "info": info}
 
 
+@pytest.fixture(scope="module")
+def run_whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of the unbroken run of a case, which is trained once."""
+
+    @functools.cache
+    def run(case: str) -> Path:
+        forget_runs()
+        folder = tmp_path_factory.mktemp("whole")
+        tiny_training.train(folder, tiny_data, CASES[case])
+        forget_runs()
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
-    case: str, train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    run_whole: Callable[[str], Path],
+    train_afresh: TrainAfresh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_afresh(whole, CASES[case])
-    break_at(5, monkeypatch)  # between two checkpoints
+    whole, broken = run_whole(case), tmp_path
+    break_at(3, monkeypatch)  # between two checkpoints
     with pytest.raises(KeyboardInterrupt):
         train_afresh(broken, CASES[case], "--resume")
     train_afresh(broken, CASES[case], "--resume")
     assert losses(broken) == losses(whole)
-    assert sorted(losses(whole)) == list(range(8))
+    assert sorted(losses(whole)) == list(range(5))
     assert_same_bits(comparable(state(broken)), comparable(state(whole)))
     if case == "retinanet":  # a checkpoint that was cut off, and other workers
         (broken / "model_final.pth").unlink()
-        last = broken / "model_0000005.pth"
+        last = broken / "model_0000003.pth"
         last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
         (broken / "last_checkpoint").write_text(last.name)
         train_afresh(broken, {"DATALOADER.NUM_WORKERS": "2"}, "--resume")
         assert_same_bits(state(broken)["model"], state(whole)["model"])
+
+
+def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_them(
+    run_whole: Callable[[str], Path], tiny_data: Path, tmp_path: Path
+) -> None:
+    folder = run_whole("mf_detr_with_everything")
+    kept = state(folder)["ema"]  # what is evaluated
+    exported, _ = read_weights(str(folder / "model_final.safetensors"))
+    missing = kept.keys() - exported.keys()
+    for opts, file, expected in (
+        ({}, "model_final.pth", kept),
+        (AUXILIARY, "model_final.pth", kept),
+        ({**AUXILIARY, GROUPS: "4"}, "model_final.safetensors", exported),
+    ):
+        forget_runs()
+        cfg = build_config(tiny_training.parse(tmp_path, tiny_data, {**MF_DETR, **opts}))
+        model = Trainer.build_model(cfg)
+        ExactCheckpointer(model, class_names=cfg.MODEL.CLASS_NAMES).load(str(folder / file))
+        found = dict(model.state_dict())
+        if opts:
+            own = {name for name in found if name.startswith(train_only_modules(model))}
+            assert missing == own != set()
+        fit = {name: value for name, value in expected.items() if name in found}
+        assert fit.keys() >= exported.keys()
+        torch.testing.assert_close({n: found[n] for n in fit}, dict(fit), rtol=0, atol=0)
+    forget_runs()
 
 
 def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(

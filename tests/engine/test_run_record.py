@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from detectron2.config import CfgNode
 
+from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.run_record import (
     find_code_version,
@@ -34,25 +36,26 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
+def make_config(folder: Path) -> CfgNode:
+    cfg = get_cfg()
+    cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(folder), "cpu"
+    return cfg
+
+
 def test_every_start_adds_an_entry_without_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
-    write_run_record(tmp_path / "new", command=["train_net.py", "SEED", "1"], seed=1)
-    write_run_record(
-        tmp_path / "new",
-        command=["train_net.py", "--resume"],
-        resumed_from="model_0000019.pth",
-        device="cpu",
-        processes=2,
-        seed=1,
-    )
+    cfg = make_config(tmp_path / "new")
+    write_run_record(cfg, command=["train_net.py", "SEED", "1"], seed=1)
+    checkpoint = "model_0000019.pth"
+    write_run_record(cfg, command=["--resume"], resumed_from=checkpoint, processes=2, seed=1)
     text = (tmp_path / "new" / "run.json").read_text()
     assert "a-secret-of-mine" not in text
     first, second = json.loads(text)
     assert first["command"] == ["train_net.py", "SEED", "1"]
     assert first["resumed_from"] is None
-    assert second["resumed_from"] == "model_0000019.pth"
+    assert second["resumed_from"] == checkpoint
     assert (second["processes"], second["seed"], second["device"]) == (2, 1, "cpu")
     assert first["started"].endswith("+00:00")
     names = {"python", "torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy"}
@@ -61,12 +64,12 @@ def test_every_start_adds_an_entry_without_the_environment(
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", '[{"sta', ""])
+@pytest.mark.parametrize("content", ["{}", "[1]", '[{"sta'])
 def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(content)
     with pytest.raises(UserError, match=r"run\.json"):
-        write_run_record(tmp_path, command=[])
+        write_run_record(make_config(tmp_path), command=[])
     assert path.read_text() == content
     assert read_run_record(tmp_path / "missing.json") == []
 

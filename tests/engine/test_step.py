@@ -1,20 +1,21 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One optimizer step: parts that add up to the whole, precision, what is logged, what stops it."""
+"""One optimizer step: parts that add up to the whole, precision, what stops it, and on a GPU."""
 
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.step import StepTrainer, seed_step
+from qbheat_det.engine.step import BatchSource, StepTrainer, seed_step
 from tests.engine.gradient_cases import FAST_WITHOUT_NOISE, MF_DETR, Case, run_case
 
 Batch = list[dict[str, Any]]
@@ -86,21 +87,21 @@ def test_parts_of_a_batch_give_the_gradients_and_losses_of_the_whole(
     torch.testing.assert_close({n: found[n] for n in names}, {n: expected[n] for n in names})
 
 
-CLASSIFICATION = "MODEL.MF_DETR.CLASSIFICATION"
-KINDS: dict[str, tuple[Any, ...]] = {
-    "softmax": (),
-    "focal": (CLASSIFICATION, "focal"),
-    "the fast recipes'": FAST_WITHOUT_NOISE,
-}
-
-
-@pytest.mark.parametrize("opts", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("batch", [(1, 3, 5, 2), (5, 6, 7, 5), (2, 1, 0)])
+@pytest.mark.parametrize(
+    ("batch", "opts", "counts"),
+    [
+        ((1, 3, 5, 2), (), (2, 3)),
+        ((5, 6, 7, 5), (), (2,)),  # no box at all
+        ((2, 1, 0), ("MODEL.MF_DETR.CLASSIFICATION", "focal"), (2,)),
+        ((1, 3, 5, 2), FAST_WITHOUT_NOISE, (3,)),
+        ((5, 6, 7, 5), FAST_WITHOUT_NOISE, (2,)),
+    ],
+)
 def test_mf_detr_normalises_over_the_effective_batch(
-    batch: tuple[int, ...], opts: tuple[Any, ...]
+    batch: tuple[int, ...], opts: tuple[Any, ...], counts: tuple[int, ...]
 ) -> None:
     whole, *parts = (
-        run_case(Case(MF_DETR, (batch,), opts, accumulate=accumulate)) for accumulate in (1, 2, 3)
+        run_case(Case(MF_DETR, (batch,), opts, accumulate=count)) for count in (1, *counts)
     )
     assert any(bool(gradient.abs().sum() > 0) for gradient in whole.values())
     largest = max(float(gradient.abs().max()) for gradient in whole.values())
@@ -146,7 +147,7 @@ def test_a_step_whose_half_precision_gradients_overflow_is_left_out_and_the_scal
     assert other.grad_scaler.get_scale() == trainer.grad_scaler.get_scale()
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_gradients_are_lost() -> None:
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
     ends: list[Tensor] = []
 
     class Ending(MeanOverImages):
@@ -162,7 +163,6 @@ def test_a_loss_that_is_not_finite_stops_before_the_gradients_are_lost() -> None
         on_failure=lambda *failed: calls.append(failed),
     )
     step(trainer)
-    last = model.weight.grad
     weights = model.weight.detach().clone()
     torch.testing.assert_close(ends, [weights], rtol=0, atol=0)
     with pytest.raises(UserError, match="iteration 1"):
@@ -171,14 +171,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_gradients_are_lost() -> None
     assert math.isnan(losses["loss_square"])
     assert [len(batch) for batch in batches] == [2]
     assert normalizers is None
-    assert model.weight.grad is last
     torch.testing.assert_close(model.weight.detach(), weights, rtol=0, atol=0)
     assert len(ends) == 1
-
-
-def test_more_micro_batches_than_images_are_refused() -> None:
-    with pytest.raises(UserError, match=r"SOLVER\.ACCUMULATE"):
-        step(make(MeanOverImages(), images(2), accumulate=3))
 
 
 def test_the_norm_of_the_gradients_is_logged_in_its_period() -> None:
@@ -208,3 +202,48 @@ def test_the_gpu_is_seeded_too_and_draws_other_numbers_than_the_cpu() -> None:
         drawn.append(torch.stack([torch.rand(8, device="cuda").cpu(), torch.rand(8)]))
     torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=0)
     assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+def numbered(count: int) -> Iterator[Batch]:
+    """Yields batches of an image whose values are the batch's number."""
+    for number in map(float, range(count)):
+        boxes = Boxes(torch.full((1, 4), number))
+        yield [
+            {
+                "image": torch.full((3, 2, 2), number),
+                "instances": Instances((2, 2), gt_boxes=boxes),
+                "file_name": str(number),
+                "features": {"s8": torch.full((1,), number)},
+            }
+        ]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_next_batch_is_there_before_it_is_asked_for() -> None:
+    source = BatchSource(numbered(4).__next__, torch.device("cuda"))
+    for number in map(float, range(4)):
+        (entry,), _ = source.take()
+        assert source._ahead is None
+        source.load_ahead()
+        assert (source._ahead is None) == (number == 3)
+        for tensor in (entry["image"], entry["features"]["s8"], entry["instances"].gt_boxes.tensor):
+            assert tensor.device.type == "cuda"
+            torch.testing.assert_close(tensor.cpu(), torch.full_like(tensor.cpu(), number))
+        assert entry["file_name"] == str(number)
+    with pytest.raises(StopIteration):
+        source.take()
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_is_that_of_the_cpu_and_stops_where_a_loss_is_bad() -> None:
+    on_cpu, on_gpu = MeanOverImages(), MeanOverImages().cuda()
+    expected = step(make(on_cpu, images(4)))
+    bad = [{"image": torch.tensor([math.nan, 1.0])}] * 4
+    trainer = make(on_gpu, images(4), loader=iter([images(4), bad]))
+    found = step(trainer)
+    torch.testing.assert_close(on_gpu.weight.cpu(), on_cpu.weight)
+    assert found["total_loss"] == pytest.approx(expected["total_loss"])
+    weights = on_gpu.weight.detach().clone()
+    with pytest.raises(UserError, match="iteration 1"):
+        step(trainer, 1)
+    torch.testing.assert_close(on_gpu.weight.detach(), weights, rtol=0, atol=0)

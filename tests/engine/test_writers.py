@@ -86,13 +86,10 @@ def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
 
 def test_incomplete_lines_and_those_of_repeated_steps_go(tmp_path: Path) -> None:
     path = tmp_path / "metrics.json"
-    path.write_text('{"iteration": 1, "a": NaN}\n{"iteration": 3}\n{"iteration": 5}\n{"iterat')
+    kept = '{"iteration": 1, "a": NaN}\n{"iteration": 3}\n'
+    path.write_text(f'{kept}[1]\n{{"iteration": 5}}\n{{"iterat')
     drop_metrics_from(path, 5)
-    assert path.read_text() == '{"iteration": 1, "a": NaN}\n{"iteration": 3}\n'
-    drop_metrics_from(path, 0)
-    assert path.read_text() == ""
-    drop_metrics_from(tmp_path / "missing.json", 3)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
+    assert path.read_text() == kept
 
 
 def test_tensorboard_hides_the_steps_that_are_repeated(tmp_path: Path) -> None:
@@ -127,7 +124,6 @@ def test_wandb_gets_every_scalar_once_and_continues_the_same_run(
     run(cfg, start=0, end=4)
     (settings,) = wandb.started
     assert (settings["project"], settings["name"]) == ("detectors", "my_run")
-    assert settings["config"]["SOLVER"]["WANDB_PROJECT"] == "detectors"
     assert [step for step, _ in wandb.logged] == [1, 3]
     assert wandb.logged[1][1]["total_loss"] == 2.5  # median of two
     run(cfg, start=4, end=8)

@@ -1,11 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A whole run of QB-Heat in seconds, from a shipped recipe."""
+"""A whole run of QB-Heat in seconds, from a shipped recipe, and folders of pictures for it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer
+from tests.data.pictures import draw, save
 
 from .tiny_training import TINY_ENCODER, parse_run, start_run
 
@@ -17,6 +18,7 @@ OPTS = {
     "MODEL.QB_HEAT.DECODER_DEPTH": "1",
     "MODEL.QB_HEAT.DECODER_DIM": "16",
     "INPUT.PRETRAIN.SIZE": "64",
+    "DATALOADER.NUM_WORKERS": "0",
     "SOLVER.IMS_PER_BATCH": "5",
     "SOLVER.ACCUMULATE": "2",
     "SOLVER.MAX_ITER": "4",
@@ -27,6 +29,14 @@ OPTS = {
     "VIS.ENABLED": "False",
     "SEED": "3",
 }
+
+
+def make_folder(folder: Path, count: int, *, first: int = 0) -> Path:
+    """Draws pictures of 40 pixels as JPEGs."""
+    folder.mkdir(parents=True)
+    for i in range(first, first + count):
+        save(folder / f"{i}.jpg", draw(40, 40, seed=i))
+    return folder
 
 
 def train(output_dir: Path, opts: Mapping[str, str], *flags: str) -> Trainer:

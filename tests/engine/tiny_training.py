@@ -12,7 +12,7 @@ import torch
 
 import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config import get_config_path
-from qbheat_det.config.rules import EPOCH_KEYS
+from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, build_config, setup
 from tools.train_net import parse_args
@@ -33,7 +33,7 @@ TINY = {
     "SOLVER.IMS_PER_BATCH": "2",
     "SOLVER.LOG_PERIOD": "1",
     "SOLVER.WARMUP_ITERS": "2",
-    "SOLVER.MAX_ITER": "8",
+    "SOLVER.MAX_ITER": "5",
     "SOLVER.CHECKPOINT_PERIOD": "2",
     "DATALOADER.NUM_WORKERS": "0",
     "INPUT.MIN_SIZE_TRAIN": "(64,)",

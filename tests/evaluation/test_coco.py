@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import math
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import MetadataCatalog
 from detectron2.structures import Boxes, Instances
 from pycocotools import mask as mask_util
 from pycocotools.coco import COCO
@@ -42,10 +41,11 @@ Register = Callable[[dict[str, Any]], str]
 @pytest.fixture
 def register(tmp_path: Path) -> Iterator[Register]:
     """Registers a COCO dict under a fresh name, the way Detectron2's loader leaves it."""
-    names = []
+    names = [f"made_up_{i}" for i in range(9)]
+    free = iter(names)
 
-    def _register(dataset: dict[str, Any]) -> str:
-        name = f"made_up_{uuid.uuid4().hex}"
+    def register(dataset: dict[str, Any]) -> str:
+        name = next(free)
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(dataset))
         MetadataCatalog.get(name).set(
@@ -54,13 +54,11 @@ def register(tmp_path: Path) -> Iterator[Register]:
             thing_classes=NAMES,
             thing_dataset_id_to_contiguous_id={c: i for i, c in enumerate(CATEGORY_IDS)},
         )
-        names.append(name)
         return name
 
-    yield _register
+    yield register
     for name in names:
-        MetadataCatalog.pop(name)
-        DatasetCatalog.pop(name, None)
+        MetadataCatalog.pop(name, None)
 
 
 def _ellipse(x0: float, y0: float, x1: float, y1: float) -> np.ndarray:

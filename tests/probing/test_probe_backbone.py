@@ -19,29 +19,15 @@ from tests.data.pictures import draw, save
 from tests.tool_modules import load_tool
 
 main = load_tool("probe_backbone").main
-_CONFIG = """
-MODEL:
-  DEVICE: cpu
-  BACKBONE:
-    NAME: NETWORK
-    FREEZE_AT: 0
-  PIXEL_MEAN: [120.0, 120.0, 120.0]
-  PIXEL_STD: [60.0, 60.0, 60.0]
-INPUT:
-  PRETRAIN:
-    SIZE: 32
-DATALOADER:
-  NUM_WORKERS: 0
-TEST:
-  KNN:
-    K: 3
-"""
 
 
 def make_config(tmp_path: Path, backbone: str = "timm:resnet10t") -> str:
     """Writes a config of a small network of timm, at 32 pixels."""
     path = tmp_path / f"{backbone.replace(':', '_')}.yaml"
-    path.write_text(_CONFIG.replace("NETWORK", backbone))
+    path.write_text(
+        f"MODEL: {{DEVICE: cpu, BACKBONE: {{NAME: '{backbone}', FREEZE_AT: 0}}}}\n"
+        "INPUT: {PRETRAIN: {SIZE: 32}}\nDATALOADER: {NUM_WORKERS: 0}\nTEST: {KNN: {K: 3}}\n"
+    )
     return str(path)
 
 
@@ -49,12 +35,11 @@ def make_config(tmp_path: Path, backbone: str = "timm:resnet10t") -> str:
 def folders(tmp_path: Path) -> list[str]:
     """Flags that name two folders of three classes each, with a broken image."""
     flags = []
-    for split, first in (("train", 0), ("val", 100)):
-        for i, name in enumerate("abc"):
-            (tmp_path / split / name).mkdir(parents=True)
-            for j in range(3):
-                seed = first + 10 * i + j
-                save(tmp_path / split / name / f"{j}.png", draw(32 + i, 40, seed=seed))
+    for split in ("train", "val"):
+        for i in range(9):
+            folder = tmp_path / split / "abc"[i % 3]
+            folder.mkdir(parents=True, exist_ok=True)
+            save(folder / f"{i}.png", draw(32 + i % 3, 40, seed=i + 100 * (split == "val")))
         flags += [f"--{split}-folder", str(tmp_path / split)]
     (tmp_path / "train" / "b" / "x.png").write_text("no image")
     return flags
@@ -136,7 +121,7 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
         digests.add(row["digest"])
     assert len(digests) == 2
     with pytest.raises(SystemExit):
-        probe([*words, "MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"], tmp_path)
+        probe([*words, "MODEL.PIXEL_STD", "[2.0, 2.0, 2.0]"], tmp_path)
     assert "(pixels)" in capsys.readouterr().err
     image = next(Path(folders[1]).rglob("*.png"))
     image.rename(image.with_name("another.png"))
@@ -148,7 +133,7 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--weights", "W"], "--config-file"),
+        (["--weights", "w.safetensors"], "--config-file"),
         ([], "--weights FILE"),
         (["--random", "--feature", "s4"], "s4"),
         (["--random", "--recalibrate-bn", "-1"], "--recalibrate-bn"),
@@ -157,9 +142,9 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
         (["--random", "--probes", "tran-1:96"], "tran-1:96"),
         (["--random", "--plot", "a.pdf"], "--plot"),
         (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "--memory-gb"),
-        (["--random", "--val-folder", "OTHER"], "other'"),
-        (["--random", "--train-folder", "BROKEN"], "--train-folder"),
-        *((["--random", "--json", name], "JSON") for name in ("TEXT", "LIST", "ROWS")),
+        (["--random", "--val-folder", "other"], "other'"),
+        (["--random", "--train-folder", "broken"], "--train-folder"),
+        *((["--random", "--json", f"{name}.json"], name) for name in ("text", "list", "rows")),
     ],
 )
 def test_bad_arguments_are_named(
@@ -169,7 +154,7 @@ def test_bad_arguments_are_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "W" in words:
+    if "w.safetensors" in words:
         other = load_config(make_config(tmp_path, "timm:resnet14t"))
         write_weights(other, tmp_path / "w.safetensors", seed=0)
     (tmp_path / "other" / "d").mkdir(parents=True)
@@ -177,18 +162,20 @@ def test_bad_arguments_are_named(
     for name in "abc":
         (tmp_path / "broken" / name).mkdir(parents=True)
         (tmp_path / "broken" / name / "0.png").write_text("no image")
-    known = {"W": str(tmp_path / "w.safetensors")}
-    known |= {name.upper(): str(tmp_path / name) for name in ("other", "broken")}
-    contents = {"TEXT": "no json", "LIST": "[]", "ROWS": '{"setting": {}, "rows": [3]}'}
+    contents = {
+        "text.json": "no json",
+        "list.json": "[]",
+        "rows.json": '{"setting": {}, "rows": [3]}',
+    }
     for name, text in contents.items():
-        known[name] = str(tmp_path / f"{name}.JSON")
-        Path(known[name]).write_text(text)
-    given = [known.get(word, word) for word in words]
+        (tmp_path / name).write_text(text)
+    made = ("w.safetensors", "other", "broken", *contents)
+    given = [str(tmp_path / word) if word in made else word for word in words]
     with pytest.raises(SystemExit) as stopped:
         main(["--config-file", make_config(tmp_path), *folders, *given])
     assert stopped.value.code == 2
     assert re.search(expected, capsys.readouterr().err)
-    assert all(Path(known[name]).read_text() == text for name, text in contents.items())
+    assert all((tmp_path / name).read_text() == text for name, text in contents.items())
 
 
 def test_images_seen_are_those_of_all_steps_that_went_into_the_weights() -> None:

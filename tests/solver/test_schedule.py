@@ -67,19 +67,15 @@ def test_iterations_are_the_first_by_which_the_epochs_are_seen() -> None:
         assert resolve_schedule(cfg, num_images=num_images).SOLVER.MAX_ITER == count
 
 
-@pytest.mark.parametrize(
-    ("scaling", "reference", "batch", "expected"),
-    [("linear", 16, 4, 0.25), ("linear", 16, 64, 4.0), ("sqrt", 16, 4, 0.5), ("sqrt", 0, 64, 1.0)],
-)
-def test_the_rate_follows_the_batch(
-    scaling: str, reference: int, batch: int, expected: float
-) -> None:
-    cfg = config(
-        BASE_LR=1.0, LR_SCALING=scaling, REFERENCE_BATCH_SIZE=reference, IMS_PER_BATCH=batch
-    )
-    resolved = resolve_schedule(cfg, num_images=100)
-    assert resolved.SOLVER.BASE_LR == pytest.approx(expected)
-    assert resolved.SOLVER.REFERENCE_BATCH_SIZE == (batch if reference else 0)
+def test_the_rate_follows_the_batch() -> None:
+    for scaling, reference, batch, expected in (
+        ("linear", 16, 4, 0.25), ("linear", 16, 64, 4.0), ("sqrt", 16, 4, 0.5), ("sqrt", 0, 64, 1.0)
+    ):  # fmt: skip
+        cfg = config(BASE_LR=1.0, LR_SCALING=scaling, REFERENCE_BATCH_SIZE=reference)
+        cfg.SOLVER.IMS_PER_BATCH = batch
+        resolved = resolve_schedule(cfg, num_images=100)
+        assert resolved.SOLVER.BASE_LR == pytest.approx(expected)
+        assert resolved.SOLVER.REFERENCE_BATCH_SIZE == (batch if reference else 0)
 
 
 def test_the_config_of_a_finished_run_trains_the_same_again(tmp_path: Path) -> None:
@@ -159,8 +155,6 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"STEP_EPOCHS": [8, 3]}, "STEP_EPOCHS"),
     ({"STEP_EPOCHS": [0, 3]}, "STEP_EPOCHS"),
     ({"STEP_EPOCHS": [-3]}, "STEP_EPOCHS"),
-    ({"EPOCHS": 8.0, "STEP_EPOCHS": [6, 8]}, r"STEP_EPOCHS.*SOLVER\.EPOCHS 8"),
-    ({"EPOCHS": 1.0, "WARMUP_EPOCHS": 2.0}, r"WARMUP_EPOCHS 2.*SOLVER\.EPOCHS 1"),
     ({"WARMUP_EPOCHS": -2.0}, "WARMUP_EPOCHS"),
     ({"CHECKPOINT_EPOCHS": -2.0}, "CHECKPOINT_EPOCHS"),
     ({"MAX_ITER": 0}, "MAX_ITER"),

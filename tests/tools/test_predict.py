@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """tools/predict.py from its command line: files written, exit codes, what errors name."""
 
-import contextlib
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 from detectron2.modeling import build_model
 from PIL import Image
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from qbheat_det.config import load_config
 from qbheat_det.data import build_mapper
@@ -63,27 +60,6 @@ def run(words: str, json_file: Path) -> Any:
     return code, json.loads(json_file.read_text())
 
 
-def find_ap(results: list[dict[str, Any]], num_images: int) -> float:
-    """The AP of results in COCO's format where they themselves are the truth."""
-    truth = COCO()
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth.dataset = {
-            "info": {},
-            "images": [{"id": index + 1} for index in range(num_images)],
-            "categories": [{"id": index} for index in (1, 2, 3)],
-            "annotations": [
-                {**result, "id": i, "iscrowd": 0, "area": result["bbox"][2] * result["bbox"][3]}
-                for i, result in enumerate(results, start=1)
-            ],
-        }
-        truth.createIndex()
-        evaluation = COCOeval(truth, truth.loadRes(results), "bbox")
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    return float(evaluation.stats[0])
-
-
 def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
     photos: Path, detector: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,7 +70,11 @@ def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
     assert Image.open(tmp_path / "out" / "0.png").size == (512, 384)  # enlarged for the labels
     assert {result["image_id"] for result in results} == {1, 2, 3}
     assert "MODEL.CATEGORY_IDS" in capsys.readouterr().out
-    assert find_ap(results, 3) == pytest.approx(1)
+    truth = COCO()
+    ids = [{"id": i} for i in (1, 2, 3)]
+    truth.dataset = {"info": {}, "images": ids, "categories": ids}
+    truth.createIndex()
+    assert len(truth.loadRes(results).anns) == len(results) > 0
 
     _, fast = run(f"{words} --fast", tmp_path / "fast.json")
     assert "fold" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -28,27 +27,13 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
 from qbheat_det.modeling.contracts import PretrainingObjective
 
-from ..data_sources import load_fixed_images
-from .knn import NeighbourScorer, scores_neighbours
-from .training_run import TrainingRun
+from .data_sources import load_fixed_images
+from .evaluation import NeighbourScorer, scores_neighbours
+from .hooks import TrainingRun
 
 logger = logging.getLogger(__name__)
-VISUALIZATIONS_DIR = "visualizations"
-"""Folder of the figures below ``OUTPUT_DIR``."""
 _PER_RUN = 20  # drawings of each figure where no period is given
-
 DrawFigure = Callable[[nn.Module], Figure]
-
-
-@dataclass
-class FigureCost:
-    """What a figure has cost so far."""
-
-    seconds: float = 0.0  # of all drawings
-    last: float = 0.0  # seconds of the last one
-    drawn: int = 0  # failed ones included
-    skipped: int = 0  # to save time
-    failed: int = 0
 
 
 class VisualizationHook(HookBase):
@@ -60,7 +45,7 @@ class VisualizationHook(HookBase):
     logged, not raised. Only the main process draws; the others wait for it in their next step.
 
     Attributes:
-        costs: by figure.
+        costs: seconds by figure, of all its drawings and of the last.
     """
 
     trainer: TrainingRun
@@ -77,18 +62,19 @@ class VisualizationHook(HookBase):
         self._share = share
         self._started = perf_counter()
         self._earlier_seconds = 0.0  # of the run before it was resumed
-        self.costs = {name: FigureCost() for name in figures}
+        self._failed: set[str] = set()
+        self.costs = dict.fromkeys(figures, (0.0, 0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the seconds of the run and of each figure."""
-        costs = {name: asdict(cost) for name, cost in self.costs.items()}
-        return {"run_seconds": self._run_seconds(), "costs": costs}
+        return {"run_seconds": self._run_seconds(), "costs": dict(self.costs)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``."""
         self._started = perf_counter()
         self._earlier_seconds = state_dict["run_seconds"]
         for name in self.costs.keys() & state_dict["costs"].keys():
-            self.costs[name] = FigureCost(**state_dict["costs"][name])
+            self.costs[name] = tuple(state_dict["costs"][name])
 
     def before_train(self) -> None:
         """Draws all figures of a run that begins."""
@@ -104,26 +90,21 @@ class VisualizationHook(HookBase):
         if not comm.is_main_process() or (steps < end and steps % period):
             return
         for name in list(self._figures):
-            cost = self.costs[name]
-            planned = cost.seconds + 2 * cost.last  # this drawing and the one after the last step
-            if steps < end and planned > self._share * self._run_seconds():
-                cost.skipped += 1
-            else:
+            seconds, last = self.costs[name]
+            planned = seconds + 2 * last  # this drawing and the one after the last step
+            if steps == end or planned <= self._share * self._run_seconds():
                 self._draw(name, steps)
 
     def after_train(self) -> None:
         """Logs what the figures have cost, also if the run ends with an error."""
-        run = max(self._run_seconds(), 1e-9)
-        for name, cost in self.costs.items() if comm.is_main_process() else ():
-            logger.info(
-                f"Figure '{name}': drawn {cost.drawn} times, {cost.failed} with an error; "
-                f"{cost.skipped} skipped to save time; {cost.seconds:.1f} seconds, "
-                f"{100 * cost.seconds / run:.2f} % of the run"
-            )
+        if self.costs and comm.is_main_process():
+            each = ", ".join(f"{name} {seconds:.1f}" for name, (seconds, _) in self.costs.items())
+            logger.info(f"Of {self._run_seconds():.1f} seconds, figures took: {each}")
 
     def _draw(self, name: str, steps: int) -> None:
-        model, cost = self.trainer.evaluated_model, self.costs[name]
-        _synchronize(model)  # the steps under way are no cost of the figure
+        model = self.trainer.evaluated_model
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the steps under way are no cost of the figure
         started = perf_counter()
         try:
             with undisturbed(model):
@@ -132,17 +113,15 @@ class VisualizationHook(HookBase):
             del self._figures[name], self.costs[name]
             return
         except Exception:
-            cost.failed += 1
-            if cost.failed == 1:
+            if name not in self._failed:
                 logger.exception(f"Figure '{name}' failed after {steps:,} steps; training goes on")
-        _synchronize(model)
-        cost.drawn += 1
-        cost.last = perf_counter() - started
-        cost.seconds += cost.last
+            self._failed.add(name)
+        took = perf_counter() - started
+        self.costs[name] = self.costs[name][0] + took, took
 
     def _publish(self, figure: Figure, steps: int) -> None:
         storage = self.trainer.storage
-        folder = Path(self.trainer.cfg.OUTPUT_DIR) / VISUALIZATIONS_DIR
+        folder = Path(self.trainer.cfg.OUTPUT_DIR) / "visualizations"
         write_figure(figure, folder, suffix=f"_{steps:07d}")
         finite = {name: float(x) for name, x in figure.scalars.items() if math.isfinite(x)}
         storage.put_scalars(smoothing_hint=False, **finite)
@@ -183,22 +162,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), np.random.get_state()
+    devices = {parameter.device for parameter in model.parameters()}
+    gpus = [device.index for device in devices if device.type == "cuda"]
     try:
         model.eval()
-        with torch.random.fork_rng(_list_gpus(model)), torch.no_grad():
+        with torch.random.fork_rng(gpus), torch.no_grad():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         for module, training in modes:
             module.training = training
-
-
-def _list_gpus(model: nn.Module) -> list[int]:
-    devices = {parameter.device for parameter in model.parameters()}
-    return [device.index for device in devices if device.type == "cuda"]
-
-
-def _synchronize(model: nn.Module) -> None:
-    for device in _list_gpus(model):
-        torch.cuda.synchronize(device)

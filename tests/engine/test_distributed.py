@@ -1,14 +1,24 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Two processes give the gradients of one process with the joined batch."""
+"""Several processes do what one does with all images: gradients, evaluation, and failing."""
 
+import argparse
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.engine import Trainer
+from tests.data.pictures import draw, save
+
+from .conftest import forget_runs
+from .evaluation_cases import SETS, configure, evaluate_all, evaluate_weights
 from .gradient_cases import (
     CLASSIFIER,
     FAST_WITHOUT_NOISE,
@@ -22,6 +32,7 @@ from .gradient_cases import (
     run_wasserstein,
 )
 from .processes import make_args, run_in_processes
+from .state_cases import EQUAL, fail_and_average
 
 UNEVEN = ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,9 +47,10 @@ AUXILIARY = (
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT", 2, "MODEL.MF_DETR.DENOISING.GROUPS", 2,
     "MODEL.MF_DETR.DENOISING.BOX_NOISE", 0.0, "MODEL.MF_DETR.DENOISING.LABEL_NOISE", 0.0,
 )  # fmt: skip
+FOCAL = ("MODEL.MF_DETR.CLASSIFICATION", "focal")
 FAMILIES: dict[str, tuple[str, tuple[Any, ...], tuple[str, ...]]] = {
     "MF-DETR": (MF_DETR, (), ("no box in one process", "a frozen backbone")),
-    "MF-DETR, focal": (MF_DETR, ("MODEL.MF_DETR.CLASSIFICATION", "focal"), ("no box at all",)),
+    "MF-DETR, focal": (MF_DETR, FOCAL, ()),
     "MF-DETR with auxiliary queries": (MF_DETR, AUXILIARY, ()),
     "fast MF-DETR": (MF_DETR, FAST_WITHOUT_NOISE, ("no box at all",)),
     "RetinaNet": (RETINANET, (), ("no box in one process", "no box at all")),
@@ -63,9 +75,11 @@ CASES = {
 }
 RECONSTRUCTION = [(a, 7, 2) for a in ("QBHeat", "InterpolatedMasking", "MaskTokenMasking")]
 WASSERSTEIN = [
-    (form, norm) for form in ("dual", "contrastive") for norm in ("fixed", "BN", "naiveSyncBN_N")
-]
-Results = list[dict[str, dict[Any, dict[str, Tensor]]]]
+    ("dual", "fixed"), ("contrastive", "fixed"), ("contrastive", "BN"),
+    ("contrastive", "naiveSyncBN_N"),
+]  # fmt: skip
+TOY_SIZES = {"an odd number": 5, "fewer than processes": 1}
+Gradients = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -79,32 +93,65 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def two_processes(device: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """All cases in one start of two processes, which costs more than they do."""
-    args = make_args(
+def args(device: str, tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
+    """What the processes are told: gradients, toy sets, and weights of an objective."""
+    folder, on_cpu = tmp_path_factory.mktemp("inputs"), device == "cpu"
+    toy_sets = {
+        name: str(prepare_toy_set(ToySpec(name="tiny", num_images=size, image_size=64), folder))
+        for name, size in TOY_SIZES.items()
+    }
+    for i in range(9):
+        path = folder / "images" / "abc"[i % 3] / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(path, draw(40, 40, seed=i))
+    (path.parent / "broken.jpg").write_text("no image")
+    cfg, _ = configure({}, "--image-folder", str(folder / "images"))
+    forget_runs(*SETS)
+    torch.manual_seed(0)
+    info = WeightsInfo.from_config(cfg, iteration=0, commit="")
+    weights = str(folder / "weights.safetensors")
+    save_weights(weights, Trainer.build_model(cfg).state_dict(), info)
+    return make_args(
         opts=["MODEL.DEVICE", device],
         device=device,
         cases=CASES,
-        reconstruction=RECONSTRUCTION if device == "cpu" else (),
-        wasserstein=WASSERSTEIN if device == "cpu" else (),
+        reconstruction=RECONSTRUCTION if on_cpu else (),
+        wasserstein=WASSERSTEIN if on_cpu else (),
+        folders=toy_sets if on_cpu else {},
+        weights=weights,
+        images=str(folder / "images"),
+        output_dir=str(folder / "two"),
     )
-    return run_in_processes(run_all, args, tmp_path_factory.mktemp("gradients"))
 
 
-def _flat(gradients: dict[str, Tensor]) -> Tensor:
+def work(args: argparse.Namespace) -> dict[str, Any]:
+    """The job of one process."""
+    gradients = run_all(args)
+    if args.device != "cpu":
+        return gradients
+    return {**gradients, "boxes": evaluate_all(args), "objective": evaluate_weights(args)}
+
+
+@pytest.fixture(scope="module")
+def two_processes(
+    args: argparse.Namespace, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Everything in one start of two processes, which costs more than what they do."""
+    return run_in_processes(work, args, tmp_path_factory.mktemp("two"))
+
+
+def _flat(gradients: Gradients) -> Tensor:
     return torch.cat([value.cpu().flatten() for value in gradients.values()])
 
 
-def _relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Tensor:
+def _relative_error(actual: Gradients, expected: Gradients) -> Tensor:
     """Of all gradients as one vector, and of the loss."""
     assert actual.keys() == expected.keys()
     return (_flat(actual) - _flat(expected)).norm() / _flat(expected).norm()
 
 
-def _assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(
-        _relative_error(actual, expected), torch.tensor(0.0), rtol=0, atol=2e-6
-    )
+def _assert_same(actual: Gradients, expected: Gradients) -> None:
+    assert _relative_error(actual, expected) < 2e-6
     largest = _flat(expected).abs().max().item()
     for name, value in expected.items():
         scale = value.abs().max().item()
@@ -115,7 +162,7 @@ def _assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 @pytest.mark.parametrize("name", EXACT_CASES)
 def test_gradients_are_those_of_the_joined_batch(
-    two_processes: Results, device: str, name: str
+    two_processes: list[dict[str, Any]], device: str, name: str
 ) -> None:
     joined = run_case(replace(CASES[name], accumulate=1), device)
     assert _flat(joined).norm() > 1e-6
@@ -123,7 +170,9 @@ def test_gradients_are_those_of_the_joined_batch(
         _assert_same(found["detection"][name], joined)
 
 
-def test_synchronised_batchnorm_sees_the_joined_batch(two_processes: Results, device: str) -> None:
+def test_synchronised_batchnorm_sees_the_joined_batch(
+    two_processes: list[dict[str, Any]], device: str
+) -> None:
     joined = run_case(CASES[SYNCED], device)
     # Its variance is a difference of means, which rounds more than BatchNorm's own.
     assert _relative_error(two_processes[0]["detection"][SYNCED], joined) < 0.01
@@ -131,7 +180,7 @@ def test_synchronised_batchnorm_sees_the_joined_batch(two_processes: Results, de
 
 
 def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(
-    two_processes: Results, device: str
+    two_processes: list[dict[str, Any]], device: str
 ) -> None:
     """The order is drawn under the seed of the first process, which both runs have."""
     groups = replace(CASES[SHUFFLED], opts=("MODEL.MOCO.NORM_GROUPS", 2))
@@ -147,7 +196,7 @@ def test_in_one_process_the_retinanet_is_detectron2s(device: str) -> None:
 
 @pytest.mark.parametrize("case", RECONSTRUCTION)
 def test_objectives_that_reconstruct_have_the_gradients_of_the_joined_batch(
-    two_processes: Results, device: str, case: tuple[str, int, int]
+    two_processes: list[dict[str, Any]], device: str, case: tuple[str, int, int]
 ) -> None:
     if device != "cpu":
         pytest.skip("is tested on the CPU")
@@ -166,7 +215,7 @@ def test_objectives_that_reconstruct_have_the_gradients_of_the_joined_batch(
 
 @pytest.mark.parametrize("form", ["dual", "contrastive"])
 def test_wasserstein_dependency_compares_the_areas_of_all_processes(
-    two_processes: Results, device: str, form: str
+    two_processes: list[dict[str, Any]], device: str, form: str
 ) -> None:
     if device != "cpu":
         pytest.skip("is tested on the CPU")
@@ -179,7 +228,57 @@ def test_wasserstein_dependency_compares_the_areas_of_all_processes(
             torch.testing.assert_close(
                 gradients[name], expected, rtol=1e-4, atol=2e-6 * largest, msg=name
             )
-    # Of batch statistics only synchronised ones give the joined gradients.
-    main, joined = two_processes[0]["wasserstein"], run_wasserstein(form, "BN")
-    assert _relative_error(main[form, "naiveSyncBN_N"], joined) < 0.01
-    assert _relative_error(main[form, "BN"], joined) > 0.1
+
+
+def test_of_batch_statistics_only_synchronised_ones_give_the_joined_gradients(
+    two_processes: list[dict[str, Any]], device: str
+) -> None:
+    if device != "cpu":
+        pytest.skip("is tested on the CPU")
+    main, joined = two_processes[0]["wasserstein"], run_wasserstein("contrastive", "BN")
+    assert _relative_error(main["contrastive", "naiveSyncBN_N"], joined) < 0.01
+    assert _relative_error(main["contrastive", "BN"], joined) > 0.1
+
+
+def test_two_processes_gather_every_image_once_and_find_the_results_of_one(
+    two_processes: list[dict[str, Any]], device: str, args: argparse.Namespace, tmp_path: Path
+) -> None:
+    if device != "cpu":
+        pytest.skip("is tested on the CPU")
+    for name, size in TOY_SIZES.items():
+        folder = Path(args.output_dir) / "inference" / name
+        found = json.loads((folder / "coco_instances_results.json").read_text())
+        truth = json.loads((Path(args.folders[name]) / "annotations.json").read_text())
+        expected = sorted(image["id"] for image in truth["images"])
+        assert len(expected) == size
+        assert sorted(result["image_id"] for result in found) == expected
+    main, other = (found["boxes"] for found in two_processes)
+    alone = evaluate_all(make_args(folders=args.folders, output_dir=str(tmp_path)))
+    # As text: a class without objects has an AP of nan, which is not equal to itself.
+    assert json.dumps(main) == json.dumps(alone)
+    assert 0 < alone["an odd number"][0]["bbox"]["AP"] < 100
+    assert other == {name: [{}, {}] for name in TOY_SIZES}
+
+
+def test_two_processes_find_the_held_out_loss_and_the_score_of_one(
+    two_processes: list[dict[str, Any]], device: str, args: argparse.Namespace
+) -> None:
+    if device != "cpu":
+        pytest.skip("is tested on the CPU")
+    main, other = (found["objective"] for found in two_processes)
+    alone = evaluate_weights(args)
+    assert main["reconstruction"] == pytest.approx(alone["reconstruction"], rel=1e-5)
+    assert main["knn"] == alone["knn"]
+    assert other == {}
+
+
+def test_processes_wait_for_a_failing_one_and_average_their_statistics(tmp_path: Path) -> None:
+    args = make_args(file=str(tmp_path / "failure"))
+    results = run_in_processes(fail_and_average, args, tmp_path, world_size=3)
+    assert (tmp_path / "failure").read_text() == "2"
+    assert not torch.equal(sum([EQUAL, EQUAL], EQUAL.clone()) / 3, EQUAL)
+    for found in results:
+        assert found["said"] == "written by 2"
+        torch.testing.assert_close(found["weight"], torch.ones(1))
+        torch.testing.assert_close(found["moving"], torch.tensor([3.0, 1.0]))
+        torch.testing.assert_close(found["frozen"], EQUAL, rtol=0, atol=0)

@@ -1,0 +1,285 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Hooks that evaluate, average, save and count; and what they may use of the trainer."""
+
+import logging
+import math
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import HookBase
+from detectron2.evaluation.testing import flatten_results_dict
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.data import DataError, join_messages
+
+logger = logging.getLogger(__name__)
+SKIPPED_FILE = "skipped_images.txt"
+_PERIODIC = re.compile(r"model_(\d{7,})\.pth")
+
+
+class TrainingRun(Protocol):
+    """A run in progress; ``qbheat_det.engine.Trainer`` is one.
+
+    Attributes:
+        cfg: resolved config.
+        iter: current iteration, from 0.
+        start_iter: first iteration of this process; above 0 where a run was resumed.
+        max_iter: number of iterations of the whole run.
+        storage: Detectron2's storage, which the writers read.
+        data_loader: gives the training batches of this process.
+        bare_model: the model without the wrapper for distributed training.
+    """
+
+    cfg: CfgNode
+    iter: int
+    start_iter: int
+    max_iter: int
+    storage: EventStorage
+    data_loader: Any
+    bare_model: nn.Module
+
+    @property
+    def evaluated_model(self) -> nn.Module:
+        """The moving average of the model where there is one, else ``bare_model``."""
+
+    def evaluate(self) -> dict[str, Any]:
+        """Returns results on the test sets by task; empty but on the main process."""
+
+    def save(self, name: str) -> None:
+        """Writes the checkpoint ``OUTPUT_DIR/<name>.pth``, from which the run can be resumed."""
+
+    def export(self, name: str) -> None:
+        """Writes the evaluated weights alone to ``OUTPUT_DIR/<name>.safetensors``."""
+
+
+def is_due(run: TrainingRun, period: int) -> bool:
+    """Whether a periodic action follows this step: period 0 acts after the last step only."""
+    return run.iter + 1 >= run.max_iter or (period > 0 and (run.iter + 1) % period == 0)
+
+
+def save_checkpoint(run: TrainingRun) -> None:
+    """Saves the checkpoint of this step; after the last one, the evaluated weights as well."""
+    if run.iter + 1 < run.max_iter:
+        run.save(f"model_{run.iter:07d}")
+        return
+    run.export("model_final")
+    run.save("model_final")
+
+
+class MovingAverage(HookBase):
+    """Updates timm's moving average of all weights and buffers after each step."""
+
+    def __init__(self, average: ModelEmaV3, model: nn.Module) -> None:
+        self._average = average
+        self._model = model
+
+    def after_step(self) -> None:
+        """Adds the new weights, or starts from those of the first step."""
+        self._average.update(self._model, step=self.trainer.iter + 1)
+
+
+def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
+    """Returns timm's moving average of ``model``, buffers included, if ``SOLVER.EMA`` asks for it.
+
+    Raises:
+        UserError: the decay is not in [0, 1).
+    """
+    keys = cfg.SOLVER.EMA
+    if not keys.ENABLED:
+        return None
+    if not 0 <= keys.DECAY < 1:
+        raise UserError(f"SOLVER.EMA.DECAY must be in [0, 1), but is {keys.DECAY}")
+    return ModelEmaV3(model, decay=keys.DECAY, use_warmup=keys.WARMUP)
+
+
+class EvalHook(HookBase):
+    """Evaluates periodically and after the last step, and exports the best weights so far.
+
+    It comes before ``PeriodicCheckpointer``, so that a checkpoint contains all results up to its
+    iteration. If evaluation fails, a checkpoint is saved before the error is raised.
+
+    Attributes:
+        best: ``value`` and ``iteration`` of the best evaluation so far; empty before.
+        seconds: duration of the evaluation after the current step, 0.0 if there was none.
+    """
+
+    trainer: TrainingRun
+
+    def __init__(self, *, period: int, best_metric: str) -> None:
+        """
+        Args:
+            period: 0 evaluates after the last step only.
+            best_metric: "task/metric". Higher is better, unless its name begins with "loss".
+        """
+        self._period = period
+        self._best_metric = best_metric
+        self.best: dict[str, float] = {}
+        self.seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best evaluation so far, and its metric."""
+        return {"metric": self._best_metric, **self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``; a best value of another metric is forgotten."""
+        metric, best = state_dict["metric"], {**state_dict}
+        del best["metric"]
+        self.best = best if metric == self._best_metric else {}
+
+    def after_step(self) -> None:
+        """Evaluates if it is due and there are test sets."""
+        self.seconds = 0.0
+        if not (self.trainer.cfg.DATASETS.TEST and is_due(self.trainer, self._period)):
+            return
+        start = time.perf_counter()
+        average_batch_statistics(self.trainer)
+        try:
+            self._evaluate()
+        except Exception:
+            save_checkpoint(self.trainer)
+            raise
+        self.seconds = time.perf_counter() - start
+
+    def _evaluate(self) -> None:
+        results = self.trainer.evaluate()
+        if not comm.is_main_process():
+            return
+        metrics = flatten_results_dict(results)
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        self.trainer.storage.put_scalars(smoothing_hint=False, **finite)
+        if self._best_metric not in metrics:
+            known = ", ".join(metrics)
+            logger.warning(f"TEST.BEST_METRIC '{self._best_metric}' is not among {known}")
+            return
+        value = finite.get(self._best_metric)
+        sign = -1 if self._best_metric.rpartition("/")[2].startswith("loss") else 1
+        if value is None or (self.best and sign * value <= sign * self.best["value"]):
+            return
+        self.best = {"value": value, "iteration": self.trainer.iter}
+        self.trainer.export("model_best")
+        logger.info(f"Best {self._best_metric} so far: {value:.4g}, in model_best.safetensors")
+
+
+class PeriodicCheckpointer(HookBase):
+    """Saves periodically and after the last step, and removes all but the newest checkpoints.
+
+    It is the last of the run's own hooks, so that a resumed run finds all that was logged before.
+
+    Attributes:
+        seconds: duration of the save after the current step, 0.0 if there was none.
+    """
+
+    trainer: TrainingRun
+
+    def __init__(self, *, period: int, kept: int) -> None:
+        """Period 0 saves after the last step only; ``kept`` 0 removes no checkpoint."""
+        self._period = period
+        self._kept = kept
+        self.seconds = 0.0
+
+    def after_step(self) -> None:
+        """Saves if it is due."""
+        self.seconds = 0.0
+        run = self.trainer
+        if not is_due(run, self._period):
+            return
+        start = time.perf_counter()
+        average_batch_statistics(run)
+        save_checkpoint(run)
+        if self._kept and comm.is_main_process():
+            self._remove_old(Path(run.cfg.OUTPUT_DIR))
+        self.seconds = time.perf_counter() - start
+
+    def _remove_old(self, folder: Path) -> None:
+        matches = [(_PERIODIC.fullmatch(path.name), path) for path in folder.iterdir()]
+        periodic = {int(match[1]): path for match, path in matches if match}
+        past = sorted(iteration for iteration in periodic if iteration <= self.trainer.iter)
+        # Later ones were written before the run was resumed from an earlier checkpoint.
+        for iteration in {*past[: -self._kept], *(periodic.keys() - set(past))}:
+            periodic[iteration].unlink()
+
+
+class SkippedImages(HookBase):
+    """Collects the images that the streams of all processes skipped, and why.
+
+    The log names new ones once a period and all at the end; ``OUTPUT_DIR/skipped_images.txt`` lists
+    them. It comes before the hook that saves, so that a resumed run knows of those before.
+
+    Attributes:
+        errors: by the image, the same on all processes.
+    """
+
+    trainer: TrainingRun
+
+    def __init__(self, *, period: int) -> None:
+        """``period`` counts iterations between two exchanges of the processes; 0 is the end."""
+        self._period = period
+        self.errors: dict[str, DataError] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the errors as lists of words."""
+        return {"errors": [[error.kind, error.where, error.reason] for error in self._sorted()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``."""
+        self._add(DataError(*words) for words in state_dict["errors"])
+
+    def after_step(self) -> None:
+        """Exchanges and names new images at the end of a period."""
+        if not is_due(self.trainer, self._period):
+            return
+        known = set(self.errors)
+        for met in comm.all_gather(list(self.trainer.data_loader.skipped.values())):
+            self._add(met)
+        new = [error for error in self._sorted() if error.where not in known]
+        if new and comm.is_main_process():
+            logger.warning(f"Skipped, with another image in its place: {join_messages(new)}")
+            text = "".join(f"{error.message}\n" for error in self._sorted())
+            path = Path(self.trainer.cfg.OUTPUT_DIR) / SKIPPED_FILE
+            write_atomically(path, lambda stream: stream.write(text.encode()))
+
+    def after_train(self) -> None:
+        """Counts and names them all, also if the run ends with an error."""
+        if self.errors and comm.is_main_process():
+            images = self.trainer.data_loader.num_images
+            logger.warning(
+                f"{len(self.errors):,} of {images:,} images were skipped: "
+                f"{join_messages(self._sorted())} (all are in {SKIPPED_FILE})"
+            )
+
+    def _add(self, errors: Iterable[DataError]) -> None:
+        self.errors.update({error.where: error for error in errors})
+
+    def _sorted(self) -> list[DataError]:
+        return sorted(self.errors.values(), key=lambda error: error.where)
+
+
+def average_batch_statistics(run: TrainingRun) -> None:
+    """Makes BatchNorm's running statistics equal on all processes, for saving and evaluation."""
+    if comm.get_world_size() == 1:
+        return
+    # A dict keeps the order, which must be the same on all processes.
+    for model in dict.fromkeys((run.bare_model, run.evaluated_model)):
+        for name, buffer in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                average_over_processes(buffer)
+
+
+def average_over_processes(own: Tensor) -> None:
+    """Averages a tensor over all processes, in place; equal tensors keep their bits."""
+    # The sum of n equal numbers divided by n need not be that number; frozen ones would drift.
+    first = own.clone()
+    torch.distributed.broadcast(first, src=0)
+    difference = own - first
+    torch.distributed.all_reduce(difference)
+    own.copy_(first + difference / comm.get_world_size())
