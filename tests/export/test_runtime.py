@@ -158,12 +158,9 @@ def test_predict_names_the_classes_of_an_exported_classifier(
     (tmp_path / "in").mkdir()
     save_image(tmp_path / "in" / "a.png", (10, 49, 141))
     (tmp_path / "in" / "b.png").write_text("no image")
-    (tmp_path / "in" / "c.mp4").write_text("no video")
     arguments = ["--weights", str(weights), "--input", str(tmp_path / "in"), "--device", "cpu"]
     assert predict.main([*arguments, "--json", str(tmp_path / "r.json")]) == 1
-    errors = capsys.readouterr().err
-    assert "b.png" in errors
-    assert "c.mp4" in errors
+    assert "b.png" in capsys.readouterr().err
     (found,) = json.loads((tmp_path / "r.json").read_text())
     assert [entry["name"] for entry in found["classes"]] == ["blue", "green", "red"]
     scores = [entry["score"] for entry in found["classes"]]
