@@ -47,7 +47,6 @@ def naive_settings(model: nn.Module, decay: float, weight_decay: float) -> dict[
             continue
         parts = name.removeprefix(prefix).split(".")
         block = "/".join(parts[:3]) if parts[0] == "stages" else parts[0]
-        block = "/".join(parts[:2]) if parts[0].startswith("res") else block  # ResNet's res2.0 …
         block = "stem" if block == "tokens" else block
         layers += [block] if block not in layers else []
         places[name] = layers.index(block)
