@@ -15,7 +15,17 @@ from .config import add_qbheat_config, get_cfg  # noqa: E402
 from .deployment import deploy  # noqa: E402
 from .modeling import backbone, classification, dense, detr, pretrain  # noqa: E402, F401
 
-__all__ = ["add_qbheat_config", "data", "deploy", "get_cfg", "model_zoo", "modeling"]
+__all__ = ["add_qbheat_config", "data", "deploy", "get_cfg", "load", "model_zoo", "modeling"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Imports ``load`` when it is first asked for, as it brings export and drawing with it."""
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .api import load
+
+    return load
+
 
 import_own_modules()  # last: they may import all of the above

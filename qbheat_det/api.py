@@ -1,23 +1,29 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction on files, as ``tools/predict.py`` does it."""
+"""Trained models in Python: ``load``, and prediction on files as ``tools/predict.py`` does it."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import PIL.Image
+import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
-from detectron2.structures import Instances
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from detectron2.structures import ImageList, Instances
+from torch import Tensor, nn
 
 from qbheat_det.analysis.box_drawing import draw_instances
-from qbheat_det.checkpoint import load_run_config
+from qbheat_det.checkpoint import bare_backbone, load_run_config, read_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.engine.media import Image, find_media
+from qbheat_det.engine.media import Image, UnreadableMedia, find_media, read_bgr
 from qbheat_det.engine.predict import (
     Predictions,
     build_predictor,
@@ -32,6 +38,174 @@ from qbheat_det.export import (
     ExportedPredictor,
     build_exported_scorer,
 )
+from qbheat_det.model_zoo.api import open_trained
+from qbheat_det.model_zoo.index import PREFIX, find_entry
+from qbheat_det.modeling.contracts import get_backbone
+
+Picture = str | Path | PIL.Image.Image | Image
+"""A file, a PIL image, or an array (H, W, 3) of uint8, RGB."""
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What a detector found on one image.
+
+    Attributes:
+        image: (H, W, 3) uint8, RGB.
+        instances: Detectron2's, on the CPU: ``pred_boxes``, ``scores``, ``pred_classes``.
+        class_names: of the model, in the order of its classes.
+        category_ids: ids of the classes in the annotations that the model was trained on.
+    """
+
+    image: Image
+    instances: Instances
+    class_names: Sequence[str]
+    category_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    @property
+    def boxes(self) -> Tensor:
+        """(N, 4), XYXY in pixels of the image."""
+        boxes: Tensor = self.instances.pred_boxes.tensor
+        return boxes
+
+    @property
+    def scores(self) -> Tensor:
+        """(N,), in [0, 1]."""
+        scores: Tensor = self.instances.scores
+        return scores
+
+    @property
+    def labels(self) -> list[str]:
+        """The name of each box's class."""
+        return [self.class_names[index] for index in self.instances.pred_classes.tolist()]
+
+    def draw(self) -> Image:
+        """Returns the image with boxes, (H, W, 3) uint8, RGB."""
+        return draw_instances(self.image, self.instances, self.class_names)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the drawn image."""
+        PIL.Image.fromarray(self.draw()).save(path)
+
+    def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
+        """Returns a dict for each box in COCO's results format."""
+        found: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
+        ids = self.category_ids or range(1, 1 + len(self.class_names))
+        return [{**box, "category_id": ids[box["category_id"]]} for box in found]
+
+
+class Detector:
+    """A trained detector; ``model`` is its module, or None if it is an exported file."""
+
+    def __init__(self, predict: Callable[[Image], Mapping[str, Instances]], cfg: CfgNode) -> None:
+        """``predict`` takes a BGR image (H, W, 3), as Detectron2's ``DefaultPredictor``."""
+        self._predict = predict
+        self.cfg = cfg
+        self.model: nn.Module | None = getattr(predict, "model", None)
+
+    def predict(
+        self, images: Picture | list[Picture], threshold: float = 0.3
+    ) -> Detections | list[Detections]:
+        """Finds objects on an image, or on each of several; ``threshold`` is the least score.
+
+        Raises:
+            UserError: a file does not exist or is no image.
+        """
+        found = [self._predict_one(image, threshold) for image in _as_list(images)]
+        return found if isinstance(images, list | tuple) else found[0]
+
+    def _predict_one(self, picture: Picture, threshold: float) -> Detections:
+        image = read_rgb(picture)
+        instances = self._predict(np.ascontiguousarray(image[:, :, ::-1]))["instances"].to("cpu")
+        instances = instances[instances.scores >= threshold]
+        node = self.cfg.MODEL
+        return Detections(image, instances, list(node.CLASS_NAMES), list(node.CATEGORY_IDS))
+
+
+class Encoder:
+    """A trained backbone on images of any size; ``model`` is its module."""
+
+    def __init__(self, model: nn.Module, cfg: CfgNode) -> None:
+        """``model`` is a Detectron2 backbone in evaluation mode."""
+        self.model = model
+        self.cfg = cfg
+
+    @torch.inference_mode()
+    def __call__(self, images: Picture | list[Picture]) -> dict[str, Tensor]:
+        """Returns the outputs by name, maps (N, C, H, W) and tokens (N, M, D).
+
+        Several images are padded to one size; padding counts as image.
+
+        Raises:
+            UserError: a file does not exist or is no image.
+        """
+        node, is_bgr = self.cfg.MODEL, self.cfg.INPUT.FORMAT == "BGR"
+        mean, std = (
+            torch.tensor(values, device=node.DEVICE).view(-1, 1, 1)
+            for values in (node.PIXEL_MEAN, node.PIXEL_STD)
+        )
+        tensors = []
+        for picture in _as_list(images):
+            pixels = torch.from_numpy(read_rgb(picture)).to(node.DEVICE).permute(2, 0, 1)
+            tensors.append(((pixels.flip(0) if is_bgr else pixels) - mean) / std)
+        batch = ImageList.from_tensors(tensors, self.model.size_divisibility)
+        outputs: dict[str, Tensor] = self.model(batch.tensor)
+        return outputs
+
+
+def _as_list(images: Picture | list[Picture]) -> list[Picture]:
+    return list(images) if isinstance(images, list | tuple) else [images]
+
+
+def load(
+    weights: str | Path, *, device: str | None = None, fast: bool = False
+) -> Detector | Encoder:
+    """Opens trained weights.
+
+    Args:
+        weights: a name in the model zoo, with or without "qbheat://"; a file of weights
+            (.safetensors, .pth) with its config inside or beside it; or an exported detector.
+        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        fast: whether a detector predicts in its deployed form, see ``deploy``.
+
+    Returns:
+        A detector, or of a backbone, a pre-training or a classifier the encoder.
+
+    Raises:
+        UserError: there is no such file or entry, or it does not fit its config.
+    """
+    name = str(weights)
+    if not Path(name).exists() and "://" not in name:
+        name = f"{PREFIX}{find_entry(name).name}"
+    if name.lower().endswith(EXPORTED_SUFFIXES):
+        exported = ExportedModel.open(name, device=device)
+        return Detector(ExportedPredictor(exported), exported.load_config())
+    opts = ["MODEL.DEPLOY.ENABLED", "True"] if fast else []
+    cfg = load_run_config(name, device=device, opts=opts)
+    is_backbone = not bare_backbone(read_weights(name)[0])
+    if is_backbone or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        model = open_trained(name, device=device).model
+        return Encoder(get_backbone(model) or model, cfg)
+    return Detector(_build_predictor(name, cfg), cfg)
+
+
+def read_rgb(picture: Picture) -> Image:
+    """Returns an image as an array (H, W, 3) of uint8, RGB.
+
+    Raises:
+        UserError: a file does not exist or is no image.
+    """
+    if isinstance(picture, PIL.Image.Image):
+        return np.asarray(picture.convert("RGB"))
+    if isinstance(picture, np.ndarray):
+        return picture
+    try:
+        return np.ascontiguousarray(read_bgr(Path(picture))[:, :, ::-1])
+    except UnreadableMedia as error:
+        raise UserError(f"'{picture}' cannot be read: {error}") from error
 
 
 def predict_files(

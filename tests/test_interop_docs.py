@@ -28,12 +28,3 @@ def test_the_table_has_the_widths_of_all_sizes() -> None:
         assert widths == ", ".join(str(shape.channels) for shape in maps)
         assert int(num_features) == arch.expanded + arch.token_dim
     assert {name for name, *_ in rows} <= set(timm.list_models("mobile_former*"))
-
-
-def test_files_that_are_named_exist() -> None:
-    root = TESTS.parent
-    named = re.findall(r"(?:tools|configs|qbheat_det)/[\w/.]+\.(?:py|yaml)", TEXT)
-    links = [f"docs/{name}" for name in re.findall(r"\]\((\w+\.md)\)", TEXT)]
-    assert len(named) > 3
-    for name in {*named, *links, "tests/checkpoint/test_convert.py"}:
-        assert (root / name).is_file(), name

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from detectron2.data.detection_utils import read_image
 from detectron2.utils.file_io import PathManager
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
@@ -36,15 +36,6 @@ ORIENTATION = 0x0112
 # another program.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _REDUCTIONS: tuple[int, ...] = (8, 4, 2)
-_UPRIGHT = {  # as in Detectron2's reading of images
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class ImageFile:
@@ -54,29 +45,25 @@ class ImageFile:
         """``image`` is opened and not decoded."""
         if image.format not in ("JPEG", "MPO"):
             image.load()  # a PNG may have its EXIF last, and a TIFF turns itself
-        self._image = image
-        self._orientation = find_orientation(image)
-        turned = self._orientation in (5, 6, 7, 8)
-        self.width, self.height = image.size[::-1] if turned else image.size
+        turned = find_orientation(image) in range(2, 9)
+        self._format = image.format
+        self._image = ImageOps.exif_transpose(image) if turned else image
+        self.width, self.height = self._image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
         """Returns the part in a box: (h, w, 3), uint8, RGB; to be called once.
 
         h and w may be smaller than those of the box, but not than ``at_least``.
         """
-        stored = _find_stored(box, self._orientation, (self.width, self.height))
-        side = min(stored[2] - stored[0], stored[3] - stored[1])
+        side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
         width, height = self._image.size
-        # Only JPEGs have drafts; their pixel i is then made of i * reduction and those after it.
+        # Upright JPEGs alone have drafts. Pixel i is made of i * reduction and those after it.
         drafted = reduction > 1 and self._image.draft(
             "RGB", (max(1, width // reduction), max(1, height // reduction))
         )
-        part = self._image.crop(_scale(stored, 1 / reduction, 1 / reduction) if drafted else stored)
-        part = _to_rgb(part, self._image.format)
-        if self._orientation in _UPRIGHT:
-            part = part.transpose(_UPRIGHT[self._orientation])
-        return torch.from_numpy(np.array(part))
+        part = self._image.crop(_scale(box, 1 / reduction, 1 / reduction) if drafted else box)
+        return torch.from_numpy(np.array(_to_rgb(part, self._format)))
 
 
 @contextmanager
@@ -116,18 +103,6 @@ def find_orientation(image: Image.Image) -> int:
         return int(image.getexif().get(ORIENTATION, 1))
     except Exception:
         return 1
-
-
-def _find_stored(box: Box, orientation: int, size: tuple[int, int]) -> Box:
-    """Returns where a box of the upright image, of a width and height, is in the stored image."""
-    left, top, right, bottom = box
-    if orientation in (2, 3, 6, 7):  # upright x runs against its stored axis
-        left, right = size[0] - right, size[0] - left
-    if orientation in (3, 4, 7, 8):
-        top, bottom = size[1] - bottom, size[1] - top
-    if orientation in (5, 6, 7, 8):
-        return top, left, bottom, right
-    return left, top, right, bottom
 
 
 def _scale(box: Box, horizontally: float, vertically: float) -> Box:

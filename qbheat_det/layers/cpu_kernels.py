@@ -214,19 +214,12 @@ class _ByTurns(torch.autograd.Function):
         layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
         turns = len(weight) // x.shape[1]
         of_x, of_weight = None, torch.empty_like(weight) if wanted[1] else None
+        # No bias; stride, padding, dilation, transposed, output padding, groups, gradients wanted.
+        shared = (None, [1, 1], ctx.padding, [1, 1], False, [0, 0], x.shape[1], [*wanted, False])
         for turn in range(turns):
+            above = gradient[:, turn::turns].contiguous(memory_format=layout)
             part, part_of_weight, _ = torch.ops.aten.convolution_backward(
-                gradient[:, turn::turns].contiguous(memory_format=layout),
-                x,
-                weight[turn::turns],
-                None,
-                [1, 1],
-                ctx.padding,
-                [1, 1],
-                False,
-                [0, 0],
-                x.shape[1],
-                [*wanted, False],
+                above, x, weight[turn::turns], *shared
             )
             if wanted[0]:
                 of_x = part if of_x is None else of_x.add_(part)

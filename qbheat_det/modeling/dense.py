@@ -73,9 +73,12 @@ class SyncNormalizer(DenseDetector):
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """As in the detector; entries with "features" become a ``CachedImages``."""
-        divisibility = self.backbone.size_divisibility
-        cached = find_cached_images(batched_inputs, divisibility, self.device)
-        return super().preprocess_image(batched_inputs) if cached is None else cached
+        if "features" in batched_inputs[0]:
+            divisibility = self.backbone.size_divisibility
+            cached = find_cached_images(batched_inputs, divisibility, self.device)
+            if cached is not None:
+                return cached
+        return super().preprocess_image(batched_inputs)
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns (1,): the number of positive anchors of a batch, without the backbone."""

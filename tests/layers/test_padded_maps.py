@@ -48,7 +48,7 @@ def test_every_image_is_resized_from_its_own_size_to_its_own_size(
     x = x.masked_fill(mask_in, garbage)
     resized = resize_bilinear(x, (7, 12), mask_in, mask_out)
     for image, result, (h, w), (new_h, new_w) in zip(x, resized, old, new, strict=True):
-        assert_close(result[:, :new_h, :new_w], bilinear(image[:, :h, :w], new_h, new_w))
+        assert_close(result[:, :new_h, :new_w], bilinear(image[:, :h, :w], (new_h, new_w)))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5)])

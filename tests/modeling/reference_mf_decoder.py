@@ -6,9 +6,11 @@ f query features and p query positions (Q, d), x a map (d, H, W), e its position
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .reference_mobile_former import (
     Weights,
@@ -21,8 +23,6 @@ from .reference_mobile_former import (
     pixels,
     pointwise,
     pointwise_norm,
-    relu,
-    relu6,
 )
 
 
@@ -43,35 +43,8 @@ def sine_code(height: int, width: int, dim: int) -> Tensor:
     return code
 
 
-def bilinear(x: Tensor, height: int, width: int) -> Tensor:
-    """Resize (C, H, W); pixel centres at half-integers, border pixels repeated outwards."""
-
-    def neighbours(index: int, size_in: int, size_out: int) -> tuple[int, int, float]:
-        centre = max((index + 0.5) * size_in / size_out - 0.5, 0.0)
-        low = min(int(centre), size_in - 1)
-        return low, min(low + 1, size_in - 1), centre - low
-
-    resized = x.new_zeros(x.shape[0], height, width)
-    for i in range(height):
-        top, bottom, down = neighbours(i, x.shape[1], height)
-        for j in range(width):
-            left, right, across = neighbours(j, x.shape[2], width)
-            upper = (1 - across) * x[:, top, left] + across * x[:, top, right]
-            lower = (1 - across) * x[:, bottom, left] + across * x[:, bottom, right]
-            resized[:, i, j] = (1 - down) * upper + down * lower
-    return resized
-
-
-def group_norm(w: Weights, x: Tensor, groups: int) -> Tensor:
-    channels = x.shape[0]
-    size = channels // groups
-    parts = []
-    for start in range(0, channels, size):
-        part = x[start : start + size]
-        mean = part.mean()
-        parts.append((part - mean) / torch.sqrt(((part - mean) ** 2).mean() + 1e-5))
-    weight, bias = w.read("weight", channels), w.read("bias", channels)
-    return torch.cat(parts) * weight[:, None, None] + bias[:, None, None]
+def bilinear(x: Tensor, size: Sequence[int]) -> Tensor:
+    return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
 
 
 def multi_head(w: Weights, query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
@@ -86,7 +59,7 @@ def multi_head(w: Weights, query: Tensor, key: Tensor, value: Tensor, heads: int
 
 
 def feed_forward(w: Weights, u: Tensor, hidden: int, last: int = 3) -> Tensor:
-    return linear(w.at(last), relu(linear(w.at(0), u, hidden)), u.shape[-1])
+    return linear(w.at(last), F.relu(linear(w.at(0), u, hidden)), u.shape[-1])
 
 
 def as_map(rows: Tensor, like: Tensor) -> Tensor:
@@ -95,17 +68,18 @@ def as_map(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def separable(w: Weights, x: Tensor, dim: int, stride: int = 1) -> Tensor:
-    u = relu6(depthwise_norm(w.at("depthwise"), x, x.shape[0], stride))
+    u = F.relu6(depthwise_norm(w.at("depthwise"), x, x.shape[0], stride))
     return pointwise_norm(w.at("pointwise"), u, dim)
 
 
 def up_conv(w: Weights, level: int, x: Tensor, backbone_map: Tensor) -> Tensor:
     dim = x.shape[0]
-    u = separable(w.at("up", level), bilinear(x, *backbone_map.shape[1:]), dim)
+    u = separable(w.at("up", level), bilinear(x, backbone_map.shape[1:]), dim)
     lateral = w.at("laterals", level)
     side = pointwise(lateral.at("conv"), backbone_map, dim)
     side = side + lateral.at("conv").read("bias", dim)[:, None, None]
-    return u + group_norm(lateral.at("norm"), side, groups=32)
+    norm = lateral.at("norm").read("weight", dim), lateral.at("norm").read("bias", dim)
+    return u + F.group_norm(side[None], 32, *norm)[0]
 
 
 def query_side(
@@ -145,8 +119,8 @@ def predict(w: Weights, f: Tensor, classes: int) -> dict[str, Tensor]:
     """Logits of the classes and of "no object", and boxes (cxcywh in [0, 1])."""
     dim = f.shape[1]
     box = w.at("bbox_embed")
-    u = relu(linear(box.at("hidden", 0), f, dim))
-    u = relu(linear(box.at("hidden", 1), u, dim))
+    u = F.relu(linear(box.at("hidden", 0), f, dim))
+    u = F.relu(linear(box.at("hidden", 1), u, dim))
     boxes = 1 / (1 + torch.exp(-linear(box.at("last"), u, 4)))
     return {"pred_logits": linear(w.at("class_embed"), f, classes + 1), "pred_boxes": boxes}
 

@@ -1,17 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mobile-Former a second time, as plainly as possible: the oracle of the encoder's tests.
 
-One image at a time, every head and every kernel tap in a loop, no module of the package and no
-layer of PyTorch; only the names of weights and the table of widths are the package's. Slow and easy
-to check against the paper; evaluation mode only. Letters: C, H, W a map, M tokens, D token width.
+One image at a time, every head in a loop, no module of the package; only the names of weights and
+the table of widths are the package's. Slow and easy to check against the paper; evaluation mode
+only. Letters: C, H, W a map, M tokens, D token width.
 """
 
 import copy
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qbheat_det.modeling.backbone import MobileFormerArch
 
@@ -63,94 +63,39 @@ def randomise_(module: nn.Module, *, gain: float = 1.2, seed: int = 0) -> None:
         tensor.copy_(value)
 
 
-def relu(u: Tensor) -> Tensor:
-    return torch.where(u > 0, u, torch.zeros_like(u))
-
-
-def relu6(u: Tensor) -> Tensor:
-    return torch.where(u > 6, torch.full_like(u, 6.0), relu(u))
-
-
-def hard_sigmoid(u: Tensor) -> Tensor:
-    return relu6(u + 3) / 6
-
-
-def gelu(u: Tensor) -> Tensor:
-    return u * (1 + torch.erf(u / math.sqrt(2))) / 2
-
-
-def softmax(scores: Tensor) -> Tensor:
-    """Over the last axis."""
-    powers = torch.exp(scores - scores.max(dim=-1, keepdim=True).values)
-    return powers / powers.sum(dim=-1, keepdim=True)
-
-
 def linear(w: Weights, u: Tensor, out: int) -> Tensor:
-    return torch.einsum("...i,oi->...o", u, w.read("weight", out, u.shape[-1])) + w.read(
-        "bias", out
-    )
+    return u @ w.read("weight", out, u.shape[-1]).T + w.read("bias", out)
 
 
 def layer_norm(w: Weights, u: Tensor) -> Tensor:
     width = u.shape[-1]
-    mean = u.sum(dim=-1, keepdim=True) / width
-    variance = ((u - mean) ** 2).sum(dim=-1, keepdim=True) / width
-    return (u - mean) / torch.sqrt(variance + 1e-5) * w.read("weight", width) + w.read(
-        "bias", width
-    )
+    return F.layer_norm(u, (width,), w.read("weight", width), w.read("bias", width))
 
 
 def batch_norm(w: Weights, x: Tensor) -> Tensor:
     """With the stored statistics; x is (C, H, W)."""
-    channels = x.shape[0]
-    columns = [
-        w.read(name, channels)[:, None, None]
-        for name in ("weight", "bias", "running_mean", "running_var")
-    ]
-    weight, bias, mean, variance = columns
-    return (x - mean) / torch.sqrt(variance + 1e-5) * weight + bias
-
-
-def taps(x: Tensor, stride: int) -> Iterable[tuple[int, int, Tensor]]:
-    """The nine shifted copies of (C, H, W) that a 3x3 kernel with a border of zeros sees."""
-    channels, height, width = x.shape
-    bordered = x.new_zeros(channels, height + 2, width + 2)
-    bordered[:, 1:-1, 1:-1] = x
-    for row in range(3):
-        for column in range(3):
-            shifted = bordered[:, row : row + height : stride, column : column + width : stride]
-            yield row, column, shifted
+    names = ("running_mean", "running_var", "weight", "bias")
+    return F.batch_norm(x[None], *(w.read(name, x.shape[0]) for name in names))[0]
 
 
 def conv3x3(w: Weights, x: Tensor, out: int, stride: int) -> Tensor:
-    kernel = w.read("weight", out, x.shape[0], 3, 3)
-    return sum(
-        torch.einsum("oi,ihw->ohw", kernel[:, :, row, column], shifted)
-        for row, column, shifted in taps(x, stride)
-    )
+    return F.conv2d(x, w.read("weight", out, x.shape[0], 3, 3), None, stride, 1)
 
 
 def depthwise3x3(w: Weights, x: Tensor, out: int, stride: int) -> Tensor:
     """Output channel o reads input channel o // (out / C) alone."""
-    repeats = out // x.shape[0]
-    assert repeats * x.shape[0] == out
-    kernel = w.read("weight", out, 1, 3, 3)
-    source = [channel // repeats for channel in range(out)]
-    return sum(
-        kernel[:, 0, row, column, None, None] * shifted[source]
-        for row, column, shifted in taps(x, stride)
-    )
+    return F.conv2d(x, w.read("weight", out, 1, 3, 3), None, stride, 1, groups=x.shape[0])
 
 
 def pointwise(w: Weights, x: Tensor, out: int) -> Tensor:
-    return torch.einsum("oi,ihw->ohw", w.read("weight", out, x.shape[0], 1, 1)[:, :, 0, 0], x)
+    return F.conv2d(x, w.read("weight", out, x.shape[0], 1, 1))
 
 
 def dynamic_relu(w: Weights, x: Tensor, driver: Tensor) -> Tensor:
     """max(a1 x, a2 x) per channel, with slopes computed from one vector."""
     channels = x.shape[0]
-    hidden = relu(linear(w.at("squeeze"), driver, len(driver) // 4))
-    theta = hard_sigmoid(linear(w.at("slopes"), hidden, 2 * channels))
+    hidden = F.relu(linear(w.at("squeeze"), driver, len(driver) // 4))
+    theta = F.hardsigmoid(linear(w.at("slopes"), hidden, 2 * channels))
     a1 = 1 + 2 * (theta[:channels] - 0.5)
     a2 = 2 * (theta[channels:] - 0.5)
     return torch.maximum(a1[:, None, None] * x, a2[:, None, None] * x)
@@ -163,7 +108,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
     for head in range(heads):
         own = slice(head * width, (head + 1) * width)
         scores = torch.einsum("ae,be->ab", query[:, own], key[:, own]) / math.sqrt(width)
-        parts.append(torch.einsum("ab,be->ae", softmax(scores), value[:, own]))
+        parts.append(torch.einsum("ab,be->ae", scores.softmax(dim=-1), value[:, own]))
     return torch.cat(parts, dim=-1)
 
 
@@ -176,7 +121,7 @@ def mobile_to_former(w: Weights, x: Tensor, z: Tensor) -> Tensor:
     channels, token_dim = x.shape[0], z.shape[1]
     memory = pixels(x)
     read = attention(linear(w.at("query"), z, channels), memory, memory, heads=2)
-    gate = 2 * hard_sigmoid(linear(w.at("gate"), z, channels))
+    gate = 2 * F.hardsigmoid(linear(w.at("gate"), z, channels))
     return layer_norm(w.at("norm"), z + linear(w.at("project"), gate * read, token_dim))
 
 
@@ -184,7 +129,7 @@ def former(w: Weights, z: Tensor) -> Tensor:
     dim = z.shape[1]
     read = attention(linear(w.at("query"), z, dim), z, z, heads=4)
     z = layer_norm(w.at("attention_norm"), z + linear(w.at("project"), read, dim))
-    hidden = gelu(linear(w.at("mlp", 0), z, 2 * dim))
+    hidden = F.gelu(linear(w.at("mlp", 0), z, 2 * dim))
     return layer_norm(w.at("mlp_norm"), z + linear(w.at("mlp", 2), hidden, dim))
 
 
@@ -204,7 +149,7 @@ def depthwise_norm(w: Weights, x: Tensor, out: int, stride: int = 1) -> Tensor:
 
 
 def lite(w: Weights, x: Tensor, hidden: int, out: int) -> Tensor:
-    u = relu6(depthwise_norm(w.at("depthwise"), x, hidden))
+    u = F.relu6(depthwise_norm(w.at("depthwise"), x, hidden))
     return x + pointwise_norm(w.at("pointwise"), u, out)
 
 
@@ -226,7 +171,7 @@ def mobile_former(w: Weights, arch: MobileFormerArch, image: Tensor) -> dict[str
     """The encoder of one image (3, H, W): the last map of every stride, C16 and the tokens."""
     z = w.read("tokens", arch.num_tokens, arch.token_dim)
     stem = w.at("stem")
-    x = relu6(batch_norm(stem.at("norm"), conv3x3(stem, image, arch.stem, stride=2)))
+    x = F.relu6(batch_norm(stem.at("norm"), conv3x3(stem, image, arch.stem, stride=2)))
     stage, place, outputs = 0, -1, {}
     for spec in arch.blocks:
         stage, place = (stage + 1, 0) if spec.kind == "down" else (stage, place + 1)
@@ -242,5 +187,5 @@ def mobile_former(w: Weights, arch: MobileFormerArch, image: Tensor) -> dict[str
                 x = plain(block.at("mobile"), x, spec.hidden, spec.out, z[0])
             x = former_to_mobile(block.at("former_to_mobile"), x, z)
         outputs[f"s{2 ** (stage + 1)}"] = x
-    x = relu6(pointwise_norm(w.at("expand"), x, arch.expanded))
+    x = F.relu6(pointwise_norm(w.at("expand"), x, arch.expanded))
     return {**outputs, "s16_expanded": x, "tokens": z}

@@ -89,17 +89,6 @@ def test_predictions_of_every_block_agree(model: MFDETR, sizes: list[tuple[int, 
             )
 
 
-def test_the_comparison_notices_a_model_that_takes_padding_for_image(model: MFDETR) -> None:
-    inputs = entries(BATCHES[1])
-    images = model.preprocess_image(inputs)
-    with torch.no_grad():
-        features = model.backbone(images.tensor)
-        blind = model.decoder([features[name] for name in model.in_features])["pred_boxes"]
-        for n, entry in enumerate(inputs):
-            alone = raw_outputs(model, model.preprocess_image([entry]))["pred_boxes"]
-            assert float((blind[-1, n] - alone[-1, 0]).abs().max()) > 1e-3
-
-
 @pytest.mark.parametrize("sizes", BATCHES[1:], ids=str)
 def test_detections_agree(model: MFDETR, sizes: list[tuple[int, int]]) -> None:
     inputs = entries(sizes)

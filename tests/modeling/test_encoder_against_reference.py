@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from qbheat_det.layers import FormerToMobile, MobileToFormer
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 from .reference_mobile_former import Weights, mobile_former, randomise_
@@ -115,3 +116,21 @@ def test_a_padded_batch_gives_what_the_images_give_alone(margin: int, garbage: f
                     own = own[:, :, : alone.shape[2], : alone.shape[3]]
                 # In double precision only a leak could be this large.
                 assert_close(own, alone, rtol=1e-8, atol=1e-8, msg=f"{name} of image {n}")
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_the_order_of_maps_in_memory_changes_nothing(padded: bool) -> None:
+    torch.manual_seed(0)
+    to_former = MobileToFormer(token_dim=12, channels=8).double()
+    to_mobile = FormerToMobile(token_dim=12, channels=8).double()
+    tokens = torch.randn(3, 4, 12).double()
+    plain = torch.randn(3, 8, 5, 6).double().requires_grad_()
+    turned = plain.detach().to(memory_format=torch.channels_last).requires_grad_()
+    padding = (torch.rand(3, 1, 5, 6) < 0.3) if padded else None
+    results = []
+    for x in (plain, turned):
+        found = to_mobile(x, to_former(tokens, x, padding))
+        results.append((found, *torch.autograd.grad(found.square().sum(), x)))
+    for first, second in zip(*results, strict=True):
+        assert_close(first, second)
+    assert results[1][0].is_contiguous(memory_format=torch.channels_last)

@@ -19,9 +19,10 @@ from qbheat_det.modeling.backbone import (
 )
 from qbheat_det.modeling.classification.image_classifier import BatchMixing
 from qbheat_det.modeling.detr import SetCriterion
+from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
 from qbheat_det.modeling.pretrain.base import check_equal_shares, find_map
 from qbheat_det.modeling.pretrain.moco import FeatureQueue, check_batch
-from tests.modeling.tiny_pretraining import make_inputs, make_tiny_config
+from tests.modeling.tiny_pretraining import make_copying_model, make_inputs, make_tiny_config
 
 ARCH = MOBILE_FORMER_ARCHS["285M"]
 MAP = {"s16": ShapeSpec(channels=8, stride=16)}
@@ -105,6 +106,12 @@ def test_config_values_out_of_range_are_named(name: str, words: str) -> None:
         (partial(shapes_of, arch=ARCH, names=["p3"]), "p3"),
         (partial(SetCriterion, num_classes=1, class_weight=0, l1_weight=0, giou_weight=0), "zero"),
         (partial(FeatureQueue, size=0, dim=2), "0"),
+        (partial(build, "MFDETR", "MF_DETR.IN_FEATURES ['s16_expanded','s8']"), "strides"),
+        (partial(make_copying_model, QBHeat, HeatPredictor(dim=2), 8, stride=8), "stride 8"),
+        (
+            partial(make_copying_model(QBHeat, HeatPredictor(dim=2), 4), make_inputs(1), ["edge"]),
+            "edge",
+        ),
         (partial(find_map, MAP, "s8", 64), "IN_FEATURE"),
         (partial(find_map, MAP, "s16", 40, multiple=1), "SIZE"),
     ],

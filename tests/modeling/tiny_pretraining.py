@@ -62,11 +62,16 @@ class Copies(nn.Module):
 
 
 def make_copying_model(
-    kind: Callable[..., ReconstructionModel], predictor: nn.Module, grid_size: int, **others: Any
+    kind: Callable[..., ReconstructionModel],
+    predictor: nn.Module,
+    grid_size: int,
+    *,
+    stride: int = 16,
+    **others: Any,
 ) -> Any:
     """What is visible passes through unchanged, and predicted features are taken for pixels."""
     model = kind(
-        backbone=PatchesAsMap(),
+        backbone=PatchesAsMap(stride=stride),
         predictor=predictor,
         decoder=Copies(grid_size=grid_size, patch_size=16),
         loss=ReconstructionLoss(normalize_patches=False),

@@ -87,9 +87,19 @@ def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FP
 
 
 def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
-    node = cfg.MODEL.FPN
-    bottom_up = _build_bottom_up(cfg, input_shape, name)
-    stride = bottom_up.output_shape()[node.IN_FEATURES[-1]].stride
+    node, wanted = cfg.MODEL.FPN, list(cfg.MODEL.FPN.IN_FEATURES)
+    own = cfg.clone()
+    own.defrost()
+    # A backbone with the outputs that the pyramid takes, and no others.
+    for each in (own.MODEL.MOBILE_FORMER, own.MODEL.TIMM, own.MODEL.RESNETS):
+        each.OUT_FEATURES = wanted
+    bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
+    shapes = bottom_up.output_shape()
+    if not wanted or set(wanted) - set(shapes):
+        raise ValueError(
+            f"MODEL.FPN.IN_FEATURES {wanted} are not all among the outputs of '{name}', {[*shapes]}"
+        )
+    stride = shapes[wanted[-1]].stride
     return pyramid_on(
         bottom_up=bottom_up,
         in_features=node.IN_FEATURES,
@@ -102,22 +112,6 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
         ),
         fuse_type=node.FUSE_TYPE,
     )
-
-
-def _build_bottom_up(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> Backbone:
-    """Builds a backbone with the outputs that the pyramid takes, and no others."""
-    wanted = list(cfg.MODEL.FPN.IN_FEATURES)
-    own = cfg.clone()
-    own.defrost()
-    for node in (own.MODEL.MOBILE_FORMER, own.MODEL.TIMM, own.MODEL.RESNETS):
-        node.OUT_FEATURES = wanted
-    bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
-    known = bottom_up.output_shape()
-    if not wanted or set(wanted) - set(known):
-        raise ValueError(
-            f"MODEL.FPN.IN_FEATURES {wanted} are not all among the outputs of '{name}', {[*known]}"
-        )
-    return bottom_up
 
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:

@@ -7,7 +7,7 @@ enough wherever Detectron2 builds a backbone. Weights are loaded by
 ``qbheat_det.checkpoint.timm_weights``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
@@ -175,17 +175,14 @@ def _refusal(name: str, reason: str) -> UserError:
     )
 
 
-def _builder_of(name: str) -> Callable[[CfgNode, ShapeSpec], TimmBackbone]:
+def register_timm_backbone(name: str) -> None:
+    """Registers ``timm:<name>`` with Detectron2, for a model registered with timm later."""
+
     def build(cfg: CfgNode, input_shape: ShapeSpec) -> TimmBackbone:
         return TimmBackbone(**{**TimmBackbone.from_config(cfg, input_shape), "name": name})
 
     build.__name__ = f"{TIMM_PREFIX}{name}"
-    return build
-
-
-def register_timm_backbone(name: str) -> None:
-    """Registers ``timm:<name>`` with Detectron2, for a model registered with timm later."""
-    BACKBONE_REGISTRY.register(_builder_of(name))
+    BACKBONE_REGISTRY.register(build)
 
 
 for _name in timm.list_models():

@@ -114,7 +114,7 @@ class TimmMobileFormer(MobileFormer):
         """
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
-        taken, _ = self._take(indices)
+        taken, _ = feature_take_indices(len(self.stages), indices)
         run = list(self.run_stages(x))
         # In the order of the network, each once, as in timm's models.
         maps = [run[index][1] for index in sorted(set(taken))]
@@ -130,14 +130,14 @@ class TimmMobileFormer(MobileFormer):
 
         ``prune_norm`` removes the final convolution, the counterpart of other models' last norm.
         """
-        taken, last = self._take(indices)
+        taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
             self.expand = nn.Identity()
         if prune_head:
             self.last_bridge, self.neck = None, nn.Identity()
             self.reset_classifier(0, "")
-        return taken
+        return list(taken)
 
     def get_classifier(self) -> nn.Module:
         """Returns the last layer."""
@@ -167,10 +167,6 @@ class TimmMobileFormer(MobileFormer):
             UserError: the file cannot be read, or its backbone is not this one.
         """
         load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
-
-    def _take(self, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
-        taken, last = feature_take_indices(len(self.stages), indices)
-        return list(taken), last
 
     def _last_map(self, x: Tensor, tokens: Tensor) -> Tensor:
         if isinstance(self.expand, nn.Identity):  # pruned

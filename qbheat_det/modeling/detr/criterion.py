@@ -6,7 +6,7 @@ decoder blocks and images of a step are computed at once: matching costs on the 
 transfer, SciPy's solver. The sums are those of the paper.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -212,7 +212,7 @@ class SetCriterion(nn.Module):
         quality = boxes.new_zeros(wanted.shape)
         if self.classification.reads_quality:
             true_boxes = targets.boxes[matches.image, matches.target]
-            quality[where] = paired_iou(boxes.detach()[where], true_boxes)
+            quality[where] = _pair_by_pair(box_iou, boxes.detach()[where], true_boxes)
         return self.classification.loss(logits, wanted, quality)
 
     def localisation(
@@ -222,8 +222,7 @@ class SetCriterion(nn.Module):
         predicted = boxes[matches.block, matches.image, matches.query]  # (P, 4)
         wanted = targets.boxes[matches.image, matches.target]
         distance = (predicted - wanted).abs().sum(dim=-1)
-        corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (predicted, wanted))
-        overlap = torch.vmap(generalized_box_iou)(*corners)[:, 0, 0]
+        overlap = _pair_by_pair(generalized_box_iou, predicted, wanted)
         by_block = boxes.new_zeros(len(boxes))
         return {
             "loss_bbox": by_block.index_add(0, matches.block, distance)
@@ -233,7 +232,7 @@ class SetCriterion(nn.Module):
         }
 
 
-def paired_iou(first: Tensor, second: Tensor) -> Tensor:
-    """Returns (P,): IoU of boxes (P, 4) with boxes (P, 4), cxcywh, pair by pair."""
+def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
+    """Returns (P,): the overlap of boxes (P, 4) with boxes (P, 4), cxcywh, pair by pair."""
     corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
-    return torch.vmap(box_iou)(*corners)[:, 0, 0]
+    return torch.vmap(overlap)(*corners)[:, 0, 0]

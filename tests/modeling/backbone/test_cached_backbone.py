@@ -9,16 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.backbone import CachedBackbone, MobileFormer, MobileFormerArch
-from qbheat_det.modeling.backbone.mobile_former_archs import BlockSpec
+from qbheat_det.modeling.backbone import CachedBackbone, MobileFormer, arch_of_rows
 from qbheat_det.modeling.image_model import find_cached_images
 
-ARCH = MobileFormerArch(
-    num_tokens=2,
-    token_dim=32,
-    stem=8,
-    blocks=(BlockSpec("lite", 8, 8, 0), BlockSpec("down", 16, 8, 16)),
-    expanded=12,
+ARCH = arch_of_rows(
+    num_tokens=2, token_dim=32, stem=8, blocks=[("lite", 8, 8), ("down", 16, 8, 16)], expanded=12
 )
 OUTPUTS = ["s4", "tokens"]
 

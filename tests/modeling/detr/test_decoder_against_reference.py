@@ -10,7 +10,6 @@ from detectron2.layers import ShapeSpec
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.layers import padding_mask
 from qbheat_det.modeling.detr import MFDecoder
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
 
@@ -104,26 +103,3 @@ def test_evaluation_predicts_from_the_last_block_and_training_from_all() -> None
         outputs = decoder(features)
         for key, tensor in decoder.predict(states).items():
             assert_close(outputs[key], tensor)
-
-
-@pytest.mark.parametrize(
-    "sizes", [[(50, 77), (64, 40), (1, 1)], [(8, 170), (90, 17), (33, 65)]], ids=str
-)
-def test_a_padded_batch_gives_what_the_images_give_alone(sizes: list[tuple[int, int]]) -> None:
-    decoder = small_decoder((2, 2, 3))
-    alone = [maps((12, 20), size, seed=seed) for seed, size in enumerate(sizes)]
-    canvas = (max(height for height, _ in sizes), max(width for _, width in sizes))
-    batch = [
-        torch.full((len(sizes), *image_map.shape), 1e3).double()
-        for image_map in maps((12, 20), canvas)
-    ]
-    for n, features in enumerate(alone):
-        for padded, feature in zip(batch, features, strict=True):
-            padded[n, :, : feature.shape[1], : feature.shape[2]] = feature
-    padding = padding_mask(torch.tensor(sizes), canvas)[..., ::8, ::8]
-    with torch.no_grad():
-        together = decoder.refine_queries(batch, padding)
-        for n, features in enumerate(alone):
-            single = decoder.refine_queries([feature[None] for feature in features])
-            # In double precision only a leak could be this large.
-            assert_close(together[:, n], single[:, 0], rtol=1e-8, atol=1e-8, msg=f"image {n}")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import Backbone, build_model
 from torch import Tensor, nn
@@ -62,14 +61,6 @@ def make_batch(count: int = 4, seed: int = 0) -> list[dict[str, Any]]:
         return torch.randint(256, (3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
 
     return [{"image": view(), "image_key": view(), "file_name": f"{i}.jpg"} for i in range(count)]
-
-
-def make_config(**moco: Any) -> CfgNode:
-    cfg = make_tiny_config("MoCo")
-    cfg.SOLVER.IMS_PER_BATCH = 4
-    for key, value in {"HIDDEN_DIM": 16, "DIM": 8, "QUEUE_SIZE": 8, **moco}.items():
-        cfg.MODEL.MOCO[key] = value
-    return cfg
 
 
 def reference_run(model: MoCo, batches: list[list[dict[str, Any]]], lr: float) -> list[float]:
@@ -172,14 +163,10 @@ def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(other["backbone"].stem.weight, trained.backbone.stem.weight)
 
 
-@pytest.mark.parametrize("backbone", ["tokens", "timm:resnet18"])
-def test_any_backbone_serves(backbone: str) -> None:
-    cfg = make_config()
-    if backbone == "tokens":
-        cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded", "tokens"]
-    elif backbone.startswith("timm"):
-        cfg.MODEL.BACKBONE.NAME, cfg.MODEL.MOCO.IN_FEATURE = backbone, "s16"
-        cfg.MODEL.TIMM.OUT_FEATURES = ["s16"]
+def test_every_parameter_of_a_backbone_with_tokens_has_a_gradient() -> None:
+    cfg = make_tiny_config("MoCo")
+    cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.MOCO.QUEUE_SIZE = 4, 8
+    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded", "tokens"]
     model = build_model(cfg).train()
     size = (3, 64, 64)
     batch = [{key: torch.randint(256, size, dtype=torch.uint8) for key in ("image", "image_key")}
