@@ -10,6 +10,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
 from qbheat_det.config import load_config
+from qbheat_det.config.loading import list_leaves
 from qbheat_det.data import build_mapper
 from qbheat_det.solver import build_optimizer, resolve_schedule
 
@@ -33,46 +34,13 @@ def _card(path: Path) -> str:
     return f"{card} {_card(path.parent / base[1])}" if base else card
 
 
-def test_every_recipe_of_the_paper_has_its_file() -> None:
-    sizes, kinds = VARIANTS, ("probe", "finetune")
-    expected = {f"coco/retinanet_{size}_{kind}.yaml" for size in sizes for kind in kinds}
-    expected |= {
-        f"coco/{help_}mf_detr_{decoder}_{size}_{kind}.yaml"
-        for help_ in ("", "fast_")
-        for decoder in ("522", "211")
-        for size in sizes
-        for kind in kinds
-    }
-    expected |= {
-        f"ImageNet-QBHeat/qb_heat_{size}_{epochs}ep.yaml"
-        for size in sizes
-        for epochs in (100, 200, 400, 800, 1600, 2400)
-    }
-    expected |= {
-        f"ImageNet-QBHeat/ablation_{name}_3.7G_400ep.yaml"
-        for name in ("corner", "centre", "2_models", "4_models")
-    }
-    expected |= {
-        f"ImageNet-probing/{decoder}_{size}.yaml"
-        for decoder in ("linear", "tran1", "tran4")
-        for size in VARIANTS
-    }
-    expected |= {
-        f"ImageNet-finetune/{decoder}_{size}.yaml"
-        for decoder in ("tran1", "tran4")
-        for size in VARIANTS
-    }
-    assert expected <= {_name(path) for path in RECIPES}
-
-
 def _number(digits: str) -> int:
     return int(digits.replace(",", ""))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=_name)
-def test_a_recipe_builds_and_carries_its_card(path: Path) -> None:
-    cfg = load_config(path, ["MODEL.DEVICE", "meta"])
-    card = _card(path)
+def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path: Path) -> None:
+    cfg, card = load_config(path, ["MODEL.DEVICE", "meta"]), _card(path)
     assert "Command:" in card
     assert "Schedule:" in card
     assert f"configs/{_name(path)}" in card or "make demo" in card
@@ -86,11 +54,11 @@ def test_a_recipe_builds_and_carries_its_card(path: Path) -> None:
         cfg.MODEL.BACKBONE.FREEZE_AT == 5 and cfg.MODEL.BACKBONE.NAME == "MobileFormer"
     )
     build_mapper(cfg, is_train=True)
+    _check_schedule(path, cfg, card)
+    _check_rate(path, cfg)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=_name)
-def test_what_the_data_make_of_a_recipes_epochs_is_what_its_card_says(path: Path) -> None:
-    cfg, card = load_config(path), _card(path)
+def _check_schedule(path: Path, cfg: CfgNode, card: str) -> None:
     epochs = re.search(r"([\d,]+) epochs x ([\d,]+) images( with boxes)? / (\d+) = ([\d,]+)", card)
     if not epochs:
         assert _name(path).startswith("quick_schedules/")
@@ -120,10 +88,8 @@ def test_what_the_data_make_of_a_recipes_epochs_is_what_its_card_says(path: Path
         assert f"_{epochs[1]}ep" in path.name
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=_name)
-def test_a_recipes_rate_is_meant_for_the_recipes_batch(path: Path) -> None:
-    solver = load_config(path).SOLVER
-    on_imagenet = path.parent.name.startswith("ImageNet-")
+def _check_rate(path: Path, cfg: CfgNode) -> None:
+    solver, on_imagenet = cfg.SOLVER, path.parent.name.startswith("ImageNet-")
     if path.parent.name == "ImageNet-QBHeat":
         assert (solver.IMS_PER_BATCH, solver.REFERENCE_BATCH_SIZE) == (1024, 256)
     elif on_imagenet:  # papers give their rates for 256 images
@@ -132,26 +98,26 @@ def test_a_recipes_rate_is_meant_for_the_recipes_batch(path: Path) -> None:
         assert solver.IMS_PER_BATCH <= solver.REFERENCE_BATCH_SIZE
     else:
         assert solver.IMS_PER_BATCH == solver.REFERENCE_BATCH_SIZE
-    linear = on_imagenet or path.parent.name == "objectives" or _is_pre_training(path)
-    sqrt = solver.OPTIMIZER == "ADAMW" and not linear
-    assert solver.LR_SCALING == ("sqrt" if sqrt else "linear")
 
 
-def _is_pre_training(path: Path) -> bool:
-    return bool(load_config(path).MODEL.META_ARCHITECTURE == "QBHeat")
+def _resolve(name: str) -> CfgNode:
+    cfg = load_config(CONFIGS / f"{name}.yaml")
+    return resolve_schedule(cfg, num_images=IMAGENET_TRAIN_IMAGES)
 
 
-def test_probing_and_fine_tuning_follow_the_papers_setup() -> None:
-    probe = load_config(CONFIGS / "coco/mf_detr_522_3.7G_probe.yaml").SOLVER
-    finetune = load_config(CONFIGS / "coco/mf_detr_522_3.7G_finetune.yaml").SOLVER
-    assert (probe.OPTIMIZER, probe.BASE_LR, probe.WEIGHT_DECAY) == ("ADAMW", 1e-4, 1e-4)
-    assert (finetune.BASE_LR, finetune.GAMMA) == (1e-5, 0.1)
-    assert probe.IMS_PER_BATCH == finetune.IMS_PER_BATCH == 8 * 2
+def test_detection_follows_the_papers_setup() -> None:
+    for size in VARIANTS:
+        for decoder in ("522", "211"):
+            probe = load_config(CONFIGS / f"coco/mf_detr_{decoder}_{size}_probe.yaml").SOLVER
+            tune = load_config(CONFIGS / f"coco/mf_detr_{decoder}_{size}_finetune.yaml").SOLVER
+            assert (probe.OPTIMIZER, probe.BASE_LR, probe.WEIGHT_DECAY) == ("ADAMW", 1e-4, 1e-4)
+            assert (tune.BASE_LR, tune.GAMMA) == (1e-5, 0.1)
+            assert probe.IMS_PER_BATCH == tune.IMS_PER_BATCH == 8 * 2
 
 
 def test_pre_training_follows_the_papers_setup() -> None:
-    cfg = load_config(CONFIGS / "ImageNet-QBHeat/qb_heat_3.7G_800ep.yaml")
-    solver = resolve_schedule(cfg, num_images=IMAGENET_TRAIN_IMAGES).SOLVER
+    cfg = _resolve("ImageNet-QBHeat/qb_heat_3.7G_800ep")
+    solver = cfg.SOLVER
     assert (solver.OPTIMIZER, solver.WEIGHT_DECAY) == ("ADAMW", 0.1)  # Table 9
     assert solver.BASE_LR == pytest.approx(6e-4)  # 1.5e-4 x 1024 / 256
     assert solver.WARMUP_ITERS == 12512  # 10 epochs of 1,251.14 steps
@@ -161,14 +127,9 @@ def test_pre_training_follows_the_papers_setup() -> None:
     assert (heat.FEATURE_DIM, heat.DECODER_DEPTH, heat.DECODER_DIM) == (512, 6, 512)
 
 
-def _imagenet(name: str) -> CfgNode:
-    cfg = load_config(CONFIGS / f"ImageNet-{name}.yaml")
-    return resolve_schedule(cfg, num_images=IMAGENET_TRAIN_IMAGES)
-
-
 @pytest.mark.parametrize("size", VARIANTS)
-def test_fine_tuning_follows_the_papers_setup(size: str) -> None:
-    cfg = _imagenet(f"finetune/tran1_{size}")  # Table 12
+def test_classification_follows_the_papers_setup(size: str) -> None:
+    cfg = _resolve(f"ImageNet-finetune/tran1_{size}")  # Table 12
     solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
     assert (solver.OPTIMIZER, solver.WEIGHT_DECAY) == ("ADAMW", 0.05)
     assert solver.BASE_LR == pytest.approx(5e-4 * 512 / 256)
@@ -180,32 +141,7 @@ def test_fine_tuning_follows_the_papers_setup(size: str) -> None:
     assert (classifier.DROPOUT, classifier.LABEL_SMOOTHING) == (0.2, 0.1)
     assert (images.RAND_AUGMENT, images.RANDOM_ERASING) == ([9, 0.5], 0.25)
 
-
-def _leaves(node: CfgNode, prefix: str = "") -> dict[str, object]:
-    found = {}
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        found |= _leaves(value, f"{name}.") if isinstance(value, CfgNode) else {name: value}
-    return found
-
-
-@pytest.mark.parametrize("path", [path for path in RECIPES if "fast_" in path.name], ids=_name)
-def test_a_fast_recipe_is_that_of_the_paper_but_for_help_and_epochs(path: Path) -> None:
-    fast = _leaves(load_config(path))
-    plain = _leaves(load_config(path.with_name(path.name.removeprefix("fast_"))))
-    changed = {key for key, value in fast.items() if value != plain[key]}
-    help_ = ("MODEL.MF_DETR.CLASS", "MODEL.MF_DETR.FOCAL.", "MODEL.MF_DETR.DENOISING.")
-    help_ += ("MODEL.MF_DETR.QUERY_GROUPS.", "MODEL.MF_DETR.DROPOUT")
-    schedule = {"SOLVER.EPOCHS", "SOLVER.STEP_EPOCHS"}
-    assert {key for key in changed if not key.startswith(help_)} <= schedule
-    assert {"MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.DENOISING.GROUPS"} & changed
-    if path.parent.name != "coco":
-        assert not schedule & changed
-
-
-@pytest.mark.parametrize("size", VARIANTS)
-def test_tran_1_probing_follows_the_papers_setup(size: str) -> None:
-    cfg = _imagenet(f"probing/tran1_{size}")  # Table 11
+    cfg = _resolve(f"ImageNet-probing/tran1_{size}")  # Table 11
     solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
     assert (solver.OPTIMIZER, solver.WEIGHT_DECAY, solver.EPOCHS) == ("ADAMW", 0.1, 200)
     assert solver.BASE_LR == pytest.approx(5e-4 * 4096 / 256)
@@ -216,3 +152,15 @@ def test_tran_1_probing_follows_the_papers_setup(size: str) -> None:
     assert (classifier.LABEL_SMOOTHING, classifier.MIXUP, classifier.CUTMIX) == (0.1, 0, 0)
     assert images.RAND_AUGMENT == [9, 0.5]
     assert images.RANDOM_ERASING == {"3.7G": 0.25}.get(size, 0)
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "fast_" in path.name], ids=_name)
+def test_a_fast_recipe_is_that_of_the_paper_but_for_queries_and_epochs(path: Path) -> None:
+    plain = dict(list_leaves(load_config(path.with_name(path.name.removeprefix("fast_")))))
+    fast = dict(list_leaves(load_config(path)))
+    changed = {key for key, value in fast.items() if value != plain[key]}
+    own = ("MODEL.MF_DETR.CLASS", "MODEL.MF_DETR.FOCAL.", "MODEL.MF_DETR.DENOISING.")
+    own += ("MODEL.MF_DETR.QUERY_GROUPS.", "MODEL.MF_DETR.DROPOUT")
+    schedule = {"SOLVER.EPOCHS", "SOLVER.STEP_EPOCHS"} if path.parent.name == "coco" else set()
+    assert {key for key in changed if not key.startswith(own)} <= schedule
+    assert {"MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.DENOISING.GROUPS"} & changed

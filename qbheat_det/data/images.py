@@ -5,26 +5,34 @@ The size is known from the header, so the part can be chosen first and a JPEG be
 1/4 or 1/8 of its size (Pillow's ``draft``). Resized to S x S, such a part differs from that of the
 whole image by 1.0 to 2.5 of 255 grey levels on average; bilinear and box resizing differ by 2.3.
 
+A small set can be decoded once and kept in memory, where forked workers share it. An image keeps
+no more pixels than its smallest crop can use, and its crops are those of its file.
+
 A check trusts a JPEG by its header and its last bytes. What looks wrong, and any other format, is
 decoded by the function that training calls. Damage in the middle of a JPEG is not found.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from detectron2.data.detection_utils import read_image
+from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
 from .checks import DataError
+
+logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
@@ -35,16 +43,8 @@ ORIENTATION = 0x0112
 # What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
 # another program.
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
+_SAMPLED = 64  # headers from which the size of a set in memory is estimated
 _REDUCTIONS: tuple[int, ...] = (8, 4, 2)
-_UPRIGHT = {  # as in Detectron2's reading of images
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class ImageFile:
@@ -54,29 +54,25 @@ class ImageFile:
         """``image`` is opened and not decoded."""
         if image.format not in ("JPEG", "MPO"):
             image.load()  # a PNG may have its EXIF last, and a TIFF turns itself
-        self._image = image
-        self._orientation = find_orientation(image)
-        turned = self._orientation in (5, 6, 7, 8)
-        self.width, self.height = image.size[::-1] if turned else image.size
+        turned = find_orientation(image) in range(2, 9)
+        self._format = image.format
+        self._image = ImageOps.exif_transpose(image) if turned else image
+        self.width, self.height = self._image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
         """Returns the part in a box: (h, w, 3), uint8, RGB; to be called once.
 
         h and w may be smaller than those of the box, but not than ``at_least``.
         """
-        stored = _find_stored(box, self._orientation, (self.width, self.height))
-        side = min(stored[2] - stored[0], stored[3] - stored[1])
+        side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
         width, height = self._image.size
-        # Only JPEGs have drafts; their pixel i is then made of i * reduction and those after it.
+        # Upright JPEGs alone have drafts. Pixel i is made of i * reduction and those after it.
         drafted = reduction > 1 and self._image.draft(
             "RGB", (max(1, width // reduction), max(1, height // reduction))
         )
-        part = self._image.crop(_scale(stored, 1 / reduction, 1 / reduction) if drafted else stored)
-        part = _to_rgb(part, self._image.format)
-        if self._orientation in _UPRIGHT:
-            part = part.transpose(_UPRIGHT[self._orientation])
-        return torch.from_numpy(np.array(part))
+        part = self._image.crop(_scale(box, 1 / reduction, 1 / reduction) if drafted else box)
+        return torch.from_numpy(np.array(_to_rgb(part, self._format)))
 
 
 @contextmanager
@@ -116,18 +112,6 @@ def find_orientation(image: Image.Image) -> int:
         return int(image.getexif().get(ORIENTATION, 1))
     except Exception:
         return 1
-
-
-def _find_stored(box: Box, orientation: int, size: tuple[int, int]) -> Box:
-    """Returns where a box of the upright image, of a width and height, is in the stored image."""
-    left, top, right, bottom = box
-    if orientation in (2, 3, 6, 7):  # upright x runs against its stored axis
-        left, right = size[0] - right, size[0] - left
-    if orientation in (3, 4, 7, 8):
-        top, bottom = size[1] - bottom, size[1] - top
-    if orientation in (5, 6, 7, 8):
-        return top, left, bottom, right
-    return left, top, right, bottom
 
 
 def _scale(box: Box, horizontally: float, vertically: float) -> Box:
@@ -222,3 +206,84 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class DecodedImages(dict[str, ImageInMemory]):
+    """Images by file name; those that cannot be decoded are left out, which the mapper reports."""
+
+    num_bytes = 0
+
+    def __init__(self, file_names: Sequence[str], *, shorter_side: int) -> None:
+        """Decodes images, and scales those with a longer shorter side down to it."""
+        super().__init__()
+        threads = max(1, (os.cpu_count() or 1) // comm.get_local_size())
+        with ThreadPoolExecutor(threads) as pool:
+            decoded = tqdm(
+                pool.map(partial(_decode, shorter_side=shorter_side), file_names),
+                desc="Decoding images into memory",
+                total=len(file_names),
+                delay=2,
+                disable=not comm.is_main_process(),
+            )
+            for file_name, image in zip(file_names, decoded, strict=True):
+                if image is not None:
+                    self[file_name] = image
+                    self.num_bytes += image.num_bytes
+
+
+def decode_if_small(
+    file_names: Sequence[str], *, shorter_side: int, budget: float
+) -> DecodedImages | None:
+    """Decodes a set of images if it is small enough, and logs the decision.
+
+    Args:
+        file_names: of all images.
+        shorter_side: that images are scaled down to, in pixels; smaller ones stay.
+        budget: bytes that all processes of this machine may take; each holds its own copy.
+    """
+    if budget <= 0 or not file_names:
+        return None
+    budget /= comm.get_local_size()
+    sampled = file_names[:: -(-len(file_names) // _SAMPLED)]
+    needed = sum(_count_bytes(name, shorter_side) for name in sampled) / len(sampled)
+    if needed * len(file_names) <= budget:
+        decoded = DecodedImages(file_names, shorter_side=shorter_side)
+        if decoded.num_bytes <= budget:
+            logger.info(
+                f"{len(decoded):,} of {len(file_names):,} images stay decoded in memory: "
+                f"{decoded.num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
+            )
+            return decoded
+    logger.info("Images are read from their files: decoded, INPUT.PRETRAIN.MEMORY_GB is too small")
+    return None
+
+
+def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
+    try:
+        with open_image(file_name) as image:
+            full = image.width, image.height
+            pixels = image.read((0, 0, *full), shorter_side)
+    except MemoryError:
+        raise
+    except Exception:  # what a broken file raises depends on its format's decoder
+        return None
+    width, height = _scale_down(full, shorter_side)
+    if pixels.shape[:2] != (height, width):
+        pixels = resize(pixels, height, width).permute(1, 2, 0).contiguous()
+    return ImageInMemory(pixels, width=full[0], height=full[1])
+
+
+def _count_bytes(file_name: str, shorter_side: int) -> int:
+    """Returns what an image takes in memory, from its header; 0 if it cannot be read."""
+    try:
+        with PathManager.open(file_name, "rb") as file, Image.open(file) as image:
+            width, height = _scale_down(image.size, shorter_side)
+    except Exception:
+        return 0
+    return 3 * width * height
+
+
+def _scale_down(size: tuple[int, int], shorter_side: int) -> tuple[int, int]:
+    """Returns a size scaled down to a shorter side; the same for both orientations."""
+    factor = min(1.0, shorter_side / min(size))
+    return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))

@@ -17,11 +17,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetFromList, get_detection_dataset_dicts
 from detectron2.data.build import trivial_batch_collator
-from detectron2.data.samplers import (
-    RandomSubsetTrainingSampler,
-    RepeatFactorTrainingSampler,
-    TrainingSampler,
-)
+from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
 from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset
 
@@ -221,16 +217,15 @@ def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSam
     keys, size = cfg.DATALOADER, len(dataset)
     if keys.SAMPLER_TRAIN == "TrainingSampler":
         return lambda seed: TrainingSampler(size, seed=seed)
-    if keys.SAMPLER_TRAIN == "RandomSubsetTrainingSampler":
-        return lambda seed: RandomSubsetTrainingSampler(
-            size, keys.RANDOM_SUBSET_RATIO, seed_shuffle=seed, seed_subset=seed
-        )
     if keys.SAMPLER_TRAIN == "RepeatFactorTrainingSampler":
         factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
             dataset, keys.REPEAT_THRESHOLD
         )
         return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
-    raise UserError(f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is no sampler of Detectron2")
+    raise UserError(
+        f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is neither TrainingSampler nor "
+        "RepeatFactorTrainingSampler"
+    )
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:

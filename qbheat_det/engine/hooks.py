@@ -67,6 +67,15 @@ def is_due(run: TrainingRun, period: int) -> bool:
     return run.iter + 1 >= run.max_iter or (period > 0 and (run.iter + 1) % period == 0)
 
 
+def save_checkpoint(run: TrainingRun) -> None:
+    """Saves the checkpoint of this step; after the last one, the evaluated weights as well."""
+    if run.iter + 1 < run.max_iter:
+        run.save(f"model_{run.iter:07d}")
+        return
+    run.export("model_final")
+    run.save("model_final")
+
+
 class MovingAverage(HookBase):
     """Updates timm's moving average of all weights and buffers after each step."""
 
@@ -137,7 +146,7 @@ class EvalHook(HookBase):
         try:
             self._evaluate()
         except Exception:
-            self.trainer.save(f"model_{self.trainer.iter:07d}")
+            save_checkpoint(self.trainer)
             raise
         self.seconds = time.perf_counter() - start
 
@@ -186,11 +195,7 @@ class PeriodicCheckpointer(HookBase):
             return
         start = time.perf_counter()
         average_batch_statistics(run)
-        if run.iter + 1 >= run.max_iter:
-            run.export("model_final")
-            run.save("model_final")
-        else:
-            run.save(f"model_{run.iter:07d}")
+        save_checkpoint(run)
         if self._kept and comm.is_main_process():
             self._remove_old(Path(run.cfg.OUTPUT_DIR))
         self.seconds = time.perf_counter() - start

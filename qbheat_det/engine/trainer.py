@@ -15,7 +15,6 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator, print_csv_format
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
@@ -167,7 +166,11 @@ class Trainer(DefaultTrainer):
             processes other than the main one, and if nothing was left to do.
         """
         if self.start_iter >= self.max_iter:
-            return self._finish()
+            logger.warning(
+                f"All {self.start_iter} iterations are done; a higher SOLVER.MAX_ITER or "
+                "SOLVER.EPOCHS continues the run"
+            )
+            return {}
         if self.cached_features:
             self._evaluation.forget()  # its loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
@@ -180,23 +183,6 @@ class Trainer(DefaultTrainer):
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
-        return self._last_eval_results
-
-    def _finish(self) -> dict[str, Any]:
-        """Repeats the last evaluation if it failed after the last step."""
-        if self.resumed_from is None or Path(self.resumed_from).name == "model_final.pth":
-            logger.warning(
-                f"All {self.start_iter} iterations are done; a higher SOLVER.MAX_ITER or "
-                "SOLVER.EPOCHS continues the run"
-            )
-            return {}
-        self.iter = self.max_iter - 1
-        kinds = EvalHook, PeriodicWriter, PeriodicCheckpointer
-        with EventStorage(self.iter) as self.storage:
-            last_hooks = [hook for hook in self._hooks if isinstance(hook, kinds)]
-            for name in ("before_train", "after_step", "after_train"):
-                for hook in last_hooks:
-                    getattr(hook, name)()
         return self._last_eval_results
 
     def build_hooks(self) -> list[HookBase | None]:

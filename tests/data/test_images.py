@@ -41,17 +41,6 @@ def test_a_part_is_that_of_the_image_as_detectron2_turns_it(
         torch.testing.assert_close(image.read(BOX, ALL), cut(whole), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_reduced_part_is_turned_too(orientation: int, tmp_path: Path) -> None:
-    path = save(tmp_path / "a.jpg", draw(720, 480), orientation=orientation, quality=95)
-    box = (160, 80, 416, 464)  # multiples of the reduction
-    part = read(path, box, at_least=32)
-    assert part.shape == (48, 32, 3)
-    whole = cut(read_image(path, "RGB"), box).double()
-    naive = whole.unflatten(0, (48, 8)).unflatten(2, (32, 8)).mean(dim=(1, 3))
-    assert (part - naive).abs().mean() < 1
-
-
 def test_a_tiff_is_turned_once(tmp_path: Path) -> None:
     # Pillow turns it while it decodes, Detectron2 then once more.
     path = save(tmp_path / "a.tif", draw(WIDTH, HEIGHT), orientation=6)
@@ -71,17 +60,6 @@ def test_every_kind_of_pixels_becomes_rgb_as_in_detectron2(
     options = {"lossless": True} if ending == "webp" else {}
     path = save(tmp_path / f"a.{ending}", draw(WIDTH, HEIGHT), mode=mode, **options)
     torch.testing.assert_close(read(path), cut(read_image(path, "RGB")), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("mode", "progressive"), [("L", False), ("CMYK", False), ("RGB", True)])
-def test_every_kind_of_jpeg_is_read(mode: str, progressive: bool, tmp_path: Path) -> None:
-    path = save(tmp_path / "a.jpg", draw(320, 320), mode=mode, progressive=progressive)
-    whole = torch.from_numpy(read_image(path, "RGB").copy())
-    torch.testing.assert_close(read(path), cut(whole.numpy()), rtol=0, atol=0)
-    reduced = read(path, (0, 0, 320, 320), at_least=80)
-    assert reduced.shape == (80, 80, 3)
-    naive = whole.double().unflatten(0, (80, 4)).unflatten(2, (80, 4)).mean(dim=(1, 3))
-    assert (reduced - naive).abs().mean() < 2
 
 
 @pytest.mark.parametrize(("type_", "mode"), [(np.float32, "F"), (np.int32, "I")])

@@ -163,7 +163,6 @@ def config(name: str, sampler: str) -> CfgNode:
     cfg.DATASETS.TRAIN = (name,)
     cfg.DATALOADER.SAMPLER_TRAIN = sampler
     cfg.DATALOADER.REPEAT_THRESHOLD = 1.0
-    cfg.DATALOADER.RANDOM_SUBSET_RATIO = 0.5
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.SEED = 1

@@ -103,10 +103,11 @@ def test_of_losses_the_lowest_is_the_best_and_an_unknown_metric_exports_nothing(
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path: Path) -> None:
-    run = PretendedRun(tmp_path, results=[UserError("image 'x'")])
-    with pytest.raises(UserError, match="image 'x'"):
-        run.take_steps(EvalHook(period=3, best_metric="bbox/AP"))
-    assert checkpoints(tmp_path) == [2]
+    for period, expected in ((3, ["model_0000002"]), (0, ["model_0000002", "model_final"])):
+        run = PretendedRun(tmp_path, results=[UserError("image 'x'")])
+        with pytest.raises(UserError, match="image 'x'"):
+            run.take_steps(EvalHook(period=period, best_metric="bbox/AP"))
+        assert sorted(path.stem for path in tmp_path.iterdir()) == expected
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(0, [0, 1, 2]), (2, [1, 2])])
