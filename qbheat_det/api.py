@@ -23,14 +23,17 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.engine.media import Image, UnreadableMedia, find_media, read_bgr
 from qbheat_det.engine.predict import (
+    Image,
     Predictions,
+    UnreadableImage,
     build_predictor,
     build_scorer,
-    classify_media,
+    classify_images,
+    find_images,
     is_classifier,
-    predict_media,
+    predict_images,
+    read_bgr,
 )
 from qbheat_det.export import (
     EXPORTED_SUFFIXES,
@@ -87,7 +90,8 @@ class Detections:
         return draw_instances(self.image, self.instances, self.class_names)
 
     def save(self, path: str | Path) -> None:
-        """Writes the drawn image."""
+        """Writes the drawn image; its folder is made."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.fromarray(self.draw()).save(path)
 
     def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
@@ -204,7 +208,7 @@ def read_rgb(picture: Picture) -> Image:
         return picture
     try:
         return np.ascontiguousarray(read_bgr(Path(picture))[:, :, ::-1])
-    except UnreadableMedia as error:
+    except UnreadableImage as error:
         raise UserError(f"'{picture}' cannot be read: {error}") from error
 
 
@@ -220,12 +224,12 @@ def predict_files(
     fast: bool = False,
     opts: Sequence[str] = (),
 ) -> Predictions:
-    """Predicts boxes, or with a classifier classes, on images, folders and videos.
+    """Predicts boxes, or with a classifier classes, on image files and folders.
 
     Args:
         weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
-        inputs: images, videos, and folders that are searched recursively.
-        output: folder for the drawn images and videos.
+        inputs: images, and folders that are searched recursively.
+        output: folder for the drawn images.
         json_file: is written in COCO's results format, or with classes.
         score_threshold: boxes below it are left out, in [0, 1].
         config_file: YAML of the model; by default the one inside the weights, or beside them.
@@ -253,7 +257,7 @@ def predict_files(
     else:
         wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
         cfg = load_run_config(weights, config_file, device=device, opts=wanted)
-    media = find_media(inputs, exclude=output)
+    files = find_images(inputs, exclude=output)
     if is_classifier(cfg):
         if output or not json_file:
             raise UserError(
@@ -265,11 +269,11 @@ def predict_files(
         else:
             model, names = _build_predictor(weights, cfg).model, cfg.MODEL.CLASS_NAMES
             score = build_scorer(model, cfg)
-        found = classify_media(score, media, names)
+        found = classify_images(score, files, names)
     else:
-        found = predict_media(
+        found = predict_images(
             ExportedPredictor(exported) if exported else _build_predictor(weights, cfg),
-            media,
+            files,
             cfg=cfg,
             score_threshold=score_threshold,
             output_dir=output,

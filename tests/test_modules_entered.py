@@ -15,7 +15,7 @@ import qbheat_det.api  # noqa: F401  imports call decorators of modules that no 
 
 from .tool_modules import load_tool
 
-OF_PREDICT = 25
+OF_PREDICT = 24
 
 
 @contextmanager

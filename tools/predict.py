@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Predict on images, folders and videos with trained weights: boxes, or classes of images.
+"""Predict on images and folders with trained weights: boxes, or classes of images.
 
 examples:
   # the weights of a run hold the config and the names of the classes
   python tools/predict.py --weights output/demo/training/model_final.safetensors \\
       --input photo.jpg --output output/pictures
 
-  # a folder (searched recursively) and a video; boxes as a COCO results file, too
+  # a folder, searched recursively; boxes as a COCO results file, too
   python tools/predict.py --weights output/run/model_final.pth \\
-      --input photos/ clip.mp4 --output output/pictures --json output/boxes.json
+      --input photos/ --output output/pictures --json output/boxes.json
 
   # config keys can be overridden: here, larger test images
   python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
@@ -50,8 +50,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--weights", required=True, help="trained weights (.safetensors, .pth) or exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
-    add("--input", nargs="+", required=True, metavar="PATH", help="images, folders, videos")
-    add("--output", type=Path, metavar="DIR", help="folder for the drawn pictures and videos")
+    add("--input", nargs="+", required=True, metavar="PATH", help="images, folders")
+    add("--output", type=Path, metavar="DIR", help="folder for the drawn images")
     add(
         "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
     )
@@ -102,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     """Prints counts, where the results are, and which files were skipped."""
-    frames = f" and {report.num_frames} video frames" if report.num_frames else ""
-    print(f"{report.num_images} images{frames}: {len(report.results)} results")
+    print(f"{report.num_images} images: {len(report.results)} results")
     if args.output:
         print(f"images:  {args.output}")
     if args.json:

@@ -157,9 +157,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
     entries = tqdm(choose_entries(args.names), unit="entry", disable=not sys.stderr.isatty())
     verdicts = [verify_entry(entry) for entry in entries]
-    plain = [verdict.to_dict() for verdict in verdicts]
-    print(json.dumps(plain, indent=1) if args.json else format_verdicts(verdicts))
-    return int(any(verdict.error for verdict in verdicts))
+    print(json.dumps(verdicts, indent=1) if args.json else format_verdicts(verdicts))
+    return int(any(verdict["error"] for verdict in verdicts))
 
 
 def add_add(parser: argparse.ArgumentParser) -> None:

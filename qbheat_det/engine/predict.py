@@ -1,17 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction on images and videos with trained weights: boxes, or classes of images."""
+"""Prediction on image files with trained weights: boxes, or classes of images."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import PIL.Image
 import torch
 from detectron2.config import CfgNode
+from detectron2.data.detection_utils import read_image
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
@@ -19,20 +21,26 @@ from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import ExactCheckpointer
-from qbheat_det.data import MAPPERS_OF_CLASSES, build_mapper
-from qbheat_det.engine.media import (
-    Image,
-    MediaFile,
-    UnreadableMedia,
-    name_outputs,
-    open_video,
-    read_bgr,
-    read_video,
-    write_image,
-)
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import IMAGE_SUFFIXES, MAPPERS_OF_CLASSES, build_mapper
 
 _TOP_CLASSES = 5
+Image = npt.NDArray[np.uint8]
 Scores = npt.NDArray[np.floating[Any]]
+
+
+class UnreadableImage(Exception):
+    """A file that cannot be read as an image; the message is the reason."""
+
+
+class InputFile(NamedTuple):
+    """A file to predict on.
+
+    ``name`` is the path below the input folder with forward slashes, or the file's own name.
+    """
+
+    path: Path
+    name: str
 
 
 @dataclass
@@ -41,27 +49,105 @@ class Predictions:
 
     Attributes:
         results: for each box "image_id", "file_name", "category_id", "bbox" (XYWH, pixels of the
-            upright input image) and "score"; "segmentation" (RLE) where the model predicts masks;
-            "frame" (from 0) in videos, where each frame has an image id of its own. Of a
-            classifier, for each image "file_name" and "classes": the likeliest first, each with
-            "name" and "score" in [0, 1].
+            upright input image) and "score"; "segmentation" (RLE) where the model predicts masks.
+            Of a classifier, for each image "file_name" and "classes": the likeliest first, each
+            with "name" and "score" in [0, 1].
         num_images: images that were predicted on.
-        num_frames: frames of videos that were.
         skipped: path of each file that was not, and the reason.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
     num_images: int = 0
-    num_frames: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def skip_unreadable(self, file: MediaFile) -> Iterator[None]:
-        """Notes why a file cannot be read, instead of raising ``UnreadableMedia``."""
+    def skip_unreadable(self, file: InputFile) -> Iterator[None]:
+        """Counts a file, or notes why it cannot be read instead of raising ``UnreadableImage``."""
         try:
             yield
-        except UnreadableMedia as error:
+            self.num_images += 1
+        except UnreadableImage as error:
             self.skipped.append((str(file.path), str(error)))
+
+
+def find_images(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
+    """Lists the files named by ``inputs`` and the images in its folders, sorted.
+
+    Args:
+        inputs: files, taken whatever their suffix, and folders, searched recursively.
+        exclude: a folder to leave out, so that earlier results are not taken for inputs.
+
+    Raises:
+        UserError: an input does not exist, or there is nothing to predict on.
+    """
+    found: dict[Path, InputFile] = {}  # keyed by real path: a file named twice counts once
+    for name in inputs:
+        root = Path(name)
+        if root.is_file():
+            found.setdefault(root.resolve(), InputFile(root, root.name))
+        elif root.is_dir():
+            for path in sorted(root.rglob("*")):
+                if path.suffix.lower() not in IMAGE_SUFFIXES:
+                    continue
+                real = path.resolve()
+                if path.is_file() and not (exclude and real.is_relative_to(exclude.resolve())):
+                    found.setdefault(real, InputFile(path, path.relative_to(root).as_posix()))
+        else:
+            raise UserError(f"input '{name}' does not exist (config overrides go last)")
+    if not found:
+        raise UserError(f"no images in {', '.join(inputs)}")
+    return list(found.values())
+
+
+def name_outputs(files: Sequence[InputFile]) -> list[Path]:
+    """Returns distinct relative paths of the drawn images.
+
+    JPEG stays JPEG, all else becomes PNG. After ``a.png``, ``a.bmp`` is ``a-2.png``.
+    """
+    taken: set[str] = set()
+    outputs = []
+    for file in files:
+        suffix = ".jpg" if file.path.suffix.lower() in {".jpg", ".jpeg"} else ".png"
+        wanted = Path(file.name).with_suffix(suffix)
+        path, count = wanted, 1
+        while str(path).lower() in taken:  # some file systems do not tell a.png from A.png
+            count += 1
+            path = wanted.with_name(f"{wanted.stem}-{count}{wanted.suffix}")
+        taken.add(str(path).lower())
+        outputs.append(path)
+    return outputs
+
+
+def read_bgr(path: Path) -> Image:
+    """Reads an image upright, as its EXIF orientation says: (H, W, 3), BGR.
+
+    Raises:
+        UnreadableImage: the file cannot be decoded.
+    """
+    try:
+        with PIL.Image.open(path) as header:
+            is_16_bit = header.mode.startswith("I")
+        image: Image = read_image(str(path), format="BGR")
+    except PIL.UnidentifiedImageError as error:
+        raise UnreadableImage("not an image") from error
+    except Exception as error:  # what a broken file raises depends on its format's decoder
+        raise UnreadableImage(" ".join(str(error).split()) or type(error).__name__) from error
+    if is_16_bit:  # Pillow turns all values above 255 into white
+        raise UnreadableImage("16 bits of grey: convert it to 8 first")
+    return image
+
+
+def write_image(path: Path, image: Image) -> None:
+    """Writes a (H, W, 3) BGR image; its folder is made.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(image[:, :, ::-1]).save(path, quality=92)
+    except OSError as error:
+        raise UserError(f"cannot write '{path}': {error.strerror or error}") from error
 
 
 def build_predictor(
@@ -94,9 +180,9 @@ def get_category_id(cfg: CfgNode, class_index: int) -> int:
     return int(cfg.MODEL.CATEGORY_IDS[class_index]) if cfg.MODEL.CATEGORY_IDS else class_index + 1
 
 
-def predict_media(
+def predict_images(
     predictor: Callable[[Image], Mapping[str, Instances]],
-    media: Sequence[MediaFile],
+    files: Sequence[InputFile],
     *,
     cfg: CfgNode,
     score_threshold: float,
@@ -108,7 +194,7 @@ def predict_media(
     Args:
         predictor: a ``DefaultPredictor``, or another function from a (H, W, 3) BGR image,
             whatever ``cfg.INPUT.FORMAT`` is, to {"instances"}.
-        media: as of ``find_media``; images and frames are numbered from 1.
+        files: as of ``find_images``; images are numbered from 1.
         cfg: ``MODEL.CATEGORY_IDS`` and ``INPUT.MAX_SIZE_TEST`` are read.
         score_threshold: boxes below it are neither drawn nor returned.
         output_dir: folder for the drawn images; nothing is drawn if None.
@@ -116,40 +202,20 @@ def predict_media(
     """
     found = Predictions()
     image_ids = itertools.count(1)
-
-    def predict(image: Image, **origin: object) -> Instances:
-        instances = predictor(image)["instances"].to("cpu")
-        instances = instances[instances.scores >= score_threshold]
-        for box in instances_to_coco_json(instances, next(image_ids)):
-            category_id = get_category_id(cfg, box["category_id"])
-            found.results.append({**box, **origin, "category_id": category_id})
-        return instances
-
-    def predict_image(file: MediaFile, output: Path | None) -> None:
-        image = read_bgr(file.path)
-        short, long = sorted(image.shape[:2])
-        if short * cfg.INPUT.MAX_SIZE_TEST < long:
-            raise UnreadableMedia(f"{long} x {short} pixels is too elongated to be resized")
-        instances = predict(image, file_name=file.name)
-        found.num_images += 1
-        if output is not None:
-            write_image(output, draw(image, instances))
-
-    def predict_video(file: MediaFile, output: Path | None) -> None:
-        frames, fps, count = read_video(file.path)
-        bar = tqdm(frames, total=count, unit="frame", desc=file.name, leave=False)
-        with contextlib.nullcontext() if output is None else open_video(output, fps) as append:
-            for index, frame in enumerate(bar):
-                instances = predict(frame, file_name=file.name, frame=index)
-                found.num_frames += 1
-                if append is not None:
-                    append(draw(frame, instances))
-
-    pairs = zip(media, name_outputs(media), strict=True)
-    for file, name in tqdm(pairs, total=len(media), unit="file", desc="predicting"):
+    pairs = zip(files, name_outputs(files), strict=True)
+    for file, output in tqdm(pairs, total=len(files), unit="image", desc="predicting"):
         with found.skip_unreadable(file):
-            output = output_dir and output_dir / name
-            predict_video(file, output) if file.is_video else predict_image(file, output)
+            image = read_bgr(file.path)
+            short, long = sorted(image.shape[:2])
+            if short * cfg.INPUT.MAX_SIZE_TEST < long:
+                raise UnreadableImage(f"{long} x {short} pixels is too elongated to be resized")
+            instances = predictor(image)["instances"].to("cpu")
+            instances = instances[instances.scores >= score_threshold]
+            for box in instances_to_coco_json(instances, next(image_ids)):
+                category_id = get_category_id(cfg, box["category_id"])
+                found.results.append({**box, "file_name": file.name, "category_id": category_id})
+            if output_dir is not None:
+                write_image(output_dir / output, draw(image, instances))
     return found
 
 
@@ -158,28 +224,25 @@ def is_classifier(cfg: CfgNode) -> bool:
     return cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
 
-def classify_media(
-    score: Callable[[Path], Scores], media: Iterable[MediaFile], class_names: Sequence[str]
+def classify_images(
+    score: Callable[[Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
 ) -> Predictions:
-    """Classifies images; videos and images that cannot be read are skipped.
+    """Classifies images; files that cannot be read are skipped.
 
     Args:
         score: from an image's path to the scores (K,) of its classes, such as ``build_scorer``'s.
-        media: as of ``find_media``.
+        files: as of ``find_images``.
         class_names: of the K classes; where there are none, their numbers replace them.
     """
     found = Predictions()
-    for file in tqdm(list(media), unit="image", desc="classifying"):
+    for file in tqdm(files, unit="image", desc="classifying"):
         with found.skip_unreadable(file):
-            if file.is_video:
-                raise UnreadableMedia("a classifier takes images, not videos")
             scores = score(file.path)
             classes = [
                 {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
                 for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
             ]
             found.results.append({"file_name": file.name, "classes": classes})
-            found.num_images += 1
     return found
 
 
@@ -196,7 +259,7 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[Path], Scores]:
     def score(path: Path) -> Scores:
         entry = mapper({"file_name": str(path), "image_id": 0})
         if not isinstance(entry, dict):
-            raise UnreadableMedia("not an image" if entry is None else entry.reason)
+            raise UnreadableImage("not an image" if entry is None else entry.reason)
         scores: Scores = model([entry])[0]["scores"].float().cpu().numpy()
         return scores
 

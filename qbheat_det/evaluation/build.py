@@ -23,14 +23,13 @@ _LOSS = "loss_reconstruction"
 
 
 def build_evaluator(
-    cfg: CfgNode, dataset_name: str, output_dir: str | None = None, *, classifies: bool = False
+    cfg: CfgNode, dataset_name: str, *, classifies: bool = False
 ) -> DatasetEvaluator:
     """Returns the evaluator of a registered dataset.
 
     Args:
         cfg: ``TEST.COCO_EVAL_LIBRARY``, ``OUTPUT_DIR`` and ``MODEL.CLASS_NAMES`` are read.
         dataset_name: a name registered with Detectron2, with ``evaluator_type`` in its metadata.
-        output_dir: folder for the predictions; ``OUTPUT_DIR/inference/<dataset_name>`` if None.
         classifies: whether the images of class folders are to be classified; else their labels
             are not looked at.
 
@@ -39,8 +38,7 @@ def build_evaluator(
             or not installed.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
-    if output_dir is None:
-        output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
+    output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
     if kind == "reconstruction" and classifies:
         names = cfg.MODEL.CLASS_NAMES
         return ClassificationEvaluator(dataset_name, class_names=names, output_dir=output_dir)

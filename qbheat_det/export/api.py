@@ -24,8 +24,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import load_image_folders
-from qbheat_det.engine.media import UnreadableMedia, find_media, read_bgr
-from qbheat_det.engine.predict import build_predictor
+from qbheat_det.engine.predict import UnreadableImage, build_predictor, find_images, read_bgr
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
@@ -99,12 +98,12 @@ def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
     """
     source = ", ".join(paths) or _TOY_SET
     if paths:
-        files = [file.path for file in find_media(paths) if not file.is_video]
+        files = [file.path for file in find_images(paths)]
     else:
         files = [Path(record["file_name"]) for record in DatasetCatalog.get(source)]
     images: list[Images] = []
     for file in files[:: max(1, len(files) // _NUM_IMAGES)][:_NUM_IMAGES]:
-        with contextlib.suppress(UnreadableMedia):
+        with contextlib.suppress(UnreadableImage):
             images.append(read_bgr(file))
     if not images:
         raise UserError(f"no image of {source} can be read: name others with --images")

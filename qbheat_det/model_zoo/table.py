@@ -65,7 +65,7 @@ def _describe_entry(entry: ZooEntry) -> str:
         *map(_format_metric, entry.metrics),
     )
     items = "\n".join(f"- {line}" for line in lines)
-    command = "\n".join(f"    {line}" for line in entry.command.split("\n"))
+    command = f"```sh\n{entry.command}\n```"
     return f"### {entry.name}\n\n{entry.summary}\n\n{items}\n\n{command}"
 
 

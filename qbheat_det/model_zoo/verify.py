@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Verifies that an entry's file, the index and today's code agree on this machine."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from detectron2.modeling import Backbone
@@ -20,64 +19,50 @@ from .fingerprint import TOLERANCE, compare_fingerprints, compute_fingerprint
 from .index import Fingerprint, ZooEntry
 from .sources import fetch
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of each step of verification, "-" for a step that was not reached."""
-
-    name: str
-    file: str = "-"  # its hash and size
-    load: str = "-"  # number of tensors that were filled, of all
-    index: str = "-"  # task and costs
-    fingerprint: str = "-"  # largest deviation relative to its tolerance
-    error: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON, and ``is_verified``."""
-        return {**asdict(self), "is_verified": not self.error}
+_STEPS = ("file and hash", "tensors loaded", "index", "fingerprint")
 
 
-def verify_entry(entry: ZooEntry) -> Verdict:
+def verify_entry(entry: ZooEntry) -> dict[str, str]:
     """Fetches an entry, fills its model, and compares costs and outputs with the index.
 
-    Whatever is wrong with the entry is in the verdict and not raised.
+    Returns:
+        "name"; the result of each step, "-" for one that was not reached; and in "error" whatever
+        is wrong with the entry, which is not raised, else "".
     """
-    steps: dict[str, str] = {}
+    verdict = {"name": entry.name, **dict.fromkeys(_STEPS, "-"), "error": ""}
     try:
         get_config_path(entry.config)
         file = fetch(entry)
         _check_equal("size", entry.size, file.stat().st_size)
-        steps["file"] = "ok"
+        verdict["file and hash"] = "ok"
         trained = open_trained(str(file), device="cpu")
         assert trained.report is not None
-        groups = trained.report.groups.values()
-        total = sum(group.num_tensors for group in groups)
-        steps["load"] = f"{trained.report.num_loaded} of {total}"
+        total = sum(group.num_tensors for group in trained.report.groups.values())
+        verdict["tensors loaded"] = f"{trained.report.num_loaded} of {total}"
         for field, found in {"task": find_task(trained), **count_costs(trained)}.items():
             _check_equal(field, getattr(entry, field), found)
-        steps["index"] = "ok"
+        verdict["index"] = "ok"
         if entry.fingerprint is None:
             raise UserError("the index has no fingerprint: add the entry again with --replace")
         found = compute_fingerprint(trained.model, trained.cfg)
-        steps["fingerprint"] = check_fingerprint(entry.fingerprint, found)
+        verdict["fingerprint"] = check_fingerprint(entry.fingerprint, found)
     except UserError as error:
-        return Verdict(entry.name, **steps, error=str(error))
+        verdict["error"] = str(error)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of a model's own code
         reason = f"{type(error).__name__}: {one_line(error)}"
-        return Verdict(entry.name, **steps, error=f"the model does not run: {reason}")
-    return Verdict(entry.name, **steps)
+        verdict["error"] = f"the model does not run: {reason}"
+    return verdict
 
 
-def format_verdicts(verdicts: Sequence[Verdict]) -> str:
+def format_verdicts(verdicts: Sequence[Mapping[str, str]]) -> str:
     """Returns a table of the steps, then one line per error."""
-    headers = ("name", "file and hash", "tensors loaded", "index", "fingerprint")
-    rows = [(v.name, v.file, v.load, v.index, v.fingerprint) for v in verdicts]
-    errors = [f"{v.name}: {v.error}" for v in verdicts if v.error]
+    rows = [[verdict[column] for column in ("name", *_STEPS)] for verdict in verdicts]
+    errors = [f"{verdict['name']}: {verdict['error']}" for verdict in verdicts if verdict["error"]]
     end = (
         f"{len(verdicts) - len(errors)} of {len(verdicts)} verified: raw outputs may differ by "
         f"{TOLERANCE:g} of their standard deviation."
     )
-    return "\n".join([tabulate(rows, headers, tablefmt="github"), *errors, end])
+    return "\n".join([tabulate(rows, ("name", *_STEPS), tablefmt="github"), *errors, end])
 
 
 def find_task(trained: TrainedModel) -> str:

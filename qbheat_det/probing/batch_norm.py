@@ -91,15 +91,14 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 
 
 def read_whole_images(
-    cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int, *, seed: int = 0
+    cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
     """Returns images as the config's model would see them in evaluation.
 
     Args:
         cfg: names the mapper.
         records: dicts with ``file_name``, for that mapper.
-        num_images: how many, drawn at random; all where there are fewer.
-        seed: of the draw.
+        num_images: how many, always the same random ones; all where there are fewer.
 
     Returns:
         (3, H, W) each, in pixels. What cannot be read is left out and named in the log.
@@ -107,7 +106,7 @@ def read_whole_images(
     Raises:
         UserError: no image can be read.
     """
-    chosen = random.Random(seed).sample(list(records), min(num_images, len(records)))
+    chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)
     workers = cfg.DATALOADER.NUM_WORKERS
     batches = ImageBatches(chosen, mapper=mapper, num_workers=workers, shared=False)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu import FromMemory, compare, run
+from benchmarks.gpu import compare, run
 from benchmarks.timing import set_threads
 
 
@@ -37,17 +37,6 @@ def test_each_form_of_ours_stands_beside_each_of_a_peers(monkeypatch: pytest.Mon
     assert len(rows) == 2 * 4
     peers = {dtype for name, _, dtype in built if "detr_r" in name}
     assert peers == {torch.bfloat16}
-
-
-def test_images_from_memory_are_those_of_the_device() -> None:
-    seen = []
-    images = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 2, 2)
-    step = FromMemory(images, lambda batch: seen.append(batch))
-    for _ in range(3):
-        step()
-    assert len(seen) == 3
-    for batch in seen:
-        torch.testing.assert_close(batch, images)
 
 
 @pytest.mark.gpu

@@ -6,14 +6,6 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import growth
-from benchmarks.growth import rows_of
-
-
-def test_a_ratio_below_one_says_that_the_cost_grows_faster_than_in_proportion() -> None:
-    rows = rows_of("pixels", {"285m_eager": {1.0: 2.0, 2.0: 4.0, 4.0: 16.0}})
-    assert [row.ratio for row in rows] == [1.0, 1.0, 0.5]
-    assert [row.peer for row in rows] == [2.0, 4.0, 8.0]
-    assert rows[2].name == "growth/pixels/285m_eager/4"
 
 
 def test_a_quick_run_measures_all_axes_and_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

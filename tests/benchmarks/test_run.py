@@ -68,13 +68,3 @@ def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
     assert {*tmp_path.rglob("*.json")} == {folder / "training_speed.json", folder / ENVIRONMENTS}
     assert json.loads((folder / "training_speed.json").read_text())[0]["ratio"] == 2.0
     assert "1 threads" in json.loads((folder / ENVIRONMENTS).read_text())["training_speed"]
-
-
-def test_an_unknown_benchmark_is_refused_and_list_names_all(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        run.main(["--only", "speed"])
-    assert "speed" in capsys.readouterr().err
-    run.main(["--list"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*run.BENCHMARKS]

@@ -7,7 +7,6 @@ from pathlib import Path
 from benchmarks.timing import (
     Result,
     Sample,
-    peak_memory_in_turns,
     samples_in_rounds,
     write_results,
 )
@@ -49,9 +48,3 @@ def test_results_are_written_as_a_list_and_replace_the_old_file_whole(tmp_path: 
     row = {"name": "latency/a_vs_b", "ours": 0.5, "peer": 2.0, "unit": "s", "ratio": 4.0}
     assert json.loads(path.read_text()) == [row]
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_peak_memory_is_what_each_fresh_process_prints_last() -> None:
-    commands = {"ours": ["-c", "print('loading'); print(12.5)"], "peer": ["-c", "print(50)"]}
-    samples = peak_memory_in_turns(commands, rounds=2)
-    assert samples == {"ours": Sample(12.5, 12.5, 12.5), "peer": Sample(50.0, 50.0, 50.0)}

@@ -1,21 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Steps before and after: fair turns, processes of two trees, sentences where one cannot be had."""
 
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import training_speed
-from benchmarks.timing import ROOT
 from benchmarks.training_speed import (
-    BEFORE,
     Turns,
-    export_tree,
     take_turns,
 )
-from benchmarks.workers import LeftOut
 
 
 def test_contenders_take_turns_and_each_goes_first_as_often() -> None:
@@ -34,31 +28,6 @@ def test_contenders_take_turns_and_each_goes_first_as_often() -> None:
         "before": Turns([0.25, 0.25], 1.0, 100.0),
         "after": Turns([0.5, 0.5], 3.0, 100.0),
     }
-
-
-def test_without_git_or_the_commit_a_sentence_and_no_rows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(training_speed, "BEFORE", "0" * 40)
-    assert training_speed.run(quick=True, cases=["qb_heat_285m"], threads=1) == []
-    assert "nothing to compare with: " in capsys.readouterr().out
-
-    def no_git(*_: object, **__: object) -> None:
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(training_speed.subprocess, "run", no_git)
-    with pytest.raises(LeftOut, match="there is no git here"):
-        export_tree(BEFORE, tmp_path)
-
-
-def test_the_copy_is_the_package_without_weights(tmp_path: Path) -> None:
-    known = subprocess.run(["git", "cat-file", "-e", BEFORE], cwd=ROOT, capture_output=True)
-    if known.returncode:
-        pytest.skip("git's history here does not reach back")
-    tree = export_tree(BEFORE, tmp_path / "before")
-    assert {path.name for path in tree.iterdir()} == {"qbheat_det", "configs"}
-    assert (tree / "qbheat_det" / "engine" / "trainer.py").is_file()
-    assert not list(tree.rglob("*.safetensors"))
 
 
 @pytest.mark.slow

@@ -88,9 +88,8 @@ def test_fixed_views_without_sense_are_refused(count: int, seed: int, key: str) 
         FixedViews(dict, count, seed)
 
 
-@pytest.mark.parametrize("name", ["pretrain", "classify", "two_views"])
-def test_an_image_that_cannot_be_read_is_an_error_or_stops_a_detector(
-    name: str, tmp_path: Path
+def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere(
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "a.jpg").write_bytes(b"no picture")
     record = {"file_name": str(tmp_path / "a.jpg"), "label": 0}
@@ -98,7 +97,5 @@ def test_an_image_that_cannot_be_read_is_an_error_or_stops_a_detector(
     cfg.INPUT.FORMAT = "RGB"
     with pytest.raises(UserError, match=r"a\.jpg"):
         build_mapper(cfg, True)(record)
-    cfg.INPUT.DATASET_MAPPER_NAME = name
-    found = build_mapper(cfg, True)(record)
-    assert isinstance(found, DataError)
-    assert "a.jpg" in found.message
+    for cfg.INPUT.DATASET_MAPPER_NAME in ("pretrain", "classify", "two_views"):
+        assert isinstance(build_mapper(cfg, True)(record), DataError)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from detectron2.engine import DefaultPredictor
 from torch import nn
 from torch.testing import assert_close
 
@@ -49,14 +48,6 @@ def test_boxes_are_those_of_the_plain_model_on_odd_sizes_and_in_batches(kind: st
     assert {step for step, text in deployed.report.items() if not text.startswith("no: ")} == {
         "fold", "fuse", "channels-last",
     }  # fmt: skip
-
-
-@torch.no_grad()
-def test_fcos_too() -> None:
-    changes = {"FCOS__IN_FEATURES": ["p3", "p4"], "FCOS__SCORE_THRESH_TEST": 0.01}
-    changes = {f"MODEL__{key}": value for key, value in changes.items()}
-    model = build(make_config("retinanet", MODEL__META_ARCHITECTURE="SyncFCOS", **changes))
-    assert_same_boxes(deploy(model)(entries((67, 101))), model(entries((67, 101))))
 
 
 @torch.no_grad()
@@ -129,14 +120,3 @@ def test_the_config_names_every_setting(monkeypatch: pytest.MonkeyPatch) -> None
     assert settings == {
         "precision": "float32", "compile": "auto", "image_sizes": [], "keep_memory": False,
     }  # fmt: skip
-
-
-def test_a_default_predictor_takes_it(tmp_path: Any) -> None:
-    cfg = make_config("mf_detr")
-    cfg.MODEL.WEIGHTS = str(tmp_path / "weights.pth")
-    torch.save({"model": build(cfg).state_dict()}, cfg.MODEL.WEIGHTS)
-    image = entries((60, 80))[0]["image"].permute(1, 2, 0).numpy()
-    predictor = DefaultPredictor(cfg)
-    expected = predictor(image)
-    predictor.model = deploy(predictor.model)
-    assert_same_boxes([predictor(image)], [expected])

@@ -3,20 +3,19 @@
 
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.media import find_media, name_outputs
 from qbheat_det.engine.predict import (
     Predictions,
     build_predictor,
+    find_images,
     get_category_id,
-    predict_media,
+    name_outputs,
+    predict_images,
 )
 from tests.engine.tiny_detectors import (
     make_probe_config,
@@ -33,14 +32,6 @@ def _save_image(path: Path, color: tuple[int, int, int] = RED, size: tuple[int, 
     return path
 
 
-def _save_video(path: Path, num_frames: int, size: tuple[int, int] = (48, 32)) -> Path:
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, size)
-    for _ in range(num_frames):
-        writer.write(np.full((size[1], size[0], 3), (0, 0, 255), np.uint8))  # BGR: red
-    writer.release()
-    return path
-
-
 def _run(
     cfg: CfgNode,
     weights: str,
@@ -49,9 +40,9 @@ def _run(
     score_threshold: float = 0.0,
 ) -> Predictions:
     cfg.MODEL.WEIGHTS = weights
-    return predict_media(
+    return predict_images(
         build_predictor(cfg),
-        find_media([str(path) for path in inputs]),
+        find_images([str(path) for path in inputs]),
         cfg=cfg,
         score_threshold=score_threshold,
         output_dir=output,
@@ -66,15 +57,13 @@ def probe(tmp_path: Path) -> tuple[CfgNode, str]:
 
 
 @pytest.mark.parametrize(("pixel_format", "red"), [("RGB", 1.0), ("BGR", 0.0)])
-@pytest.mark.parametrize("video", [False, True], ids=["image", "video"])
 def test_the_model_sees_channels_in_the_order_of_its_config(
-    tmp_path: Path, pixel_format: str, red: float, video: bool
+    tmp_path: Path, pixel_format: str, red: float
 ) -> None:
     cfg = make_probe_config()
     cfg.INPUT.FORMAT = pixel_format
     weights = save_run(cfg, tmp_path / "run")
-    source = _save_video(tmp_path / "v.mp4", 1) if video else _save_image(tmp_path / "red.png")
-    (box,) = _run(cfg, weights, [source]).results
+    (box,) = _run(cfg, weights, [_save_image(tmp_path / "red.png")]).results
     assert box["score"] == pytest.approx(red, abs=0.03)
 
 
@@ -106,37 +95,15 @@ def test_an_image_is_turned_upright_as_its_exif_says(
     assert Image.open(tmp_path / "out" / "turned.jpg").size == (100, 200)
 
 
-def test_each_frame_of_a_video_is_an_image_of_its_own(
-    probe: tuple[CfgNode, str], tmp_path: Path
-) -> None:
-    inputs = [_save_image(tmp_path / "a.png"), _save_video(tmp_path / "v.avi", 3)]
-    found = _run(*probe, inputs, tmp_path / "out")
-    assert [(b["image_id"], b.get("frame")) for b in found.results] == [
-        (1, None),
-        (2, 0),
-        (3, 1),
-        (4, 2),
-    ]
-    written = cv2.VideoCapture(str(tmp_path / "out" / "v.mp4"))
-    frames = []
-    while (frame := written.read())[0]:
-        frames.append(frame[1])
-    assert [frame.shape for frame in frames] == [(32, 48, 3)] * 3
-    assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
-
-
 def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
     folder = tmp_path / "in"
     whole = _save_image(folder / "whole.jpg", size=(64, 64)).read_bytes()
     (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (folder / "text.png").write_text("not a picture")
-    (folder / "text.mp4").write_text("not a video")
     _save_image(folder / "thread.png", size=(3000, 1))
     found = _run(*probe, [folder], tmp_path / "out")
     assert [Path(path).name for path, _ in found.skipped] == [
         "cut.jpg",
-        "text.mp4",
         "text.png",
         "thread.png",
     ]
@@ -150,16 +117,16 @@ def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
         _save_image(tmp_path / name)
     (tmp_path / "in" / "notes.txt").write_text("")
     inputs = [str(tmp_path / "in"), str(tmp_path / "in" / "a.png"), str(tmp_path / "b")]
-    media = find_media(inputs, exclude=tmp_path / "in" / "out")
-    assert [m.name for m in media] == ["A.PNG", "a.bmp", "a.png", "deep/a.png", "a.png"]
-    names = [path.as_posix() for path in name_outputs(media)]
+    files = find_images(inputs, exclude=tmp_path / "in" / "out")
+    assert [file.name for file in files] == ["A.PNG", "a.bmp", "a.png", "deep/a.png", "a.png"]
+    names = [path.as_posix() for path in name_outputs(files)]
     assert names == ["A.png", "a-2.png", "a-3.png", "deep/a.png", "a-4.png"]
 
 
 def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
     for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
         with pytest.raises(UserError, match=name):
-            find_media([name])
+            find_images([name])
 
 
 def test_the_model_holds_the_tensors_of_the_file(tmp_path: Path) -> None:

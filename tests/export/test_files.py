@@ -15,7 +15,7 @@ from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.export import ExportedModel, export_model
 from qbheat_det.export.api import read_images
-from tests.export.tiny_models import build, make_config, save, save_model, save_photos
+from tests.export.tiny_models import make_config, save, save_model, save_photos
 from tests.tool_modules import load_tool
 
 
@@ -107,18 +107,6 @@ def test_the_tool_prints_the_differences_and_keeps_existing_files(
             load_tool("export").main(changed)
         assert "--" in capsys.readouterr().err
     assert Path(arguments[-1]).read_bytes() == content
-
-
-def test_a_program_of_torch_export_gives_the_scores_of_its_model(
-    program: tuple[list[str], str],
-) -> None:
-    cfg = make_config("classifier", INPUT__CLASSIFY__TEST_CROP=1.0)
-    # Of the model's own size, so that nothing is resized.
-    images = np.random.default_rng(1).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
-    with torch.no_grad():
-        found = build(cfg)([{"image": torch.from_numpy(x).permute(2, 0, 1)} for x in images])
-    scores = torch.from_numpy(ExportedModel.open(program[0][-1])(images))
-    torch.testing.assert_close(scores, torch.stack([one["scores"] for one in found]))
 
 
 def test_pickles_and_libraries_in_a_program_are_not_run(

@@ -138,18 +138,17 @@ def test_an_encoder_and_its_heads_are_one_model(
         ExportedModel.open(folder / "encoder.onnx")
 
 
-@pytest.mark.parametrize(("pixel_format", "score"), [("RGB", 1.0), ("BGR", 0.0)])
 def test_predict_gives_a_detector_its_pixel_format_and_category_ids(
-    predict: ModuleType, tmp_path: Path, pixel_format: str, score: float
+    predict: ModuleType, tmp_path: Path
 ) -> None:
-    weights = write(tmp_path / "m.onnx", DETECTOR, **describe(pixel_format=pixel_format))
-    arguments = ["--weights", str(weights), "--input", save_image(tmp_path / "red.png")]
-    arguments += ["--json", str(tmp_path / "r.json"), "--output", str(tmp_path / "drawn")]
-    assert predict.main([*arguments, "--score-threshold", "0", "--device", "cpu"]) == 0
-    (found,) = json.loads((tmp_path / "r.json").read_text())
-    assert (found["category_id"], found["bbox"]) == (9, [0, 0, 64, 96])
-    assert found["score"] == pytest.approx(score)
-    assert (np.asarray(Image.open(tmp_path / "drawn" / "red.png")) != (255, 0, 0)).any()
+    arguments = ["--input", save_image(tmp_path / "red.png"), "--json", str(tmp_path / "r.json")]
+    arguments += ["--score-threshold", "0", "--device", "cpu", "--weights"]
+    for pixel_format, score in (("RGB", 1.0), ("BGR", 0.0)):
+        weights = write(tmp_path / "m.onnx", DETECTOR, **describe(pixel_format=pixel_format))
+        assert predict.main([*arguments, str(weights)]) == 0
+        (found,) = json.loads((tmp_path / "r.json").read_text())
+        assert (found["category_id"], found["bbox"]) == (9, [0, 0, 64, 96])
+        assert found["score"] == pytest.approx(score)
 
 
 def test_predict_names_the_classes_of_an_exported_classifier(
@@ -159,12 +158,9 @@ def test_predict_names_the_classes_of_an_exported_classifier(
     (tmp_path / "in").mkdir()
     save_image(tmp_path / "in" / "a.png", (10, 49, 141))
     (tmp_path / "in" / "b.png").write_text("no image")
-    (tmp_path / "in" / "c.mp4").write_text("no video")
     arguments = ["--weights", str(weights), "--input", str(tmp_path / "in"), "--device", "cpu"]
     assert predict.main([*arguments, "--json", str(tmp_path / "r.json")]) == 1
-    errors = capsys.readouterr().err
-    assert "b.png" in errors
-    assert "c.mp4" in errors
+    assert "b.png" in capsys.readouterr().err
     (found,) = json.loads((tmp_path / "r.json").read_text())
     assert [entry["name"] for entry in found["classes"]] == ["blue", "green", "red"]
     scores = [entry["score"] for entry in found["classes"]]
@@ -174,12 +170,9 @@ def test_predict_names_the_classes_of_an_exported_classifier(
 def test_predict_refuses_what_an_exported_file_cannot_do(
     predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    detector = write(tmp_path / "m.onnx", DETECTOR, **describe())
     backbone = write(tmp_path / "b.onnx", ENCODER, **describe("features"))
-    overrides = ["INPUT.MIN_SIZE_TEST", "48"]
     image = save_image(tmp_path / "a.png")
-    for weights, more in ((detector, overrides), (backbone, []), (tmp_path / "none.onnx", [])):
-        arguments = ["--weights", str(weights), "--input", image, "--device", "cpu"]
+    for weights in (str(backbone), str(tmp_path / "none.onnx")):
         with pytest.raises(SystemExit, match="2"):
-            predict.main([*arguments, "--json", str(tmp_path / "r.json"), *more])
-        assert str(weights) in capsys.readouterr().err
+            predict.main(["--weights", weights, "--input", image, "--json", "r", "--device", "cpu"])
+        assert weights in capsys.readouterr().err

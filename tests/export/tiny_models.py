@@ -16,77 +16,39 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_config_path, load_config
 from tests.engine.gradient_cases import BLOCKS
 
-_SHARED: dict[str, Any] = {
-    "MODEL.MOBILE_FORMER.BLOCKS": BLOCKS,
-    "MODEL.MOBILE_FORMER.STEM_CHANNELS": 8,
-    "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": 32,
-    "MODEL.MOBILE_FORMER.NUM_TOKENS": 2,
-    "MODEL.MOBILE_FORMER.TOKEN_DIM": 16,
-    "MODEL.BACKBONE.FREEZE_AT": 5,
-    "MODEL.DEVICE": "cpu",
-    "INPUT.MIN_SIZE_TEST": 64,
-    "INPUT.MAX_SIZE_TEST": 112,
-}
-_RETINANET: dict[str, Any] = {
-    "MODEL.FPN.OUT_CHANNELS": 16,
-    "MODEL.RETINANET.NUM_CONVS": 1,
-    "MODEL.RETINANET.NUM_CLASSES": 3,
-    "MODEL.RETINANET.PRIOR_PROB": 0.5,
-    "MODEL.CLASS_NAMES": ["square", "disc", "cross"],
-    "MODEL.CATEGORY_IDS": [4, 9, 11],
-    "TEST.DETECTIONS_PER_IMAGE": 20,
-}
-_MF_DETR: dict[str, Any] = {
-    "MODEL.META_ARCHITECTURE": "MFDETR",
-    "MODEL.BACKBONE.NAME": "MobileFormer",
-    "MODEL.MF_DETR.NUM_BLOCKS": [1, 1, 1],
-    "MODEL.MF_DETR.HIDDEN_DIM": 16,
-    "MODEL.MF_DETR.NHEADS": 2,
-    "MODEL.MF_DETR.DIM_FEEDFORWARD": 32,
-    "MODEL.MF_DETR.NUM_OBJECT_QUERIES": 8,
-    "MODEL.MF_DETR.NUM_CLASSES": 2,
-    "MODEL.CLASS_NAMES": ["cat", "dog"],
-    "MODEL.CATEGORY_IDS": [17, 18],
-}
+_SHARED = """
+MODEL.MOBILE_FORMER.STEM_CHANNELS 8 MODEL.MOBILE_FORMER.EXPANDED_CHANNELS 32
+MODEL.MOBILE_FORMER.NUM_TOKENS 2 MODEL.MOBILE_FORMER.TOKEN_DIM 16
+MODEL.BACKBONE.FREEZE_AT 5 MODEL.DEVICE cpu INPUT.MIN_SIZE_TEST 64 INPUT.MAX_SIZE_TEST 112 """
+_RETINANET = """
+MODEL.FPN.OUT_CHANNELS 16 MODEL.RETINANET.NUM_CONVS 1 MODEL.RETINANET.NUM_CLASSES 3
+MODEL.RETINANET.PRIOR_PROB 0.5 TEST.DETECTIONS_PER_IMAGE 20
+MODEL.CLASS_NAMES ["square","disc","cross"] MODEL.CATEGORY_IDS [4,9,11] """
+_MF_DETR = """
+MODEL.META_ARCHITECTURE MFDETR MODEL.BACKBONE.NAME MobileFormer MODEL.MF_DETR.NUM_BLOCKS [1,1,1]
+MODEL.MF_DETR.HIDDEN_DIM 16 MODEL.MF_DETR.NHEADS 2 MODEL.MF_DETR.DIM_FEEDFORWARD 32
+MODEL.MF_DETR.NUM_OBJECT_QUERIES 8 MODEL.MF_DETR.NUM_CLASSES 2
+MODEL.CLASS_NAMES ["cat","dog"] MODEL.CATEGORY_IDS [17,18] """
 # Few operators, because the exporter takes time for each.
-_TWO_MAPS: dict[str, Any] = {
-    **_RETINANET,
-    "MODEL.BACKBONE.NAME": "build_fpn_backbone",
-    "MODEL.FPN.BOTTOM_UP": "TwoMaps",
-}
-_TWO_CLASSES: dict[str, Any] = {
-    **_TWO_MAPS,
-    "MODEL.RETINANET.NUM_CLASSES": 2,
-    "MODEL.CLASS_NAMES": ["cat", "dog"],
-    "MODEL.CATEGORY_IDS": [17, 18],
-}
-_FCOS: dict[str, Any] = {
-    **_TWO_MAPS,
-    "MODEL.META_ARCHITECTURE": "SyncFCOS",
-    "MODEL.FCOS.NUM_CLASSES": 3,
-    "MODEL.FCOS.NUM_CONVS": 1,
-    "MODEL.FCOS.IN_FEATURES": ["p3", "p4"],
-    "MODEL.FCOS.NORM": "",
-    "MODEL.FCOS.PRIOR_PROB": 0.5,
-}
-_QB_HEAT: dict[str, Any] = {"MODEL.MOBILE_FORMER.VARIANT": "custom", "INPUT.MIN_SIZE_TEST": 48}
-_CLASSIFIER: dict[str, Any] = {
-    "MODEL.META_ARCHITECTURE": "ImageClassifier",
-    "MODEL.BACKBONE.NAME": "TwoMaps",
-    "MODEL.CLASSIFIER.IN_FEATURE": "s16",
-    "MODEL.CLASSIFIER.NUM_CLASSES": 3,
-    "MODEL.CLASS_NAMES": ["red", "green", "blue"],
-    "INPUT.DATASET_MAPPER_NAME": "classify",
-    "INPUT.PRETRAIN.SIZE": 32,
-}
+_TWO_MAPS = f"{_RETINANET} MODEL.BACKBONE.NAME build_fpn_backbone MODEL.FPN.BOTTOM_UP TwoMaps "
+_TWO_CLASSES = """
+MODEL.RETINANET.NUM_CLASSES 2 MODEL.CLASS_NAMES ["cat","dog"] MODEL.CATEGORY_IDS [17,18] """
+_FCOS = """
+MODEL.META_ARCHITECTURE SyncFCOS MODEL.FCOS.NUM_CLASSES 3 MODEL.FCOS.NUM_CONVS 1
+MODEL.FCOS.IN_FEATURES ["p3","p4"] MODEL.FCOS.NORM '' MODEL.FCOS.PRIOR_PROB 0.5 """
+_CLASSIFIER = """
+MODEL.META_ARCHITECTURE ImageClassifier MODEL.BACKBONE.NAME TwoMaps
+MODEL.CLASSIFIER.IN_FEATURE s16 MODEL.CLASSIFIER.NUM_CLASSES 3
+MODEL.CLASS_NAMES ["red","green","blue"] INPUT.DATASET_MAPPER_NAME classify
+INPUT.PRETRAIN.SIZE 32 """
 KINDS = {
     "classifier": _CLASSIFIER,
     "retinanet": _RETINANET,
     "mf_detr": _MF_DETR,
     "two_maps": _TWO_MAPS,
-    "two_classes": _TWO_CLASSES,
-    "fcos": _FCOS,
-    "qb_heat": _QB_HEAT,
+    "two_classes": _TWO_MAPS + _TWO_CLASSES,
+    "fcos": _TWO_MAPS + _FCOS,
+    "qb_heat": "MODEL.MOBILE_FORMER.VARIANT custom INPUT.MIN_SIZE_TEST 48",
 }
 
 
@@ -109,9 +71,9 @@ class TwoMaps(Backbone):
 
 def make_config(kind: str, **changes: Any) -> CfgNode:
     """Returns the config of a tiny model; ``changes`` name keys with ``__`` for dots."""
-    opts = {**_SHARED, **KINDS[kind]}
-    opts |= {key.replace("__", "."): value for key, value in changes.items()}
-    words = [word for key, value in opts.items() for word in (key, str(value))]
+    words = [*_SHARED.split(), "MODEL.MOBILE_FORMER.BLOCKS", str(BLOCKS), *KINDS[kind].split()]
+    for key, value in changes.items():
+        words += [key.replace("__", "."), str(value)]
     base = "qb_heat" if kind == "qb_heat" else "retinanet"
     return load_config(get_config_path(f"demo/toy_{base}.yaml"), words)
 

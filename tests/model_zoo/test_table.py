@@ -31,12 +31,12 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(
 
 
 def test_all_fields_of_an_entry_are_rendered(ship: MakeEntry) -> None:
-    entry = ship(command="echo '```'\nrm x")
+    entry = ship(command="echo 1\nrm x")
     text = render_entries([entry])
     for word in (
         *(entry.summary, entry.file, entry.sha256, entry.data, entry.data_licence, entry.licence),
         *(entry.commit, entry.date, f"(configs/{entry.config})", "](#retinanettiny)", "AP 12.5 %"),
-        "\n\n    echo '```'\n    rm x",
+        "\n\n```sh\necho 1\nrm x\n```",
     ):
         assert word in text
 

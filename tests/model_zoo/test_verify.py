@@ -63,7 +63,7 @@ def test_the_tool_verifies_entries_and_exits_with_1_for_a_wrong_one(
     save_index([entry, missing])
     assert main(["verify", "qb_heat/gone", "--json"]) == 1
     (verdict,) = json.loads(capsys.readouterr().out)
-    assert (verdict["is_verified"], verdict["load"]) == (False, "-")
+    assert verdict["tensors loaded"] == "-"
     assert "qb_heat-gone.safetensors" in verdict["error"]
     # Other weights with the right hash: only the fingerprint can show it.
     save_index([_change_weights(entry, shipped)])
@@ -87,7 +87,7 @@ def test_a_wrong_field_of_the_index_is_named(
         ({"fingerprint": None}, "fingerprint"),
     ]
     for change, field in changes:
-        assert field in verify_entry(dataclasses.replace(entry, **change)).error
+        assert field in verify_entry(dataclasses.replace(entry, **change))["error"]
 
 
 def test_a_damaged_file_and_code_that_fails_are_reported(
@@ -97,9 +97,9 @@ def test_a_damaged_file_and_code_that_fails_are_reported(
         raise RuntimeError("shapes\ndo not match")
 
     monkeypatch.setattr(verify_module, "open_trained", fail)
-    assert verify_entry(entry).error.endswith("RuntimeError: shapes do not match")
+    assert verify_entry(entry)["error"].endswith("RuntimeError: shapes do not match")
     with (shipped / entry.file).open("ab") as stream:
         stream.write(b"\0")
     verdict = verify_entry(entry)
-    assert (verdict.file, verdict.load) == ("-", "-")
-    assert entry.file in verdict.error
+    assert verdict["file and hash"] == verdict["tensors loaded"] == "-"
+    assert entry.file in verdict["error"]

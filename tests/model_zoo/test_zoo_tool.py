@@ -3,7 +3,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -82,13 +81,3 @@ def test_metrics_are_read_from_the_command_line(
     with pytest.raises(SystemExit, match="2"):
         TOOL.main([*command, "AP", "high", "%", "shapes val"])
     assert "'high'" in capsys.readouterr().err
-
-
-def test_every_example_is_understood() -> None:
-    for text in (TOOL.__doc__, DOCS):
-        commands = re.findall(
-            r"^ *(?:\w+=\S+ )?python tools/zoo\.py (.*)$", text.replace("\\\n", " "), re.MULTILINE
-        )
-        assert len(commands) >= 5
-        for command in commands:
-            TOOL.parse_args(shlex.split(command, comments=True))

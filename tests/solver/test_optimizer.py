@@ -47,7 +47,6 @@ def naive_settings(model: nn.Module, decay: float, weight_decay: float) -> dict[
             continue
         parts = name.removeprefix(prefix).split(".")
         block = "/".join(parts[:3]) if parts[0] == "stages" else parts[0]
-        block = "/".join(parts[:2]) if parts[0].startswith("res") else block  # ResNet's res2.0 …
         block = "stem" if block == "tokens" else block
         layers += [block] if block not in layers else []
         places[name] = layers.index(block)
@@ -176,3 +175,15 @@ def test_invalid_settings_are_refused_by_key(key: str, value: str) -> None:
         build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(UserError, match="Sequential has no backbone"):
         parameter_groups(nn.Sequential(nn.Linear(2, 2)), **PLAIN, layer_decay=0.9)
+
+
+def test_the_token_path_of_a_mobile_former_has_a_rate_of_its_own() -> None:
+    cfg = load_config(get_config_path("objectives/qb_heat.yaml"), CPU)
+    model = build_model(cfg)
+    groups = parameter_groups(model, **{**PLAIN, "backbone_multiplier": 0.5}, token_multiplier=0.1)
+    rates = {p: group["lr"] for group in groups for p in group["params"]}
+    paths = (".mobile_to_former.", ".former.", "backbone.tokens")
+    for name, parameter in model.named_parameters():
+        rate = 0.5 if name.startswith("backbone.") else 1.0
+        rate *= 0.1 if any(path in name for path in paths) else 1.0
+        assert rates[parameter] == pytest.approx(rate), name
