@@ -90,7 +90,8 @@ class Detections:
         return draw_instances(self.image, self.instances, self.class_names)
 
     def save(self, path: str | Path) -> None:
-        """Writes the drawn image."""
+        """Writes the drawn image; its folder is made."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.fromarray(self.draw()).save(path)
 
     def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:

@@ -85,12 +85,12 @@ def solve_steady_heat(values: npt.ArrayLike) -> FloatMap:
     The outermost values are given; the others become the mean of their four neighbours.
 
     Raises:
-        ValueError: a map has nothing inside its border.
+        NotApplicable: a map has nothing inside its border.
     """
     maps = np.array(values, dtype=np.float64)
     height, width = maps.shape[-2:]
     if height < 3 or width < 3:
-        raise ValueError(f"a map of {height} x {width} has no position inside its border")
+        raise NotApplicable(f"a map of {height} x {width} has no position inside its border")
     inside = np.zeros((height, width), dtype=np.bool_)
     inside[1:-1, 1:-1] = True
     # Number of neighbours on the diagonal, -1 for each of them: of a grid, the sum of two paths'.
@@ -175,10 +175,7 @@ def _compute(run: Run, files: Sequence[str], wanted: str | None, size: int | Non
         chosen = names.index(wanted) if wanted is not None else None
         cam = compute_class_activation(model, images, chosen)
         activation = cam.maps[0].double().cpu().numpy()
-        try:
-            steady = solve_steady_heat(activation)
-        except ValueError as error:
-            raise NotApplicable(f"'{run.label}': {error}") from error
+        steady = solve_steady_heat(activation)
         pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
         name = names[int(cam.classes[0])]
         found.append(_Heat(pixels, name, float(cam.scores[0]), activation, steady))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import info_of
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 from qbheat_det.modeling.contracts import FixedSizeModel
 from qbheat_det.probing import find_feature
@@ -57,7 +56,7 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
     A position whose features are all equal is correlated with none.
 
     Raises:
-        ValueError: a map has less than two positions.
+        NotApplicable: a map has less than two positions.
     """
     vectors = features.float().flatten(2).transpose(1, 2)
     centred = vectors - vectors.mean(dim=-1, keepdim=True)
@@ -66,7 +65,7 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
     vectors = F.normalize(centred * differ, dim=-1)
     positions = vectors.shape[1]
     if positions < 2:
-        raise ValueError(f"correlation needs two positions of a map, but there is {positions}")
+        raise NotApplicable(f"correlation needs two positions of a map, but there is {positions}")
     correlations = (vectors @ vectors.transpose(1, 2)).abs()
     off_diagonal = correlations.sum(dim=(1, 2))
     off_diagonal = off_diagonal - correlations.diagonal(dim1=1, dim2=2).sum(dim=1)
@@ -175,10 +174,7 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     if wanted is None and run.kind != "detector":
         name = cast(FixedSizeModel, run.model).in_feature
     else:  # of a detector the coarsest
-        try:
-            name = find_feature(encoder, wanted or "")
-        except UserError as error:
-            raise NotApplicable(f"'{run.label}': {error}") from error
+        name = find_feature(encoder, wanted or "")
     entries = crop_squares(run.cfg, files, size)
     info = info_of(str(run.weights))
     untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
@@ -188,10 +184,7 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
         images = [entry["image"] for entry in entries]
         recalibrate_bn(encoder, images, pixel_mean=keys.PIXEL_MEAN, pixel_std=keys.PIXEL_STD)
     batches = batch_images(run.model, entries, f"correlation, {run.label}")
-    try:
-        with torch.no_grad():
-            encoder.eval()
-            found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
-            return _Correlation(name, torch.cat(found).tolist(), untrained)
-    except ValueError as error:
-        raise NotApplicable(f"'{run.label}': {error}") from error
+    with torch.no_grad():
+        encoder.eval()
+        found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
+    return _Correlation(name, torch.cat(found).tolist(), untrained)

@@ -116,11 +116,10 @@ def read_set(name: str) -> DetectionSet:
     """
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
-    if not json_file:
-        raise NotApplicable(f"'{name}' has no annotation file in COCO's format")
-    content = json_module.loads(Path(json_file).read_bytes())  # was checked when it was registered
+    # The file was checked when the set was registered.
+    content = json_module.loads(Path(json_file).read_bytes()) if json_file else {}
     if not content.get("annotations"):
-        raise NotApplicable(f"'{json_file}' has no boxes")
+        raise NotApplicable(f"'{name}' has no boxes in COCO's format")
     categories = sorted(content["categories"], key=lambda category: category["id"])
     names, ids = zip(*((str(one["name"]), int(one["id"])) for one in categories), strict=True)
     root = Path(metadata.get("image_root") or "")
@@ -205,7 +204,7 @@ def draw_predictions(
 ) -> dict[str, Image]:
     """Draws ground truth and the detections of each run on so many images of the dataset.
 
-    They are spread over its ids; images that cannot be read are left out.
+    They are spread over its ids.
     """
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
     number = min(number, len(records))
@@ -216,8 +215,6 @@ def draw_predictions(
     images: dict[str, Image] = {}
     for record in (records[index * len(records) // number] for index in range(number)):
         pixels = _read(dataset, record)
-        if pixels is None:
-            continue
         scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
         small = plotting.shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
         panels = []
@@ -240,7 +237,7 @@ def draw_predictions(
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     """Draws crops of the largest missed boxes, and of the false alarms with the highest scores.
 
-    None if there are no errors, or their images cannot be read.
+    None if there are no errors.
     """
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
@@ -254,9 +251,8 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
     cells, texts = [], []
     for boxes, index, text, color in crops:
         pixels = _read(dataset, records[int(boxes.image_ids[index])])
-        if pixels is not None:
-            cells.append(add_heading(crop_box(pixels, boxes.xyxy[index], color), text))
-            texts.append(text)
+        cells.append(add_heading(crop_box(pixels, boxes.xyxy[index], color), text))
+        texts.append(text)
     if not cells:
         return None
     sheet = tile_images(cells, columns=4)
@@ -275,12 +271,9 @@ def crop_box(image: RGBImage, box: metrics.Array, color: Color) -> RGBImage:
     return draw_boxes(plotting.shrink(part, _CROP_SIDE), shifted, [""], [color], min_side=0)
 
 
-def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage | None:
+def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
     path = dataset.image_root / record["file_name"]
-    try:
-        return np.ascontiguousarray(read_image(str(path), format="RGB"))
-    except (OSError, SyntaxError, ValueError):  # what Pillow raises for broken files
-        return None
+    return np.ascontiguousarray(read_image(str(path), format="RGB"))
 
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:

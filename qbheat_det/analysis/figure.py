@@ -87,12 +87,10 @@ def run_each(
             if needs_weights:
                 _ = run.weights
             found[run.label] = compute(run)
-        except NotApplicable as reason:
-            left_out.append(str(reason))
-        except UserError as error:
-            text, label = str(error), f"'{run.label}'"
-            errors.append(text if label in text else f"{label}: {text}")
-            left_out.append(errors[-1])
+        except (NotApplicable, UserError) as reason:
+            text, label = str(reason), f"'{run.label}'"
+            left_out.append(text if label in text else f"{label}: {text}")
+            errors += [left_out[-1]] if isinstance(reason, UserError) else []
     left_out = list(dict.fromkeys(left_out))
     if not found:
         message = f"{nothing}: {'; '.join(left_out)}"

@@ -41,12 +41,12 @@ def find_generator(step: Tensor, offset: float) -> Tensor:
     eigenvalue of I + M is negative: no real A reverses a direction within one step.
 
     Raises:
-        ValueError: I + M is singular and has no logarithm.
+        NotApplicable: I + M is singular and has no logarithm.
     """
     step = step.detach().cpu().double()
     whole = torch.eye(len(step), dtype=step.dtype) + step
     if not float(torch.linalg.cond(whole)) < 1 / torch.finfo(step.dtype).eps:  # nan for zero
-        raise ValueError("I + M is singular, so it has no logarithm")
+        raise NotApplicable("I + M is singular, so it has no logarithm")
     return torch.from_numpy(np.asarray(scipy.linalg.logm(whole.numpy()))) / offset
 
 
@@ -159,10 +159,7 @@ def _compute(
     models = read_linear_models(run.weights, run.label)
     scale = scale if scale in models else next(iter(models))
     offset, matrices = models[scale]
-    try:
-        generators = {name: find_generator(matrices[name], offset) for name in NAMES}
-    except ValueError as error:
-        raise NotApplicable(f"'{run.label}': {error}") from error
+    generators = {name: find_generator(matrices[name], offset) for name in NAMES}
     unchanged = {name: torch.zeros_like(a) for name, a in generators.items()}
     model = cast(ReconstructionModel, run.model)
     images = model.preprocess_image(crop_squares(run.cfg, files))

@@ -102,10 +102,13 @@ class WeightsInfo:
             return None
         names = [field.name for field in dataclasses.fields(cls)]
         known = {name: content[name] for name in names if name in content}
+        untrained = known.get("iteration") == -1  # before the first one, 0; no record is negative
+        known |= {"iteration": 0} if untrained else {}
         try:
-            return typing.cast(WeightsInfo, parse_record(cls, known, "the description"))
+            info = typing.cast(WeightsInfo, parse_record(cls, known, "the description"))
         except UserError:
             return None
+        return dataclasses.replace(info, iteration=-1) if untrained else info
 
 
 @dataclass

@@ -39,7 +39,7 @@ def test_positions_without_features_count_as_unrelated() -> None:
     torch.testing.assert_close(measure_spatial_correlation(maps), torch.tensor([1 / 6]))
     equal = torch.full((1, 720, 2, 2), 0.1)  # whose mean is not 0.1 to the last bit
     torch.testing.assert_close(measure_spatial_correlation(equal), torch.zeros(1))
-    with pytest.raises(ValueError, match="two positions"):
+    with pytest.raises(NotApplicable, match="two positions"):
         measure_spatial_correlation(torch.zeros(1, 2, 1, 1))
 
 

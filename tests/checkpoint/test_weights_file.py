@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Weights on disk: what is read back, and a sentence for everything that is no weights."""
 
+import dataclasses
 import json
 import pickle
 import struct
@@ -55,6 +56,8 @@ def test_safetensors_bring_back_every_bit_and_the_description(tmp_path: Path) ->
     assert class_names_of(path) == INFO.class_names
     save_weights(f"{tmp_path}/again.safetensors", dict(reversed(state.items())), INFO)
     assert (tmp_path / "again.safetensors").read_bytes() == Path(path).read_bytes()
+    untrained = dataclasses.replace(INFO, iteration=-1)  # before the first step
+    assert WeightsInfo.from_dict(untrained.to_dict()) == untrained
     model = TinyDetector()
     SafeCheckpointer(model, str(tmp_path)).save("run", iteration=7, info=INFO.to_dict())
     tensors, info = read_weights(str(tmp_path / "run.pth"))

@@ -9,8 +9,8 @@ from detectron2.data.detection_utils import read_image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from qbheat_det.data import memory
-from qbheat_det.data.memory import DecodedImages, decode_if_small
+from qbheat_det.data import images as reading
+from qbheat_det.data.images import DecodedImages, decode_if_small
 from tests.data.pictures import draw, save
 
 
@@ -59,7 +59,7 @@ def test_a_large_set_is_judged_by_a_few_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = save(tmp_path / "a.jpg", draw(50, 50))
-    monkeypatch.setattr(memory, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
+    monkeypatch.setattr(reading, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
     assert decode_if_small([name] * 100_000, shorter_side=50, budget=1e6) is None
 
 

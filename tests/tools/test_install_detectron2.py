@@ -143,13 +143,6 @@ def test_an_empty_folder_is_no_installation_and_a_broken_one_is_found_with_its_e
     assert "No module named 'torch_of_another_version'" in found.error
 
 
-def test_the_stub_names_the_operator_that_is_missing_and_the_way_out() -> None:
-    namespace: dict[str, object] = {}
-    exec(tool.COMPILED_OPS_STUB, namespace)
-    with pytest.raises(AttributeError, match=r"'box_iou_rotated'.*use_fast_impl=False"):
-        namespace["__getattr__"]("box_iou_rotated")  # type: ignore[operator]
-
-
 def test_the_installed_package_works_without_what_current_libraries_lost(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,7 @@ from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
 from qbheat_det.data.checks import DataError, check_input_keys
-from qbheat_det.data.images import Box, open_image, resize
-from qbheat_det.data.memory import DecodedImages, decode_if_small
+from qbheat_det.data.images import Box, DecodedImages, decode_if_small, open_image, resize
 
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _REACH = 3.0  # standard deviations that a blur looks to each side
