@@ -20,7 +20,6 @@ IN_EPOCHS = {"SOLVER.EPOCHS": 12.0, "SOLVER.STEP_EPOCHS": "(8, 11)"}
         ([IN_EPOCHS, {"SOLVER.MAX_ITER": "100"}], 0.0, [8, 11]),
         ([IN_EPOCHS, {"SOLVER.STEPS": "()"}], 12.0, []),
         ([{"SOLVER.MAX_ITER": 7}, IN_EPOCHS], 12.0, [8, 11]),
-        ([{"SOLVER.EPOCHS": 3.0}, {"SOLVER.MAX_ITER": 7}, IN_EPOCHS], 12.0, [8, 11]),
         ([IN_EPOCHS, {"SOLVER.EPOCHS": "0", "SOLVER.MAX_ITER": "5"}], 12.0, [8, 11]),
         ([IN_EPOCHS, {"SOLVER.STEP_EPOCHS": "[]", "SOLVER.STEPS": "(5,)"}], 12.0, [8, 11]),
     ],

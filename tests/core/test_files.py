@@ -55,17 +55,17 @@ def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path: Pat
     checkpointer = SafeCheckpointer(model, str(tmp_path))
     checkpointer.save("model_0000001", iteration=1)
     before = (tmp_path / "model_0000001.pth").read_bytes()
-    with _largest_file(1_000_000), pytest.raises(UserError, match=r"model_0000001\.pth"):
-        checkpointer.save("model_0000001", iteration=2)
-    with _largest_file(1_000_000), pytest.raises(UserError, match=r"model_0000003\.pth"):
-        checkpointer.save("model_0000003", iteration=3)
+    for name in ("model_0000001", "model_0000003"):
+        with _largest_file(1_000_000), pytest.raises(UserError, match=name):
+            checkpointer.save(name, iteration=2)
     assert (tmp_path / "model_0000001.pth").read_bytes() == before
     assert _names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
     assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_0000001.pth")
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize(
+    ("call", "code"), [("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("replace", errno.EACCES)]
+)
 def test_a_failed_write_is_one_sentence_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:

@@ -30,6 +30,8 @@ TINY_ENCODER = {
 """Overrides that replace a recipe's Mobile-Former by one of some thousand parameters."""
 TINY = {
     **TINY_ENCODER,
+    "MODEL.FPN.OUT_CHANNELS": "16",
+    "MODEL.RETINANET.NUM_CONVS": "1",
     "SOLVER.IMS_PER_BATCH": "2",
     "SOLVER.LOG_PERIOD": "1",
     "SOLVER.WARMUP_ITERS": "2",
