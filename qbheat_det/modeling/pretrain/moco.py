@@ -113,12 +113,7 @@ def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: i
 
 
 def draw_order(num_images: int, *, device: torch.device) -> Tensor:
-    """Returns a random order of the images of all processes, the same one on each of them.
-
-    Args:
-        num_images: of each process.
-        device: of the result.
-    """
+    """Returns a random order of the images of all processes, the same one on each of them."""
     order = torch.randperm(num_images * comm.get_world_size(), device=device)
     if comm.get_world_size() > 1:
         torch.distributed.broadcast(order, src=0)

@@ -21,10 +21,6 @@ from qbheat_det.layers import Linear, linear, replace_linear_layers
 class DecoderBlock(Block):
     """timm's pre-norm block, with the names of its parameters; without dropout and layer scale."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        replace_linear_layers(self)
-
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
         """
         Args:
@@ -109,6 +105,7 @@ class ReconstructionDecoder(nn.Module):
                 for _ in range(depth)
             )
         )
+        replace_linear_layers(self.blocks)
         self.norm = norm(dim)
         self.head = Linear(dim, 3 * patch_size**2)
         for module in self.modules():

@@ -178,18 +178,8 @@ class ReconstructionModel(PretrainingModel):
         }
 
     def encode(self, visible: Tensor) -> Tensor:
-        """From images (N, 3, H, W), or the visible parts of them, to features (N, h, w, C).
-
-        Raises:
-            ValueError: the map does not have one position for each patch.
-        """
-        z = self.projection(self.backbone(visible)[self.in_feature])
-        rows, columns = (side // self.decoder.patch_size for side in visible.shape[-2:])
-        if z.shape[-2:] != (rows, columns):
-            raise ValueError(
-                f"'{self.in_feature}' has {tuple(z.shape[-2:])} positions for {rows} x {columns} "
-                "patches: the backbone pads or crops, and cannot be pre-trained to reconstruct them"
-            )
+        """From images (N, 3, H, W), or the visible parts of them, to features (N, h, w, C)."""
+        z: Tensor = self.projection(self.backbone(visible)[self.in_feature])
         return z.permute(0, 2, 3, 1).contiguous()
 
     def training_losses(
