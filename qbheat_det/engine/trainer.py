@@ -55,11 +55,10 @@ from .failure import report_failure
 from .hooks import EvalHook, MovingAverage, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
-from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
 from .teacher import TeacherFeatures
 from .visualize import build_visualization_hook
-from .writers import PeriodicWriter
+from .writers import PeriodicWriter, find_commit
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
