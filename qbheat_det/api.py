@@ -203,11 +203,11 @@ def read_rgb(picture: Picture) -> Image:
         UserError: a file does not exist or is no image.
     """
     if isinstance(picture, PIL.Image.Image):
-        return np.asarray(picture.convert("RGB"))
+        return np.array(picture.convert("RGB"))
     if isinstance(picture, np.ndarray):
         return picture
     try:
-        return np.ascontiguousarray(read_bgr(Path(picture))[:, :, ::-1])
+        return read_bgr(Path(picture))[:, :, ::-1].copy()  # Pillow's own may be read-only
     except UnreadableImage as error:
         raise UserError(f"'{picture}' cannot be read: {error}") from error
 

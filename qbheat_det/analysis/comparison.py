@@ -25,7 +25,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import to_json
 from qbheat_det.core.files import file_lock, hash_file, write_atomically
 from qbheat_det.data import preserved_randomness
-from qbheat_det.engine.run_record import find_commit, list_versions
+from qbheat_det.engine.writers import find_commit, list_versions
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .comparison_plan import RANDOM, Comparison, Job, Row, list_rows

@@ -20,7 +20,7 @@ from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper,
 from qbheat_det.engine.data_sources import SpreadEntries, read_spread, register_source
 from qbheat_det.engine.predict import build_predictor
 from qbheat_det.engine.resume import name_last_checkpoint
-from qbheat_det.engine.run_record import RUN_FILE, read_run_record
+from qbheat_det.engine.writers import RUN_FILE, read_run_record
 
 Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]

@@ -280,8 +280,9 @@ def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
     figure.subplots_adjust(wspace=0.35)
     for index, (scale, values) in enumerate(learned.eigenvalues.items(), 1):
         axes = figure.add_subplot(1, panels, index)
-        for matrix in control.eigenvalues[scale].values():
-            axes.plot(matrix.abs(), color=COLORS[-1], lw=0.9)
+        for name, matrix in control.eigenvalues[scale].items():
+            label = "rotated" if name == NAMES[0] else "_nolegend_"
+            axes.plot(matrix.abs(), color=COLORS[-1], lw=0.9, label=label)
         for name, color in zip(NAMES, COLORS, strict=False):
             axes.plot(values[name].abs(), color=color, label=name)
         if any(matrix.any() for matrix in values.values()):

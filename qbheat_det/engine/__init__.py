@@ -2,9 +2,9 @@
 """Training, evaluation and prediction on Detectron2's engine."""
 
 from .launch import run_distributed
-from .run_record import write_run_record
 from .setup import build_config, setup
 from .trainer import Trainer, evaluate
+from .writers import write_run_record
 
 __all__ = [
     "Trainer",

@@ -76,18 +76,6 @@ def save_checkpoint(run: TrainingRun) -> None:
     run.save("model_final")
 
 
-class MovingAverage(HookBase):
-    """Updates timm's moving average of all weights and buffers after each step."""
-
-    def __init__(self, average: ModelEmaV3, model: nn.Module) -> None:
-        self._average = average
-        self._model = model
-
-    def after_step(self) -> None:
-        """Adds the new weights, or starts from those of the first step."""
-        self._average.update(self._model, step=self.trainer.iter + 1)
-
-
 def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
     """Returns timm's moving average of ``model``, buffers included, if ``SOLVER.EMA`` asks for it.
 
@@ -132,9 +120,8 @@ class EvalHook(HookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores ``state_dict``; a best value of another metric is forgotten."""
-        metric, best = state_dict["metric"], {**state_dict}
-        del best["metric"]
-        self.best = best if metric == self._best_metric else {}
+        best = {key: value for key, value in state_dict.items() if key != "metric"}
+        self.best = best if state_dict["metric"] == self._best_metric else {}
 
     def after_step(self) -> None:
         """Evaluates if it is due and there are test sets."""

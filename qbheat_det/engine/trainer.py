@@ -52,14 +52,13 @@ from .evaluation import (
     scores_neighbours,
 )
 from .failure import report_failure
-from .hooks import EvalHook, MovingAverage, PeriodicCheckpointer, SkippedImages, build_average
+from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
-from .run_record import find_commit
 from .step import BatchedInputs, StepTrainer, choose_precision
 from .teacher import TeacherFeatures
 from .visualize import build_visualization_hook
-from .writers import PeriodicWriter
+from .writers import PeriodicWriter, find_commit
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -191,7 +190,7 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            MovingAverage(self._average, self.bare_model) if self._average else None,
+            hooks.CallbackHook(after_step=self._update_average) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
@@ -200,6 +199,10 @@ class Trainer(DefaultTrainer):
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),
         ]
+
+    def _update_average(self, trainer: TrainerBase) -> None:
+        assert self._average is not None
+        self._average.update(self.bare_model, step=trainer.iter + 1)
 
     def find_hook(self, kind: type[Hook]) -> Hook | None:
         """Returns the first registered hook of a class, if any."""

@@ -119,7 +119,7 @@ def _compare(expected: OutputStats, found: OutputStats | None) -> Deviation:
         return Deviation(expected.name, math.inf, note)
     largest = max(abs(a - b) for a, b in zip(before, now, strict=True))
     rounding = 1e-5 * max(map(abs, before))  # the numbers have six digits
-    tolerance = min(expected.tolerance, found.tolerance) + rounding
+    tolerance = max(min(expected.tolerance, found.tolerance), 1e-12) + rounding
     reason = f"differs by {largest:.3g}, tolerance {tolerance:.3g}"
     return Deviation(expected.name, largest / tolerance, reason)
 

@@ -82,6 +82,14 @@ def test_named_sizes_compile_once_and_others_run_uncompiled(compiled: list[Any])
     assert len(compiled) == 1
 
 
+@torch.no_grad()
+def test_a_backbone_compiles_for_one_layout(compiled: list[Any]) -> None:
+    model, x = OneMap(), torch.randn(1, 3, *SIZE)
+    found = deploy(model, image_sizes=[SIZE])(x.contiguous(memory_format=torch.channels_last))
+    assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+    assert compiled == [(1, 3, *SIZE)]
+
+
 def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any]) -> None:
     for settings in ({}, {"compile": "off", "image_sizes": [SIZE]}):
         assert deploy(TinyModel(), **settings).report["compile"].startswith("no: ")

@@ -10,7 +10,7 @@ from detectron2.config import CfgNode
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.run_record import (
+from qbheat_det.engine.writers import (
     find_code_version,
     read_run_record,
     write_run_record,

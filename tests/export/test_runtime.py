@@ -171,8 +171,10 @@ def test_predict_refuses_what_an_exported_file_cannot_do(
     predict: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backbone = write(tmp_path / "b.onnx", ENCODER, **describe("features"))
-    image = save_image(tmp_path / "a.png")
-    for weights in (str(backbone), str(tmp_path / "none.onnx")):
+    detector = write(tmp_path / "d.onnx", DETECTOR, **describe())
+    arguments = ["--input", save_image(tmp_path / "a.png"), "--json", "r", "--device", "cpu"]
+    overrides = ["INPUT.MIN_SIZE_TEST", "48"]
+    for weights, more in ((backbone, []), (tmp_path / "none.onnx", []), (detector, overrides)):
         with pytest.raises(SystemExit, match="2"):
-            predict.main(["--weights", weights, "--input", image, "--json", "r", "--device", "cpu"])
-        assert weights in capsys.readouterr().err
+            predict.main([*arguments, "--weights", str(weights), *more])
+        assert str(weights) in capsys.readouterr().err
