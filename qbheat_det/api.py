@@ -24,17 +24,16 @@ from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.engine.predict import (
-    Image,
     Predictions,
-    UnreadableImage,
     build_predictor,
     build_scorer,
     classify_images,
-    find_images,
+    find_inputs,
     is_classifier,
     predict_images,
     read_bgr,
 )
+from qbheat_det.engine.video import Image, UnreadableImage
 from qbheat_det.export import (
     EXPORTED_SUFFIXES,
     ExportedModel,
@@ -257,7 +256,7 @@ def predict_files(
     else:
         wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
         cfg = load_run_config(weights, config_file, device=device, opts=wanted)
-    files = find_images(inputs, exclude=output)
+    files = find_inputs(inputs, exclude=output)
     if is_classifier(cfg):
         if output or not json_file:
             raise UserError(

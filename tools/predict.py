@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Predict on images and folders with trained weights: boxes, or classes of images.
+"""Predict on images, videos and folders with trained weights: boxes, or classes of images.
 
 examples:
   # the weights of a run hold the config and the names of the classes
@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--weights", required=True, help="trained weights (.safetensors, .pth) or exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
-    add("--input", nargs="+", required=True, metavar="PATH", help="images, folders")
+    add("--input", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
     add("--output", type=Path, metavar="DIR", help="folder for the drawn images")
     add(
         "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     """Prints counts, where the results are, and which files were skipped."""
-    print(f"{report.num_images} images: {len(report.results)} results")
+    print(f"{report.num_images} files: {len(report.results)} results")
     if args.output:
         print(f"images:  {args.output}")
     if args.json:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction on image files with trained weights: boxes, or classes of images."""
+"""Prediction on images and videos with trained weights: boxes, or classes of images."""
 
 import contextlib
 import itertools
@@ -24,13 +24,10 @@ from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import IMAGE_SUFFIXES, MAPPERS_OF_CLASSES, build_mapper
 
+from .video import VIDEO_SUFFIXES, Image, UnreadableImage, open_video, read_video
+
 _TOP_CLASSES = 5
-Image = npt.NDArray[np.uint8]
 Scores = npt.NDArray[np.floating[Any]]
-
-
-class UnreadableImage(Exception):
-    """A file that cannot be read as an image; the message is the reason."""
 
 
 class InputFile(NamedTuple):
@@ -42,6 +39,11 @@ class InputFile(NamedTuple):
     path: Path
     name: str
 
+    @property
+    def is_video(self) -> bool:
+        """Whether its suffix is that of a video."""
+        return self.path.suffix.lower() in VIDEO_SUFFIXES
+
 
 @dataclass
 class Predictions:
@@ -49,10 +51,11 @@ class Predictions:
 
     Attributes:
         results: for each box "image_id", "file_name", "category_id", "bbox" (XYWH, pixels of the
-            upright input image) and "score"; "segmentation" (RLE) where the model predicts masks.
-            Of a classifier, for each image "file_name" and "classes": the likeliest first, each
-            with "name" and "score" in [0, 1].
-        num_images: images that were predicted on.
+            upright input image) and "score"; "segmentation" (RLE) where the model predicts masks;
+            "frame" (from 0) in videos, where each frame has an image id of its own. Of a
+            classifier, for each image "file_name" and "classes": the likeliest first, each with
+            "name" and "score" in [0, 1].
+        num_images: images and videos that were predicted on.
         skipped: path of each file that was not, and the reason.
     """
 
@@ -70,8 +73,8 @@ class Predictions:
             self.skipped.append((str(file.path), str(error)))
 
 
-def find_images(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
-    """Lists the files named by ``inputs`` and the images in its folders, sorted.
+def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
+    """Lists the files named by ``inputs`` and the images and videos in its folders.
 
     Args:
         inputs: files, taken whatever their suffix, and folders, searched recursively.
@@ -87,7 +90,7 @@ def find_images(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
             found.setdefault(root.resolve(), InputFile(root, root.name))
         elif root.is_dir():
             for path in sorted(root.rglob("*")):
-                if path.suffix.lower() not in IMAGE_SUFFIXES:
+                if path.suffix.lower() not in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
                     continue
                 real = path.resolve()
                 if path.is_file() and not (exclude and real.is_relative_to(exclude.resolve())):
@@ -95,20 +98,20 @@ def find_images(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
         else:
             raise UserError(f"input '{name}' does not exist (config overrides go last)")
     if not found:
-        raise UserError(f"no images in {', '.join(inputs)}")
+        raise UserError(f"no images or videos in {', '.join(inputs)}")
     return list(found.values())
 
 
 def name_outputs(files: Sequence[InputFile]) -> list[Path]:
-    """Returns distinct relative paths of the drawn images.
+    """Returns distinct relative paths of the drawn images and videos.
 
-    JPEG stays JPEG, all else becomes PNG. After ``a.png``, ``a.bmp`` is ``a-2.png``.
+    JPEG stays JPEG, other images become PNG, videos MP4. After ``a.png``, ``a.bmp`` is ``a-2.png``.
     """
     taken: set[str] = set()
     outputs = []
     for file in files:
         suffix = ".jpg" if file.path.suffix.lower() in {".jpg", ".jpeg"} else ".png"
-        wanted = Path(file.name).with_suffix(suffix)
+        wanted = Path(file.name).with_suffix(".mp4" if file.is_video else suffix)
         path, count = wanted, 1
         while str(path).lower() in taken:  # some file systems do not tell a.png from A.png
             count += 1
@@ -194,7 +197,7 @@ def predict_images(
     Args:
         predictor: a ``DefaultPredictor``, or another function from a (H, W, 3) BGR image,
             whatever ``cfg.INPUT.FORMAT`` is, to {"instances"}.
-        files: as of ``find_images``; images are numbered from 1.
+        files: as of ``find_inputs``; images and frames are numbered from 1.
         cfg: ``MODEL.CATEGORY_IDS`` and ``INPUT.MAX_SIZE_TEST`` are read.
         score_threshold: boxes below it are neither drawn nor returned.
         output_dir: folder for the drawn images; nothing is drawn if None.
@@ -202,20 +205,38 @@ def predict_images(
     """
     found = Predictions()
     image_ids = itertools.count(1)
+
+    def predict(image: Image, **origin: object) -> Instances:
+        instances = predictor(image)["instances"].to("cpu")
+        instances = instances[instances.scores >= score_threshold]
+        for box in instances_to_coco_json(instances, next(image_ids)):
+            category_id = get_category_id(cfg, box["category_id"])
+            found.results.append({**box, **origin, "category_id": category_id})
+        return instances
+
+    def predict_image(file: InputFile, output: Path | None) -> None:
+        image = read_bgr(file.path)
+        short, long = sorted(image.shape[:2])
+        if short * cfg.INPUT.MAX_SIZE_TEST < long:
+            raise UnreadableImage(f"{long} x {short} pixels is too elongated to be resized")
+        instances = predict(image, file_name=file.name)
+        if output is not None:
+            write_image(output, draw(image, instances))
+
+    def predict_video(file: InputFile, output: Path | None) -> None:
+        frames, fps, count = read_video(file.path)
+        bar = tqdm(frames, total=count, unit="frame", desc=file.name, leave=False)
+        with contextlib.nullcontext() if output is None else open_video(output, fps) as append:
+            for index, frame in enumerate(bar):
+                instances = predict(frame, file_name=file.name, frame=index)
+                if append is not None:
+                    append(draw(frame, instances))
+
     pairs = zip(files, name_outputs(files), strict=True)
-    for file, output in tqdm(pairs, total=len(files), unit="image", desc="predicting"):
+    for file, name in tqdm(pairs, total=len(files), unit="file", desc="predicting"):
         with found.skip_unreadable(file):
-            image = read_bgr(file.path)
-            short, long = sorted(image.shape[:2])
-            if short * cfg.INPUT.MAX_SIZE_TEST < long:
-                raise UnreadableImage(f"{long} x {short} pixels is too elongated to be resized")
-            instances = predictor(image)["instances"].to("cpu")
-            instances = instances[instances.scores >= score_threshold]
-            for box in instances_to_coco_json(instances, next(image_ids)):
-                category_id = get_category_id(cfg, box["category_id"])
-                found.results.append({**box, "file_name": file.name, "category_id": category_id})
-            if output_dir is not None:
-                write_image(output_dir / output, draw(image, instances))
+            output = output_dir and output_dir / name
+            predict_video(file, output) if file.is_video else predict_image(file, output)
     return found
 
 
@@ -231,12 +252,14 @@ def classify_images(
 
     Args:
         score: from an image's path to the scores (K,) of its classes, such as ``build_scorer``'s.
-        files: as of ``find_images``.
+        files: as of ``find_inputs``.
         class_names: of the K classes; where there are none, their numbers replace them.
     """
     found = Predictions()
     for file in tqdm(files, unit="image", desc="classifying"):
         with found.skip_unreadable(file):
+            if file.is_video:
+                raise UnreadableImage("a classifier takes images, not videos")
             scores = score(file.path)
             classes = [
                 {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}

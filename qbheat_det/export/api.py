@@ -24,7 +24,8 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import load_image_folders
-from qbheat_det.engine.predict import UnreadableImage, build_predictor, find_images, read_bgr
+from qbheat_det.engine.predict import build_predictor, find_inputs, read_bgr
+from qbheat_det.engine.video import UnreadableImage
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
@@ -98,7 +99,7 @@ def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
     """
     source = ", ".join(paths) or _TOY_SET
     if paths:
-        files = [file.path for file in find_images(paths)]
+        files = [file.path for file in find_inputs(paths)]
     else:
         files = [Path(record["file_name"]) for record in DatasetCatalog.get(source)]
     images: list[Images] = []

@@ -19,7 +19,8 @@ from detectron2.structures import Boxes, Instances
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
-from qbheat_det.engine.predict import Image, Scores, read_bgr
+from qbheat_det.engine.predict import Scores, read_bgr
+from qbheat_det.engine.video import Image
 
 from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, Task, open_torch_export
 

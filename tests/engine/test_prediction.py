@@ -3,6 +3,8 @@
 
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
@@ -12,7 +14,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine.predict import (
     Predictions,
     build_predictor,
-    find_images,
+    find_inputs,
     get_category_id,
     name_outputs,
     predict_images,
@@ -32,6 +34,14 @@ def _save_image(path: Path, color: tuple[int, int, int] = RED, size: tuple[int, 
     return path
 
 
+def _save_video(path: Path, num_frames: int) -> Path:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, (48, 32))
+    for _ in range(num_frames):
+        writer.write(np.full((32, 48, 3), RED[::-1], np.uint8))
+    writer.release()
+    return path
+
+
 def _run(
     cfg: CfgNode,
     weights: str,
@@ -42,7 +52,7 @@ def _run(
     cfg.MODEL.WEIGHTS = weights
     return predict_images(
         build_predictor(cfg),
-        find_images([str(path) for path in inputs]),
+        find_inputs([str(path) for path in inputs]),
         cfg=cfg,
         score_threshold=score_threshold,
         output_dir=output,
@@ -65,6 +75,21 @@ def test_the_model_sees_channels_in_the_order_of_its_config(
     weights = save_run(cfg, tmp_path / "run")
     (box,) = _run(cfg, weights, [_save_image(tmp_path / "red.png")]).results
     assert box["score"] == pytest.approx(red, abs=0.03)
+
+
+def test_each_frame_of_a_video_is_an_image_of_its_own(
+    probe: tuple[CfgNode, str], tmp_path: Path
+) -> None:
+    inputs = [_save_image(tmp_path / "a.png"), _save_video(tmp_path / "v.avi", 2)]
+    (tmp_path / "text.mp4").write_text("no video")
+    found = _run(*probe, [*inputs, tmp_path / "text.mp4"], tmp_path / "out")
+    frames = [(box["image_id"], box.get("frame")) for box in found.results]
+    assert frames == [(1, None), (2, 0), (3, 1)]
+    assert [name for name, _ in found.skipped] == [str(tmp_path / "text.mp4")]
+    written = cv2.VideoCapture(str(tmp_path / "out" / "v.mp4"))
+    assert [written.read()[1].shape for _ in range(2)] == [(32, 48, 3)] * 2
+    assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
 
 
 def test_a_result_has_the_annotation_files_ids_and_pixels_of_the_input(
@@ -117,7 +142,7 @@ def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
         _save_image(tmp_path / name)
     (tmp_path / "in" / "notes.txt").write_text("")
     inputs = [str(tmp_path / "in"), str(tmp_path / "in" / "a.png"), str(tmp_path / "b")]
-    files = find_images(inputs, exclude=tmp_path / "in" / "out")
+    files = find_inputs(inputs, exclude=tmp_path / "in" / "out")
     assert [file.name for file in files] == ["A.PNG", "a.bmp", "a.png", "deep/a.png", "a.png"]
     names = [path.as_posix() for path in name_outputs(files)]
     assert names == ["A.png", "a-2.png", "a-3.png", "deep/a.png", "a-4.png"]
@@ -126,7 +151,7 @@ def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
 def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
     for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
         with pytest.raises(UserError, match=name):
-            find_images([name])
+            find_inputs([name])
 
 
 def test_the_model_holds_the_tensors_of_the_file(tmp_path: Path) -> None:
