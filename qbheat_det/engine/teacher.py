@@ -13,7 +13,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import FixedViews, TrainStream, build_mapper
 from qbheat_det.data.feature_store import Stored
 from qbheat_det.data.mappers.fixed_views import TargetViews
-from qbheat_det.modeling.backbone.teacher import Teacher
+from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
 from .feature_build import AllViews, Mapped, describe_cache, fill, make_view, open_store
 

@@ -77,13 +77,8 @@ def test_it_is_the_convolution(
 
 
 def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:
-    for name, low, high in (
-        ("weight", -2, 2),
-        ("bias", -1, 1),
-        ("running_mean", -1, 1),
-        ("running_var", 0.1, 3),
-    ):
-        getattr(norm, name).uniform_(low, high)
+    for value in norm.state_dict().values():
+        value.uniform_(0.1, 3)
     return norm
 
 
@@ -134,23 +129,6 @@ def test_exports_and_activations_are_as_detectron2_has_them() -> None:
     acting = NormedConv2d(2, 3, 1, bias=False, norm=norm, activation=torch.relu)
     acting.load_state_dict(ours.state_dict())
     assert_close(acting(x), ours(x).relu())
-
-
-def test_slopes_follow_from_hand_arithmetic() -> None:
-    activation = DynamicReLU(token_dim=4, channels=2)
-    with torch.no_grad():
-        activation.squeeze.weight.copy_(torch.tensor([[1.0, 0, 0, 0]]))
-        activation.squeeze.bias.zero_()
-        activation.slopes.weight.copy_(torch.tensor([[1.5], [-1.5], [3.0], [0.0]]))
-        activation.slopes.bias.copy_(torch.tensor([0.0, 0.0, 0.0, -1.5]))
-    # Token 1: theta = hardsigmoid(1.5, -1.5, 3, -1.5) = (0.75, 0.25, 1, 0.25), so that
-    # a1 = (1.5, 0.5) and a2 = (1, -0.5).
-    x = torch.tensor([[2.0, -2.0], [2.0, -2.0]]).reshape(1, 2, 1, 2)
-    expected = torch.tensor([[3.0, -2.0], [1.0, 1.0]]).reshape(1, 2, 1, 2)
-    assert_close(activation(x, torch.tensor([[1.0, 9, 9, 9]])), expected)
-    # A negative token is cut off by the inner ReLU: a1 = (1, 1) and a2 = (0, -0.5).
-    expected = torch.tensor([[2.0, 0.0], [2.0, 1.0]]).reshape(1, 2, 1, 2)
-    assert_close(activation(x, torch.tensor([[-1.0, 9, 9, 9]])), expected)
 
 
 def test_it_is_the_larger_of_two_lines_for_each_image_and_channel() -> None:

@@ -5,6 +5,8 @@ Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME`
 ``timm:<name>`` every model that timm lists, so that ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is
 enough wherever Detectron2 builds a backbone. Weights are loaded by
 ``qbheat_det.checkpoint.timm_weights``.
+
+``Teacher`` is such a network, frozen, whose features others are trained to predict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.image_model import ImageModel
 
 _FREEZE_ALL = 5
 _PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and channels
@@ -187,3 +190,53 @@ def register_timm_backbone(name: str) -> None:
 
 for _name in timm.list_models():
     register_timm_backbone(_name)
+
+
+class Teacher(ImageModel):
+    """A timm network and the map of it that is the target of ``FeatureDistillation``.
+
+    It has an image size and pixel statistics of its own, those of ``MODEL.TEACHER``.
+    """
+
+    mapper_name = "pretrain"
+
+    @configurable
+    def __init__(self, **parts: Any) -> None:
+        """As ``ImageModel``; ``backbone`` is frozen."""
+        super().__init__(**parts)
+        self.eval()
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        node = cfg.MODEL.TEACHER
+        return {
+            "backbone": _build_teacher(cfg),
+            "in_feature": node.IN_FEATURE,
+            "head_in_features": [node.IN_FEATURE],
+            "image_size": node.IMAGE_SIZE,
+            "pixel_mean": node.PIXEL_MEAN,
+            "pixel_std": node.PIXEL_STD,
+        }
+
+    @torch.inference_mode()
+    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper with "image" (3, S, S).
+
+        Returns:
+            The map by its name, (N, C, S / stride, S / stride).
+        """
+        maps: dict[str, Tensor] = self.backbone(self.preprocess_image(batched_inputs))
+        return maps
+
+
+def find_teacher_map(cfg: CfgNode) -> ShapeSpec:
+    """Returns channels and stride of the teacher's map, without memory for its weights."""
+    with torch.device("meta"):
+        return _build_teacher(cfg).output_shape()[cfg.MODEL.TEACHER.IN_FEATURE]
+
+
+def _build_teacher(cfg: CfgNode) -> TimmBackbone:
+    node = cfg.MODEL.TEACHER
+    return TimmBackbone(name=node.NAME, out_features=[node.IN_FEATURE], freeze_at=5)

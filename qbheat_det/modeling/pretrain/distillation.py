@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.backbone.teacher import find_teacher_map
+from qbheat_det.modeling.backbone.timm_backbone import find_teacher_map
 
 from .base import PretrainingModel, find_map
 from .heat_predictor import HeatPredictor

@@ -10,7 +10,6 @@ from qbheat_det.modeling.pretrain import MaskTokenMasking
 from qbheat_det.modeling.pretrain.random_masking import (
     InterpolatedFeatures,
     MaskToken,
-    RandomMask,
     RandomMasking,
 )
 from tests.modeling.tiny_pretraining import (
@@ -88,14 +87,6 @@ def test_the_gradient_reaches_every_parameter(arch: str) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize(("grid", "ratio", "count"), [(8, 0.75, 16), (4, 0.6, 6)])
-def test_as_many_positions_are_visible_in_each_image(grid: int, ratio: float, count: int) -> None:
-    visible = RandomMask(grid_size=grid, mask_ratio=ratio).draw(50, device=CPU)
-    assert visible.shape == (50, grid, grid)
-    assert visible.dtype == torch.bool
-    assert set(visible.sum(dim=(1, 2)).tolist()) == {count}
 
 
 Position = tuple[int, int]
