@@ -44,7 +44,7 @@ def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
         **MF_DETR,
         **ON,
         "MODEL.CACHE_FEATURES.FOLDER": str(folder / "cache"),
-        "INPUT.FIXED_VIEWS.COUNT": "8",
+        "INPUT.FIXED_VIEWS.COUNT": "4",
         "SOLVER.MAX_ITER": "2",
         "MODEL.DEVICE": "cpu",
     }

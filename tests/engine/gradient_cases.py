@@ -162,7 +162,7 @@ class WithGivenMasks(nn.Module):
         return self.model(batched_inputs, torch.stack([e["visible"] for e in batched_inputs]))
 
 
-def run_reconstruction(meta_arch: str, num_images: int, accumulate: int) -> dict[str, Tensor]:
+def run_reconstruction(meta_arch: str, accumulate: int) -> dict[str, Tensor]:
     """Returns the gradients of a step of an objective that reconstructs masked images."""
     torch.manual_seed(0)
     model = build_model(make_tiny_config(meta_arch))
@@ -170,7 +170,7 @@ def run_reconstruction(meta_arch: str, num_images: int, accumulate: int) -> dict
         if name.startswith("predictor."):  # zero at first
             nn.init.normal_(parameter, std=0.1)
     images = []
-    for index in range(num_images):
+    for index in range(7):
         generator = torch.Generator().manual_seed(index)
         image = torch.randint(256, (3, 64, 64), generator=generator, dtype=torch.uint8)
         visible = (torch.rand(16, generator=generator).argsort() < 4).view(4, 4)
@@ -179,14 +179,11 @@ def run_reconstruction(meta_arch: str, num_images: int, accumulate: int) -> dict
     return take_steps(WithGivenMasks(model), [images], accumulate=accumulate)
 
 
-def run_wasserstein(form: str, norm: str) -> dict[str, Tensor]:
-    """Returns the gradients of a step of Wasserstein dependency; what is drawn is given.
-
-    ``norm`` is "fixed" for running statistics of BatchNorm, or one of Detectron2's names.
-    """
+def run_wasserstein(form: str) -> dict[str, Tensor]:
+    """Returns the gradients of a step of Wasserstein dependency; what is drawn is given."""
     num_images = 8
     cfg = make_tiny_config("WassersteinDependency")
-    cfg.MODEL.MOBILE_FORMER.NORM = "BN" if norm == "fixed" else norm
+    cfg.MODEL.MOBILE_FORMER.NORM = "BN"
     keys = cfg.MODEL.WASSERSTEIN
     keys.FORM, keys.RADIUS, keys.HIDDEN_DIM, keys.DIM, keys.CRITIC_DIM = form, 3.0, 32, 8, 16
     cfg.SOLVER.IMS_PER_BATCH = num_images
@@ -201,14 +198,13 @@ def run_wasserstein(form: str, norm: str) -> dict[str, Tensor]:
     drawn = DependencyDraw(first[mine], second[mine], mixing[mine])
     model.draw = lambda num_images: drawn
     images = torch.randint(256, (num_images, 3, 64, 64), dtype=torch.uint8)
-    batch = [{"image": image} for image in images]
-    return take_steps(model, [batch], batch_statistics=norm != "fixed")
+    return take_steps(model, [[{"image": image} for image in images]])
 
 
 def run_all(args: argparse.Namespace) -> dict[str, dict[Any, dict[str, Tensor]]]:
     """The job of one process: cases by kind, with their arguments."""
     return {
         "detection": {name: run_case(case, args.device) for name, case in args.cases.items()},
-        "reconstruction": {case: run_reconstruction(*case) for case in args.reconstruction},
-        "wasserstein": {case: run_wasserstein(*case) for case in args.wasserstein},
+        "reconstruction": {arch: run_reconstruction(arch, 2) for arch in args.reconstruction},
+        "wasserstein": {form: run_wasserstein(form) for form in args.wasserstein},
     }

@@ -49,6 +49,7 @@ RETINANET, MASK_RCNN = "retinanet_285M_toy.yaml", "mask_rcnn_285M_toy.yaml"
         (lambda f: (f / "images" / "000002.jpg").unlink(), "json: image id 2", RETINANET),
         (lambda f: truncate(f / "images" / "000002.jpg"), r"2.jpg' \(image id 2\)", RETINANET),
         (edit(lambda c: c["annotations"][1].update(category_id=3)), "annotation id 2", RETINANET),
+        (edit(lambda c: c["images"][1].update(width=65)), "annotated with 65 x 64", RETINANET),
         (lambda f: truncate(f / "annotations.json"), r"annotations\.json", RETINANET),
         (edit(lambda c: c["annotations"][1].pop("segmentation")), r"id 1.*MASK_ON", MASK_RCNN),
         (edit(lambda c: c["annotations"][1].update(segmentation=RLE)), "MASK_FORMAT", MASK_RCNN),

@@ -2,10 +2,8 @@
 """Checkpointed and compiled blocks, and channels-last maps: the same numbers in other ways."""
 
 import copy
+import functools
 import logging
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from qbheat_det.config import get_cfg
-from qbheat_det.engine import Trainer, block_modes
+from qbheat_det.engine import block_modes
 from qbheat_det.engine.block_modes import (
     apply_step_keys,
     find_blocks,
@@ -22,17 +20,13 @@ from qbheat_det.engine.block_modes import (
     set_block_modes,
 )
 
-from .conftest import TrainAfresh
 from .gradient_cases import (
     FAST_WITHOUT_NOISE,
     MF_DETR,
     Case,
     build_case,
-    make_case_config,
     make_image,
 )
-from .test_resume import assert_same_bits, break_at, comparable
-from .tiny_training import state
 
 EVERYTHING_RANDOM = Case(
     MF_DETR,
@@ -41,24 +35,6 @@ EVERYTHING_RANDOM = Case(
         *("MODEL.MF_DETR.NORM", "BN", *FAST_WITHOUT_NOISE),
     ),
 )
-
-
-# Frees 64 MiB and prints how much of it the process keeps, in MiB.
-_PROGRAM = """
-import torch
-from torch import nn
-from qbheat_det.config import get_cfg
-from qbheat_det.engine.block_modes import apply_step_keys
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
-cfg = get_cfg()
-cfg.SOLVER.KEEP_MEMORY = {kept}
-apply_step_keys(cfg, nn.Linear(2, 2))
-before = resident()
-block = torch.zeros(16 << 20)
-del block
-print((resident() - before) / 2**20)
-"""
 
 
 class Layer(nn.Module):
@@ -155,7 +131,11 @@ def test_blocks_are_the_outermost_members_of_lists_with_children() -> None:
 
 @pytest.mark.slow
 def test_equal_blocks_compile_once_for_all_sizes_and_compute_the_same() -> None:
-    skip_without_compiler()
+    error = find_compiler_error(torch.device("cpu"))
+    if error:
+        pytest.skip(f"PyTorch cannot compile here: {error}")
+    torch._dynamo.reset()
+    counters.clear()
     model = Layers().train()
     plain = copy.deepcopy(model)
     set_block_modes(model, checkpointed=True, compiled=True)
@@ -184,61 +164,10 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(block_modes, "find_compiler_error", lambda _: "")
-    compile_anyhow = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, **options: compile_anyhow(f, backend=fail, **options)
-    )
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=fail))
     torch._dynamo.reset()
     model, x = Layers().train(), torch.randn(4, 16)
     expected = copy.deepcopy(model)(x)
     set_block_modes(model, compiled=True)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     torch._dynamo.reset()
-
-
-def test_maps_are_channels_last_and_the_outputs_the_same() -> None:
-    cfg = make_case_config(EVERYTHING_RANDOM, "cpu")
-    model = Trainer.build_model(cfg).eval()
-    cfg.MODEL.CHANNELS_LAST = False
-    plain = Trainer.build_model(cfg).eval()
-    plain.load_state_dict(model.state_dict())
-    images = torch.randn(2, 3, 64, 64)
-    maps, expected = (each.backbone(images) for each in (model, plain))
-    for name in ("s8", "s16_expanded"):
-        assert maps[name].is_contiguous(memory_format=torch.channels_last)
-        assert expected[name].is_contiguous()
-    torch.testing.assert_close(maps, expected)
-
-
-def skip_without_compiler() -> None:
-    error = find_compiler_error(torch.device("cpu"))
-    if error:
-        pytest.skip(f"PyTorch cannot compile here: {error}")
-    torch._dynamo.reset()
-    counters.clear()
-
-
-@pytest.mark.slow
-def test_a_compiled_run_on_one_size_that_was_broken_ends_with_the_bits_of_an_unbroken_one(
-    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    skip_without_compiler()
-    opts = {"SOLVER.COMPILE": "True"}
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_afresh(whole, opts)
-    torch._dynamo.reset()
-    break_at(3, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        train_afresh(broken, opts, "--resume")
-    torch._dynamo.reset()
-    train_afresh(broken, opts, "--resume")
-    assert_same_bits(comparable(state(broken)), comparable(state(whole)))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_process_keeps_freed_memory_if_the_key_says_so(kept: bool) -> None:
-    command = [sys.executable, "-c", _PROGRAM.format(kept=kept)]
-    held = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert (held > 60) is kept

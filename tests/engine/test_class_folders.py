@@ -4,6 +4,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,10 @@ def flags_of(folders: Folders) -> list[str]:
     return ["--train-folder", folders[0], "--val-folder", folders[1]]
 
 
+def labels_of(entries: list[dict[str, Any]]) -> set[tuple[str, int]]:
+    return {(Path(entry["file_name"]).parts[-2], entry["label"]) for entry in entries}
+
+
 def test_classes_come_from_the_training_folder_and_labels_from_their_names(
     folders: Folders,
 ) -> None:
@@ -49,11 +54,7 @@ def test_classes_come_from_the_training_folder_and_labels_from_their_names(
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == ((LABELLED_TRAIN,), (LABELLED_VAL,))
     assert build_train_stream(cfg).num_images == 12
     entries = [entry for batch in Trainer.build_test_loader(cfg, LABELLED_VAL) for entry in batch]
-    assert {(Path(entry["file_name"]).parts[-2], entry["label"]) for entry in entries} == {
-        ("bee", 1),
-        ("cat", 2),
-        ("dog", 3),
-    }
+    assert labels_of(entries) == {("bee", 1), ("cat", 2), ("dog", 3)}
     assert len(entries) == 7
 
 
@@ -65,13 +66,8 @@ def test_several_sets_of_unlike_classes_are_one(folders: Folders, tmp_path: Path
     cfg, _ = configure({"DATASETS.TRAIN": names, "INPUT.PRETRAIN.MEMORY_GB": "0"})
     assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog", "eel"]
     stream = iter(build_train_stream(cfg))
-    seen = {
-        (Path(entry["file_name"]).parts[-2], entry["label"])
-        for _ in range(4)
-        for entry in next(stream)
-    }
-    expected = {(name, i) for i, name in enumerate(cfg.MODEL.CLASS_NAMES)}
-    assert seen <= expected
+    seen = labels_of([entry for _ in range(4) for entry in next(stream)])
+    assert seen <= {(name, i) for i, name in enumerate(cfg.MODEL.CLASS_NAMES)}
     assert len(seen) > 2
 
 

@@ -12,7 +12,6 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
 from qbheat_det.checkpoint import ExactCheckpointer, info_of
-from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, load_labelled_sets
 from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.data_sources import CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL, CUSTOM_VAL_IMAGES
@@ -91,10 +90,8 @@ def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: P
     log = (run / "log.txt").read_text()
     assert log.count("left out of the evaluation") == 1
     assert log.count("left out of the nearest-neighbour score") == 1
-
-
-def test_broken_training_images_do_not_end_a_run_and_are_named_at_its_end(run: Path) -> None:
-    assert "1 of 8 images were skipped: image " in (run / "log.txt").read_text()
+    # Broken training images did not end the run.
+    assert "1 of 8 images were skipped: image " in log
     (line,) = (run / SKIPPED_FILE).read_text().splitlines()
     assert Path(line.split("'")[1]).name == "x.jpg"
 
@@ -139,31 +136,3 @@ def test_the_nearest_neighbour_score_is_that_of_one_image_at_a_time(
     assert found == pytest.approx(expected)
     assert lines(run, "knn/top1")[1] == pytest.approx(expected["top1"])
     assert evaluate(cfg) == {"knn": pytest.approx(expected)}
-
-
-@pytest.mark.parametrize(
-    ("flags", "opts", "named"),
-    [
-        (("--val-image-folder", "nowhere"), {}, "'nowhere'"),
-        (("--val-image-folder", "val"), {"DATASETS.TEST": "('a',)"}, "DATASETS.TEST"),
-        (("--eval-only",), {"DATASETS.TEST": "()"}, "--val-image-folder"),
-        (("--image-folder", "val"), {"DATASETS.TEST": "('qbheat_toy_val',)"}, "'qbheat_toy_val'"),
-        (("--knn-train-folder", "voters"), {}, "--knn-val-folder"),
-        (("--knn-train-folder", "judged", "--knn-val-folder", "voters"), {}, "images of b"),
-        (
-            ("--knn-train-folder", "voters", "--knn-val-folder", "judged"),
-            {"TEST.KNN.K": "0"},
-            "TEST.KNN.K",
-        ),
-        ((), {"TEST.KNN.TRAIN": "('qbheat_toy_val_images',)"}, "TEST.KNN.VAL"),
-        (("--val-image-folder", "val"), {"MODEL.META_ARCHITECTURE": "MoCo"}, "MoCo"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(
-    flags: tuple[str, ...], opts: dict[str, Any], named: str, folders: dict[str, str]
-) -> None:
-    given = [folders.get(flag, flag) for flag in flags]
-    if "--eval-only" not in given and "--image-folder" not in given:
-        given += ["--image-folder", folders["train"]]
-    with pytest.raises(UserError, match=named):
-        configure(opts, *given)

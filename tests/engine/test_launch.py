@@ -2,7 +2,6 @@
 """Starting: in one process, under torchrun, through Detectron2; and what is refused."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from detectron2.utils import comm
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from qbheat_det.core.errors import UserError, exit_on_user_error
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import launch, run_distributed
 
 from .processes import free_port, make_args, torchrun_environment
+from .tiny_training import CONFIG, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ["MODEL.DEVICE", "cuda"]
@@ -43,11 +42,11 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm, "_LOCAL_PROCESS_GROUP", None)
 
 
-def test_without_torchrun_main_runs_here_and_its_result_is_returned() -> None:
+def test_main_runs_here_and_under_torchrun_finds_both_groups_and_leaves_none(
+    request: pytest.FixtureRequest,
+) -> None:
     assert run_distributed(describe, make_args()) == (False, 1, 0, 1)
-
-
-def test_under_torchrun_main_finds_both_groups_and_leaves_none(torchrun: None) -> None:
+    request.getfixturevalue("torchrun")
     assert run_distributed(describe, make_args()) == ("gloo", 1, 0, 1)
     assert not torch.distributed.is_initialized()
 
@@ -69,33 +68,24 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ({"num_machines": 2}, "--num-machines"),
         ({"opts": ["MODEL.DEVCE", "cpu"]}, "MODEL.DEVICE"),
         ({"opts": CUDA}, "--nproc-per-node 1"),
-        ({"without": "MASTER_PORT"}, "MASTER_PORT"),
     ],
 )
 def test_under_torchrun_what_contradicts_it_is_refused(
     torchrun: None, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], named: str
 ) -> None:
     pretend_gpus(monkeypatch, 0)
-    if "without" in values:
-        monkeypatch.delenv(values["without"])
     with pytest.raises(UserError, match=named):
         run_distributed(describe, make_args(**values))
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(UserError, match="MASTER_PORT"):
+        run_distributed(describe, make_args())
 
 
-@pytest.mark.parametrize(
-    ("gpus", "values", "named"),
-    [
-        (0, {"num_gpus": 2}, "--num-gpus"),
-        (0, {"num_gpus": 0}, "at least 1"),
-        (2, {"num_gpus": 2}, "MODEL.DEVICE"),
-    ],
-)
-def test_processes_that_cannot_be_started_are_refused(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, values: dict[str, Any], named: str
-) -> None:
-    pretend_gpus(monkeypatch, gpus)
-    with pytest.raises(UserError, match=named):
-        run_distributed(describe, make_args(**values))
+def test_processes_that_cannot_be_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, asked, named in ((0, 2, "--num-gpus"), (0, 0, "at least 1"), (2, 2, "MODEL.DEVICE")):
+        pretend_gpus(monkeypatch, gpus)
+        with pytest.raises(UserError, match=named):
+            run_distributed(describe, make_args(num_gpus=asked))
 
 
 def test_bad_input_in_a_started_process_is_a_sentence_and_a_defect_a_traceback(
@@ -120,35 +110,22 @@ def test_bad_input_in_a_started_process_is_a_sentence_and_a_defect_a_traceback(
         run_distributed(lambda _: 1 / 0, args)
 
 
-def _run_two_processes(*args: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.slow
+def test_torchrun_trains_evaluates_and_saves_with_two_processes(
+    tmp_path: Path, tiny_data: Path
+) -> None:
+    truth, images = str(tiny_data / "annotations.json"), str(tiny_data / "images")
+    flags = ["--train-json", truth, "--train-images", images]
+    flags += ["--val-json", truth, "--val-images", images]
+    opts = {**TINY, "MODEL.DEVICE": "cpu", "SOLVER.MAX_ITER": "2", "OUTPUT_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(ROOT / "tools" / "train_net.py"), *args]
+    command += ["--nproc-per-node", "2", str(ROOT / "tools" / "train_net.py"), "--config-file"]
+    command += [CONFIG, *flags, *(word for pair in opts.items() for word in pair)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-@pytest.mark.slow
-def test_torchrun_trains_evaluates_and_saves_with_two_processes(tmp_path: Path) -> None:
-    toy = prepare_toy_set(ToySpec(name="tiny", num_images=5, image_size=64), tmp_path / "cache")
-    truth, images = str(Path(toy) / "annotations.json"), str(Path(toy) / "images")
-    run = _run_two_processes(
-        *("--config-file", str(ROOT / "configs" / "demo" / "toy_retinanet.yaml")),
-        *("--train-json", truth, "--train-images", images),
-        *("--val-json", truth, "--val-images", images),
-        *("MODEL.DEVICE", "cpu", "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "3"),
-        *("DATALOADER.NUM_WORKERS", "0", "INPUT.MIN_SIZE_TRAIN", "(64,)"),
-        *("INPUT.MIN_SIZE_TEST", "64", "MODEL.RETINANET.SCORE_THRESH_TEST", "0.0"),
-        *("OUTPUT_DIR", str(tmp_path / "run")),
-    )
-    assert run.returncode == 0, run.stderr
-    metrics = (tmp_path / "run" / "metrics.json").read_text()
-    assert '"bbox/AP"' in metrics
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert '"processes": 2' in json.dumps(record)
-    run = _run_two_processes("MODEL.DEVICE", "cpu", "OUTPUT_DIR", "/proc/nowhere")
-    assert run.returncode != 0
-    assert run.stderr.count("error: ") == 1, run.stderr
+    subprocess.run(command, check=True, env=environment, timeout=300)
+    assert '"bbox/AP"' in (tmp_path / "metrics.json").read_text()
+    assert '"processes": 2' in (tmp_path / "run.json").read_text()
 
 
 def test_parameters_without_gradients_are_looked_for_only_if_a_head_leaves_out_outputs() -> None:

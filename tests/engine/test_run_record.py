@@ -24,18 +24,6 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    folder = tmp_path / "checkout"
-    (folder / "qbheat_det").mkdir(parents=True)
-    (folder / "qbheat_det" / "__init__.py").write_text("")
-    git(folder, "init", "-q")
-    git(folder, "add", ".")
-    git(folder, "commit", "-q", "-m", "first")
-    find_code_version.cache_clear()
-    return folder
-
-
 def make_config(folder: Path) -> CfgNode:
     cfg = get_cfg()
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(folder), "cpu"
@@ -75,8 +63,14 @@ def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
 
 
 def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "qbheat_det").mkdir(parents=True)
+    (checkout / "qbheat_det" / "__init__.py").write_text("")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
+        git(checkout, *arguments)
+    find_code_version.cache_clear()
     commit = git(checkout, "rev-parse", "HEAD")
     (checkout / "output").mkdir()
     (checkout / "output" / "log.txt").write_text("no code")
@@ -87,14 +81,12 @@ def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
     (checkout / "qbheat_det" / "new.py").write_text("")
     assert find_code_version(checkout) == (commit, True)
 
-
-def test_a_wheel_has_no_commit_and_neither_has_a_machine_without_git(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # A wheel has no commit, and neither has a machine without git.
     installed = checkout / "venv" / "site-packages"
     (installed / "qbheat_det").mkdir(parents=True)
     (installed / "qbheat_det" / "__init__.py").write_text("")
     assert find_code_version(installed) == (None, None)
     assert find_code_version(checkout / "no such folder") == (None, None)
+    find_code_version.cache_clear()
     monkeypatch.setenv("PATH", "")
     assert find_code_version(checkout) == (None, None)

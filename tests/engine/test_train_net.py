@@ -3,22 +3,18 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from detectron2.data import DatasetCatalog
 from detectron2.engine import default_argument_parser
 from detectron2.modeling import build_model
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.engine.data_sources import register_source
-from tests.tool_modules import TOOLS, load_tool
+from tests.tool_modules import load_tool
 
 from .conftest import forget_runs
 from .tiny_training import TINY_ENCODER, losses
@@ -104,14 +100,11 @@ def test_a_run_leaves_its_classes_its_record_and_its_curves(
     assert start["data"] == {
         name: {**paths, "labelled": True} for name in ("custom_train", "custom_val")
     }
-    register_source("the run's own", start["data"]["custom_val"])
-    assert len(DatasetCatalog.get("the run's own")) == 4
-    forget_runs("the run's own")
     assert (folder / "curves.png").is_file()
 
 
 def test_evaluating_weights_gives_the_results_of_training_and_keeps_the_config(
-    run: Run, trained: tuple[Path, Any], toy: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, trained: tuple[Path, Any]
 ) -> None:
     folder, expected = trained
     config = (folder / "config.yaml").read_bytes()
@@ -119,15 +112,6 @@ def test_evaluating_weights_gives_the_results_of_training_and_keeps_the_config(
     evaluated = run(RETINANET, *opts, flags=("--eval-only",))
     assert json.dumps(evaluated) == json.dumps(expected)
     assert (folder / "config.yaml").read_bytes() == config
-
-    content = json.loads((toy / "annotations.json").read_text())
-    content["categories"][0]["name"] = "other"
-    (folder / "renamed.json").write_text(json.dumps(content))
-    renamed = str(folder / "renamed.json")
-    flags = ("--eval-only", "--val-json", renamed, "--train-json", renamed)
-    with pytest.raises(SystemExit):  # another name or order is another AP
-        run(RETINANET, *opts, flags=flags)
-    assert "'other'" in capsys.readouterr().err
 
 
 def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: Path) -> None:
@@ -148,7 +132,7 @@ def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: 
     assert any(not torch.equal(after[key], before[key]) for key in after if "decoder" in key)
 
 
-def test_flags_are_those_of_detectron2_in_any_order_and_help_needs_no_torch() -> None:
+def test_flags_are_those_of_detectron2_in_any_order() -> None:
     words = ["SOLVER.BASE_LR", "-0.5", "--resume", "OUTPUT_DIR", "x", "--config-file", "c.yaml"]
     args = load_tool("train_net").parse_args(words)
     assert (args.resume, args.config_file) == (True, "c.yaml")
@@ -156,12 +140,6 @@ def test_flags_are_those_of_detectron2_in_any_order_and_help_needs_no_torch() ->
     own = load_tool("train_net").parse_args([])
     for name, default in vars(default_argument_parser().parse_args([])).items():
         assert getattr(own, name) == default, name
-    program = (
-        f"import sys; sys.argv = ['train_net.py', '--help']; sys.path.insert(0, {str(TOOLS)!r})\n"
-        "try:\n    import train_net; train_net.invoke_main()\n"
-        "except SystemExit:\n    assert not {'torch', 'qbheat_det'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
@@ -189,19 +167,3 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert named in last
-
-
-def test_an_image_of_another_size_than_annotated_is_named(
-    run: Run, toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = json.loads((toy / "annotations.json").read_text())
-    for image in content["images"]:
-        image["width"] = 65
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text(json.dumps(content))
-    opts = ("OUTPUT_DIR", str(tmp_path), "DATALOADER.NUM_WORKERS", "1")
-    flags = ("--train-json", str(wrong), "--val-json", str(wrong))
-    with pytest.raises(SystemExit) as stopped:
-        run(RETINANET, *opts, flags=flags)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: image '")

@@ -18,15 +18,12 @@ from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import TRAINING_FIGURES, Figure, Image, NotApplicable
+from qbheat_det.core.figures import Figure, Image, NotApplicable
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import visualize
 from qbheat_det.engine.data_sources import load_fixed_images
-from qbheat_det.engine.visualize import (
-    VisualizationHook,
-    build_visualization_hook,
-    undisturbed,
-)
+from qbheat_det.engine.step import seed_step
+from qbheat_det.engine.visualize import VisualizationHook, build_visualization_hook, undisturbed
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs
@@ -38,16 +35,6 @@ class Clock:
     """Stands in for ``perf_counter``; steps take a second each, the figure ``seconds``."""
 
     now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(visualize, "perf_counter", clock)
-    return clock
 
 
 class Recorded(VisualizationHook):
@@ -97,8 +84,14 @@ def take_steps(
     ],
 )
 def test_figures_are_drawn_in_their_period_beyond_their_share_only_at_both_ends(
-    tmp_path: Path, clock: Clock, options: dict[str, Any], max_iter: int, expected: list[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    max_iter: int,
+    expected: list[int],
 ) -> None:
+    clock = Clock()
+    monkeypatch.setattr(visualize, "perf_counter", lambda: clock.now)
     options = {"share": 0.01, **options}
     hook = Recorded(clock, **options)
     take_steps(hook, make_run(tmp_path, max_iter), clock)
@@ -142,21 +135,13 @@ def test_modes_and_random_generators_are_restored() -> None:
     def draw_numbers() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_step(7, 0, 0)
     expected = draw_numbers()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-    def fail() -> None:
-        with undisturbed(model):
-            assert not any(module.training for module in model.modules())
-            assert not torch.is_grad_enabled()
-            draw_numbers()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    seed_step(7, 0, 0)
+    with undisturbed(model):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        draw_numbers()
     assert [module.training for module in model.modules()] == [True, True, False]
     assert torch.is_grad_enabled()
     assert draw_numbers() == expected
@@ -215,7 +200,7 @@ def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
     register_image_folders("seen", [make_folder(tmp_path / "data", 6)])
     opts = {"DATASETS.TRAIN": "('seen',)", "SOLVER.MAX_ITER": "2"}
     train(tmp_path / "without", opts)
-    monkeypatch.setitem(TRAINING_FIGURES, "noise", draw_noise)
+    monkeypatch.setattr(visualize, "TRAINING_FIGURES", {"noise": draw_noise})
     forget_runs()
     shown = {"VIS.ENABLED": "True", "VIS.PERIOD": "1", "VIS.NUM_IMAGES": "2"}
     train(tmp_path / "with", {**opts, **shown})
