@@ -74,12 +74,7 @@ class Spectrum:
 
 
 def describe_models(models: Models) -> Spectrum:
-    """Computes the spectra of the linear models of one or two scales.
-
-    Args:
-        models: of "corner", "centre" or both. The correlation and the cosine of the scales are only
-            computed for both.
-    """
+    """Computes the spectra of the linear models of one or two scales."""
     offsets = {scale: offset for scale, (offset, _) in models.items()}
     matrices = {scale: found for scale, (_, found) in models.items()}
     eigenvalues = {
@@ -166,10 +161,6 @@ def rotate_models(models: Models, seed: int = 0) -> Models:
     """Returns matrices with the same singular values, in random directions.
 
     What opposite directions share by construction (A2 = -A1, Eq. 9) they share too.
-
-    Args:
-        models: as ``list_linear_models`` returns them.
-        seed: of the random directions; the same seed gives the same matrices.
     """
     rotated = {}
     for index, (scale, (offset, matrices)) in enumerate(models.items()):
@@ -236,12 +227,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
 
 @register_figure("spectrum")
 def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: int = 5) -> Figure:
-    """Draws the spectra of each run, with so many of its ``checkpoints`` as rows of Table 3.
-
-    Raises:
-        NotApplicable: no run has the linear models of QB-Heat.
-        UserError: no run is left, one because of an error.
-    """
+    """Draws the spectra of each run, with so many of its ``checkpoints`` as rows of Table 3."""
     left_out: list[str] = []
 
     def compute(run: Run) -> dict[str, Spectrum]:
@@ -275,11 +261,7 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: i
 def draw_training_spectrum(
     model: nn.Module, load_images: Callable[[int], list[dict[str, Any]]], cfg: CfgNode
 ) -> Figure:
-    """Draws the spectra of the linear models beside those of rotated ones.
-
-    Raises:
-        NotApplicable: the model is not a ``QBHeat``.
-    """
+    """Draws the spectra of the linear models beside those of rotated ones."""
     if not isinstance(model, QBHeat):
         raise NotApplicable(f"{type(model).__name__} has no linear models")
     models = list_linear_models(model.predictor)
