@@ -118,6 +118,7 @@ def test_torchrun_trains_evaluates_and_saves_with_two_processes(
     flags = ["--train-json", truth, "--train-images", images]
     flags += ["--val-json", truth, "--val-images", images]
     opts = {**TINY, "MODEL.DEVICE": "cpu", "SOLVER.MAX_ITER": "2", "OUTPUT_DIR": str(tmp_path)}
+    opts["MODEL.RETINANET.SCORE_THRESH_TEST"] = "0.0"  # else nothing is found
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(ROOT / "tools" / "train_net.py"), "--config-file"]
     command += [CONFIG, *flags, *(word for pair in opts.items() for word in pair)]

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from detectron2.modeling import build_model
 
 from qbheat_det.checkpoint import read_weights
+from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.evaluation import Evaluation
 
@@ -26,6 +29,8 @@ def averaged(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "SOLVER.EPOCHS": "0.6",  # of 12 images, two a step: rounded up to 4 iterations
         "SOLVER.CHECKPOINT_PERIOD": "1",
         "SOLVER.CHECKPOINTS_KEPT": "0",
+        "SOLVER.REFERENCE_BATCH_SIZE": "8",
+        "SOLVER.LR_SCALING": "linear",
         "SOLVER.EMA.ENABLED": "True",
         "SOLVER.EMA.DECAY": "0.5",
         "SOLVER.EMA.WARMUP": "False",
@@ -67,6 +72,19 @@ def test_the_average_is_what_is_evaluated_and_exported(averaged: Path) -> None:
         torch.testing.assert_close(dict(weights), average, rtol=0, atol=0)
     raw = state(averaged)["model"]
     assert any(not torch.equal(exported[key], raw[key]) for key in raw if "running_var" in key)
+
+
+def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged: Path) -> None:
+    cfg = load_config(averaged / "config.yaml")
+    assert cfg.SOLVER.MAX_ITER == 4
+    assert cfg.SOLVER.BASE_LR == pytest.approx(0.002 * 2 / 8)
+    weights, info = read_weights(str(averaged / "model_final.safetensors"))
+    assert info is not None
+    assert yaml.safe_load(info.config) == yaml.safe_load((averaged / "config.yaml").read_text())
+    assert info.class_names == tuple(cfg.MODEL.CLASS_NAMES)
+    (averaged / "alone.yaml").write_text(info.config)
+    model = build_model(load_config(averaged / "alone.yaml"))
+    assert not any(model.load_state_dict(weights))
 
 
 @pytest.mark.parametrize(

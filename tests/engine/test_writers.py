@@ -2,6 +2,7 @@
 """Writers of runs that begin, resume, fail, or share a folder with another run."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ from unittest.mock import MagicMock
 import pytest
 from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
@@ -65,8 +65,6 @@ def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
     run(cfg, start=4, end=10)
     assert read(tmp_path / "metrics.json") == [1, 3, 5, 7, 9]
     assert read(tmp_path / "metrics.json", "epoch") == [1, 2, 3, 4, 5]
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in events.Scalars("total_loss")] == [1, 3, 5, 7, 9]
     run(cfg, start=0, end=4)  # a new run in the same folder
     path = tmp_path / "metrics.json"
     assert read(path) == [1, 3]
@@ -76,6 +74,29 @@ def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
     path.write_text(f'{kept}[1]\n{{"iteration": 5}}\n{{"iterat')
     drop_metrics_from(path, 5)
     assert path.read_text() == kept
+
+
+def test_tensorboard_hides_the_steps_that_are_repeated(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(make_config(tmp_path), start=0, end=6)
+    run(make_config(tmp_path), start=4, end=10)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("total_loss")] == [1, 3, 5, 7, 9]
+
+
+def test_the_line_of_the_log_has_epoch_remaining_time_and_losses_of_steps_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="detectron2.utils.events"):
+        run(make_config(tmp_path), start=0, end=6)
+    line = caplog.messages[0]
+    assert line.startswith("epoch: 1.00/5 ")
+    assert "eta: 0:00:08" in line
+    assert "total_loss: " in line
+    assert "reconstruction" not in line
+    assert read(tmp_path / "metrics.json", "reconstruction/loss") == [9.0, 9.0, 9.0]
 
 
 def test_wandb_gets_every_scalar_once_and_continues_the_same_run(
