@@ -130,7 +130,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "MODEL.TEACHER": {  # the frozen network whose features FeatureDistillation predicts
         "NAME": "tf_efficientnet_lite0",  # of timm's
-        "WEIGHTS": "",  # as MODEL.WEIGHTS
+        "WEIGHTS": "qbheat://timm/tf_efficientnet_lite0",  # as MODEL.WEIGHTS
         "IN_FEATURE": "s32",  # map to predict
         # Side of the images that the teacher sees: its map has as many positions as the encoder's.
         "IMAGE_SIZE": 256,

@@ -29,7 +29,7 @@ from qbheat_det.config import dump_config, find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
-from qbheat_det.engine.feature_cache import use_cached_features
+from qbheat_det.engine.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
     needs_teacher,
@@ -56,7 +56,6 @@ from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .step import BatchedInputs, StepTrainer, choose_precision
-from .teacher import TeacherFeatures
 from .visualize import build_visualization_hook
 from .writers import PeriodicWriter, find_commit
 

@@ -56,12 +56,15 @@ def render_entries(entries: Sequence[ZooEntry]) -> str:
 
 def _describe_entry(entry: ZooEntry) -> str:
     """Returns a section with all that the index has about an entry."""
+    made = f"Made: {entry.date}, at commit `{entry.commit}`"
+    if entry.distribution:
+        made = f"Converted when fetched, from `{entry.distribution.requirement}` of Python's index"
     lines = (
         f"Recipe: [{entry.config}](configs/{entry.config})",
         f"Data: {entry.data} (licence: {entry.data_licence})",
         f"Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
         f"`{entry.sha256}`",
-        f"Made: {entry.date}, at commit `{entry.commit}`",
+        made,
         *map(_format_metric, entry.metrics),
     )
     items = "\n".join(f"- {line}" for line in lines)

@@ -113,7 +113,6 @@ def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
     ("changes", "key"),
     [
         ({"MODEL__TEACHER__IMAGE_SIZE": "96"}, "MODEL.TEACHER.IMAGE_SIZE"),
-        ({"MODEL__TEACHER__WEIGHTS": ""}, "MODEL.TEACHER.WEIGHTS"),
         ({"INPUT__FIXED_VIEWS__COUNT": "0"}, "INPUT.FIXED_VIEWS.COUNT"),
     ],
 )
