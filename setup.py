@@ -71,7 +71,6 @@ setup(
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
         "wandb": ["wandb>=0.16"],  # minimum not tested
         "dev": [
-            "hypothesis",
             "mypy",
             "pytest",
             "pytest-xdist",

@@ -66,7 +66,11 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Returns by number the name of each block with tokens, and the strides before and after it."""
+    """Returns by number the name of each block with tokens, and the strides before and after it.
+
+    Returns:
+        By number, from 1: dotted name in the backbone, stride of its input, stride of its output.
+    """
     found = {}
     stride = 2  # of the stem
     blocks = [
@@ -91,7 +95,15 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
 
 @torch.no_grad()
 def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]:
-    """Returns the attention of all bridges of a backbone for images (N, 3, H, W), on the CPU."""
+    """Returns the attention of all bridges of a backbone for images (N, 3, H, W), on the CPU.
+
+    Args:
+        backbone: in the mode in which it is to be read; it is run once, without gradients.
+        images: normalised, on the device of the backbone.
+
+    Returns:
+        One entry for each block with tokens, from the image upwards.
+    """
     blocks = list_blocks(backbone)
     bridges = [
         f"{name}.{bridge}"
@@ -139,6 +151,10 @@ def draw_attention(
     """Draws both bridges of the blocks of ``choose_blocks`` over images.
 
     ``attention_heads`` are their mean, or a row for each.
+
+    Raises:
+        NotApplicable: no run has a Mobile-Former with tokens.
+        UserError: no run is left, one because of an error.
     """
     size = find_size(runs, _PAPER_SIZE)
     results = run_on_images(

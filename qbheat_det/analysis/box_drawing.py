@@ -39,6 +39,15 @@ def draw_instances(
 
     Masks are shaded where there are some. ``class_names`` are in contiguous order; see
     ``draw_boxes`` for ``min_side``.
+
+    Args:
+        image: (H, W, 3), RGB; it is not drawn on.
+        instances: with boxes (n, 4) in pixels of the image, on any device.
+        class_names: a class beyond them is called "class 7", after its index.
+        min_side: in pixels; smaller images are enlarged.
+
+    Returns:
+        (H', W', 3), RGB.
     """
     instances = instances.to("cpu")
     fields = instances.get_fields()
@@ -105,7 +114,13 @@ def draw_boxes(
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
-    """Returns one image of several, at least one, row by row, each centered in an equal cell."""
+    """Returns one image of several, at least one, row by row, each centered in an equal cell.
+
+    Args:
+        images: (H, W, 3), RGB, of any sizes.
+        columns: the most images in a row.
+        gap: between cells, in pixels.
+    """
     cell_height = max(image.shape[0] for image in images)
     cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))

@@ -49,7 +49,17 @@ class ClassActivation(NamedTuple):
 def compute_class_activation(
     model: ImageClassifier, images: Tensor, chosen: int | None = None
 ) -> ClassActivation:
-    """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one."""
+    """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one.
+
+    Args:
+        model: with a ``LinearDecoder``, in eval mode.
+        images: normalised, on the device of the model.
+        chosen: index of the class, the same for all images.
+
+    Returns:
+        Maps (N, H, W) at the resolution of the decoder's feature map, in logits, and with them the
+        softmax scores (N,) and the indices (N,) of their classes.
+    """
     decoder = cast(LinearDecoder, model.decoder)
     features = model.backbone(images)
     logits = decoder(features).float()

@@ -94,6 +94,10 @@ def draw_correlation(
 
     ``size`` is the side of the images, None for that of the first run; ``map`` the name of the
     feature map, None for the one that each model reads.
+
+    Raises:
+        NotApplicable: no run has images or a feature map of at least two positions.
+        UserError: no run is left, one because of an error.
     """
     side = size or find_size(runs, _PAPER_SIZE)
     results = run_on_images(
@@ -128,7 +132,16 @@ def draw_correlation(
 def measure_in_training(
     model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
 ) -> Figure:
-    """Measures the spatial correlation of the map that the model reads; draws nothing."""
+    """Measures the spatial correlation of the map that the model reads; draws nothing.
+
+    Args:
+        model: a ``FixedSizeModel``, in the mode in which it is measured.
+        load_images: from a number of images to so many mapped entries.
+        cfg: of the run; nothing in it is read.
+
+    Raises:
+        NotApplicable: the model has no images of one size.
+    """
     if not isinstance(model, FixedSizeModel):
         raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)

@@ -292,6 +292,8 @@ def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage 
 
     Images without boxes, and those that cannot be read, are left out; None if no image is left.
     ``SEED`` decides which images are drawn and how each is augmented.
+    Returns:
+        (H, W, 3), RGB.
     """
     seed = max(cfg.SEED, 0)
     records = [record for record in inspection.records if list_objects(record)]

@@ -205,6 +205,15 @@ def draw_predictions(
     """Draws ground truth and the detections of each run on so many images of the dataset.
 
     They are spread over its ids.
+
+    Args:
+        dataset: with its image files.
+        runs: at least one; the ground truth is read from the first.
+        number: the most images.
+
+    Returns:
+        For each image a sheet, the ground truth first, then the boxes of each run from its score
+        threshold upwards.
     """
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
     number = min(number, len(records))

@@ -76,6 +76,12 @@ def run_each(
 
     ``nothing`` begins the message if no run is left, such as "no reconstructions".
 
+    Args:
+        runs: with different labels.
+        compute: raises ``NotApplicable`` or ``UserError`` for a run that is to be left out.
+        nothing: beginning of the message.
+        needs_weights: whether runs without a checkpoint are left out too.
+
     Raises:
         NotApplicable: all runs were left out, none because of an error.
         UserError: all runs were left out, one because of an error.
@@ -137,7 +143,13 @@ def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> Spre
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's."""
+    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's.
+
+    Args:
+        cfg: of a run; it is not changed.
+        files: of images.
+        size: S in pixels; None takes ``INPUT.PRETRAIN.SIZE``.
+    """
     cfg = cfg.clone()
     cfg.defrost()
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:

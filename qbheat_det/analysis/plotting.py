@@ -176,6 +176,17 @@ def overlay_map(
     """Returns an image in grey with a feature map (h, w) in colours over it, interpolated.
 
     Positions are ``stride`` pixels apart, the first half a stride from the corner.
+
+    Args:
+        image: (H, W, 3), RGB.
+        values: (h, w).
+        stride: of the map in pixels of the image; it need not be whole.
+        low: value of the first colour.
+        high: value of the last colour.
+        colors: name of a matplotlib colour map.
+
+    Returns:
+        (H, W, 3), RGB.
     """
     x, y = (
         (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)

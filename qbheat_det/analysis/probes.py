@@ -151,7 +151,11 @@ def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
 
 @plotting.themed
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 under each decoder of the backbones that saw most images of each series."""
+    """Draws top-1 under each decoder of the backbones that saw most images of each series.
+
+    Results of one series under one decoder are averaged, such as those of several seeds. Bars are
+    the mean of their standard errors.
+    """
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)
     figure, axes = plotting.start_chart(height=3.2, width=5.2)

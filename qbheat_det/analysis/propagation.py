@@ -51,7 +51,13 @@ def find_generator(step: Tensor, offset: float) -> Tensor:
 
 
 def propagate(z: Tensor, a: Tensor, x: float) -> Tensor:
-    """Returns e^{Ax} z for features z (..., C), in the wider type of A (C, C) and z."""
+    """Returns e^{Ax} z for features z (..., C), in the wider type of A (C, C) and z.
+
+    Args:
+        z: real or complex features.
+        a: generator, per side of the image.
+        x: distance in sides of the image; negative goes back.
+    """
     wide = torch.promote_types(a.dtype, z.dtype)
     return z.to(wide) @ torch.matrix_exp(a * x).to(wide).mT
 
@@ -126,6 +132,10 @@ def draw_beyond(
     """Propagates the features of whole images by ``distances`` beyond their borders, and decodes.
 
     ``scale`` says whose linear models are used.
+
+    Raises:
+        NotApplicable: no run has the linear models of QB-Heat, or there are no images.
+        UserError: no run is left, one because of an error.
     """
     results = run_on_images(
         runs,
@@ -184,6 +194,16 @@ def decode_beyond(
     """Returns normalised images (N, 3, S, S) with features (N, G, G, C) decoded around them.
 
     The result is in the mapper's pixels, with so many positions of ``margin`` on each side.
+
+    Args:
+        model: of the run, in eval mode.
+        images: on the device of the model.
+        z: what ``model.encode`` makes of the images.
+        generators: of the four directions; zeros continue features unchanged.
+        margin: positions beyond each border.
+
+    Returns:
+        (N, 3, L, L), where L is S plus twice ``margin`` patches.
     """
     size, patch = model.decoder.grid_size, model.decoder.patch_size
     whole = size * math.ceil(margin / size)  # whole windows, the one in the middle is the image

@@ -50,7 +50,13 @@ class QueryAttention:
 
 @torch.no_grad()
 def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAttention:
-    """Returns the attention of the ``count`` most confident queries in one mapped image."""
+    """Returns the attention of the ``count`` most confident queries in one mapped image.
+
+    Args:
+        model: in eval mode.
+        entry: of the model's mapper, with "image" (3, H, W).
+        count: of predictions; all of them if there are fewer.
+    """
     names = {
         _COARSEST >> i: f"levels.{i}.{len(cast(nn.ModuleList, level)) - 1}.query_layer"
         ".cross_attention"
@@ -82,7 +88,12 @@ class _Detected:
 
 @register_figure("queries")
 def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
-    """Draws the attention of the queries of the most confident ``query_boxes`` of each image."""
+    """Draws the attention of the queries of the most confident ``query_boxes`` of each image.
+
+    Raises:
+        NotApplicable: no run is an MF-DETR.
+        UserError: no run is left, one because of an error.
+    """
     results = run_on_images(
         runs,
         lambda run, files: _detect(run, files, query_boxes),

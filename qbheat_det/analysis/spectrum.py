@@ -142,7 +142,12 @@ def read_linear_models(path: Path, label: str) -> Models:
 
 
 def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
-    """Returns so many checkpoints of a run's folder, spread over training, by their steps."""
+    """Returns so many checkpoints of a run's folder, spread over training, by their steps.
+
+    Args:
+        folder: with files such as ``model_0000999.pth``, which was saved after 1000 steps.
+        number: the most checkpoints; the last one is always among them.
+    """
     found = {}
     for path in sorted(folder.glob("model_*.pth")):
         if match := re.fullmatch(r"model_(\d+)", path.resolve().stem):  # others may be links

@@ -5,11 +5,7 @@ import numpy as np
 import torch
 from detectron2.structures import BitMasks, Boxes, Instances
 
-from qbheat_det.analysis.box_drawing import (
-    draw_boxes,
-    draw_instances,
-    get_class_color,
-)
+from qbheat_det.analysis.box_drawing import draw_boxes, draw_instances, get_class_color
 from qbheat_det.analysis.detections import crop_box
 
 RED = (200, 10, 10)

@@ -3,11 +3,7 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,38 +207,6 @@ def test_other_settings_inputs_and_files_are_refused_with_the_key(steps: Steps) 
         job.record_file.write_text(text)
         with pytest.raises(UserError, match=r"only\.json"):
             is_done(job)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_outlives_the_comparison(tmp_path: Path, sign: int) -> None:
-    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
-    script = (
-        "import sys, types\n"
-        "from pathlib import Path\n"
-        "from qbheat_det.analysis import comparison\n"
-        "from qbheat_det.analysis.comparison_plan import Job, Row\n"
-        "comparison.write_report = lambda *args: ''\n"
-        f"job = Job('a', 's', Path(), [sys.executable, '-c', {child!r}], {{}})\n"
-        "row = Row(types.SimpleNamespace(name='a'), 1, job.folder, [job])\n"
-        "comparison._Pool(None, [row], 1).run()\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=tmp_path)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "pid").is_file() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.2)
-    pid = int((tmp_path / "pid").read_text())
-    process.send_signal(sign)
-    process.wait(timeout=30)
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        assert not Path(f"/proc/{pid}").exists()
 
 
 def test_measures_of_a_row_are_read_from_its_finished_jobs(

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from qbheat_det.analysis import load_figures
-from qbheat_det.analysis.plotting import (
-    overlay_map,
-)
+from qbheat_det.analysis.plotting import overlay_map
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import (
     TRAINING_FIGURES,

@@ -34,22 +34,6 @@ def draw_generators() -> dict[str, Tensor]:
     return {name: 0.4 * draw(seed, DIM, DIM) for seed, name in enumerate(NAMES)}
 
 
-def propagate_by_eigenvectors(z: Tensor, a: Tensor, x: float) -> Tensor:
-    """Eq. 4 in one direction: the sum of c_i e^{λ_i x} v_i."""
-    eigenvalues, vectors = torch.linalg.eig(a)
-    c = z.to(torch.complex128) @ torch.linalg.inv(vectors).mT
-    return ((c * (eigenvalues * x).exp()) @ vectors.mT).real
-
-
-def test_exponentials_are_those_of_the_eigenvectors() -> None:
-    a, z = draw(0, 6, 6), draw(1, 4, 6)
-    for x in (0.0, 0.1, 1.0, -2.0):
-        torch.testing.assert_close(propagate(z, a, x), propagate_by_eigenvectors(z, a, x))
-    shear = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)  # has no eigenbasis
-    found = propagate(torch.eye(2, dtype=torch.float64), shear, 2.5)
-    torch.testing.assert_close(found, torch.tensor([[1.0, 0.0], [2.5, 1.0]]).double())
-
-
 def test_the_generator_gives_the_learned_step() -> None:
     step, eye = 0.08 * draw(8, 6, 6), torch.eye(6, dtype=torch.float64)
     exact = find_generator(step, 0.25)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.report import FigureResult, describe_runs, write_page
+from qbheat_det.analysis.report import FigureResult, write_page
 from qbheat_det.analysis.run import Run
 from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
 from tests.tool_modules import load_tool
@@ -106,14 +106,3 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_drawn(
     with pytest.raises(SystemExit) as ended:
         tool.main([run, "--output", str(tmp_path / name), "--only", "beyond"])
     assert ended.value.code == 2  # not 130: the figure was not begun
-
-
-def test_runs_are_described_as_far_as_their_files_tell(run: str, tmp_path: Path) -> None:
-    (tmp_path / "probes.json").write_text("{}")
-    bare = Run.open(tmp_path / "probes.json", label="bare")
-    table = describe_runs([Run.open(run), bare])
-    assert table.rows == [
-        ("a", "detector", "SyncRetinaNet", "build_mobile_former_fpn_backbone",
-         "model_final.safetensors", "10", "unknown"),
-        ("bare", *["unknown"] * 6),
-    ]  # fmt: skip

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Views of many kinds, and a store of them, for the tests of cached features."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,20 +38,12 @@ def make_store(folder: Path, dtype: torch.dtype = torch.float32) -> FeatureStore
     return FeatureStore(folder / "cache", NUM_VIEWS, dtype=dtype)
 
 
-def fill(
-    store: FeatureStore, before_write: Callable[[Sequence[Stored]], object] = lambda views: None
-) -> int:
-    """Writes what is missing, as a run does, and returns how many files were.
-
-    Args:
-        store: of ``make_store``.
-        before_write: is called with the views of each file.
-    """
+def fill(store: FeatureStore) -> int:
+    """Writes what is missing, as a run does, and returns how many files were."""
     written = 0
 
     def encode(views: list[Stored]) -> list[Stored]:  # they are encoded already
         nonlocal written
-        before_write(views)
         written += 1
         return views
 

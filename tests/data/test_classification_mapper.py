@@ -12,11 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torchvision.transforms import v2
 
-from qbheat_det.data import (
-    PretrainingMapper,
-    preserved_randomness,
-    seed_place,
-)
+from qbheat_det.data import PretrainingMapper, preserved_randomness, seed_place
 from qbheat_det.data.mappers import ClassificationMapper
 from tests.data.pictures import draw, save
 

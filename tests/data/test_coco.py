@@ -12,16 +12,12 @@ import numpy as np
 import pycocotools.mask
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import load_coco_json
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     CocoFile,
     check_coco_json,
     check_same_classes,
-    find_record_errors,
     register_coco_images,
     register_coco_json,
 )
@@ -269,39 +265,3 @@ def test_the_builtin_names_are_registered_without_touching_a_file() -> None:
             images, annotated = MetadataCatalog.get(f"{name}_images"), MetadataCatalog.get(name)
             assert images.unlabelled
             assert Path(images.json_file) == Path(annotated.json_file).absolute()
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 60) | st.floats(width=32) | st.text(max_size=5)
-    | st.sampled_from([2**53, 10**400, {"size": [50, 100], "counts": [0, 5000]}]),
-    lambda inner: (
-        st.lists(inner, max_size=6)
-        | st.dictionaries(st.sampled_from(["id", "bbox", "counts", "size"]), inner, max_size=3)
-    ),
-    max_leaves=8,
-).map(copy.deepcopy)  # fmt: skip
-
-
-@settings(max_examples=80, deadline=None, derandomize=True, database=None,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(data=st.data())
-def test_a_file_that_is_nearly_coco_is_refused_or_loaded(tmp_path: Path, data: Any) -> None:
-    content = copy.deepcopy(GOOD)
-    content["annotations"][0] |= {"segmentation": [[5, 6, 25, 6, 25, 30]], "keypoints": []}
-    for _ in range(data.draw(st.integers(1, 3))):
-        entry = data.draw(st.sampled_from(content[data.draw(st.sampled_from(sorted(content)))]))
-        key = data.draw(st.sampled_from(sorted(entry) or ["id"]))
-        if isinstance(entry.get(key), list) and entry[key] and data.draw(st.booleans()):
-            entry[key][data.draw(st.integers(0, len(entry[key]) - 1))] = data.draw(VALUES)
-        else:
-            entry[key] = data.draw(VALUES)
-    files = write(tmp_path, content)
-    message, classes = "", ()
-    try:
-        classes = check_coco_json(*files).class_names
-    except UserError as error:
-        message = str(error)
-    assert "\n" not in message
-    if not message:
-        records = load_coco_json(*files)
-        assert find_record_errors("a", records, num_classes=len(classes)) == []

@@ -9,19 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.structures import Boxes, Instances
-from PIL import Image
 
-from qbheat_det.config import get_cfg
-from qbheat_det.data import (
-    DataError,
-    FixedViews,
-    TrainStream,
-    build_mapper,
-    number_records,
-    seed_place,
-)
+from qbheat_det.data import DataError, FixedViews, TrainStream, number_records, seed_place
 from qbheat_det.data.feature_store import FeatureStore
 from qbheat_det.data.mappers import VIEW_ROW, CachedViews
 from qbheat_det.data.seeding import IMAGE, VIEW
@@ -83,10 +73,7 @@ def make_cache(folder: Path, views: FixedViews) -> FeatureStore:
             views.view(RECORDS[index // views.count], index % views.count)
             for index in store.views_of(chunk)
         ]
-        store.write(
-            chunk,
-            [make_view(m, encode(m)) if isinstance(m, dict) else m for m in mapped],
-        )
+        store.write(chunk, [make_view(m, encode(m)) if isinstance(m, dict) else m for m in mapped])
     return store
 
 
@@ -109,35 +96,3 @@ def test_a_stream_from_the_cache_is_that_of_the_views(
             torch.testing.assert_close(*tensors, rtol=0, atol=0)
     assert online.skipped == cached.skipped
     assert online.skipped  # of image 12
-
-
-def make_config(count: int) -> CfgNode:
-    cfg = get_cfg()
-    cfg.DATASETS.TRAIN = ("qbheat_toy_val",)
-    cfg.DATALOADER.NUM_WORKERS = 0
-    cfg.SOLVER.IMS_PER_BATCH = 4
-    cfg.INPUT.FIXED_VIEWS.COUNT = count
-    cfg.INPUT.MIN_SIZE_TRAIN = (32, 40, 48)
-    return cfg
-
-
-@pytest.mark.parametrize("name", ["pretrain", "classify"])
-def test_fixed_views_are_of_the_pixels_in_the_file_whatever_fits_into_memory(
-    tmp_path: Path, name: str
-) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (450, 600, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "large.png")
-    records = number_records([{"file_name": str(tmp_path / "large.png"), "label": 0}])
-
-    def view(count: int, memory_gb: float) -> torch.Tensor:
-        cfg = make_config(count)
-        cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.FORMAT = name, "RGB"
-        cfg.INPUT.PRETRAIN.SIZE, cfg.INPUT.PRETRAIN.MEMORY_GB = 32, memory_gb
-        mapper = build_mapper(cfg, is_train=True)
-        mapper.prepare(records)
-        mapped = FixedViews(mapper, 2).view(records[0], 1)
-        assert isinstance(mapped, dict)
-        return mapped["image"]
-
-    torch.testing.assert_close(view(2, memory_gb=1.0), view(2, memory_gb=0.0), rtol=0, atol=0)
-    assert not torch.equal(view(0, memory_gb=1.0), view(0, memory_gb=0.0))  # what would differ

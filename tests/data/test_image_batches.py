@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from qbheat_det.data import (
-    DataError,
-    ImageBatches,
-    with_views,
-)
+from qbheat_det.data import DataError, ImageBatches, with_views
 from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
 

@@ -64,16 +64,6 @@ def test_a_folder_that_cannot_be_listed_is_named(
         list_images(tmp_path)
 
 
-def test_records_of_several_folders_are_numbered_through(tmp_path: Path) -> None:
-    one, two = fill(tmp_path / "one", "b.jpg"), fill(tmp_path / "two", "x/a.jpg", "c.png")
-    records, class_names = load_image_folders([two, one])
-    assert records == [
-        {"file_name": str(path), "image_id": i}
-        for i, path in enumerate([two / "c.png", two / "x" / "a.jpg", one / "b.jpg"])
-    ]
-    assert class_names == []
-
-
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_class_folders_are_labels_in_the_order_of_their_names(tmp_path: Path, slash: str) -> None:
     one = fill(tmp_path / "one", "dog/1.jpg", "cat/2.jpg", "cat/more/3.jpg")

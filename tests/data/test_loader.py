@@ -15,7 +15,7 @@ from detectron2.utils import comm
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import TrainStream, build_train_stream, cut, seed_place
+from qbheat_det.data import TrainStream, build_train_stream, seed_place
 
 Batch = list[dict[str, Any]]
 
@@ -100,15 +100,6 @@ def test_loading_in_this_process_leaves_its_randomness_alone() -> None:
     torch.testing.assert_close((random.random(), np.random.rand(), torch.rand(())), expected)
 
 
-def test_nothing_is_read_before_the_first_batch_is_asked_for() -> None:
-    read: list[int] = []
-    stream = TrainStream(dataset(4), mapper=lambda e: read.append(e["id"]) or e, batch_size=2)
-    iterator = iter(stream)
-    assert read == []
-    next(iterator)
-    assert len(read) == 2
-
-
 def test_images_that_the_mapper_leaves_out_are_replaced_by_any_other() -> None:
     def build(seed: int) -> TrainStream:
         return TrainStream(
@@ -136,14 +127,6 @@ def test_streams_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)
     with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
         make_stream(batch_size=2)
-
-
-def test_cut_keeps_order_and_balances() -> None:
-    for length, parts in ((0, 1), (5, 2), (5, 5), (7, 3), (2, 4)):
-        pieces = cut(range(length), parts)
-        assert list(itertools.chain.from_iterable(pieces)) == list(range(length))
-        assert len(pieces) == parts
-        assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
 @pytest.fixture

@@ -10,12 +10,7 @@ from detectron2.data import DatasetMapper
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    DATASET_MAPPERS,
-    DataError,
-    FixedViews,
-    build_mapper,
-)
+from qbheat_det.data import DATASET_MAPPERS, DataError, FixedViews, build_mapper
 from qbheat_det.data.mappers import DetrDatasetMapper
 
 

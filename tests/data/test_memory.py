@@ -7,7 +7,6 @@ import pytest
 import torch
 from detectron2.data.detection_utils import read_image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.data import images as reading
 from qbheat_det.data.images import DecodedImages, decode_if_small
@@ -61,26 +60,3 @@ def test_a_large_set_is_judged_by_a_few_headers(
     name = save(tmp_path / "a.jpg", draw(50, 50))
     monkeypatch.setattr(reading, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
     assert decode_if_small([name] * 100_000, shorter_side=50, budget=1e6) is None
-
-
-class _Addresses(Dataset[tuple[int, int]]):
-    """Where a worker finds the pixels, and their sum."""
-
-    def __init__(self, images: DecodedImages, names: list[str]) -> None:
-        self._images = images
-        self._names = names
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        pixels = whole(self._images, self._names[index])
-        return pixels.data_ptr(), int(pixels.sum())
-
-
-def test_forked_workers_share_the_pixels(tmp_path: Path) -> None:
-    names = list(draw_set(tmp_path))
-    dataset = _Addresses(DecodedImages(names, shorter_side=45), names)
-    here = [dataset[i] for i in range(len(names))]
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    assert [(int(address), int(total)) for address, total in loader] == here

@@ -1,22 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The toy set: the same bytes every time, and annotations that agree with the pixels."""
 
-import json
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+from qbheat_det.data import ToySpec, get_cache_dir, prepare_toy_set
 from qbheat_det.data.datasets import toy
-from qbheat_det.data.datasets.toy import ANNOTATION_FILE, CATEGORY_IDS, annotate, trace_polygons
+from qbheat_det.data.datasets.toy import CATEGORY_IDS, annotate, trace_polygons
 from qbheat_det.data.datasets.toy_scenes import Scene, sample_scene
 
 SPEC = ToySpec(name="tiny", num_images=40, seed=3)
@@ -91,44 +87,6 @@ def test_polygons_give_back_any_mask() -> None:
     for seed in range(6):
         mask = np.random.default_rng(seed).random((23, 31)) < 0.2 + 0.1 * seed
         np.testing.assert_array_equal(decode(trace_polygons(mask), 23, 31), mask)
-
-
-def test_detectron2_loads_a_registered_set(tmp_path: Path) -> None:
-    name = "qbheat_toy_test_of_loading"
-    register_toy_set(name, SPEC, tmp_path)
-    assert not (tmp_path / SPEC.folder_name).exists()
-    dataset = DatasetCatalog.get(name)
-    metadata = MetadataCatalog.get(name)
-    raw = json.loads((tmp_path / SPEC.folder_name / ANNOTATION_FILE).read_text())
-    assert metadata.json_file == str(tmp_path / SPEC.folder_name / ANNOTATION_FILE)
-    assert [c["name"] for c in raw["categories"]] == metadata.thing_classes
-    assert metadata.thing_dataset_id_to_contiguous_id == {
-        id_: i for i, id_ in enumerate(CATEGORY_IDS)
-    }
-    assert all(Path(record["file_name"]).is_file() for record in dataset)
-    assert sum(len(record["annotations"]) for record in dataset) == len(raw["annotations"])
-
-
-def test_of_two_that_ask_at_once_one_draws_and_both_get_the_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path
-) -> None:
-    # The lock belongs to an open file, so that threads exclude each other as processes do.
-    drawn = []
-
-    def draw(spec: ToySpec, folder: Path) -> None:
-        drawn.append(folder)
-        time.sleep(0.3)  # the other one arrives in the meantime
-        draw_set(spec, folder)
-
-    draw_set = toy._draw
-    monkeypatch.setattr(toy, "_draw", draw)
-    with ThreadPoolExecutor(2) as pool:
-        folders = set(pool.map(prepare_toy_set, [SPEC] * 2, [tmp_path] * 2))
-    assert folders == {tmp_path / SPEC.folder_name}
-    assert len(drawn) == 1
-    # No partial folder is left behind.
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [SPEC.folder_name]
-    assert contents(tmp_path / SPEC.folder_name) == contents(tiny)
 
 
 def test_a_half_written_set_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

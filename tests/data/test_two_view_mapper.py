@@ -13,11 +13,7 @@ from qbheat_det.data import PretrainingMapper
 from qbheat_det.data.mappers import TwoViewMapper
 from tests.data.pictures import draw, save
 
-NONE: dict[str, Any] = {
-    "jitter_probability": 0.0,
-    "grey_probability": 0.0,
-    "blur_probability": 0.0,
-}
+NONE: dict[str, Any] = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0}
 
 
 def mapped(mapper: Any, path: str, seed: int = 0, **fields: Any) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 """Nearest neighbours against a double loop in NumPy, with ties, and what must not change them."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from qbheat_det.evaluation import extract_features, measure_ranks, score_neighbours
+from qbheat_det.evaluation import measure_ranks, score_neighbours
 from qbheat_det.evaluation.classification import rank_true_classes
 
 Labelled = tuple[Tensor, Tensor]
@@ -62,13 +61,6 @@ def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(
     assert (score["top1"], score["top5"]) == pytest.approx(score_of(expected))
 
 
-def test_the_scale_of_features_does_not_matter() -> None:
-    train = torch.randn(60, 5), torch.arange(60) % 7
-    val = torch.randn(40, 5), torch.arange(40) % 7
-    expected = score_neighbours(train, val)
-    assert score_neighbours((train[0] * 3.7, train[1]), (val[0] * 1e-6, val[1])) == expected
-
-
 def test_at_a_very_low_temperature_the_nearest_decides() -> None:
     train = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]), torch.tensor([0, 1, 2])
     val = torch.tensor([[0.1, 1.0], [1.0, 0.1]]), torch.tensor([2, 0])
@@ -91,18 +83,3 @@ def test_nonsense_is_refused(k: int, temperature: float, voters: int) -> None:
     train, val = draw(voters, classes=2), draw(2, classes=2)
     with pytest.raises(ValueError, match="temperature"):
         rank_true_classes(train, val, k=k, temperature=temperature)
-
-
-def test_features_come_in_the_order_of_the_images() -> None:
-    batches: list[list[dict[str, Any]]] = [
-        [{"label": 3, "x": 1.0}, {"label": 1, "x": 2.0}],
-        [{"label": 2, "x": 3.0}],
-    ]
-
-    def describe(batch: list[dict[str, Any]]) -> Tensor:
-        return torch.tensor([[entry["x"], -entry["x"]] for entry in batch])
-
-    features, labels = extract_features(describe, batches)
-    torch.testing.assert_close(features, torch.tensor([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]))
-    assert labels.tolist() == [3, 1, 2]
-    assert [len(part) for part in extract_features(describe, [])] == [0, 0]

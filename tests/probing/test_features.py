@@ -50,15 +50,6 @@ def test_maps_beyond_float16_are_clipped_to_its_range() -> None:
     torch.testing.assert_close(found.maps.float(), expected.clamp(max=65504), rtol=1e-3, atol=0)
 
 
-def test_selected_images_keep_maps_tokens_and_labels() -> None:
-    whole = cache_features(describe, make_batches(5), num_images=5, feature="s16", keep_maps=True)
-    part = whole.select(torch.tensor([4, 1]))
-    expected = describe([make_batches(5)[0][index] for index in (4, 1)])
-    torch.testing.assert_close(part.maps, expected["s16"].half())
-    torch.testing.assert_close(part.tokens, expected["tokens"])
-    assert part.labels.tolist() == [1, 1]
-
-
 def test_maps_beyond_the_memory_are_refused_before_they_are_made() -> None:
     arguments = {"num_images": 2_000_000, "feature": "s16", "memory_gb": 0.05}
     with pytest.raises(UserError, match="--memory-gb"):

@@ -4,11 +4,9 @@
 import numpy as np
 import pytest
 import torch
-from detectron2.layers import ShapeSpec
 from scipy.optimize import minimize
 from torch import Tensor
 
-from qbheat_det.modeling.classification import LinearDecoder
 from qbheat_det.probing.probes import fit_linear_probe, fit_penalised
 from tests.probing.drawn_features import draw_classes
 
@@ -63,23 +61,6 @@ def test_start_units_and_constant_features_change_nothing() -> None:
         other(moved).softmax(dim=1), probe(features).softmax(dim=1), rtol=1e-4, atol=1e-5
     )
     assert other.scale[-1] == 0
-
-
-def test_it_is_the_linear_decoder_of_the_paper_with_these_weights() -> None:
-    features, labels = draw_classes(50, num_features=4, num_classes=_K)
-    probe = fit_penalised(features, labels, num_classes=_K, l2=1e-2)
-    decoder = LinearDecoder(
-        input_shape={"s16": ShapeSpec(channels=4)}, num_classes=_K, normalize=True, in_feature="s16"
-    )
-    decoder.double().eval()
-    decoder.norm.eps = 0.0
-    decoder.norm.running_mean.copy_(features.mean(dim=0))
-    decoder.norm.running_var.copy_(features.double().var(dim=0, correction=0))
-    decoder.classifier.weight.data.copy_(probe.weight[:, :-1])
-    decoder.classifier.bias.data.copy_(probe.weight[:, -1])
-    torch.testing.assert_close(
-        decoder({"s16": features.double()[:, :, None, None]}), probe(features), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_the_best_penalty_is_chosen_and_fits_all_images() -> None:

@@ -12,9 +12,7 @@ from qbheat_det.probing import (
     ProbeSettings,
     TransformerSettings,
     check_probes,
-    depth_of,
     run_probe,
-    width_of,
 )
 from qbheat_det.probing.probes import fit_linear_probe
 from tests.probing.drawn_features import draw_classes
@@ -64,9 +62,3 @@ def test_unknown_names_are_refused(names: list[str]) -> None:
     with pytest.raises(UserError, match=names[-1] if names else "none"):
         check_probes(names)
     check_probes(["knn", "linear", "tran-1", "tran-12"])
-
-
-def test_a_name_gives_depth_and_width() -> None:
-    names = ["knn", "tran-1", "tran-12:768"]
-    assert [depth_of(name) for name in names] == [0, 1, 12]
-    assert [width_of(name) for name in names] == [0, 0, 768]

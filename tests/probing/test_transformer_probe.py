@@ -95,26 +95,17 @@ def test_tokens_are_read_where_there_are_any() -> None:
     assert accuracy(probe(blind), blind) > 0.85
 
 
-def draw_mixed_maps() -> Tensor:
-    mixed = torch.randn(600, 2, 2, 4) @ torch.randn(4, 4) * torch.tensor([1.0, 30.0, 1e-2, 5.0])
-    return mixed.permute(0, 3, 1, 2) + 4.0
-
-
 def flat(maps: Tensor) -> Tensor:
     return maps.double().transpose(0, 1).flatten(1)
 
 
-def test_variances_along_the_axes_are_even_but_for_the_floor() -> None:
-    maps = draw_mixed_maps()
+def test_whitening_is_affine_and_makes_variances_even_but_for_the_floor() -> None:
+    mixed = torch.randn(600, 2, 2, 4) @ torch.randn(4, 4) * torch.tensor([1.0, 30.0, 1e-2, 5.0])
+    maps = mixed.permute(0, 3, 1, 2) + 4.0
     variances = torch.linalg.eigvalsh(torch.corrcoef(flat(maps)))
     found = torch.cov(flat(Whitening.of(maps)(maps)), correction=0)
-    torch.testing.assert_close(
-        found, torch.diag(variances / (variances + 0.01)), rtol=1e-3, atol=1e-3
-    )
-
-
-def test_whitening_is_affine_by_the_statistics_of_its_own_images() -> None:
-    maps = draw_mixed_maps()
+    expected = torch.diag(variances / (variances + 0.01))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     whiten = Whitening.of(maps[:300])
     torch.testing.assert_close(whiten(maps)[300:], whiten(maps[300:]))
     constant = torch.cat([maps, torch.full_like(maps[:, :1], 0.3)], dim=1)

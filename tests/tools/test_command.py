@@ -27,9 +27,3 @@ def test_a_command_is_its_tool() -> None:
     assert run.returncode == 0
     assert run.stdout.startswith("usage: qbheat train ")
     assert "--train-json" in run.stdout
-
-
-def test_another_word_is_an_error() -> None:
-    run = _run("fly")
-    assert run.returncode == 1
-    assert "fly" in run.stderr

@@ -80,28 +80,3 @@ def test_detectron2_gets_the_command_that_mends_it(
     (finding,) = doctor.check_detectron2(Imports(**{module: error}))
     assert finding.required
     assert command in finding.command
-
-
-def test_all_missing_libraries_come_by_one_command_and_optional_ones_apart() -> None:
-    gone = {
-        name: ModuleNotFoundError(f"No module named '{name}'", name=name)
-        for name in ("timm", "scipy", "faster_coco_eval")
-    }
-    missing = [one for one in doctor.check_libraries(Imports(**gone)) if one.command]
-    (required,) = {one.command for one in missing if one.required}
-    assert required.endswith("scipy timm")
-    optional = {one.name: one for one in missing if not one.required}
-    assert optional["faster-coco-eval"].command.endswith(" faster-coco-eval")
-
-
-def test_coco_is_looked_for_where_detectron2_looks(tmp_path: Path) -> None:
-    environ = {"DETECTRON2_DATASETS": str(tmp_path)}
-    for name in ("train2017", "val2017", "annotations/instances_train2017.json"):
-        (tmp_path / "coco" / name).mkdir(parents=True)
-    root, coco = doctor.check_datasets(environ)
-    assert str(tmp_path) in root.text
-    assert "coco/annotations/instances_val2017.json" in coco.text
-    assert not coco.required
-    (tmp_path / "coco/annotations/instances_val2017.json").touch()
-    _, coco = doctor.check_datasets(environ)
-    assert coco.command == ""

@@ -5,12 +5,10 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
-import re
 import subprocess
 import sys
 import tarfile
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,18 +16,6 @@ import pytest
 from tests.tool_modules import load_tool
 
 tool = load_tool("install_detectron2")
-
-
-@pytest.fixture
-def installed() -> Path:
-    """The folder of the Detectron2 that the tool installed here."""
-    spec = importlib.util.find_spec("detectron2")
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent
-    if not (folder.parent / f"detectron2-{tool.VERSION}.dist-info").is_dir():
-        pytest.skip("this environment has another Detectron2")
-    return folder
 
 
 def test_an_archive_yields_its_regular_files_and_no_links(tmp_path: Path) -> None:
@@ -89,21 +75,6 @@ def test_the_wheel_installs_as_a_distribution_that_pip_can_remove(tmp_path: Path
     assert licence.read_text() == "the licence"
 
 
-def test_every_file_of_the_wheel_is_in_its_record_and_its_bytes_are_always_the_same(
-    tmp_path: Path,
-) -> None:
-    package = {"detectron2/a.py": b"A = 1\n"}
-    wheel = tool.build_wheel(package, b"", tmp_path / "1")
-    with zipfile.ZipFile(wheel) as archive:
-        (record,) = [name for name in archive.namelist() if name.endswith("RECORD")]
-        rows = dict(row.split(",", 1) for row in archive.read(record).decode().splitlines())
-        assert set(rows) == set(archive.namelist())
-    # The digest of "A = 1\n", from `printf 'A = 1\n' | sha256sum`, in base64 without padding.
-    assert rows["detectron2/a.py"] == "sha256=Bu289DNhZaJx5lJAJaZDnDyqMkb9B5bxFncieXB6UyU,6"
-    again = tool.build_wheel(package, b"", tmp_path / "2")
-    assert again.read_bytes() == wheel.read_bytes()
-
-
 def test_an_archive_with_another_hash_is_refused_before_it_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,19 +112,3 @@ def test_an_empty_folder_is_no_installation_and_a_broken_one_is_found_with_its_e
     assert found.version == "of unknown version"
     assert Path(found.path).samefile(site / "detectron2")
     assert "No module named 'torch_of_another_version'" in found.error
-
-
-def test_the_installed_package_works_without_what_current_libraries_lost(
-    installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost = re.compile(r"\bnp\.(bool|int|float|object|str)\b|\bImage\.LINEAR\b|pkg_resources")
-    for path in installed.rglob("*.py"):
-        code = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
-        assert not lost.search("\n".join(code)), path
-    # The report that training logs works without compiled operators.
-    report = importlib.import_module("detectron2.utils.collect_env").collect_env_info()
-    assert "pure-Python Detectron2" in report
-    monkeypatch.setitem(sys.modules, "pkg_resources", None)
-    name = "COCO-Detection/retinanet_R_50_FPN_1x.yaml"
-    found = importlib.import_module("detectron2.model_zoo").get_config_file(name)
-    assert Path(found).samefile(installed / "model_zoo" / "configs" / name)
