@@ -95,7 +95,13 @@ class SafeCheckpointer(DetectionCheckpointer):
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path leaves the model as it is.
 
-        Returns the rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``.
+        Args:
+            path: a file, or an address such as ``qbheat://NAME``.
+            checkpointables: names of the other parts of the run to load, such as the optimizer;
+                None for all that the file has.
+
+        Returns:
+            The rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``.
 
         Raises:
             UserError: the file cannot be read or does not fit; the model is unchanged.
@@ -103,13 +109,23 @@ class SafeCheckpointer(DetectionCheckpointer):
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """Loads a checkpoint of this run with all checkpointables; see ``load``."""
+        """Loads a checkpoint of this run with all checkpointables.
+
+        Returns:
+            As ``load``.
+
+        Raises:
+            UserError: as ``load``; or the checkpoint is of other classes.
+        """
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resumes from the last checkpoint if ``resume`` and there is one; else loads ``path``.
 
         If the last one is missing or damaged, the newest whole one is used, with a warning.
+
+        Returns:
+            As ``load``; the optimizer and other checkpointables are loaded in resuming only.
 
         Raises:
             UserError: as ``load``; or there are checkpoints, but none is whole.
@@ -123,7 +139,11 @@ class SafeCheckpointer(DetectionCheckpointer):
         return super().has_checkpoint() or bool(self._find_newest_whole())
 
     def find_checkpoint_to_resume(self) -> str:
-        """Returns the path of the last checkpoint, or of the newest whole one; or a UserError."""
+        """Returns the path of the last checkpoint, or of the newest whole one, with a warning.
+
+        Raises:
+            UserError: no checkpoint in the folder is whole.
+        """
         last = self.get_checkpoint_file()
         if last and self._read_iteration(last) is not None:
             return last

@@ -103,7 +103,12 @@ def fit_weights(
 
 
 def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the tensors of a model without those of some of its children."""
+    """Returns the tensors of a model without those of some of its children.
+
+    Args:
+        state: tensors by name.
+        children: names of modules, in full, such as "decoder".
+    """
     return {
         key: tensor
         for key, tensor in state.items()
@@ -129,8 +134,12 @@ def match_names(
 ) -> dict[str, str]:
     """Maps each name in a file to a name in the model, or to one that the model does not have.
 
-    ``private`` are children of the model that a file must name in full, such as a copy of its
-    backbone.
+    Args:
+        model_names: names of the model's tensors.
+        file_names: names of the file's tensors, perhaps with the prefixes of wrappers.
+        file: what errors call the file.
+        private: children of the model that a file must name in full, such as a copy of its
+            backbone.
 
     Raises:
         UserError: the tensors fit in two parts of the model.
@@ -263,6 +272,11 @@ def _num_matched(change: tuple[str, str], model: Collection[str], names: Collect
 def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> ClassChange | None:
     """Returns how the classes of a file and of a model differ; None if equal or one is unknown.
 
+    Args:
+        old: class names of the file, in the order of its rows; empty if it does not name them.
+        now: class names of the model, likewise.
+        file: what errors call the file.
+
     Raises:
         UserError: the lists differ, and one has a name twice.
     """
@@ -280,9 +294,15 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
     """Returns the model's tensor with the rows of the kept classes taken from a file.
 
-    ``stored`` (R_old, …) has the rows of the file's classes, ``fresh`` (R_new, …) the model's
-    initialisation. The result is ``stored`` itself if all classes share the rows, and None if the
-    rows of either tensor are not those of its classes.
+    Args:
+        name: the tensor's name in the model, which says how its rows belong to classes.
+        stored: (R_old, …), with the rows of the file's classes.
+        fresh: (R_new, …), the model's initialisation.
+        change: class names of both.
+
+    Returns:
+        (R_new, …); ``stored`` itself if all classes share the rows, and None if the rows of either
+        tensor are not those of its classes.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:

@@ -122,6 +122,10 @@ class LoadReport:
 def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
     """Checks that a file fills all parts of a model that it has tensors for.
 
+    Args:
+        report: what of the file fits.
+        allow_partial: accept tensors that are missing, unexpected or of another shape.
+
     Raises:
         UserError: a tensor is unexpected, missing or of another shape; with ``allow_partial``,
             only if the file is of another architecture.

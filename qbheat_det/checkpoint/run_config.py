@@ -31,9 +31,12 @@ def load_run_config(
 ) -> CfgNode:
     """Returns the config of trained weights, with ``MODEL.WEIGHTS`` set to them.
 
-    Without a ``config_file`` it is the config inside the weights, or ``config.yaml`` beside them;
-    without a ``device``, "cpu" or "cuda", ``MODEL.DEVICE`` of ``opts`` or the GPU if there is one.
-    ``opts`` are keys and values that override the file.
+    Args:
+        weights: a file, or an address such as ``qbheat://NAME``.
+        config_file: None for the config inside the weights, or ``config.yaml`` beside them.
+        device: "cpu" or "cuda"; None for ``MODEL.DEVICE`` of ``opts``, or else the GPU if there is
+            one.
+        opts: keys and values in turn, which override the file.
 
     Raises:
         UserError: a file is missing, the config is invalid, or there is no such device.
@@ -64,7 +67,12 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
 
 
 def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
-    """Reads an untrusted config that travels inside another file, called ``where`` in messages.
+    """Reads an untrusted config that travels inside another file.
+
+    Args:
+        text: YAML.
+        where: what errors call the file.
+        opts: keys and values in turn, which override the file.
 
     Raises:
         UserError: it is no valid config, has aliases or a ``_BASE_``, or names files that

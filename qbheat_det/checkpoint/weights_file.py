@@ -162,6 +162,11 @@ def local_weights(path: str) -> str:
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
     """Writes weights with their description as ``.safetensors``, atomically.
 
+    Args:
+        path: the file; its folder is made.
+        state_dict: dense tensors by name, on any device; they may share memory.
+        info: the description, written as JSON into the file's metadata.
+
     Raises:
         UserError: the file cannot be written.
     """
@@ -175,7 +180,11 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors."""
+    """Returns a file's description, or None, without reading its tensors.
+
+    Raises:
+        UserError: the file is missing, damaged or could run code.
+    """
     check_weights_file(path)
     path = local_weights(path)
     if _is_safetensors(path):
@@ -192,7 +201,11 @@ def class_names_of(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Refuses a path that is missing, a folder, empty or a pickle; an address is downloaded."""
+    """Checks that a path may be a file of weights; an address is downloaded.
+
+    Raises:
+        UserError: the path is missing, a folder, an empty file or a pickle by its ending.
+    """
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
@@ -209,7 +222,15 @@ def check_weights_file(weights: str) -> None:
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """Calls ``torch.load`` with ``weights_only=True``; ``mmap`` maps tensors from the disk."""
+    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU.
+
+    Args:
+        path: a local file.
+        mmap: map tensors from the disk, which reads only those that are used.
+
+    Raises:
+        UserError: the file is damaged, or holds objects that could run code.
+    """
     try:
         # PyTorch's format before 1.6 was no zip file and cannot be mapped.
         mapped = mmap and zipfile.is_zipfile(path)

@@ -80,7 +80,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Figure])
 
 
 def register_figure(name: str, *, training: bool = False) -> Callable[[_Function], _Function]:
-    """Decorates a function of ``FIGURES``, or of ``TRAINING_FIGURES``."""
+    """Decorates a function that draws a figure.
+
+    Args:
+        name: the key, which replaces an earlier function of that name.
+        training: add it to ``TRAINING_FIGURES`` instead of ``FIGURES``; see there for the arguments
+            that the function gets.
+    """
 
     def register(function: _Function) -> _Function:
         (TRAINING_FIGURES if training else FIGURES)[name] = function

@@ -288,7 +288,16 @@ def interleaved_order(convolution: DepthwiseConv2d) -> Tensor:
 
 
 def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tensor:
-    """Computes the output channels ``rows`` (C,) of a depthwise convolution, one for each input."""
+    """Computes some output channels of a depthwise convolution, one for each input.
+
+    Args:
+        convolution: with (C k) output channels; its norm, if any, is not applied.
+        x: (N, C, H, W).
+        rows: (C,), the output channel of each input channel.
+
+    Returns:
+        (N, C, H', W').
+    """
     bias = None if convolution.bias is None else convolution.bias[rows]
     return F.conv2d(
         x, convolution.weight[rows], bias, convolution.stride, convolution.padding, 1, len(rows)

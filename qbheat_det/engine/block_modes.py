@@ -45,7 +45,14 @@ def apply_step_keys(cfg: CfgNode, model: nn.Module) -> None:
 def find_blocks(
     module: nn.Module, name: str = "", *, inside_list: bool = False
 ) -> dict[str, nn.Module]:
-    """Returns the blocks of a module by their names in the model, in its order."""
+    """Returns the blocks of a module by their names in the model, in its order.
+
+    Args:
+        module: a model, or a part of one.
+        name: of the module in the model; empty for the model itself.
+        inside_list: the module is an element of a ``Sequential`` or ``ModuleList``, and so a block
+            unless it is another one or has no children.
+    """
     is_list = isinstance(module, nn.Sequential | nn.ModuleList)
     has_children = next(module.children(), None) is not None
     if isinstance(module, RetinaNetHead) or (inside_list and has_children and not is_list):

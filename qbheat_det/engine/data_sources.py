@@ -165,7 +165,12 @@ class SpreadEntries(list[dict[str, Any]]):
 def read_spread(
     records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
 ) -> SpreadEntries:
-    """Returns that many mapped images, spread evenly over the records; all if there are fewer.
+    """Returns mapped images, spread evenly over the records; all if there are fewer.
+
+    Args:
+        records: of a data set.
+        mapper: from a copy of a record to what the model takes.
+        number: of images.
 
     An image that cannot be read, for which the mapper raises a ``UserError`` or returns something
     else than a dict, is replaced by the next that can.
@@ -189,6 +194,10 @@ def read_spread(
 
 def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
     """Returns images of the first test set, or of the first training set, mapped as in inference.
+
+    Args:
+        cfg: names the sets and the mapper.
+        number: the most images to return; the same ones each time.
 
     Raises:
         UserError: no image can be read.

@@ -63,7 +63,13 @@ class FailedStep:
 def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> UserError:
     """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns the error to raise.
 
-    If the file cannot be written, the error says so. ``state`` are arguments of ``dump_failure``.
+    If the file cannot be written, the error says so.
+
+    Args:
+        output_dir: the folder of the run.
+        iteration: of the step that failed.
+        rank: of this process.
+        state: arguments of ``dump_failure``, with the "losses" by name.
     """
     path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
     try:

@@ -53,6 +53,10 @@ def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
 
     All frames have one size. MPEG-4 has even sizes only: OpenCV drops an odd last row or column.
 
+    Args:
+        path: the file; its folder is made.
+        fps: frames a second.
+
     Raises:
         UserError: OpenCV on this machine cannot write MP4 there.
     """

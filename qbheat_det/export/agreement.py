@@ -96,9 +96,14 @@ def measure_agreement(
 ) -> ExportReport:
     """Compares a file with PyTorch at each of ``BATCH_SIZES``; at each, every image is in a batch.
 
-    ``images`` are (H, W, 3) in the file's pixel format; those of a batch are brought to their
-    median height and width, cropped or tiled. For ``tolerance`` see ``Agreement.holds``; a
-    detection this close to the threshold may be on one side only.
+    Args:
+        model: the file.
+        reference: from an image (H, W, 3), uint8, to the outputs that PyTorch gives of it alone.
+        images: (H, W, 3), uint8, in the file's pixel format; those of a batch are brought to their
+            median height and width, cropped or tiled.
+        tolerance: see ``Agreement.holds``; a detection this close to the threshold may be on one
+            side only.
+        source: where the images are from, for the report.
     """
     rows = []
     for size in BATCH_SIZES:
@@ -125,7 +130,16 @@ def measure_agreement(
 
 
 def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Reference:
-    """Returns the model in PyTorch, as of ``build_predictor``, as a function of one image."""
+    """Returns the model in PyTorch as a function of one image.
+
+    Args:
+        predictor: as of ``build_predictor``.
+        cfg: the model's own.
+        task: "detection", "classification" or "features".
+
+    Returns:
+        From an image (H, W, 3), uint8, in ``INPUT.FORMAT``, to outputs of a batch of one by name.
+    """
     model = predictor.model
 
     def detect(image: Images) -> Outputs:
@@ -184,7 +198,16 @@ def compare_detections(
     size: Sequence[int],
     tolerance: float,
 ) -> None:
-    """Matches the detections of an image of ``size`` (H, W) one to one, and updates ``row``."""
+    """Matches the detections of an image one to one, and updates ``row``.
+
+    Args:
+        row: the largest differences and the counts so far.
+        got: outputs of the file, a batch of one.
+        expected: outputs of PyTorch, a batch of one.
+        threshold: of scores, below which neither side returns detections.
+        size: (H, W) of the image in pixels.
+        tolerance: a detection this close to the threshold may be on one side only.
+    """
     mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
     boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]
     scores = [found.scores.double().numpy() for found in (mine, theirs)]

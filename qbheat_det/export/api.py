@@ -80,7 +80,16 @@ def export_model(
 
 
 def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
-    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison."""
+    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
+
+    Args:
+        model: on the CPU; it is put into evaluation mode.
+        cfg: the model's own.
+        path: whose ending says the format.
+
+    Raises:
+        UserError: the model cannot be exported, or ONNX needs a package that is not installed.
+    """
     is_onnx = path.suffix.lower() == ".onnx"
     suppress = suppress_operator if is_onnx else suppress_overlaps
     exportable = build_exportable(model, cfg, suppress=suppress)

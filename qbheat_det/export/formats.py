@@ -100,7 +100,12 @@ def write_onnx(
 ) -> None:
     """Writes a program as one ONNX file.
 
-    ``inputs`` and ``outputs`` are names in their order, ``metadata`` entries of ``metadata_props``.
+    Args:
+        program: as of ``trace``.
+        path: the file.
+        inputs: names of the program's inputs, in their order.
+        outputs: names of its outputs, likewise.
+        metadata: entries of ONNX's ``metadata_props``.
 
     Raises:
         UserError: a package of the extra ``export`` is missing.

@@ -105,9 +105,15 @@ class Preprocessing(nn.Module):
 
 
 def resize_as_pillow(planes: Tensor, height: int, width: int) -> Tensor:
-    """Resizes (N, C, H, W), integers in [0, 255], to (N, C, height, width), integers.
+    """Resizes as Pillow does: bilinear and antialiased, with rounding after each direction.
 
-    Bilinear and antialiased, first along the rows, then the columns, with rounding after each.
+    Args:
+        planes: (N, C, H, W), integers in [0, 255], as float32.
+        height: of the result, in pixels.
+        width: of the result, in pixels.
+
+    Returns:
+        (N, C, height, width), likewise.
     """
     high, low = _weights(planes.shape[3], width, planes)
     planes = _round(planes @ high.transpose(0, 1), planes @ low.transpose(0, 1))
@@ -174,7 +180,10 @@ def build_exportable(
 ) -> ExportableModel:
     """Builds the module around a trained model, whose parts it shares, in evaluation mode.
 
-    ``suppress`` is ``suppress_overlaps``, or an operator that computes it.
+    Args:
+        model: a detector, classifier or pre-trained backbone.
+        cfg: the model's own.
+        suppress: ``suppress_overlaps``, or an operator that computes it.
 
     Raises:
         UserError: the model's boxes cannot be computed in a graph.
@@ -214,7 +223,13 @@ def build_exportable(
 def trace(
     module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Sequence[Any]
 ) -> ExportedProgram:
-    """Returns a module in evaluation mode as a program of torch.export."""
+    """Returns a module in evaluation mode as a program of torch.export.
+
+    Args:
+        module: what is recorded.
+        inputs: an example of its inputs.
+        dynamic_shapes: of each input the axes that may have other lengths; see torch.export.
+    """
     with torch.no_grad():
         return torch.export.export(
             module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False

@@ -152,9 +152,14 @@ def sort_detections(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scales boxes to the input image, clips and sorts them; leaves out those without area.
 
-    From boxes (N, R, 4), XYXY in pixels of the resized image, scores (N, R), ``EMPTY`` if there is
-    no box, labels (N, R), and sizes (4,): H, W, H', W' before and after the resize, to "boxes",
-    "scores", "labels" and "counts" of ``ExportInfo``.
+    Args:
+        boxes: (N, R, 4), XYXY in pixels of the resized image.
+        scores: (N, R), ``EMPTY`` if there is no box.
+        labels: (N, R).
+        sizes: (4,): H, W, H', W' in pixels, before and after the resize.
+
+    Returns:
+        "boxes", "scores", "labels" and "counts" of ``ExportInfo``.
     """
     lengths = sizes.to(boxes.dtype)
     scale = (lengths[:2] / lengths[2:]).flip(0).repeat(2)
@@ -171,9 +176,16 @@ def suppress_overlaps(
 ) -> Tensor:
     """Non-maximum suppression of each image and class in a batch.
 
-    From boxes (N, M, 4), XYXY, scores (N, M), ``EMPTY`` if there is no box, and labels (N, M) in
-    [0, K), to the scores (N, M), ``EMPTY`` for boxes whose overlap with a better one is above
-    ``iou_threshold``.
+    Args:
+        boxes: (N, M, 4), XYXY.
+        scores: (N, M), ``EMPTY`` if there is no box.
+        labels: (N, M), in [0, K).
+        num_classes: K.
+        iou_threshold: largest overlap with a better box of the same class, in [0, 1].
+
+    Returns:
+        The scores (N, M), ``EMPTY`` for boxes whose overlap with a better one is above the
+        threshold.
     """
     image, row = (scores > EMPTY).nonzero().unbind(dim=1)
     # Boxes of different images and classes are moved apart; in float64, because the coordinates
@@ -224,7 +236,11 @@ ONNX_TRANSLATIONS[torch.ops.qbheat_det.suppress_overlaps.default] = _translate
 
 
 def build_head(model: nn.Module, suppress: Suppress) -> Head:
-    """Returns the exportable form of the part of a model that reads its backbone."""
+    """Returns the exportable form of the part of a model that reads its backbone.
+
+    Raises:
+        UserError: there is none for models of this type.
+    """
     if isinstance(model, MFDETR):
         return MFDETRHead(model)
     if isinstance(model, RetinaNet | FCOS):

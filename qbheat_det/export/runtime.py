@@ -77,7 +77,12 @@ class ExportedModel:
         return _format(self.run(images), self.info, images)
 
     def run(self, images: Images) -> Outputs:
-        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``."""
+        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``.
+
+        Raises:
+            ValueError: the images have another shape or type, or no pixels.
+            UserError: the program fails.
+        """
         contiguous = _check_images(images)
         try:
             return self._run(contiguous)

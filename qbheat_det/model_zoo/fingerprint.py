@@ -64,6 +64,10 @@ def draw_images() -> list[npt.NDArray[np.uint8]]:
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
     """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
 
+    Args:
+        model: on any device; its mode and the random state are the same afterwards.
+        cfg: the model's own, which says how images are resized and in which format.
+
     Raises:
         UserError: the model has no outputs to compare, or gives NaN.
     """

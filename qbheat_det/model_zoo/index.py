@@ -130,6 +130,10 @@ _FORMS = {
 def parse_entry(value: Any, where: str) -> ZooEntry:
     """Builds an entry from JSON data.
 
+    Args:
+        value: what JSON gave, which anyone may have written.
+        where: what errors call the entry.
+
     Raises:
         UserError: names the field that is unknown, missing or invalid.
     """
@@ -213,7 +217,11 @@ def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
 
 
 def zoo_folders() -> tuple[Path, ...]:
-    """Returns the folders in ``$QBHEAT_ZOO``, separated as in ``$PATH``."""
+    """Returns the folders in ``$QBHEAT_ZOO``, separated as in ``$PATH``.
+
+    Raises:
+        UserError: one of them is no folder.
+    """
     names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
     folders = tuple(Path(name).expanduser() for name in names if name.strip())
     for folder in folders:

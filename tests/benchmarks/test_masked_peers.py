@@ -1,9 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The peers of pre-training: what their encoders see, and that they differ in the encoder only."""
 
-import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.masked_peers import (
     MaskedConvolutionEncoder,
@@ -18,14 +16,6 @@ from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 SIZE, GRID = 128, 8
 
 
-@pytest.fixture(params=["tokens", "convolution"])
-def encoder(request: pytest.FixtureRequest) -> torch.nn.Module:
-    torch.manual_seed(0)
-    if request.param == "tokens":
-        return TokenDroppingEncoder(image_size=SIZE).train()
-    return MaskedConvolutionEncoder(backbone=mobile_former()).train()
-
-
 def mobile_former() -> MobileFormer:
     """With weights under which tokens and dynamic ReLUs are not near their neutral start."""
     net = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s16_expanded"])
@@ -33,22 +23,6 @@ def mobile_former() -> MobileFormer:
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, std=0.3)
     return net
-
-
-def pixels_of(patches: Tensor) -> Tensor:
-    """From (N, L) to (N, 1, S, S)."""
-    maps = patches.view(len(patches), 1, GRID, GRID)
-    side = SIZE // GRID
-    return maps.repeat_interleave(side, dim=2).repeat_interleave(side, dim=3)
-
-
-def test_every_visible_pixel_counts_and_no_hidden_one_does(encoder: torch.nn.Module) -> None:
-    images = torch.randn(2, 3, SIZE, SIZE, requires_grad=True)
-    visible = draw_visible(2, GRID**2, images.device)
-    encoder(images, visible).square().sum().backward()
-    assert images.grad is not None
-    reached = (images.grad != 0).any(dim=1, keepdim=True)
-    torch.testing.assert_close(reached, ~pixels_of(hidden_patches(visible, GRID**2)))
 
 
 def test_dropped_tokens_are_those_of_the_same_model_with_a_mask_in_its_attention() -> None:

@@ -1,13 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The benchmark of a pre-training step: what is counted, what is compared, and that it runs."""
+"""The benchmark of a pre-training step: what is counted; and that those of a GPU run on one."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from benchmarks import pretraining, pretraining_figures
-from benchmarks.pretraining import run
+from benchmarks import gpu, pretraining
 from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS, build
 from benchmarks.pretraining_figures import count
 from qbheat_det.analysis.complexity import CountingRule, count_madds
@@ -41,25 +40,12 @@ def test_multiply_adds_are_those_of_the_parts() -> None:
     )
 
 
-@pytest.mark.slow
-def test_a_quick_run_measures_both_settings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        pretraining_figures,
-        "peak_memory_in_turns",
-        lambda commands, rounds: {name: pretraining.Sample.of([1.0]) for name in commands},
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(pretraining_figures, "matrix_product", lambda _: (lambda: None, 1.0))
-    names = {row.name for row in run(quick=True, threads=1)}
-    assert {f"pretraining/{size}/285m_encoder_vs_masked_convolution" for size in (256, 128)} < names
-    assert "QB-Heat 285M" in capsys.readouterr().out
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_quick_run_measures_on_a_gpu() -> None:
-    rows = {row.name: row for row in run(quick=True)}
+    rows = {row.name: row for row in pretraining.run(quick=True)}
     assert rows["pretraining/128/285m_memory_vs_masked_convolution"].ours > 0
     assert 0 < rows["pretraining/128/285m_step_vs_matmul"].ratio < 1
+    names = {row.name for row in gpu.run(quick=True, threads=torch.get_num_threads())}
+    assert "gpu/285m_211_deploy_b1_vs_detr_r50_eager" in names
+    assert "gpu/qb_heat_285m_channels_last_from_memory_vs_on_gpu" in names

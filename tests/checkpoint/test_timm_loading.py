@@ -12,34 +12,18 @@ from detectron2.modeling import build_model
 from torch import Tensor
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
 from qbheat_det.modeling.classification import TimmMobileFormer
-from tests.engine.gradient_cases import BLOCKS
+from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 
 
-def _config(values: dict[str, Any] | None = None) -> CfgNode:
-    cfg = get_cfg()
-    defaults = {
-        "MODEL.META_ARCHITECTURE": "ImageClassifier",
-        "MODEL.DEVICE": "cpu",
-        "MODEL.BACKBONE.NAME": "MobileFormer",
-        "MODEL.BACKBONE.FREEZE_AT": 0,
-        "MODEL.MOBILE_FORMER.VARIANT": "custom",
-        "MODEL.MOBILE_FORMER.BLOCKS": BLOCKS[:4],
-        "MODEL.MOBILE_FORMER.STEM_CHANNELS": 8,
-        "MODEL.MOBILE_FORMER.EXPANDED_CHANNELS": 32,
-        "MODEL.MOBILE_FORMER.TOKEN_DIM": 16,
-        "MODEL.MOBILE_FORMER.OUT_FEATURES": ["s8_expanded", "tokens"],
-        "MODEL.CLASSIFIER.IN_FEATURE": "s8_expanded",
-        "MODEL.CLASSIFIER.NUM_CLASSES": 5,
-        "INPUT.PRETRAIN.SIZE": 32,
-    }
-    for key, value in {**defaults, **(values or {})}.items():
-        cfg.merge_from_list([key, value])
+def _config(*opts: Any) -> CfgNode:
+    own = ("MODEL.CLASSIFIER.DECODER", "linear", "MODEL.CLASSIFIER.NUM_CLASSES", 5)
+    cfg = make_case_config(Case(CLASSIFIER, opts=(*own, *opts)), "cpu")
+    cfg.INPUT.PRETRAIN.SIZE = 32
     return cfg
 
 
@@ -68,7 +52,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_linear_classifier_gives_its_scores_of_rgb_images(
     path: Path, normalize: bool, pixel_format: str
 ) -> None:
-    cfg = _config({"MODEL.CLASSIFIER.NORMALIZE": normalize})
+    cfg = _config("MODEL.CLASSIFIER.NORMALIZE", normalize)
     trained = _save_classifier(path, cfg, pixel_format=pixel_format)
     model = _timm_model(cfg, num_classes=5)
     model.load_pretrained(str(path))
@@ -86,7 +70,7 @@ def test_a_linear_classifier_gives_its_scores_of_rgb_images(
 @pytest.mark.parametrize("kind", ["other classes", "transformer decoder", "backbone alone"])
 def test_without_a_classifier_that_fits_the_backbone_is_taken_over(path: Path, kind: str) -> None:
     decoder = "transformer" if kind == "transformer decoder" else "linear"
-    cfg = _config({"MODEL.CLASSIFIER.DECODER": decoder, "MODEL.CLASSIFIER.WIDTH": 64})
+    cfg = _config("MODEL.CLASSIFIER.DECODER", decoder)
     trained = _save_classifier(path, cfg)
     if kind == "backbone alone":
         save_weights(str(path), trained.backbone.state_dict(), WeightsInfo())

@@ -66,17 +66,13 @@ def test_safetensors_bring_back_every_bit_and_the_description(tmp_path: Path) ->
     assert WeightsInfo.from_dict({**INFO.to_dict(), "field_of_a_later_version": 3}) == INFO
 
 
-@pytest.mark.parametrize(("key", "zipped"), [("model", True), ("model_ema", False), (None, True)])
-def test_weights_are_found_where_training_scripts_put_them(
-    tmp_path: Path, key: str | None, zipped: bool
-) -> None:
-    state = {"a": torch.ones(2)}
-    content = {key: state, "epoch": 3} if key else state
-    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
-    tensors, info = read_weights(str(tmp_path / "w.pth"))
-    torch.testing.assert_close(tensors, state)
-    assert info is None
-    assert info_of(str(tmp_path / "w.pth")) is None
+def test_weights_are_found_where_training_scripts_put_them(tmp_path: Path) -> None:
+    state, path = {"a": torch.ones(2)}, str(tmp_path / "w.pth")
+    for content, zipped in (({"model": state, "epoch": 3}, True), ({"model_ema": state}, False)):
+        torch.save(content, path, _use_new_zipfile_serialization=zipped)
+        tensors, info = read_weights(path)
+        torch.testing.assert_close(tensors, state)
+        assert info is info_of(path) is None
 
 
 class _RunsCode:
@@ -135,10 +131,7 @@ _NO_WEIGHTS: list[tuple[str, Callable[[Path], object]]] = [
 @pytest.mark.parametrize(("name", "write"), _NO_WEIGHTS)
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor", "error:Detected pickle protocol")
 def test_what_is_no_weights_gives_one_sentence_and_runs_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    write: Callable[[Path], object],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], object]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / name

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Files that are whole or not there: full disks, limits, kills, forbidden folders."""
 
-import errno
 import os
 import resource
 import signal
@@ -10,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -61,25 +60,6 @@ def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path: Pat
     assert (tmp_path / "model_0000001.pth").read_bytes() == before
     assert _names(tmp_path) == ["last_checkpoint", "model_0000001.pth"]
     assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_0000001.pth")
-
-
-@pytest.mark.parametrize(
-    ("call", "code"), [("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("replace", errno.EACCES)]
-)
-def test_a_failed_write_is_one_sentence_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
-    checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path))
-    checkpointer.save("model_0000001", iteration=1)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def fail(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, call, fail)
-    with pytest.raises(UserError, match=r"model_0000001\.pth"):
-        checkpointer.save("model_0000001", iteration=2)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_defect_while_writing_keeps_its_traceback_and_leaves_nothing(tmp_path: Path) -> None:

@@ -1,10 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Random images for a detector, and the comparison of its results."""
+"""Deployed models, random images for them, and the comparison of results."""
 
 from typing import Any
 
 import torch
+from torch import nn
 from torch.testing import assert_close
+
+import qbheat_det
+
+
+def deploy(model: nn.Module, **settings: Any) -> Any:
+    """As the package, with the settings of this process's memory left alone."""
+    return qbheat_det.deploy(model, keep_memory=False, **settings)
 
 
 def entries(*sizes: tuple[int, int]) -> list[dict[str, Any]]:

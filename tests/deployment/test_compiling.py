@@ -11,12 +11,11 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-import qbheat_det
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment.compiling import PartPrograms
 from tests.export.tiny_models import build, make_config
 
-from .boxes import assert_same_boxes, entries
+from .boxes import assert_same_boxes, deploy, entries
 
 SIZE, OTHER = (64, 96), (67, 101)
 
@@ -62,10 +61,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(PartPrograms, "_load_or_build", load_or_build)
     return shapes
-
-
-def deploy(model: nn.Module, **settings: Any) -> Any:
-    return qbheat_det.deploy(model, keep_memory=False, **settings)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 
 import copy
 import pickle
-import sys
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-import qbheat_det
 from qbheat_det.core.errors import UserError
-from qbheat_det.deployment import compiling, deploy_by_config
+from qbheat_det.deployment import compiling
 from tests.export.tiny_models import build, make_config
 
-from .boxes import assert_same_boxes, entries
+from .boxes import assert_same_boxes, deploy, entries
 
 SIZES = [(64, 96), (67, 101), (96, 64)]
 
@@ -29,10 +27,6 @@ def mf_detr() -> nn.Module:
 @pytest.fixture(scope="module")
 def classifier() -> nn.Module:
     return build(make_config("classifier"))
-
-
-def deploy(model: nn.Module, **settings: Any) -> Any:
-    return qbheat_det.deploy(model, keep_memory=False, **settings)
 
 
 @pytest.mark.parametrize("kind", ["mf_detr", "retinanet"])
@@ -108,15 +102,3 @@ def test_bfloat16_is_for_those_who_ask(
     assert found.dtype == torch.float32
     assert_close(found, expected, rtol=0, atol=0.02)
     assert not torch.equal(found, expected)
-
-
-def test_the_config_names_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = make_config("classifier").MODEL.DEPLOY
-    settings: dict[str, Any] = {}
-    module = sys.modules["qbheat_det.deployment.deploy"]
-    monkeypatch.setattr(module, "deploy", lambda _, **given: settings.update(given))
-    node.KEEP_MEMORY = False
-    deploy_by_config(nn.Identity(), node)
-    assert settings == {
-        "precision": "float32", "compile": "auto", "image_sizes": [], "keep_memory": False,
-    }  # fmt: skip

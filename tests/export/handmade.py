@@ -99,11 +99,3 @@ def save_image(
     """Writes an image of one colour, of ``size`` (width, height)."""
     Image.new("RGB", size, color).save(path)
     return str(path)
-
-
-def save_rotated(path: Path) -> str:
-    """Writes a red portrait of 20 by 40 pixels as phones do: rotated, with an EXIF orientation."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (40, 20), (255, 0, 0)).save(path, exif=exif)
-    return str(path)

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,19 +20,30 @@ from qbheat_det.export.formats import write_onnx
 from qbheat_det.export.graph import build_exportable, trace
 from qbheat_det.export.heads import EMPTY, suppress_operator, suppress_overlaps
 from qbheat_det.export.runtime import to_instances
-from tests.export.tiny_models import TwoMaps, build, make_config, save
+from tests.export.tiny_models import TwoMaps, build, make_config, save_model
 
 
 def _noise(number: int, height: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (number, height, width, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize(("kind", "pixel_format"), [("retinanet", "BGR"), ("mf_detr", "RGB")])
+@pytest.mark.parametrize(
+    ("kind", "pixel_format", "more"),
+    [
+        ("retinanet", "BGR", {}),
+        ("fcos", "RGB", {}),
+        ("mf_detr", "RGB", {}),
+        # On a backbone that needs padding.
+        ("mf_detr", "RGB", {"BACKBONE__NAME": "TwoMaps", "MF_DETR__IN_FEATURES": '["s8","s16"]'}),
+    ],
+)
 def test_a_batch_gives_what_the_predictor_finds_in_each_image(
-    tmp_path: Path, kind: str, pixel_format: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, pixel_format: str, more: Any
 ) -> None:
-    cfg = make_config(kind, INPUT__FORMAT=pixel_format)
-    cfg.MODEL.WEIGHTS = save(tmp_path / "run", kind)
+    monkeypatch.setattr(TwoMaps, "size_divisibility", 32)
+    more = {f"MODEL__{key}": value for key, value in more.items()}
+    cfg = make_config(kind, INPUT__FORMAT=pixel_format, **more)
+    cfg.MODEL.WEIGHTS = save_model(tmp_path / "run", cfg)
     predictor = build_predictor(cfg)
     exportable = build_exportable(predictor.model, cfg)
     assert str(tmp_path) not in exportable.info.config
@@ -50,39 +61,6 @@ def test_a_batch_gives_what_the_predictor_finds_in_each_image(
             found.pred_boxes.tensor, expected.pred_boxes.tensor, rtol=0, atol=2e-3
         )
         torch.testing.assert_close(found.pred_classes, expected.pred_classes)
-
-
-def test_fcos_gives_what_detectron2_gives() -> None:
-    cfg = make_config("fcos")
-    with pytest.raises(UserError, match="Identity"):  # other models are refused
-        build_exportable(nn.Identity(), cfg)
-    model = build(cfg)
-    images = _noise(2, 64, 80)  # of the test's size, so that nothing is resized
-    with torch.no_grad():
-        boxes, scores, labels, counts = build_exportable(model, cfg)(torch.from_numpy(images))
-        for index, image in enumerate(images):
-            pixels = torch.from_numpy(image).permute(2, 0, 1)
-            expected = model([{"image": pixels}])[0]["instances"]
-            count = int(counts[index])
-            assert count == len(expected) > 5
-            torch.testing.assert_close(scores[index, :count], expected.scores)
-            torch.testing.assert_close(boxes[index, :count], expected.pred_boxes.tensor)
-            torch.testing.assert_close(labels[index, :count], expected.pred_classes)
-
-
-def test_mf_detr_on_a_backbone_that_needs_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = make_config("mf_detr", MODEL__BACKBONE__NAME="TwoMaps")
-    cfg.MODEL.MF_DETR.IN_FEATURES = ["s8", "s16"]
-    monkeypatch.setattr(TwoMaps, "size_divisibility", 32)
-    model = build(cfg)
-    images = _noise(2, 64, 75)
-    with torch.no_grad():
-        boxes, scores, _, _ = build_exportable(model, cfg)(torch.from_numpy(images))
-        entry = {"image": torch.from_numpy(images[1]).permute(2, 0, 1)}
-        expected = model([entry])[0]["instances"]
-    order = expected.scores.argsort(descending=True)
-    torch.testing.assert_close(scores[1], expected.scores[order])
-    torch.testing.assert_close(boxes[1], expected.pred_boxes.tensor[order], rtol=1e-5, atol=1e-4)
 
 
 def _suppress_naively(boxes: Tensor, scores: Tensor, labels: Tensor, overlap: float) -> Tensor:
@@ -126,6 +104,8 @@ def test_overlaps_are_suppressed_image_by_image_and_class_by_class(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["classifier", "qb_heat"])
 def test_classifiers_and_backbones_give_what_the_package_computes(kind: str) -> None:
     cfg = make_config(kind, INPUT__CLASSIFY__TEST_CROP=0.875)
+    with pytest.raises(UserError, match="Identity"):  # other models are refused
+        build_exportable(nn.Identity(), cfg)
     model = build(cfg)
     exportable = build_exportable(model, cfg)
     predictor = cast(DefaultPredictor, SimpleNamespace(model=model))

@@ -3,22 +3,14 @@
 
 import pytest
 import torch
-from detectron2.layers import ShapeSpec
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from qbheat_det.layers import SinePositionEncoding, padding_mask, resize_bilinear, zero_padding
-from qbheat_det.modeling.image_model import PooledFeatures
 
 from ..modeling.reference_mf_decoder import bilinear, pixels, sine_code
 
 SIZES = [(5, 3), (2, 7), (5, 7), (1, 1), (4, 6)]
-
-
-def test_the_mask_is_true_outside_every_image() -> None:
-    mask = padding_mask(torch.tensor([[2, 1], [1, 3]]), (2, 3))
-    expected = torch.tensor([[[0, 1, 1], [0, 1, 1]], [[0, 0, 0], [1, 1, 1]]]).bool()
-    assert_close(mask, expected[:, None])
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -65,23 +57,3 @@ def test_an_image_of_a_padded_batch_has_the_code_that_it_has_alone() -> None:
     for image, (height, width) in zip(code.unflatten(1, (5, 7)), sizes, strict=True):
         alone = encoding((height, width))[0].unflatten(0, (height, width))
         assert_close(image[:height, :width], alone, rtol=0, atol=0)
-
-
-SHAPES = {"map": ShapeSpec(channels=5, stride=16), "other": ShapeSpec(channels=3, stride=8)}
-WITH_TOKENS = {**SHAPES, "tokens": ShapeSpec(channels=7)}
-
-
-def test_the_mean_over_the_map_comes_first_and_the_first_token_behind_it() -> None:
-    maps, tokens = torch.rand(2, 5, 3, 4), torch.rand(2, 6, 7)
-    expected = torch.stack([torch.stack([maps[n, c].mean() for c in range(5)]) for n in range(2)])
-    pool = PooledFeatures(input_shape=SHAPES, in_feature="map")
-    torch.testing.assert_close(pool({"map": maps}), expected)
-    assert (pool.width, pool.token_dim, pool.in_features) == (5, 0, ["map"])
-    # What was not there when it was built is not read.
-    torch.testing.assert_close(pool({"map": maps, "tokens": tokens}), expected)
-
-    pool = PooledFeatures(input_shape=WITH_TOKENS, in_feature="map")
-    both = pool({"map": maps, "tokens": tokens})
-    torch.testing.assert_close(both, torch.cat([expected, tokens[:, 0]], dim=1))
-    assert (pool.width, pool.token_dim, pool.in_features) == (12, 7, ["map", "tokens"])
-    assert not pool.state_dict()

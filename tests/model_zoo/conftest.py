@@ -3,8 +3,11 @@
 
 import dataclasses
 import hashlib
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +18,11 @@ from detectron2.modeling import build_model
 from torch import Tensor
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from qbheat_det.model_zoo import (
-    Fingerprint,
-    Metric,
-    OutputStats,
-    ZooEntry,
-    index,
-    sources,
-)
+from qbheat_det.model_zoo import Fingerprint, Metric, OutputStats, ZooEntry, index, sources
 from qbheat_det.model_zoo.index import file_of, render_index
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.tiny_detectors import make_retinanet_config
 from tests.modeling.tiny_pretraining import make_tiny_config
-
-from .servers import Served, serve
 
 DETECTOR, BACKBONE = "retinanet/tiny", "qb_heat/tiny"
 CONTENT = b"weights" * 3000
@@ -93,11 +87,39 @@ def ship(shipped: Path) -> MakeEntry:
     return put
 
 
+@dataclass
+class Served:
+    """Content by name of the file, and the paths that were downloaded."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    gets: list[str] = field(default_factory=list)
+    delay: float = 0.0  # seconds before each answer
+    url: str = ""
+
+
 @pytest.fixture
 def server() -> Iterator[Served]:
-    """A server of files."""
-    with serve() as running:
-        yield running
+    """A local server of files."""
+    served = Served()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            time.sleep(served.delay)
+            served.gets.append(self.path)
+            content = served.files.get(self.path.lstrip("/"))
+            self.send_response(404 if content is None else 200)
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            self.wfile.write(content or b"")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        served.url = f"http://127.0.0.1:{running.server_port}"
+        yield served
+        running.shutdown()
 
 
 @dataclass(frozen=True)

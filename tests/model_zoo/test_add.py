@@ -13,20 +13,11 @@ import torch
 import qbheat_det.model_zoo as zoo
 import qbheat_det.model_zoo.add as add_module
 from qbheat_det.analysis import CountingRule, count_madds
-from qbheat_det.checkpoint import (
-    WeightsInfo,
-    bare_backbone,
-    load_embedded_config,
-    read_weights,
-)
+from qbheat_det.checkpoint import WeightsInfo, bare_backbone, load_embedded_config, read_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import Metric, ZooEntry, index
-from qbheat_det.model_zoo.add import (
-    add_entry,
-    halve_precision,
-    remove_machine_paths,
-)
+from qbheat_det.model_zoo.add import add_entry, halve_precision, remove_machine_paths
 from qbheat_det.model_zoo.api import TrainedModel
 from qbheat_det.model_zoo.fingerprint import compute_fingerprint
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
@@ -128,7 +119,7 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_folder_has_an_index_of_its_own(
+def test_a_folder_has_an_index_of_its_own_and_entries_are_replaced_on_request(
     add: MakeEntry, tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = add(output=tmp_path / "mine")
@@ -139,9 +130,14 @@ def test_a_folder_has_an_index_of_its_own(
     assert zoo.get_checkpoint(BACKBONE) == str(tmp_path / "mine" / entry.file)
     monkeypatch.delenv("QBHEAT_ZOO")
     add(name="qb_heat/own")
+    with pytest.raises(UserError, match="--replace"):
+        add(name="qb_heat/own")
     for name in ("qb_heat/own", "qb_heat/OWN"):
         with pytest.raises(UserError, match=f"'{name}'"):
             add(name=name, output=tmp_path / "mine")
+    first = add(name="qb_heat/own", commit="abcdef0", date="2026-01-02", replace=True)
+    assert index.load_index() == (first,)
+    assert (first.commit, first.date) == ("abcdef0", "2026-01-02")
 
 
 @pytest.mark.usefixtures("quick")
@@ -163,13 +159,3 @@ def test_an_error_changes_nothing(
             add(**change)
     assert index.load_index() == ()
     assert not shipped.exists()
-
-
-@pytest.mark.usefixtures("quick")
-def test_an_entry_is_replaced_on_request(add: MakeEntry) -> None:
-    add()
-    with pytest.raises(UserError, match="--replace"):
-        add()
-    first = add(summary="Another", commit="abcdef0", date="2026-01-02", replace=True)
-    assert index.load_index() == (first,)
-    assert (first.summary, first.commit, first.date) == ("Another", "abcdef0", "2026-01-02")

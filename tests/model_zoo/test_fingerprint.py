@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
@@ -17,25 +16,11 @@ from qbheat_det.model_zoo.fingerprint import (
     TOLERANCE,
     compare_fingerprints,
     compute_fingerprint,
-    draw_images,
 )
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.gradient_cases import CLASSIFIER, MF_DETR, Case, make_case_config
 from tests.engine.tiny_detectors import make_retinanet_config
 from tests.modeling.tiny_pretraining import make_tiny_config
-
-
-def test_the_images_are_what_integers_give_on_any_machine() -> None:
-    images = draw_images()
-    assert [image.shape for image in images] == [(331, 467, 3), (419, 283, 3)]
-    for number, image in enumerate(images):
-        assert (image.dtype, image.min() < 8, image.max() > 240) == (np.uint8, True, True)
-        height, width = image.shape[:2]
-        for y, x, c in ((height - 1, width - 1, 0), (height - 5, width - 9, 2)):  # outside boxes
-            wave = abs((3 * x * (c + 1) + 2 * y * (3 - c) + 97 * number) % 510 - 255)
-            noise = (x * 73856093) ^ (y * 19349663) ^ ((c + 3 * number + 1) * 83492791)
-            noise = (((noise ^ (noise >> 13)) * 40503) & 0xFFFFFF) >> 19
-            assert image[y, x, c] == wave * 7 // 8 + noise
 
 
 def _mf_detr() -> CfgNode:

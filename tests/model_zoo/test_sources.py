@@ -10,8 +10,7 @@ import pytest
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
 
-from .conftest import CONTENT, make_entry
-from .servers import Served
+from .conftest import CONTENT, Served, make_entry
 
 ENTRY = make_entry()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from qbheat_det.model_zoo import Metric, ZooEntry
 from qbheat_det.model_zoo.index import load_index
 from tests.tool_modules import load_tool
 
@@ -62,22 +61,3 @@ def test_fetched_files_can_be_copied_to_a_folder_for_another_machine(
         with pytest.raises(SystemExit, match="2"):
             TOOL.main(["fetch", name])
         assert named in capsys.readouterr().err
-
-
-def test_metrics_are_read_from_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: list[Metric] = []
-
-    def add(*args: object, metrics: list[Metric], **more: object) -> ZooEntry:
-        given.extend(metrics)
-        return make_entry()
-
-    monkeypatch.setattr("qbheat_det.model_zoo.add.add_entry", add)
-    flags = "weights name config summary data data-licence command"
-    command = ["add", *(word for flag in flags.split() for word in (f"--{flag}", "x")), "--metric"]
-    TOOL.main([*command, "AP", "41.2±0.6", "%", "shapes val"])
-    assert given == [Metric("AP", 41.2, "%", "shapes val", "±0.6")]
-    with pytest.raises(SystemExit, match="2"):
-        TOOL.main([*command, "AP", "high", "%", "shapes val"])
-    assert "'high'" in capsys.readouterr().err
