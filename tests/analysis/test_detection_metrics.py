@@ -89,6 +89,11 @@ def test_ap_and_precision_are_those_computed_by_hand() -> None:
         assert scores.summary[key] == pytest.approx(100 * (51 + 50 * 2 / 3) / 101)
     np.testing.assert_allclose(scores.precision, [[1.0] * 51 + [2 / 3] * 50] * 2)
     assert scores.recall[50] == pytest.approx(0.5)
+    # IoU 0.52 with B and 0.77 with A: correct at 0.50 alone, and at 0.50 and 0.75.
+    loose = score(make_truth([(1, 3, B), (2, 3, A)]),
+                  [(1, 3, [50, 50, 70.8, 90], 0.9), (2, 3, [0, 0, 15.4, 20], 0.8)])  # fmt: skip
+    assert loose.precision[0].min() == 1.0
+    assert loose.precision[1].max() == pytest.approx(0.5)
 
 
 def test_without_boxes_metrics_are_undefined_and_without_detections_0() -> None:
