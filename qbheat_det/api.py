@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
@@ -196,19 +197,23 @@ def load(
 
 
 def read_rgb(picture: Picture) -> Image:
-    """Returns an image as an array (H, W, 3) of uint8, RGB.
+    """Returns an image as an array (H, W, 3) of uint8, RGB, upright as its EXIF orientation says.
 
     Raises:
-        UserError: a file does not exist or is no image.
+        UserError: a file does not exist or is no image, or an array is not (H, W, 3) of uint8.
     """
     if isinstance(picture, PIL.Image.Image):
-        return np.array(picture.convert("RGB"))
-    if isinstance(picture, np.ndarray):
-        return picture
-    try:
-        return read_bgr(Path(picture))[:, :, ::-1].copy()  # Pillow's own may be read-only
-    except UnreadableImage as error:
-        raise UserError(f"'{picture}' cannot be read: {error}") from error
+        return np.array(PIL.ImageOps.exif_transpose(picture).convert("RGB"))
+    if isinstance(picture, str | Path):
+        try:
+            return np.ascontiguousarray(read_bgr(Path(picture))[:, :, ::-1])
+        except UnreadableImage as error:
+            raise UserError(f"'{picture}' cannot be read: {error}") from error
+    is_array = isinstance(picture, np.ndarray) and picture.dtype == np.uint8
+    if not (is_array and picture.ndim == 3 and picture.shape[2] == 3 and picture.size):
+        found = getattr(picture, "dtype", type(picture).__name__), getattr(picture, "shape", "")
+        raise UserError(f"an image is an array (H, W, 3) of uint8, RGB, not {found}")
+    return np.array(picture)
 
 
 def predict_files(

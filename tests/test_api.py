@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qbheat_det
-from qbheat_det.api import predict_files
+from qbheat_det.api import predict_files, read_rgb
 from qbheat_det.core.errors import UserError
 from tests.data.pictures import draw, save
 
@@ -62,3 +62,26 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"broken\.jpg"):
         qbheat_det.load(NAME, device="cpu").predict(tmp_path / "broken.jpg")
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        np.zeros((8, 8, 3), np.float32),
+        np.zeros((8, 8), np.uint8),
+        np.zeros((0, 8, 3), np.uint8),
+        None,
+    ],
+    ids=["float", "grey", "empty", "none"],
+)
+def test_what_is_no_image_is_refused(image: np.ndarray) -> None:
+    with pytest.raises(UserError, match="uint8"):
+        read_rgb(image)
+
+
+def test_a_turned_photo_is_upright_however_it_is_given(tmp_path: Path) -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    PIL.Image.fromarray(np.zeros((10, 30, 3), np.uint8)).save(tmp_path / "t.jpg", exif=exif)
+    assert read_rgb(tmp_path / "t.jpg").shape == (30, 10, 3)
+    assert read_rgb(PIL.Image.open(tmp_path / "t.jpg")).shape == (30, 10, 3)

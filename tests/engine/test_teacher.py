@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training on a teacher's features: what is compared with what, and a run that resumes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ TEACHER = "mobilenetv3_small_050"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Images, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("teacher")
     (folder / "images").mkdir()
@@ -34,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     weights = timm.create_model(TEACHER).state_dict()
     save_weights(str(folder / "teacher.safetensors"), weights, WeightsInfo())
-    return folder
+    yield folder
+    forget_runs(CUSTOM_IMAGES)
 
 
 def build(folder: Path, output_dir: Path, *flags: str, **changes: str) -> Trainer:
