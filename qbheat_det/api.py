@@ -45,6 +45,7 @@ from qbheat_det.model_zoo.api import open_trained
 from qbheat_det.model_zoo.index import PREFIX, find_entry
 from qbheat_det.modeling.contracts import get_backbone
 
+WEIGHTS_SUFFIXES = (".safetensors", ".pth", *EXPORTED_SUFFIXES)
 Picture = str | Path | PIL.Image.Image | Image
 """A file, a PIL image, or an array (H, W, 3) of uint8, RGB."""
 
@@ -116,8 +117,10 @@ class Detector:
         """Finds objects on an image, or on each of several; ``threshold`` is the least score.
 
         Raises:
-            UserError: a file does not exist or is no image.
+            UserError: a file does not exist or is no image, or the threshold is no score.
         """
+        if not 0 <= threshold <= 1:
+            raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
         found = [self._predict_one(image, threshold) for image in _as_list(images)]
         return found if isinstance(images, list | tuple) else found[0]
 
@@ -144,8 +147,10 @@ class Encoder:
         Several images are padded to one size; padding counts as image.
 
         Raises:
-            UserError: a file does not exist or is no image.
+            UserError: there are no images, or a file does not exist or is no image.
         """
+        if not _as_list(images):
+            raise UserError("the list of images is empty")
         node, is_bgr = self.cfg.MODEL, self.cfg.INPUT.FORMAT == "BGR"
         mean, std = (
             torch.tensor(values, device=node.DEVICE).view(-1, 1, 1)
@@ -183,8 +188,12 @@ def load(
     """
     name = str(weights)
     if not Path(name).exists() and "://" not in name:
+        if Path(name).suffix in WEIGHTS_SUFFIXES:
+            raise UserError(f"there is no file '{name}'")
         name = f"{PREFIX}{find_entry(name).name}"
     if name.lower().endswith(EXPORTED_SUFFIXES):
+        if fast:
+            raise UserError(f"'{name}' is exported: fast is for weights")
         exported = ExportedModel.open(name, device=device)
         return Detector(ExportedPredictor(exported), exported.load_config())
     opts = ["MODEL.DEPLOY.ENABLED", "True"] if fast else []

@@ -58,6 +58,13 @@ def test_what_is_not_there_is_named(weights: str) -> None:
         qbheat_det.load(weights)
 
 
+def test_arguments_that_make_no_sense_are_refused(picture: Path) -> None:
+    with pytest.raises(UserError, match="threshold"):
+        qbheat_det.load(NAME, device="cpu").predict(picture, threshold=50)
+    with pytest.raises(UserError, match="empty"):
+        qbheat_det.load("qb_heat/285M_caltech101", device="cpu")([])
+
+
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"broken\.jpg"):
