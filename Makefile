@@ -16,7 +16,7 @@ $(INSTALLED): export PIP_BUILD_CONSTRAINT := constraints.txt
 $(INSTALLED): export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check bench doctor
+.PHONY: help install demo test test-all check bench docs doctor
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ check: $(INSTALLED) ## formatting, lint, types, tests
 bench: $(INSTALLED) ## detectors and pre-training beside their peers; tables in output/bench
 	$(PY) benchmarks/run.py $(ARGS)
 
+docs: $(INSTALLED) ## the documentation site in build/site, strictly
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
 doctor: ## versions, device, datasets, and what is missing
 	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) tools/doctor.py
 
@@ -61,6 +64,6 @@ $(INSTALLED): setup.py constraints.txt tools/install_detectron2.py
 	@echo "[3/4] Detectron2"
 	@$(PY) tools/install_detectron2.py
 	@echo "[4/4] qbheat_det and the libraries that remain"
-	@$(PY) -m pip install --editable '.[bench,dev,eval,export,opencv]'
+	@$(PY) -m pip install --editable '.[bench,dev,docs,eval,export,opencv]'
 	@touch $@
 	@echo "Installed in $(VENV)."

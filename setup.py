@@ -31,6 +31,12 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    author="qbheat_det contributors",
+    keywords="object detection, self-supervised learning, Mobile-Former, QB-Heat, DETR, Detectron2",
+    project_urls={  # no address of the repository until it has one
+        "QB-Heat": "https://arxiv.org/abs/2211.13228",
+        "Mobile-Former": "https://arxiv.org/abs/2108.05895",
+    },
     packages=find_packages(include=["qbheat_det", "qbheat_det.*"]),
     package_data={
         "qbheat_det": ["py.typed"],
@@ -70,6 +76,7 @@ setup(
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
         "wandb": ["wandb>=0.16"],  # minimum not tested
+        "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "dev": [
             "mypy",
             "pytest",
@@ -79,6 +86,10 @@ setup(
         ],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",
         "Topic :: Scientific/Engineering :: Image Recognition",
         "Typing :: Typed",

@@ -1,0 +1,154 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Hooks of mkdocs: pages of the site whose source lies elsewhere in the repository.
+
+The README is the home page; the model zoo, the changelog and the notebooks become pages; the config
+reference is read from ``qbheat_det/config/defaults.py``. No module of the package is imported.
+"""
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULTS = ROOT / "qbheat_det" / "config" / "defaults.py"
+COPIES = {  # page of the site: its source in the repository
+    "index.md": "README.md",
+    "model_zoo.md": "MODEL_ZOO.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+}
+AREAS = {  # of the API reference: what `__all__` of a face names, and what the area is for
+    "qbheat_det.api": "Trained models: `qbheat_det.load`, detectors, encoders, results.",
+    "qbheat_det.config": "Configs.",
+    "qbheat_det.model_zoo": "Trained weights by name.",
+    "qbheat_det.deployment": "The fastest equal form of a model.",
+    "qbheat_det.export": "Files for other runtimes.",
+    "qbheat_det.checkpoint": "Reading, matching and writing weights.",
+    "qbheat_det.modeling.backbone": "Backbones.",
+    "qbheat_det.modeling.pretrain": "Pre-training objectives.",
+    "qbheat_det.modeling.detr": "MF-DETR.",
+    "qbheat_det.modeling.dense": "Detectors on anchors and points.",
+    "qbheat_det.modeling.classification": "Classifiers.",
+    "qbheat_det.modeling.contracts": "What trainer, data and tools ask of a model.",
+    "qbheat_det.probing": "Probes of a frozen backbone.",
+    "qbheat_det.data": "Data sets, mappers, loading.",
+    "qbheat_det.solver": "Optimizers and schedules.",
+    "qbheat_det.evaluation": "Evaluators.",
+    "qbheat_det.core": "Errors and files.",
+}
+_CONFIG_INTRO = """# Config keys
+
+Every key that the package adds to Detectron2's, with its default. Override any of them at the end of a command
+(`qbheat train … SOLVER.EPOCHS 20.0`), or in a YAML of your own with `_BASE_`. Unknown keys and values of another type
+are errors. Detectron2's own keys are in [its reference](https://detectron2.readthedocs.io/en/latest/modules/config.html).
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that have no file of their own in docs/."""
+    pages = {page: (ROOT / source).read_text("utf-8") for page, source in COPIES.items()}
+    pages["config.md"] = describe_config(DEFAULTS.read_text("utf-8"))
+    pages["api.md"] = list_api()
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        pages[f"tutorials/{path.stem}.md"] = convert_notebook(path)
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Points links at the pages of the site, and shows what a command needs."""
+    if page.file.src_uri in COPIES:
+        markdown = markdown.replace("](docs/", "](").replace('"docs/', '"')
+    for target, source in COPIES.items():
+        markdown = re.sub(rf"\]\((?:\.\./)*{source}(#[\w-]*)?\)", rf"]({target}\1)", markdown)
+    # Files that are no pages: their names are enough.
+    markdown = re.sub(r"\[([^]]+)\]\((?:\.\./)*(?:configs|tools|qbheat_det)/[^)]+\)", _as_code, markdown)
+    return re.sub(r"^<!-- (needs|takes) (.*?) -->$", r"*\1 \2:*", markdown, flags=re.MULTILINE)
+
+
+def _as_code(link: re.Match[str]) -> str:
+    return f"`{link[1].strip('`')}`"
+
+
+def convert_notebook(path: Path) -> str:
+    """Returns a notebook as Markdown, its code in fences."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    note = f"*This page is the notebook `docs/tutorials/{path.name}`.*"
+    return "\n\n".join([parts[0], note, *parts[1:], ""])
+
+
+def list_api() -> str:
+    """Returns a page that names every class and function of the package's public faces."""
+    parts = ["# Python API\n\nHow to use the first of these: [Python](python.md)."]
+    for area, purpose in AREAS.items():
+        path = ROOT / area.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        names = [name for name in _public_names(ast.parse(path.read_text("utf-8"))) if name[0] != "_"]
+        parts.append(f"## {area}\n\n{purpose}")
+        parts += [f"::: {area}.{name}" for name in names if not name.isupper()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _public_names(module: ast.Module) -> list[str]:
+    """Returns ``__all__``, or else the classes and functions that the module defines."""
+    for statement in module.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return list(ast.literal_eval(statement.value))
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return [statement.name for statement in module.body if isinstance(statement, kinds)]
+
+
+def describe_config(source: str) -> str:
+    """Returns a page of all keys: a section for each node, its keys with defaults and comments."""
+    comments = _read_comments(source)
+    nodes = next(
+        statement.value
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "_KEYS"
+    )
+    parts = [_CONFIG_INTRO]
+    for path, keys, comment in _list_items(nodes, comments):
+        parts.append(f"## {path}\n\n{comment}\n\n| key | default | |\n| --- | --- | --- |")
+        parts[-1] += "".join(
+            f"\n| `{path}.{key}` | `{ast.unparse(value)}` | {text} |"
+            for key, value, text in _list_items(keys, comments)
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _list_items(
+    node: ast.expr | None, comments: dict[int, tuple[bool, str]]
+) -> Iterator[tuple[str, ast.expr, str]]:
+    """Yields each key of a dict display, its value, and the comments above and beside it."""
+    assert isinstance(node, ast.Dict)
+    for key, value in zip(node.keys, node.values, strict=True):
+        assert isinstance(key, ast.Constant)
+        lines, number = [], key.lineno - 1
+        while comments.get(number, (False, ""))[0]:
+            lines.insert(0, comments[number][1])
+            number -= 1
+        beside = [key.lineno] if isinstance(value, ast.Dict) else [key.lineno, value.end_lineno or 0]
+        lines += [comments[n][1] for n in dict.fromkeys(beside) if n in comments]
+        yield str(key.value), value, " ".join(lines).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _read_comments(source: str) -> dict[int, tuple[bool, str]]:
+    """Returns, by line, whether a comment has the line to itself, and its text."""
+    return {
+        token.start[0]: (token.line.strip().startswith("#"), token.string.lstrip("# "))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
