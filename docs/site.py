@@ -47,10 +47,10 @@ AREAS = {  # of the API reference: what `__all__` of a face names, and what the 
 }
 _CONFIG_INTRO = """# Config keys
 
-Every key that the package adds to Detectron2's, with its default. Override any of them at the end of a command
-(`qbheat train … SOLVER.EPOCHS 20.0`), or in a YAML of your own with `_BASE_`. Unknown keys and values of another type
-are errors. Detectron2's own keys are in [its reference](https://detectron2.readthedocs.io/en/latest/modules/config.html).
-"""
+Every key that the package adds to Detectron2's, with its default. Override any of them at the
+end of a command (`qbheat train … SOLVER.EPOCHS 20.0`), or in a YAML of your own with `_BASE_`.
+Unknown keys and values of another type are errors. Detectron2's own keys are in
+[its reference](https://detectron2.readthedocs.io/en/latest/modules/config.html)."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -72,7 +72,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     for target, source in COPIES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{source}(#[\w-]*)?\)", rf"]({target}\1)", markdown)
     # Files that are no pages: their names are enough.
-    markdown = re.sub(r"\[([^]]+)\]\((?:\.\./)*(?:configs|tools|qbheat_det)/[^)]+\)", _as_code, markdown)
+    markdown = re.sub(
+        r"\[([^]]+)\]\((?:\.\./)*(?:configs|tools|qbheat_det)/[^)]+\)", _as_code, markdown
+    )
     return re.sub(r"^<!-- (needs|takes) (.*?) -->$", r"*\1 \2:*", markdown, flags=re.MULTILINE)
 
 
@@ -96,7 +98,9 @@ def list_api() -> str:
     for area, purpose in AREAS.items():
         path = ROOT / area.replace(".", "/")
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        names = [name for name in _public_names(ast.parse(path.read_text("utf-8"))) if name[0] != "_"]
+        names = [
+            name for name in _public_names(ast.parse(path.read_text("utf-8"))) if name[0] != "_"
+        ]
         parts.append(f"## {area}\n\n{purpose}")
         parts += [f"::: {area}.{name}" for name in names if not name.isupper()]
     return "\n\n".join(parts) + "\n"
@@ -140,7 +144,9 @@ def _list_items(
         while comments.get(number, (False, ""))[0]:
             lines.insert(0, comments[number][1])
             number -= 1
-        beside = [key.lineno] if isinstance(value, ast.Dict) else [key.lineno, value.end_lineno or 0]
+        beside = (
+            [key.lineno] if isinstance(value, ast.Dict) else [key.lineno, value.end_lineno or 0]
+        )
         lines += [comments[n][1] for n in dict.fromkeys(beside) if n in comments]
         yield str(key.value), value, " ".join(lines).replace("|", "\\|").replace("<", "&lt;")
 

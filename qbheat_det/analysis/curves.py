@@ -22,10 +22,10 @@ Curve = tuple[list[float], list[float]]
 """Positions on an axis, rising, and values; nan is a gap."""
 Axis = Literal["epochs", "images", "steps"]
 AXES: dict[Axis, str] = {"epochs": "epochs", "images": "images seen", "steps": "steps"}
-_QUANTITIES = {  # pattern of keys: title of the chart, label of the values
+_QUANTITIES = {  # pattern of keys: title of the chart (of the key), label (of its last part)
     r"^total_loss$": ("Total loss", "loss"),
     r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # inner decoder blocks (_0) repeat the last
-    r"/AP(50|75)?$": ("{} on the test set", "AP (%)"),
+    r"/AP(50|75)?$": ("{} on the test set", "{} (%)"),
     r"accuracy$|/top[15]$": ("Accuracy: {}", "accuracy (%)"),
     r"^correlation/mean$": ("Spatial correlation of the map", "mean |correlation|"),
     r"^lr$": ("Learning rate", "learning rate"),
@@ -173,7 +173,7 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
     for pattern, (title, label) in _QUANTITIES.items():
         for key in keys:
             if key not in found and re.search(pattern, key) and read_series(records, key)[0]:
-                found[key] = title.format(key), label
+                found[key] = title.format(key), label.format(key.rpartition("/")[2])
     return found
 
 

@@ -1,0 +1,213 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Commands on the pages: all are understood, those marked "tested" are run, the others say why not.
+
+A block of commands has a comment before it: ``<!-- tested -->``, or ``<!-- needs … -->`` or
+``<!-- takes … -->``, which the site shows.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from qbheat_det.config import get_cfg, get_config_path
+from qbheat_det.data import ToySpec, prepare_toy_set
+
+from .tool_modules import load_tool
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"^\s*(?:\w+=\S+ )*(?:qbheat|python tools/|torchrun)", flags=re.MULTILINE)
+_FENCE = re.compile(r"(?:^<!-- (.*?) -->\n)?^ *```(?:bash|sh)\n(.*?)^ *```", flags=re.M | re.S)
+# Nothing is run: each command prints its words, and no other program is found.
+_PRINT_WORDS = """
+say() { printf '%s\\x1f' "$@"; printf '\\n'; }
+qbheat() { say qbheat "$@"; }
+python() { say python "$@"; }
+torchrun() { say torchrun "$@"; }
+PATH=/nonexistent
+"""
+# Trainings of the pages are cut to two steps; what needs a network or trained weights gets along.
+QUICK = (
+    *("SOLVER.EPOCHS", "0.0", "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2"),
+    *("SOLVER.WARMUP_EPOCHS", "0.0", "SOLVER.WARMUP_ITERS", "1", "DATALOADER.NUM_WORKERS", "0"),
+    *("TEST.EVAL_EPOCHS", "0.0", "MODEL.DEVICE", "cpu", "SEED", "1"),
+)
+UNTAUGHT = ("MODEL.TEACHER.WEIGHTS", "")
+LOW = ("MODEL.RETINANET.SCORE_THRESH_TEST", "0.0")
+_RUN = """
+call() {{ {python} {tool} "$@"; }}
+qbheat() {{
+    case "$*" in
+        train*--weights*|train*--config-file*) call "$@" {quick} ;;
+        train*) call "$@" {quick} MODEL.WEIGHTS '' ;;
+        pretrain*--config-file*) call "$@" {quick} ;;
+        pretrain*) call "$@" {quick} {teacher} ;;
+        "export --weights output"*) call "$@" {low} ;;
+        *) call "$@" ;;
+    esac
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of one fence: where they stand, the comment before them, and their text."""
+
+    page: str
+    mark: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.strip().splitlines()[0][:60]}"
+
+
+def find_blocks() -> list[Block]:
+    """Returns the blocks with commands of this package, by page."""
+    blocks = [
+        Block(page.name, mark, text)
+        for page in PAGES
+        for mark, text in _FENCE.findall(page.read_text("utf-8"))
+    ]
+    return [block for block in blocks if COMMAND.search(block.text)]
+
+
+def expand(block: Block) -> list[list[str]]:
+    """Returns the words of each command, as the shell passes them."""
+    done = subprocess.run(
+        ["bash", "-c", _PRINT_WORDS + block.text], capture_output=True, text=True, check=False
+    )
+    return [line.split("\x1f")[:-1] for line in done.stdout.splitlines() if "\x1f" in line]
+
+
+def find_tool(words: list[str]) -> tuple[str, list[str]]:
+    """Returns the script of a command and its arguments; an empty name if it is no tool's."""
+    if words[0] == "qbheat":
+        known = load_commands()
+        if words[1] in ("version", "--help"):
+            return "", []
+        tool, given = known[words[1]][:2]
+        return tool, [*given, *words[2:]]
+    scripts = [i for i, word in enumerate(words) if word.startswith("tools/")]
+    if not scripts:
+        return "", []
+    return Path(words[scripts[0]]).stem, words[scripts[0] + 1 :]
+
+
+@cache
+def load_commands() -> dict[str, Any]:
+    """Returns ``COMMANDS`` of ``tools/qbheat``."""
+    scope: dict[str, Any] = {"__name__": "qbheat"}
+    exec((ROOT / "tools" / "qbheat").read_text("utf-8"), scope)
+    commands: dict[str, Any] = scope["COMMANDS"]
+    return commands
+
+
+BLOCKS = find_blocks()
+TESTED = sorted({block.page for block in BLOCKS if block.mark == "tested"})
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_command_is_understood_and_names_configs_and_keys_that_exist(block: Block) -> None:
+    for words in expand(block):
+        name, arguments = find_tool(words)
+        if not name or "…" in " ".join(words):
+            continue
+        tool = load_tool(name)
+        if not hasattr(tool, "parse_args"):
+            continue
+        if {"--help", "-h"} & set(arguments):
+            with pytest.raises(SystemExit, match=r"^0$"):
+                tool.parse_args(arguments)
+            continue
+        args = tool.parse_args(arguments)
+        config = getattr(args, "config_file", None) or ""
+        if config and not config.startswith(("output/", "mine/")):
+            assert (ROOT / config).is_file() or Path(get_config_path(config)).is_file()
+        opts = getattr(args, "opts", None) or []
+        for key in opts[::2]:
+            node: Any = get_cfg()
+            for part in key.split("."):
+                node = node[part]
+
+
+def test_every_block_is_tested_or_says_why_not() -> None:
+    assert [str(b) for b in BLOCKS if not re.match(r"tested$|needs |takes ", b.mark)] == []
+    assert len(TESTED) >= 6
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A reader's folder: photos, boxes as COCO files and as a YOLO set, class folders."""
+    picture = PIL.Image.open(ROOT / "docs" / "zoo_predictions.jpg")
+    width, height = picture.size
+    (tmp_path / "photos").mkdir()
+    for index in range(4):  # with blood cells, which the zoo's detector finds
+        left = width - height - 12 * index
+        picture.crop((left, 0, left + height, height)).save(tmp_path / "photos" / f"{index}.jpg")
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "images").mkdir()
+    for part, number in (("train", 8), ("val", 4)):
+        toy = prepare_toy_set(ToySpec(f"docs_{part}", number, 96), tmp_path / "toy")
+        data = json.loads((toy / "annotations.json").read_text("utf-8"))
+        classes = [category["id"] for category in data["categories"]]
+        for record in data["images"]:
+            name = f"{part}_{Path(record['file_name']).name}"
+            _write_yolo(tmp_path / "yolo", part, name, record, data["annotations"], classes)
+            shutil.copy(toy / "images" / record["file_name"], tmp_path / "images" / name)
+            shutil.copy(tmp_path / "images" / name, tmp_path / "yolo" / "images" / part / name)
+            label = record["id"] % 2
+            folder = tmp_path / "flowers" / part / ("daisy", "tulip")[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tmp_path / "images" / name, folder)
+            record["file_name"] = name
+        (tmp_path / f"{part}.json").write_text(json.dumps(data), "utf-8")
+    names = [category["name"] for category in data["categories"]]
+    sets = {"path": "yolo", "train": "images/train", "val": "images/val", "names": names}
+    (tmp_path / "data.yaml").write_text(json.dumps(sets), "utf-8")
+    return tmp_path
+
+
+def _write_yolo(
+    folder: Path, part: str, name: str, record: Any, boxes: list[Any], classes: list[int]
+) -> None:
+    for kind in ("images", "labels"):
+        (folder / kind / part).mkdir(parents=True, exist_ok=True)
+    lines = []
+    for box in boxes:
+        if box["image_id"] == record["id"]:
+            x, y, w, h = box["bbox"]
+            wide, high = record["width"], record["height"]
+            place = ((x + w / 2) / wide, (y + h / 2) / high, w / wide, h / high)
+            lines.append(" ".join(map(str, (classes.index(box["category_id"]), *place))))
+    (folder / "labels" / part / name).with_suffix(".txt").write_text("\n".join(lines), "utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TESTED)
+def test_the_tested_commands_of_a_page_run(page: str, desk: Path) -> None:
+    script = "\n".join(
+        block.text for block in BLOCKS if (block.page, block.mark) == (page, "tested")
+    )
+    shell = _RUN.format(python=shlex.quote(sys.executable), tool=ROOT / "tools" / "qbheat",
+                        quick=shlex.join(QUICK), teacher=shlex.join(UNTAUGHT),
+                        low=shlex.join(LOW))  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-e", "-c", shell + script],
+        cwd=desk,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
