@@ -56,6 +56,7 @@ Unknown keys and values of another type are errors. Detectron2's own keys are in
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that have no file of their own in docs/."""
     pages = {page: (ROOT / source).read_text("utf-8") for page, source in COPIES.items()}
+    pages["index.md"] = f"---\nhide: [navigation]\n---\n{pages['index.md']}"
     pages["config.md"] = describe_config(DEFAULTS.read_text("utf-8"))
     pages["api.md"] = list_api()
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What docs/ say of tests and config keys exists, and no objective is left out."""
 
+import json
 import re
 from functools import reduce
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from qbheat_det.config import get_cfg
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 TEXT = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8")
 OBJECTIVES = (TESTS.parent / "docs" / "objectives.md").read_text(encoding="utf-8")
 FAST = (TESTS.parent / "docs" / "fast_mf_detr.md").read_text(encoding="utf-8")
@@ -44,3 +46,14 @@ def test_every_objective_has_its_row() -> None:
     names = {path.name for path in files if not path.name.startswith("Base-")}
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", OBJECTIVES, flags=re.MULTILINE)
     assert names <= {name for row in rows for name in re.findall(r"`(\w+\.yaml)`", row)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=str)
+def test_a_tutorial_runs_and_is_committed_without_outputs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n\n".join(code), path.name, "exec"), {"__name__": "tutorial"})
