@@ -3,12 +3,15 @@
 
 import json
 import re
+import runpy
+import subprocess
+import sys
 from functools import reduce
 from pathlib import Path
 
 import pytest
 
-from qbheat_det.config import get_cfg
+from qbheat_det.config import defaults, get_cfg
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -57,3 +60,20 @@ def test_a_tutorial_runs_and_is_committed_without_outputs(
     assert not any(cell.get("outputs") for cell in cells)
     monkeypatch.chdir(tmp_path)
     exec(compile("\n\n".join(code), path.name, "exec"), {"__name__": "tutorial"})
+
+
+def test_the_config_reference_has_every_key_with_its_default() -> None:
+    site = runpy.run_path(str(ROOT / "docs" / "site.py"))
+    page = site["describe_config"](site["DEFAULTS"].read_text("utf-8"))
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", page, flags=re.MULTILINE))
+    keys = {f"{path}.{key}" for path, node in defaults._KEYS.items() for key in node}
+    assert keys == set(rows)
+    assert rows["SOLVER.EMA.DECAY"] == "0.9998"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "qbheat_det" in (tmp_path / "api.html").read_text("utf-8")
