@@ -14,8 +14,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from qbheat_det.checkpoint import check_weights_file, class_names_of, load_run_config
-from qbheat_det.config import load_config
+from qbheat_det.checkpoint import check_weights_file, class_names_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import (
@@ -28,10 +27,11 @@ from qbheat_det.data import (
 )
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .data_sources import use_classes_of_folders, use_data_flags
+from .data_sources import use_classes_of_folders, use_data_flags, write_split
 from .evaluation import check_neighbours, scores_neighbours
 from .feature_cache import check_cacheable
 from .resume import check_start, name_last_checkpoint
+from .run_flags import RunFlags
 
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
 _MINIMUM = {
@@ -43,19 +43,17 @@ _MINIMUM = {
 }
 
 
-def build_config(args: argparse.Namespace) -> CfgNode:
+def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     """Returns the frozen config of a run, after checking it and its data; writes nothing.
 
     Args:
-        args: ``config_file``, ``opts``, ``eval_only``, ``resume`` and the flags that name data.
+        args: of ``tools/train_net.py``, or the same from Python.
 
     Raises:
         UserError: a key or the data are wrong.
     """
-    cfg = load_config(args.config_file or None, args.opts)
-    if args.eval_only and cfg.MODEL.WEIGHTS and not args.config_file:
-        cfg = load_run_config(cfg.MODEL.WEIGHTS, opts=args.opts)  # the config inside the weights
-    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+    args = RunFlags.read(args)
+    cfg, given = args.load_config(), args.overrides
     _check_values(cfg)
     check_start(cfg, args)
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
@@ -85,8 +83,10 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     return cfg
 
 
-def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
+def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     """Prepares folder, loggers and random seed, as Detectron2's ``default_setup``.
+
+    Images that were held out are listed in ``OUTPUT_DIR/split.json``.
 
     The ``config.yaml`` that Detectron2 writes is undone: the file belongs to the weights beside it,
     and is written when training begins.
@@ -101,8 +101,9 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
         raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}': {error.strerror}") from error
     check_writable(config_file)
     before = config_file.read_bytes() if config_file.is_file() else None
-    default_setup(cfg, args)
+    default_setup(cfg, RunFlags.read(args))  # opens config_file, so that a name must be a path
     if comm.is_main_process():
+        write_split(cfg)
         config_file.unlink()
         if before is not None:
             write_atomically(config_file, lambda stream: stream.write(before))
@@ -239,8 +240,7 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
 
 
 def _suggest_flags(mapper: str) -> str:
-    if mapper in MAPPERS_OF_CLASSES:
-        return "name class folders with --train-folder and --val-folder"
-    if mapper in MAPPERS_OF_IMAGES:
-        return "name folders of images with --image-folder and --val-image-folder"
-    return "name your data with --train-json, --train-images, --val-json and --val-images"
+    if mapper in MAPPERS_OF_IMAGES and mapper not in MAPPERS_OF_CLASSES:
+        return "name folders of images with --images and --val-images"
+    what = "class folders" if mapper in MAPPERS_OF_CLASSES else "annotations"
+    return f"name {what} with --data and --val"
