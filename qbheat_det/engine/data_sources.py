@@ -83,7 +83,7 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
     found = {role: register_source(names[role], sources[role], split=split) for role in sources}
     if (train := found.get("train")) and (val := found.get("val")):
         check_same_classes(train, val)
-    if split:
+    if split and not flags.eval_only:
         MetadataCatalog.get(names["val"]).split = split
     if job == "classes" and "train" in sources and len(only := list_classes(data.TRAIN)) < 2:
         raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
