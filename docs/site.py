@@ -76,7 +76,17 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     markdown = re.sub(
         r"\[([^]]+)\]\((?:\.\./)*(?:configs|tools|qbheat_det)/[^)]+\)", _as_code, markdown
     )
-    return re.sub(r"^<!-- (needs|takes) (.*?) -->$", r"*\1 \2:*", markdown, flags=re.MULTILINE)
+    said: set[str] = set()
+    return re.sub(
+        r"^<!-- ((?:needs|takes) .*?) -->$", lambda mark: _say(mark, said), markdown, flags=re.M
+    )
+
+
+def _say(mark: re.Match[str], said: set[str]) -> str:
+    """Shows what commands need, where the page says so for the first time."""
+    text = "" if mark[1] in said else f"*{mark[1].capitalize()}:*"
+    said.add(mark[1])
+    return text
 
 
 def _as_code(link: re.Match[str]) -> str:

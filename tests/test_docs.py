@@ -21,8 +21,7 @@ FAST = (TESTS.parent / "docs" / "fast_mf_detr.md").read_text(encoding="utf-8")
 PROBING = (TESTS.parent / "docs" / "probing.md").read_text(encoding="utf-8")
 CACHING = (TESTS.parent / "docs" / "caching.md").read_text(encoding="utf-8")
 EXPORTING = "".join(
-    (TESTS.parent / "docs" / name).read_text(encoding="utf-8")
-    for name in ("export.md", "deploying.md", "fast.md")
+    (TESTS.parent / "docs" / name).read_text(encoding="utf-8") for name in ("export.md", "fast.md")
 )
 TEXTS = TEXT + OBJECTIVES + FAST + PROBING + CACHING + EXPORTING
 NAMED_TESTS = sorted(set(re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXTS)))

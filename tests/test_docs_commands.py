@@ -28,7 +28,7 @@ from .tool_modules import load_tool
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^\s*(?:\w+=\S+ )*(?:qbheat|python tools/|torchrun)", flags=re.MULTILINE)
-_FENCE = re.compile(r"(?:^<!-- (.*?) -->\n)?^ *```(?:bash|sh)\n(.*?)^ *```", flags=re.M | re.S)
+_FENCE = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^ *```(?:bash|sh)\n(.*?)^ *```", flags=re.M | re.S)
 # Nothing is run: each command prints its words, and no other program is found.
 _PRINT_WORDS = """
 say() { printf '%s\\x1f' "$@"; printf '\\n'; }

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``tools/zoo.py`` list and fetch; examples in its help and in docs/zoo.md are valid."""
+"""``tools/zoo.py`` list and fetch."""
 
 import json
 import re
@@ -13,7 +13,6 @@ from tests.tool_modules import load_tool
 from .conftest import CONTENT, DETECTOR, MakeEntry, make_entry, save_index
 
 TOOL = load_tool("zoo")
-DOCS = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text("utf-8")
 
 
 @pytest.fixture(autouse=True)
