@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # imported below after the arguments are parsed
 
 CONFIG = "demo/aquarium_probe.yaml"
 ENCODERS = ("pretrained", "random")
+UNTRAINED = "untrained"
 FIGURES = ("detections", "curves")
+NUM_RECALIBRATED = 140  # images for BatchNorm's statistics
 MARKER = ".of_the_demo"  # in folders that the next demo may remove
 
 
@@ -67,9 +69,13 @@ def run_demo(args: argparse.Namespace) -> None:
     Raises:
         UserError: the folder has something else in it, or an override is not valid.
     """
+    from qbheat_det.core.errors import UserError
     from qbheat_det.core.text import format_duration
 
     output, start = args.output, time.monotonic()
+    for folder in (output / name for name in (*ENCODERS, UNTRAINED)):
+        if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).is_file():
+            raise UserError(f"'{folder}' is not of the demo: use another --output")
     runs: dict[str, str] = {}
     result: dict[str, dict[str, float] | float] = {}
     for number, name in enumerate(ENCODERS, start=1):
@@ -99,16 +105,15 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
     weights = load_config(get_config_path(CONFIG), opts).MODEL.WEIGHTS
     if name == "random":
         plain = ["MODEL.WEIGHTS", "", "MODEL.CACHE_FEATURES.ENABLED", "False", *opts]
-        start_run(output / "untrained", plain).export("model_random")
-        weights = str(output / "untrained" / "model_random.safetensors")
+        start_run(output / UNTRAINED, plain).export("model_random")
+        weights = str(output / UNTRAINED / "model_random.safetensors")
     path = output / f"encoder_{name}.safetensors"
-    images = AQUARIUM / "train"
     export_backbone(
         weights,
         path,
         overwrite=True,
-        num_images=sum(1 for _ in images.iterdir()),
-        image_folders=[str(images)],
+        num_images=NUM_RECALIBRATED,
+        image_folders=[str(AQUARIUM / "train")],
         opts=["INPUT.PRETRAIN.SIZE", "256"],
     )
     return path
@@ -116,11 +121,8 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
 
 def start_run(output: Path, opts: Sequence[str]) -> "Trainer":
     """Builds the trainer of a run in an empty folder."""
-    from qbheat_det.core.errors import UserError
     from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
-    if output.exists() and any(output.iterdir()) and not (output / MARKER).is_file():
-        raise UserError(f"'{output}' is not of the demo: use another --output")
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     (output / MARKER).touch()
