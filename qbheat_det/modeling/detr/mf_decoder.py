@@ -182,7 +182,7 @@ class MFDecoder(nn.Module):
             "pred_logits" (L, N, Q + E, K + 1), the last class being "no object", and "pred_boxes"
             (L, N, Q + E, 4), cxcywh in [0, 1] of the unpadded image, further queries last. L
             counts the blocks while training and is 1, the last block, otherwise. With a
-            ``selection`` also "proposals", what it chose from.
+            ``selection``, in training, also "proposals", what it chose from.
         """
         if self.selection is None:
             states = self.refine_queries(features, padding, extra)
@@ -192,11 +192,11 @@ class MFDecoder(nn.Module):
         chosen = self.selection.select(proposals)
         states = self._refine(maps, chosen.content, chosen.position, extra)
         states = states if self.training else states[-1:]
-        return {
+        outputs: dict[str, Any] = {
             "pred_logits": chosen.logits + self.class_embed(states),
             "pred_boxes": refine_boxes(chosen.boxes, self.bbox_embed.deltas(states)),
-            "proposals": proposals,
         }
+        return {**outputs, "proposals": proposals} if self.training else outputs
 
     def refine_queries(
         self,

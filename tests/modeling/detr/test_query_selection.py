@@ -52,7 +52,7 @@ def features(height: int, width: int, images: int = 2) -> list[Tensor]:
 
 
 def test_an_untrained_decoder_returns_what_was_selected() -> None:
-    decoder = build_decoder().eval()
+    decoder = build_decoder()
     with torch.no_grad():
         outputs = decoder([x.float() for x in features(64, 96)])
     proposals = outputs["proposals"]
