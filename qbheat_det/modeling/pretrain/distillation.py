@@ -116,7 +116,8 @@ class FeatureDistillation(PretrainingModel):
         if not self.training:
             predicted = self.head(self._encode(images)).permute(0, 3, 1, 2)
             return [{"target": single} for single in predicted]
-        target = torch.stack([entry["target"] for entry in batched_inputs]).to(self.device)
+        # In float32: autocast on CPUs cannot stack half precision.
+        target = torch.stack([entry["target"].float() for entry in batched_inputs]).to(self.device)
         if self.predictor is None:
             z = self._encode(images)
         else:
