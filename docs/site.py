@@ -74,7 +74,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         markdown = re.sub(rf"\]\((?:\.\./)*{source}(#[\w-]*)?\)", rf"]({target}\1)", markdown)
     # Files that are no pages: their names are enough.
     markdown = re.sub(
-        r"\[([^]]+)\]\((?:\.\./)*(?:configs|tools|qbheat_det)/[^)]+\)", _as_code, markdown
+        r"\[([^]]+)\]\((?:\.\./)*(?:(?:configs|tools|qbheat_det)/[^)]+|LICENSE|CITATION\.cff)\)",
+        _as_code,
+        markdown,
     )
     said: set[str] = set()
     return re.sub(
