@@ -245,6 +245,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         "BACKBONE_MULTIPLIER": 1.0,  # learning rate of the backbone relative to the rest
         # Of a Mobile-Former's tokens and of what computes them (tokens, mobile_to_former, former).
         "TOKEN_MULTIPLIER": 1.0,
+        # Every SOLVER.LOG_PERIOD, log how alike these tokens are over images, and over tokens of an
+        # image, for each block. Not with SOLVER.COMPILE.
+        "LOG_TOKENS": True,
         # Factor on the learning rate from the head to the backbone's last layer, and from each
         # layer of the backbone to the one before it.
         "LAYER_DECAY": 1.0,

@@ -56,6 +56,7 @@ from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .step import BatchedInputs, StepTrainer, choose_precision
+from .token_monitor import build_token_monitor
 from .visualize import build_visualization_hook
 from .writers import PeriodicWriter, find_commit
 
@@ -189,6 +190,7 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
+            build_token_monitor(cfg, self.bare_model) if main else None,
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),

@@ -172,6 +172,14 @@ class SupportsLayerGroups(Protocol):
         """Returns patterns of parameter names, see ``timm.models.group_parameters``."""
 
 
+@runtime_checkable
+class SupportsTokenBlocks(Protocol):
+    """A backbone whose blocks pass a few tokens on beside the map, as a Mobile-Former's do."""
+
+    def token_blocks(self) -> Mapping[str, nn.Module]:
+        """Returns, by name, the blocks that return a map and the tokens (N, M, D) they changed."""
+
+
 def get_backbone(model: nn.Module) -> Backbone | None:
     """Returns ``backbone``; None if a model has none, or one that is not Detectron2's kind."""
     backbone = getattr(model, "backbone", None)
