@@ -131,7 +131,10 @@ _KEYS: dict[str, dict[str, Any]] = {
     "MODEL.TEACHER": {  # the frozen network whose features FeatureDistillation predicts
         "NAME": "tf_efficientnet_lite0",  # of timm's
         "WEIGHTS": "qbheat://timm/tf_efficientnet_lite0",  # as MODEL.WEIGHTS
-        "IN_FEATURE": "s32",  # map to predict
+        "IN_FEATURE": "s32",  # map that MODEL.QB_HEAT.IN_FEATURE predicts
+        # More pairs of maps, of the encoder and of the teacher, such as [["s8", "s16"]]. The
+        # encoder's are in MODEL.MOBILE_FORMER.OUT_FEATURES too.
+        "FINER": [],
         # Side of the images that the teacher sees: its map has as many positions as the encoder's.
         "IMAGE_SIZE": 256,
         "PIXEL_MEAN": [127.0, 127.0, 127.0],

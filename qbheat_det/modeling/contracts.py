@@ -157,7 +157,7 @@ def masks_padding(model: object) -> bool:
 
 
 def needs_teacher(model: nn.Module) -> bool:
-    """Returns ``needs_teacher``: in training, entries have a teacher's features as "target"."""
+    """Returns ``needs_teacher``: entries have a teacher's maps by name as "targets"."""
     return bool(getattr(model, "needs_teacher", False))
 
 
