@@ -88,7 +88,9 @@ class TokenMonitor(HookBase):
         """Removes what an error in a step has left."""
         self._remove_hooks()
 
-    def _keep(self, name: str, block: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    def _keep(
+        self, name: str, block: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]
+    ) -> None:
         # Of several calls in a step, such as those of micro-batches, the first.
         if block.training and name not in self._read:
             self._read[name] = mean_cosines(output[1].detach())
@@ -133,11 +135,11 @@ def build_token_monitor(cfg: CfgNode, model: nn.Module) -> TokenMonitor | None:
     There is none with ``SOLVER.COMPILE``: each hook on a compiled block compiles it anew.
     """
     backbone = get_backbone(model)
-    encoder = get_encoder(backbone) if backbone is not None else None
-    if not (cfg.SOLVER.LOG_TOKENS and isinstance(encoder, SupportsTokenBlocks)):
+    if backbone is None or cfg.SOLVER.COMPILE or not cfg.SOLVER.LOG_TOKENS:
         return None
+    encoder = get_encoder(backbone)
     trained = any(parameter.requires_grad for parameter in get_token_parameters(encoder))
-    if cfg.SOLVER.COMPILE or not trained:
+    if not (trained and isinstance(encoder, SupportsTokenBlocks)):
         return None
     return TokenMonitor(
         encoder.token_blocks(), period=cfg.SOLVER.LOG_PERIOD, warmup=cfg.SOLVER.WARMUP_ITERS

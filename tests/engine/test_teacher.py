@@ -2,9 +2,11 @@
 """Training on a teacher's features: what is compared with what, and a run that resumes."""
 
 import argparse
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -77,10 +79,16 @@ def build(folder: Path, output_dir: Path, *flags: str, **changes: str) -> Traine
     return start_run(configure(folder, output_dir, *flags, **changes))
 
 
-def encode(folder: Path, image: Tensor) -> dict[str, Tensor]:
-    """Returns the teacher's maps of an image (3, 128, 128), by name."""
+@functools.cache
+def load_teacher(folder: Path) -> Any:
     net = timm.create_model(TEACHER).eval()
     net.load_state_dict(load_file(folder / "teacher.safetensors"))
+    return net
+
+
+def encode(folder: Path, image: Tensor) -> dict[str, Tensor]:
+    """Returns the teacher's maps of an image (3, 128, 128), by name."""
+    net = load_teacher(folder)
     with torch.no_grad():
         maps = net.forward_intermediates((image[None] - 127.0) / 128, intermediates_only=True)
     return {f"s{128 // single.shape[-1]}": single[0] for single in maps}
@@ -101,8 +109,10 @@ def check_targets(trainer: Trainer, folder: Path) -> None:
     for record in trainer.data_loader.dataset:
         allowed = []
         for number in range(2):
-            target = encode(folder, large.view(record, number)["image"])["s32"]
-            pair = small.view(record, number)["image"], target
+            large_view, small_view = large.view(record, number), small.view(record, number)
+            assert isinstance(large_view, dict)
+            assert isinstance(small_view, dict)
+            pair = small_view["image"], encode(folder, large_view["image"])["s32"]
             allowed += [pair, tuple(x.flip(-1) for x in pair)]
         for _ in range(6):
             entry = trainer.data_loader.mapper(record)
@@ -122,11 +132,14 @@ def check_held_out_loss(trainer: Trainer, folder: Path, found: dict[str, float])
     large = build_mapper(cfg, is_train=False)
     means: dict[str, list[float]] = {}
     for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)[:3]):
-        targets = encode(folder, large(record)["image"])
+        seen, entry = large(record), small(record)
+        assert isinstance(seen, dict)
+        assert isinstance(entry, dict)
+        targets = encode(folder, seen["image"])
         for view, places in get_views(cfg).items():
             place = {"place": places[i % len(places)]} if places else {}
             with torch.no_grad():
-                (output,) = model([{**small(record), **place, "targets": targets}])
+                (output,) = model([{**entry, **place, "targets": targets}])
             assert output.get("place") == place.get("place")
             means.setdefault(view, []).append(float(output["loss_feature"]))
     expected = sum(map(sum, means.values())) / sum(map(len, means.values()))
@@ -176,8 +189,13 @@ def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
 
 def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    args = configure(folder, tmp_path / "run", MODEL__CACHE_FEATURES__FOLDER=str(cache))
-    cfg = build_config(args)
+    changes = {
+        "MODEL__CACHE_FEATURES__FOLDER": str(cache),
+        "MODEL__CACHE_FEATURES__DTYPE": "float16",
+        "SOLVER__AMP__ENABLED": "True",
+        "SOLVER__AMP__PRECISION": "bfloat16",
+    }
+    cfg = build_config(configure(folder, tmp_path / "run", **changes))
     report = dry_run(cfg, Trainer)
     assert not cache.exists()
     (name,) = (name for name in report.costs if name.startswith("Teacher"))

@@ -55,7 +55,7 @@ def test_a_collapse_that_lasts_is_warned_of_once(caplog: pytest.LogCaptureFixtur
     monitor = TokenMonitor({"alive": alive, "dead": dead}, period=2, warmup=10)
     run: Any = SimpleNamespace(iter=0, max_iter=60, storage=EventStorage(0))
     monitor.trainer = run
-    warned = []
+    warned: list[int] = []
     for run.iter in range(60):
         run.storage.iter = run.iter
         monitor.before_step()

@@ -155,8 +155,7 @@ class FeatureDistillation(PretrainingModel):
             is_main = name == self.in_feature
             parts: Any = self if is_main else self.finer[name]
             z = parts.projection(features[name].permute(0, 2, 3, 1))
-            wanted = torch.stack([entry["targets"][target] for entry in batched_inputs])
-            wanted = wanted.to(self.device).permute(0, 2, 3, 1)
+            wanted = self._stack_targets(batched_inputs, target)
             if quarters is not None:
                 z, wanted = parts.predictor(z, quarters.counts), wanted[quarters.order]
             key = "loss_feature" if is_main else f"loss_feature_{name}"
@@ -165,6 +164,13 @@ class FeatureDistillation(PretrainingModel):
             return {name: loss.mean() for name, loss in losses.items()}
         found = [{"loss_feature": loss} for loss in torch.stack([*losses.values()]).sum(dim=0)]
         return found if quarters is None else QBHeat.in_order(quarters, found)
+
+    def _stack_targets(self, batched_inputs: list[dict[str, Any]], name: str) -> Tensor:
+        """Returns a map of the teacher for all images, (N, G, G, T)."""
+        # Autocast to bfloat16 cannot stack float16, in which features are cached.
+        with torch.autocast(self.device.type, enabled=False):
+            stacked = torch.stack([entry["targets"][name] for entry in batched_inputs])
+        return stacked.to(self.device, non_blocking=True).permute(0, 2, 3, 1)
 
     def _choose_quarters(self, batched_inputs: list[dict[str, Any]]) -> VisibleQuarters | None:
         """Returns the visible quarters, drawn in training; None if the whole image is visible."""
@@ -177,7 +183,7 @@ class FeatureDistillation(PretrainingModel):
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Returns each image's mean error (N,), of predictions and a teacher's features (N, G, G, T)."""
+    """Returns mean errors (N,), of predictions and a teacher's features (N, G, G, T)."""
     target = F.layer_norm(target.float(), target.shape[-1:])
     error = F.smooth_l1_loss(predicted.float(), target, beta=_BETA, reduction="none")
     return error.flatten(1).mean(dim=1)
