@@ -69,9 +69,9 @@ def configure(folder: Path, output_dir: Path, *flags: str, **changes: str) -> ar
         "OUTPUT_DIR": str(output_dir),
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
-    sets = ["--val-image-folder", str(folder / "val")]
+    sets = ["--val-images", str(folder / "val")]
     if "--eval-only" not in flags:
-        sets += ["--image-folder", str(folder / "images")]
+        sets += ["--images", str(folder / "images")]
     return parse_run(RECIPE, opts, *flags, *sets)
 
 

@@ -81,7 +81,7 @@ def test_a_run_logs_every_block_and_trains_as_without(tmp_path: Path) -> None:
     for name, flag in (("with", "True"), ("without", "False")):
         forget_runs(CUSTOM_IMAGES)
         opts = {"SOLVER.LOG_TOKENS": flag, "SOLVER.LOG_PERIOD": "2"}
-        train(tmp_path / name, opts, "--image-folder", images)
+        train(tmp_path / name, opts, "--images", images)
         weights.append(state(tmp_path / name)["model"])
     forget_runs(CUSTOM_IMAGES)
     torch.testing.assert_close(*weights, rtol=0, atol=0)
