@@ -96,6 +96,13 @@ _KEYS: dict[str, dict[str, Any]] = {
         "COUNT": 1,
         "WEIGHT": 1.0,  # of each further group's losses, relative to the main ones
     },
+    "MODEL.MF_DETR.QUERY_SELECTION": {
+        # Object queries are the positions where a dense head is most certain of an object, and the
+        # decoder refines their boxes and classes; else they are learned, the same for all images.
+        "ENABLED": False,
+        "POSITIONS_PER_BOX": 6,  # that a box is assigned to, in training the dense head
+        "WEIGHT": 1.0,  # of the dense head's losses, relative to the main ones
+    },
     "MODEL.FCOS": {  # Detectron2's, which has no keys there, after those of MODEL.RETINANET
         "NUM_CLASSES": 80,
         "IN_FEATURES": ["p3", "p4", "p5", "p6", "p7"],
