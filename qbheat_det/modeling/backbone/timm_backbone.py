@@ -25,6 +25,8 @@ from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 
+from .prefixes import accept_prefixes
+
 _FREEZE_ALL = 5
 _PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and channels
 
@@ -80,6 +82,7 @@ class TimmBackbone(Backbone):
         self._out_feature_channels = {k: infos[k]["num_chs"] for k in self._out_features}
         self._out_feature_strides = {k: infos[k]["reduction"] for k in self._out_features}
         self._freeze(freeze_at, self._trace(name, infos, in_channels))
+        accept_prefixes(self)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
