@@ -161,6 +161,17 @@ class TimmBackbone(Backbone):
                 self.net.get_submodule(parent).add_module(child, freeze_batch_norm_2d(module))
 
 
+def list_outputs(name: str) -> list[str]:
+    """Returns the names of all maps of a timm model, finest first.
+
+    Raises:
+        UserError: timm has no such model, or it has no maps for images of any size.
+    """
+    check_timm_name(name)
+    with torch.device("meta"):
+        return list(_list_maps(timm.create_model(name, pretrained=False), name))
+
+
 def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:
     """Returns timm's description of the last map at each stride, finest first, by our names."""
     infos = getattr(net, "feature_info", None)
