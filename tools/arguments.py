@@ -5,7 +5,26 @@ Nothing of torch, Detectron2 or the package is imported, so that ``--help`` is f
 """
 
 import argparse
+import logging
 import os
+import sys
+import warnings
+
+_FOREIGN = (
+    "torch|torchvision|torchgen|detectron2|fvcore|iopath|timm|pycocotools|faster_coco_eval|onnx.*|"
+    "openvino|matplotlib|PIL|numpy|scipy|sklearn|yaml|tensorboard|pkg_resources|huggingface_hub"
+)
+
+
+def hide_foreign_warnings() -> None:
+    """Keeps warnings of other libraries away, as users of a command can do nothing about them.
+
+    Warnings that this package causes are shown, and all of them where ``python -W`` or
+    ``PYTHONWARNINGS`` say something else.
+    """
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", module=rf"({_FOREIGN})(\.|$)")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:

@@ -35,8 +35,10 @@ import argparse
 import logging
 import re
 import sys
-import warnings
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import hide_foreign_warnings
 
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
 
@@ -127,10 +129,7 @@ def name_heads(weights: list[str]) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    # PyTorch's warnings about its own exporters do not help people who export.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", message="torch.meshgrid")
+    hide_foreign_warnings()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
 
     from qbheat_det.core.errors import exit_on_user_error

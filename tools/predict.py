@@ -32,9 +32,11 @@ exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could 
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import hide_foreign_warnings
 
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
     from qbheat_det.engine.predict import Predictions
@@ -73,9 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    # Detectron2's own imports and torch.meshgrid warn of what users cannot change.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    warnings.filterwarnings("ignore", message="torch.meshgrid")
+    hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
 
     return exit_on_user_error(run)(args)

@@ -30,12 +30,13 @@ import argparse
 import functools
 import logging
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_data_flags, add_image_flags, add_training_flags
+from arguments import add_data_flags, add_image_flags, add_training_flags, hide_foreign_warnings
+
+hide_foreign_warnings()  # here, as processes on other GPUs import this file
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,6 +107,7 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
     """Evaluates weights, deployed if ``MODEL.DEPLOY.ENABLED``."""
     import qbheat_det.engine
     from qbheat_det.deployment import deploy_by_config
+    from qbheat_det.engine.console import print_results
 
     def deploy(model: Any) -> Any:
         deployed = deploy_by_config(model, cfg.MODEL.DEPLOY)
@@ -114,6 +116,8 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
 
     prepare = deploy if cfg.MODEL.DEPLOY.ENABLED else None
     results = qbheat_det.engine.evaluate(cfg, resume=resume, prepare=prepare)
+    if results:  # on the main process
+        print_results(results)
     draw_results(Path(cfg.OUTPUT_DIR))
     return results
 
@@ -130,10 +134,6 @@ def draw_results(output_dir: Path) -> None:
 
 def invoke_main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    # Detectron2's imports would otherwise print the first lines of every run.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    warnings.filterwarnings("ignore", message="torch.meshgrid")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed
     from qbheat_det.engine.replay import replay_failure

@@ -31,7 +31,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_bytes, format_duration
 from qbheat_det.engine.hooks import EvalHook, PeriodicCheckpointer, TrainingRun
 
-from .setup import filter_detectron2_logs
+from .console import filter_detectron2_logs
 from .trainer import Trainer
 from .writers import check_wandb
 

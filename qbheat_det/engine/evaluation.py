@@ -27,6 +27,8 @@ from qbheat_det.data import (
 from qbheat_det.evaluation import extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
+from .console import track
+
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
 _MAX_IMAGES_DISTRIBUTED = 100_000  # else the other processes, which wait, may time out
@@ -83,11 +85,16 @@ class Evaluation:
             loader = self._build_loader(self._cfg, name)
             self._parts[name] = loader, self._build_evaluator(self._cfg, name)
         loader, evaluator = self._parts[name]
-        results = dict(inference_on_dataset(model, loader, evaluator) or {})
+        images = track(loader, title=f"evaluating on {name}")
+        results = dict(inference_on_dataset(model, images, evaluator) or {})
         if isinstance(loader, ImageBatches):
             self._warn_of_skipped_images(name, loader.skipped)
         if comm.is_main_process():
             print_csv_format(results)
+            for task, metrics in results.items():
+                # With many classes, the terminal would show nothing else; log.txt lists each.
+                shown = [f"{key} {v:.4g}" for key, v in metrics.items() if "-" not in key]
+                logger.info(f"{task} on {name}: {', '.join(shown)}")
         return results
 
     def _warn_of_skipped_images(self, name: str, skipped: dict[str, DataError]) -> None:

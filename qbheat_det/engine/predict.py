@@ -268,7 +268,7 @@ def predict_images(
 
     def predict_video(file: InputFile, output: Path | None) -> None:
         frames, fps, count = read_video(file.path)
-        bar = tqdm(frames, total=count, unit="frame", desc=file.name, leave=False)
+        bar = tqdm(frames, total=count, unit="frame", desc=file.name, leave=False, disable=None)
         with contextlib.nullcontext() if output is None else open_video(output, fps) as append:
             for index, frame in enumerate(bar):
                 instances = predict(frame, file_name=file.name, frame=index)
@@ -276,7 +276,7 @@ def predict_images(
                     append(draw(frame, instances))
 
     pairs = zip(files, name_outputs(files), strict=True)
-    for file, name in tqdm(pairs, total=len(files), unit="file", desc="predicting"):
+    for file, name in tqdm(pairs, total=len(files), unit="file", desc="predicting", disable=None):
         with found.skip_unreadable(file):
             output = output_dir and output_dir / name
             predict_video(file, output) if file.is_video else predict_image(file, output)
@@ -299,7 +299,7 @@ def classify_images(
         class_names: of the K classes; where there are none, their numbers replace them.
     """
     found = Predictions()
-    for file in tqdm(files, unit="image", desc="classifying"):
+    for file in tqdm(files, unit="image", desc="classifying", disable=None):
         with found.skip_unreadable(file):
             if file.is_video:
                 raise UnreadableImage("a classifier takes images, not videos")

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.engine import default_setup
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
-from detectron2.utils.logger import setup_logger
+from detectron2.utils.collect_env import collect_env_info
+from detectron2.utils.env import seed_all_rng
 
 from qbheat_det.checkpoint import check_weights_file, class_names_of, load_run_config
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.files import check_writable
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
@@ -28,11 +28,13 @@ from qbheat_det.data import (
 )
 from qbheat_det.modeling.contracts import has_held_out_loss
 
+from .console import filter_detectron2_logs, open_log
 from .data_sources import use_classes_of_folders, use_data_flags
 from .evaluation import check_neighbours, scores_neighbours
 from .feature_cache import check_cacheable
 from .resume import check_start, name_last_checkpoint
 
+logger = logging.getLogger(__name__)
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
 _MINIMUM = {
     "SOLVER.ACCUMULATE": 1,
@@ -52,6 +54,7 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     Raises:
         UserError: a key or the data are wrong.
     """
+    filter_detectron2_logs()
     cfg = load_config(args.config_file or None, args.opts)
     if args.eval_only and cfg.MODEL.WEIGHTS and not args.config_file:
         cfg = load_run_config(cfg.MODEL.WEIGHTS, opts=args.opts)  # the config inside the weights
@@ -86,40 +89,27 @@ def build_config(args: argparse.Namespace) -> CfgNode:
 
 
 def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Prepares folder, loggers and random seed, as Detectron2's ``default_setup``.
+    """Prepares folder, logs and random seed, as Detectron2's ``default_setup``.
 
-    The ``config.yaml`` that Detectron2 writes is undone: the file belongs to the weights beside it,
-    and is written when training begins.
+    ``config.yaml`` belongs to the weights beside it, and is written when training begins.
 
     Raises:
         UserError: ``OUTPUT_DIR`` cannot be written to.
     """
-    config_file = Path(cfg.OUTPUT_DIR) / "config.yaml"
+    folder, rank = Path(cfg.OUTPUT_DIR), comm.get_rank()
     try:
-        os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"OUTPUT_DIR '{cfg.OUTPUT_DIR}': {error.strerror}") from error
-    check_writable(config_file)
-    before = config_file.read_bytes() if config_file.is_file() else None
-    default_setup(cfg, args)
-    if comm.is_main_process():
-        config_file.unlink()
-        if before is not None:
-            write_atomically(config_file, lambda stream: stream.write(before))
-    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="qbheat_det")
-    filter_detectron2_logs()
-
-
-def filter_detectron2_logs() -> None:
-    """Removes messages of Detectron2 that would be repeated, or are expected."""
-    # A UserError is printed at the end; Detectron2's loop would log a traceback before it.
-    logging.getLogger("detectron2.engine.train_loop").addFilter(
-        lambda record: not (record.exc_info and isinstance(record.exc_info[1], UserError))
-    )
-    # Category ids with holes are supported.
-    logging.getLogger("detectron2.data.datasets.coco").addFilter(
-        lambda record: "Category ids in annotations" not in str(record.msg)
-    )
+        raise UserError(f"OUTPUT_DIR '{folder}': {error.strerror}") from error
+    check_writable(folder / "config.yaml")
+    open_log(folder, rank=rank)
+    logger.info(f"Output goes to '{folder}', with all messages in log.txt")
+    logger.debug(f"Process {rank} of {comm.get_world_size()}, started with {args}")
+    logger.debug(f"Environment:\n{collect_env_info()}")
+    logger.debug(f"Config:\n{cfg.dump()}")
+    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
+    if not args.eval_only:
+        torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:

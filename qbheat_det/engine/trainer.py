@@ -84,6 +84,7 @@ class Trainer(DefaultTrainer):
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
+        logger.info(_describe(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         apply_step_keys(self.cfg, self.bare_model)
@@ -181,6 +182,7 @@ class Trainer(DefaultTrainer):
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
+        logger.info(f"Done: weights in '{Path(self.cfg.OUTPUT_DIR) / 'model_final.safetensors'}'")
         return self._last_eval_results
 
     def build_hooks(self) -> list[HookBase | None]:
@@ -298,6 +300,15 @@ class Trainer(DefaultTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         classifies = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
         return build_evaluator(cfg, dataset_name, classifies=classifies)
+
+
+def _describe(cfg: CfgNode, model: nn.Module) -> str:
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
+    return (
+        f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
+        f"{trained / 1e6:.2f} M of them trained"
+    )
 
 
 def evaluate(

@@ -2,7 +2,7 @@
 """What a run writes of itself: the record of its starts, and its metrics.
 
 The record is ``run.json``, with command, data, code, versions and device of each start. Metrics go
-to the terminal, ``metrics.json``, TensorBoard and Weights & Biases.
+to the terminal or standard output, ``metrics.json``, TensorBoard and Weights & Biases.
 """
 
 import copy
@@ -16,7 +16,6 @@ import platform
 import subprocess
 import sys
 import uuid
-from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,10 +32,12 @@ from detectron2.utils.events import (
     TensorboardXWriter,
     get_event_storage,
 )
+from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 
+from .console import JSONPrinter, NewScalars, is_interactive
 from .data_sources import find_sources
 from .hooks import TrainingRun
 
@@ -74,11 +75,29 @@ class PeriodicWriter(hooks.PeriodicWriter):
             # purge_step hides the steps that a resumed run repeats
             TensorboardXWriter(str(folder), window, purge_step=run.start_iter),
         ]
+        if not is_interactive():
+            self._writers.append(JSONPrinter(window))
         if cfg.SOLVER.WANDB_PROJECT:
             self._writers.append(WandbWriter(cfg, resume=run.start_iter > 0))
+        self._bar = tqdm(
+            desc="training",
+            initial=run.start_iter,
+            total=run.max_iter,
+            disable=not is_interactive(),
+        )
+
+    def after_step(self) -> None:
+        """Moves the progress bar, and writes if it is time."""
+        self._bar.update()
+        super().after_step()
+        if self._bar.n % self._period == 0 and not self._bar.disable:
+            latest = self.trainer.storage.latest()
+            names = [name for name in ("epoch", "total_loss") if name in latest]
+            self._bar.set_postfix({name: f"{latest[name][0]:.4g}" for name in names})
 
     def after_train(self) -> None:
         """Writes what is left if the run is complete, and closes the writers."""
+        self._bar.close()
         if self.trainer.iter >= self.trainer.max_iter:
             super().after_train()
             return
@@ -105,7 +124,7 @@ def _is_before(line: str, iteration: int) -> bool:
 
 
 class ProgressPrinter(CommonMetricPrinter):
-    """Detectron2's line with losses and remaining time, with the epoch before it."""
+    """Detectron2's line for ``log.txt``, with the epoch before losses and remaining time."""
 
     def __init__(self, max_iter: int, *, iterations_per_epoch: float, window_size: int) -> None:
         super().__init__(max_iter, window_size)
@@ -169,19 +188,12 @@ class WandbWriter(EventWriter):
                 f"Weights & Biases does not start ({error}): run 'wandb login', or set "
                 "WANDB_MODE=offline"
             ) from error
-        self._window_size = cfg.SOLVER.LOG_PERIOD
-        self._last_write = -1
+        self._read = NewScalars(cfg.SOLVER.LOG_PERIOD)
 
     def write(self) -> None:
         """Sends the scalars that are newer than the last call."""
-        latest = get_event_storage().latest_with_smoothing_hint(self._window_size)
-        by_iteration: dict[int, dict[str, float]] = defaultdict(dict)
-        for name, (value, iteration) in latest.items():
-            if iteration > self._last_write:
-                by_iteration[iteration][name] = value
-        for iteration, scalars in sorted(by_iteration.items()):
+        for iteration, scalars in self._read():
             self._run.log(scalars, step=iteration)
-            self._last_write = iteration
 
     def close(self) -> None:
         """Ends the run, as failed while an error is on its way."""

@@ -58,11 +58,14 @@ class CocoEvaluator(COCOEvaluator):
         if self._do_evaluation and not self._coco_api.anns:
             self._logger.warning(f"{self._metadata.json_file} has no annotated objects: AP is nan.")
         tasks = set(self._tasks or self._tasks_from_predictions(results))
-        # Keypoints need Detectron2's sigmas.
-        if self._library == "pycocotools" or not results or "keypoints" in tasks:
-            super()._eval_predictions(predictions, img_ids)
-        else:
-            self._eval_by_faster_coco_eval(results, sorted(tasks), img_ids)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            # Keypoints need Detectron2's sigmas.
+            if self._library == "pycocotools" or not results or "keypoints" in tasks:
+                super()._eval_predictions(predictions, img_ids)
+            else:
+                self._eval_by_faster_coco_eval(results, sorted(tasks), img_ids)
+        self._logger.debug(printed.getvalue())
         # Detectron2 leaves the classes out where nothing was predicted.
         names = self._metadata.get("thing_classes") or []
         for metrics in self._results.values():

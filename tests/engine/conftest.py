@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.engine import defaults
 from detectron2.utils import events
-from detectron2.utils.logger import setup_logger
 
 from qbheat_det.engine.data_sources import CUSTOM_TRAIN, CUSTOM_VAL
 
 from . import tiny_training
 
-# Detectron2's own parses the whole config at every call, a quarter of a second a run.
-defaults._try_get_key = lambda cfg, key, *_, default=None: cfg.get(key, default)
 TrainAfresh = Callable[..., dict[str, Any]]
 
 
@@ -48,7 +44,6 @@ def forget_runs(*datasets: str) -> None:
             DatasetCatalog.remove(name)
             MetadataCatalog.remove(name)
     events._CURRENT_STORAGE_STACK.clear()
-    setup_logger.cache_clear()  # else every run would write to the logs of all runs before it
     for logger in map(logging.getLogger, ("detectron2", "fvcore", "qbheat_det")):
         for handler in list(logger.handlers):
             logger.removeHandler(handler)

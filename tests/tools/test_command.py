@@ -4,6 +4,7 @@
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -27,3 +28,29 @@ def test_a_command_is_its_tool() -> None:
     assert run.returncode == 0
     assert run.stdout.startswith("usage: qbheat train ")
     assert "--train-json" in run.stdout
+
+
+def test_no_help_waits_for_large_libraries() -> None:
+    code = f"""
+import runpy, sys
+for name in {["--help", *COMMANDS]}:
+    sys.argv = ["qbheat", *dict.fromkeys([name, "--help"])]
+    try:
+        runpy.run_path({str(TOOLS / "qbheat")!r}, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, name
+    found = {{"torch", "numpy", "detectron2", "matplotlib", "gradio"}} & set(sys.modules)
+    assert not found, (name, found)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_commands_hide_warnings_of_other_libraries_alone() -> None:
+    hide = runpy.run_path(str(TOOLS / "arguments.py"))["hide_foreign_warnings"]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        hide()
+        for module in ("torch.jit._script", "torch", "onnxscript.ir", "qbheat_det.data", "torchy"):
+            warnings.warn_explicit(module, FutureWarning, "file.py", 1, module=module, registry={})
+    assert [str(warning.message) for warning in shown] == ["qbheat_det.data", "torchy"]
