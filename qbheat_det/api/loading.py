@@ -7,7 +7,7 @@ import torch
 from detectron2.config import CfgNode
 
 from qbheat_det.checkpoint import (
-    ExactCheckpointer,
+    SafeCheckpointer,
     bare_backbone,
     info_of,
     load_run_config,
@@ -92,7 +92,7 @@ def _open_timm(address: str, device: str | None) -> Encoder:
         cfg.INPUT.FORMAT = info.pixel_format
         cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD = list(info.pixel_mean), list(info.pixel_std)
     model = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
-    ExactCheckpointer(model).load(address)
+    SafeCheckpointer(model).load(address)  # leaves out the classifier
     return build_encoder(model.eval(), cfg)
 
 

@@ -23,7 +23,7 @@ from qbheat_det.engine.video import Image
 from .annotations import Format, render_annotations
 
 if TYPE_CHECKING:
-    import pandas
+    import pandas  # type: ignore[import-untyped, unused-ignore]
     import supervision
 
 

@@ -164,7 +164,7 @@ def group_by_shape(images: Sequence[Any]) -> list[list[int]]:
     return list(groups.values())
 
 
-class BatchPredictor(DefaultPredictor):  # type: ignore[misc]
+class BatchPredictor(DefaultPredictor):
     """Detectron2's predictor, which also takes several images at once."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:

@@ -48,8 +48,8 @@ def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
     torch.testing.assert_close(
         detector.model.state_dict(), again.model.state_dict(), rtol=0, atol=0
     )
-    assert not torch.equal(before["backbone.bottom_up.fine.weight"],
-                           detector.model.state_dict()["backbone.bottom_up.fine.weight"])  # fmt: skip
+    name = "backbone.bottom_up.fine.weight"
+    assert not torch.equal(before[name], detector.model.state_dict()[name])
     detector.predict(photos / "0.png")
     with pytest.raises(UserError, match="run"):  # the folder is taken
         detector.train(toy, output=tmp_path / "run")
