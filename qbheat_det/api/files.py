@@ -111,11 +111,9 @@ def predict_files(
         if json_file and not cfg.MODEL.CATEGORY_IDS:
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
     if json_file:
-        content = json.dumps(found.results).encode()
-        if not is_classifier(cfg):
-            names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
-            rendered = render_annotations(found.results, found.images, names, ids, json_format)
-            content = json.dumps(rendered).encode()
+        names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
+        rendered = render_annotations(found.results, found.images, names, ids, json_format)
+        content = json.dumps(rendered).encode()
         write_atomically(json_file, lambda stream: stream.write(content))
     return found
 

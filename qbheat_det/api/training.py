@@ -17,6 +17,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.engine import Trainer, build_config, setup, write_run_record
+from qbheat_det.engine.run_flags import RunFlags
 
 
 def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) -> dict[str, Any]:
@@ -71,8 +72,6 @@ def train_detector(
     Raises:
         UserError: a flag, an override or the data are not valid, or the folder holds a run.
     """
-    from qbheat_det.engine.run_flags import RunFlags
-
     folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
     if output is not None and (folder / "config.yaml").exists():
         raise UserError(f"'{folder}' holds a run: name another folder, or resume by qbheat train")

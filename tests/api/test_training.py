@@ -26,7 +26,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A COCO json with its images beside it."""
     folder = tmp_path_factory.mktemp("toy")
     return (
-        prepare_toy_set(ToySpec("train", num_images=6, image_size=64), folder) / "annotations.json"
+        prepare_toy_set(ToySpec("train", num_images=20, image_size=64), folder) / "annotations.json"
     )
 
 
