@@ -107,7 +107,7 @@ def convert_notebook(path: Path) -> str:
 
 def list_api() -> str:
     """Returns a page that names every class and function of the package's public faces."""
-    parts = ["# Python API"]
+    parts = ["# Python API\n\nHow to use the first of these: [Python](python.md)."]
     for area, purpose in AREAS.items():
         path = ROOT / area.replace(".", "/")
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
