@@ -69,6 +69,7 @@ setup(
         # The lowest that the tests were run with, beside torch 2.15, whose exporter asks an
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
+        "app": ["gradio>=6.0"],  # the page of `qbheat app`
         "wandb": ["wandb>=0.16"],  # minimum not tested
         "dev": [
             "mypy",
