@@ -48,7 +48,7 @@ def test_one_image_through_predict_enters_few_modules(tmp_path: Path) -> None:
     predict = load_tool("predict")
     image, drawn = save_image(tmp_path / "image.jpg"), tmp_path / "drawn"
     with modules_entered() as entered:
-        command = f"--weights qbheat://retinanet/285M_bccd --input {image} --output {drawn}"
+        command = f"--weights qbheat://retinanet/285M_bccd --images {image} --output {drawn}"
         predict.main([*command.split(), "--device", "cpu"])
     assert list(drawn.iterdir())
     assert len(entered) <= OF_PREDICT, "\n".join(sorted(entered))

@@ -90,8 +90,7 @@ def _run(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     run = lambda main, args: results.append(main(args))  # noqa: E731
     monkeypatch.setattr("qbheat_det.engine.run_distributed", run)
     files = str(data / "annotations.json"), str(data / "images")
-    flags = [word for part in ("train", "val") for word in (f"--{part}-json", files[0])]
-    flags += [word for part in ("train", "val") for word in (f"--{part}-images", files[1])]
+    flags = ["--data", files[0], "--val", files[0], "--images", files[1]]
     fast = [word for pair in FAST.items() for word in pair]
     monkeypatch.setattr(sys, "argv", [*command[1:], *fast, *flags])
     tool.invoke_main()

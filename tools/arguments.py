@@ -27,18 +27,32 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
+SOURCES = (
+    "a COCO json, a folder with annotations/ and images/, a YOLO data.yaml, a Pascal VOC folder, "
+    "or class folders"
+)
+
+
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of Detectron2's ``default_argument_parser``."""
-    parser.add_argument("--config-file", default="", metavar="FILE", help="path of a config")
+    """Adds the flags of Detectron2's ``default_argument_parser``, --weights and --output."""
+    parser.add_argument(
+        "--config-file",
+        default="",
+        metavar="CFG",
+        help="path of a config, or name of a shipped one, such as custom/retinanet_285M_probe.yaml "
+        "(default: the one inside --weights; else one for the kind of --data)",
+    )
+    parser.add_argument("--weights", default="", metavar="W", help="MODEL.WEIGHTS")
+    parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in OUTPUT_DIR; start one if there is none",
+        help="continue the run in --output; start one if there is none",
     )
     parser.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate MODEL.WEIGHTS, or with --resume the last checkpoint of OUTPUT_DIR",
+        help="evaluate --weights, or with --resume the last checkpoint in --output",
     )
     parser.add_argument("--num-gpus", type=int, default=1, help="number of GPUs *per machine*")
     parser.add_argument("--num-machines", type=int, default=1, help="total number of machines")
@@ -62,52 +76,41 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the four flags that name COCO-format data."""
-    group = parser.add_argument_group("custom dataset in COCO format")
-    group.add_argument("--train-json", metavar="FILE", help="annotations to train on")
-    group.add_argument("--train-images", metavar="DIR", help="folder of their images")
+    """Adds the four flags that name data, with boxes, classes or neither."""
+    group = parser.add_argument_group("data")
+    group.add_argument("--data", metavar="SRC", help=SOURCES)
     group.add_argument(
-        "--val-json", metavar="FILE", help="annotations to evaluate on; training needs them too"
-    )
-    group.add_argument("--val-images", metavar="DIR", help="folder of their images")
-
-
-def add_image_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that name images for pre-training, classifiers and nearest neighbours."""
-    group = parser.add_argument_group("custom images for pre-training")
-    group.add_argument(
-        "--image-folder",
+        "--images",
         metavar="DIR",
         action="append",
-        help="train on all images in this folder and below it, without labels; can be repeated. "
-        "--train-json and --train-images take the images of an annotation file instead",
+        default=[],
+        help="folder of the images of a COCO json (default: beside it); without --data, images "
+        "without labels for pre-training, searched with all that is below, repeatable",
     )
     group.add_argument(
-        "--val-image-folder",
+        "--val",
+        metavar="SRC",
+        help="as --data, to evaluate on (default: what --data itself names, else a fifth of its "
+        "images, which is held out)",
+    )
+    group.add_argument(
+        "--val-images",
         metavar="DIR",
         action="append",
-        help="held-out images, on which the loss is evaluated; can be repeated",
+        default=[],
+        help="as --images, of --val, or held-out images of pre-training",
     )
+
+
+def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of nearest neighbours."""
+    group = parser.add_argument_group("nearest neighbours: a score of the backbone")
+    group.add_argument("--knn-train-folder", metavar="DIR", help="class folders whose images vote")
     group.add_argument(
-        "--knn-train-folder",
-        metavar="DIR",
-        help="class folders whose images vote in a nearest-neighbour score of the backbone",
-    )
-    group.add_argument(
-        "--knn-val-folder", metavar="DIR", help="class folders whose images it classifies"
-    )
-    group = parser.add_argument_group("custom images in class folders, for classifiers")
-    group.add_argument(
-        "--train-folder",
-        metavar="DIR",
-        help="train on the images below this folder; its subfolders are the classes",
-    )
-    group.add_argument(
-        "--val-folder", metavar="DIR", help="class folders to evaluate on, of the same classes"
+        "--knn-val-folder", metavar="DIR", help="class folders whose images are classified"
     )
     group.add_argument(
         "--knn",
         action="store_true",
-        help="also score the backbone by nearest neighbours: images of --train-folder vote, those "
-        "of --val-folder are classified",
+        help="training images vote, those of evaluation are classified",
     )

@@ -8,16 +8,16 @@ stopped: repeat this command to go on. OUTPUT/comparison.md and .json are rewrit
 
 examples:
   # the commands, and which are done
-  python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
-      --epochs 20 --seeds 1 2 3 --output-dir output/comparison --plan
+  python tools/compare_pretraining.py --data flowers/train --val flowers/val \\
+      --epochs 20 --seeds 1 2 3 --output output/comparison --plan
 
   # all objectives, the random encoder first; two commands at a time
-  python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
-      --epochs 20 --seeds 1 2 3 --output-dir output/comparison --jobs 2
+  python tools/compare_pretraining.py --data flowers/train --val flowers/val \\
+      --epochs 20 --seeds 1 2 3 --output output/comparison --jobs 2
 
   # two objectives and a config file
-  python tools/compare_pretraining.py --train-folder flowers/train --val-folder flowers/val \\
-      --objectives qb_heat moco_v2 mine.yaml --epochs 20 --output-dir output/comparison
+  python tools/compare_pretraining.py --data flowers/train --val flowers/val \\
+      --objectives qb_heat moco_v2 mine.yaml --epochs 20 --output output/comparison
 """
 
 import argparse
@@ -37,8 +37,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--train-folder", required=True, metavar="DIR", help="class folders to train on")
-    add("--val-folder", required=True, metavar="DIR", help="class folders that probes classify")
+    add("--data", required=True, metavar="DIR", help="class folders to train on")
+    add("--val", required=True, metavar="DIR", help="class folders that probes classify")
     add("--objectives", metavar="NAME|FILE", nargs="+", default=[],
         help="in configs/objectives, or config files (default: all, random first)")  # fmt: skip
     add("--epochs", type=float, required=True, help="over the images of pre-training")
@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="knn, linear, tran-1, tran-4 (default: the first three)")  # fmt: skip
     add("--recalibrate-bn", type=int, default=1024, metavar="N",
         help="whole training images for BatchNorm's statistics (default: 1024)")  # fmt: skip
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="folder of everything")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of everything")
     add("--jobs", type=int, default=1, help="commands at a time (default: 1)")
     add("--plan", action="store_true", help="print the commands and run none")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of every objective")
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         objectives=load_objectives(args.objectives, args.opts),
         seeds=args.seeds,
         epochs=args.epochs,
-        train_folder=args.train_folder,
-        val_folder=args.val_folder,
-        output_dir=args.output_dir,
+        train_folder=args.data,
+        val_folder=args.val,
+        output_dir=args.output,
         tools=Path(__file__).resolve().parent,
         probes=list(dict.fromkeys(args.probes)),
         num_recalibrated=args.recalibrate_bn,

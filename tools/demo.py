@@ -104,25 +104,19 @@ def run_demo(args: argparse.Namespace) -> None:
 
 def start_run(config: str, output: Path, opts: Sequence[str]) -> "Trainer":
     """Builds the trainer of a run in an empty folder."""
-    from qbheat_det.config import get_config_path
     from qbheat_det.core.errors import UserError
-    from qbheat_det.engine import Trainer, build_config, setup
+    from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
     if output.exists() and any(output.iterdir()) and not (output / MARKER).is_file():
         raise UserError(f"'{output}' is not of the demo: use another --output")
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     (output / MARKER).touch()
-    args = argparse.Namespace(
-        config_file=get_config_path(config),
-        opts=["OUTPUT_DIR", str(output), *opts],
-        **dict.fromkeys(("eval_only", "resume"), False),
-        **dict.fromkeys(("train_json", "train_images", "val_json", "val_images")),
-    )
-    cfg = build_config(args)
+    flags = RunFlags(config_file=config, output=str(output), opts=opts)
+    cfg = build_config(flags)
     for name in ("detectron2", "fvcore", "qbheat_det"):
         logging.getLogger(name).handlers.clear()  # of the run before
-    setup(cfg, args)
+    setup(cfg, flags)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=False)
     return trainer

@@ -15,7 +15,7 @@ examples:
 
   # BatchNorm statistics from 1000 whole images of your own, without labels
   python tools/export_backbone.py --weights output/pretraining/model_final.safetensors \\
-      --output backbone.safetensors --recalibrate-bn 1000 --image-folder photos/
+      --output backbone.safetensors --recalibrate-bn 1000 --images photos/
 
   # from the images that the weights were trained on, at another size
   python tools/export_backbone.py --weights output/pretraining/model_final.safetensors \\
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="recalibrate BatchNorm on N whole images of the config's training set",
     )
-    add("--image-folder", action="append", default=[], metavar="DIR", help="on these; repeatable")
+    add("--images", action="append", default=[], metavar="DIR", help="on these; repeatable")
     add("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config in the weights")
     args = parser.parse_args(argv)
     if args.recalibrate_bn is not None and args.recalibrate_bn < 1:
@@ -73,7 +73,7 @@ def export(args: argparse.Namespace) -> None:
         args.output,
         overwrite=args.overwrite,
         num_images=args.recalibrate_bn or 0,
-        image_folders=args.image_folder,
+        image_folders=args.images,
         opts=args.opts,
     )
     recalibrated = f", recalibrated on {num_images} images" if num_images else ""

@@ -113,12 +113,12 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "detections": {
-        "json": {
-            "metavar": "FILE",
-            "help": "annotations in COCO format (default: those of each run's test set)",
+        "data": {
+            "metavar": "SRC",
+            "help": "annotated images, of which the part to evaluate on is taken if it names one; "
+            "--images may be their folder (default: each run's test set)",
         },
-        "images_root": {"metavar": "DIR", "help": "folder of the images of --json"},
-        "score": {
+        "threshold": {
             "type": real(highest=1),
             "help": "lowest score of boxes that are drawn and counted as errors (default: for each "
             "run, that with the best F1); AP and curves use all boxes",

@@ -9,8 +9,8 @@ error, and samples.jpg, training images after the augmentation of the config.
 examples:
   python tools/inspect_dataset.py --config-file configs/demo/toy_retinanet.yaml
   python tools/inspect_dataset.py --config-file configs/custom/mf_detr_211_285M_scratch.yaml \\
-      --train-json train.json --train-images images --val-json val.json --val-images images
-  python tools/inspect_dataset.py --train-json train.json --train-images images
+      --data train.json --val val.json --images images
+  python tools/inspect_dataset.py --data train.json
 
 exit code: 0 if nothing is wrong; 1 if there are errors; 2 if a file or key does not exist.
 Warnings are no errors: training can handle what they name.
@@ -63,11 +63,12 @@ def inspect(args: argparse.Namespace) -> int:
     from qbheat_det.config import load_config
     from qbheat_det.core.figures import Image
     from qbheat_det.core.files import write_atomically
+    from qbheat_det.engine import RunFlags
 
     logging.disable(logging.WARNING)  # the summary has what loaders and mappers log
-    cfg = load_config(args.config_file, args.opts)
-    flags = (args.train_json, args.train_images, args.val_json, args.val_images)
-    inspections = [inspect_dataset(source, cfg) for source in list_sources(cfg, flags)]
+    cfg = load_config(args.config_file or None, args.opts)
+    sources = list_sources(cfg, RunFlags.read(args))
+    inspections = [inspect_dataset(source, cfg) for source in sources]
     errors, warnings = compare_datasets(inspections)
     errors = [error for one in inspections for error in one.errors] + errors
     warnings = [text for one in inspections for text in one.warnings] + warnings

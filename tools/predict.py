@@ -5,27 +5,27 @@
 examples:
   # the weights of a run hold the config and the names of the classes
   python tools/predict.py --weights output/demo/training/model_final.safetensors \\
-      --input photo.jpg --output output/pictures
+      --images photo.jpg --output output/pictures
 
   # a folder, searched recursively; boxes as a COCO results file, too
   python tools/predict.py --weights output/run/model_final.pth \\
-      --input photos/ --output output/pictures --json output/boxes.json
+      --images photos/ --output output/pictures --json output/boxes.json
 
   # config keys can be overridden: here, larger test images
-  python tools/predict.py --weights output/run/model_final.pth --input photo.jpg \\
+  python tools/predict.py --weights output/run/model_final.pth --images photo.jpg \\
       --output output/pictures INPUT.MIN_SIZE_TEST 1000
 
   # the fastest equal form; MODEL.DEPLOY.IMAGE_SIZES [[H,W]] at the end compiles for that size
-  python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
+  python tools/predict.py --weights output/run/model_final.pth --images photos/ \\
       --json output/boxes.json --fast
 
   # with the weights of a classifier: the five likeliest classes of each image
-  python tools/predict.py --weights output/run/model_final.pth --input photos/ \\
+  python tools/predict.py --weights output/run/model_final.pth --images photos/ \\
       --json output/classes.json
 
   # a file of tools/export.py: ONNX (run by onnxruntime) or torch.export, which is a
   # program: open only files that you trust
-  python tools/predict.py --weights output/model.onnx --input photos/ --output output/pictures
+  python tools/predict.py --weights output/model.onnx --images photos/ --output output/pictures
 
 exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could be done.
 """
@@ -52,12 +52,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--weights", required=True, help="trained weights (.safetensors, .pth) or exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
-    add("--input", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
+    add("--images", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
     add("--output", type=Path, metavar="DIR", help="folder for the drawn images")
     add(
         "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
     )
-    add("--score-threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
+    add("--threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add(
         "--fast",
@@ -68,8 +68,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.output is None and args.json is None:
         parser.error("nothing to write: name --output DIR, --json FILE or both")
-    if not 0 <= args.score_threshold <= 1:
-        parser.error("--score-threshold is a probability: from 0 to 1")
+    if not 0 <= args.threshold <= 1:
+        parser.error("--threshold is a probability: from 0 to 1")
     return args
 
 
@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
 
     report = predict_files(
         args.weights,
-        args.input,
+        args.images,
         output=args.output,
         json_file=args.json,
-        score_threshold=args.score_threshold,
+        score_threshold=args.threshold,
         config_file=args.config_file,
         device=args.device,
         fast=args.fast,

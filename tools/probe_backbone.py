@@ -12,17 +12,17 @@ gathers them on quarters.
 examples:
   # the checkpoints of a run beside two random backbones; the config is the one in the weights
   python tools/probe_backbone.py --weights output/pretraining/model_*.pth --random-seeds 1 2 \\
-      --train-folder flowers/train --val-folder flowers/val --recalibrate-bn 1024 \\
+      --data flowers/train --val flowers/val --recalibrate-bn 1024 \\
       --json probes.json --plot probes.svg
 
   # any backbone of any config on larger images, by two probes only
   python tools/probe_backbone.py --config-file configs/custom/qb_heat_285M_cpu.yaml --random \\
-      --train-folder flowers/train --val-folder flowers/val --probes knn linear \\
+      --data flowers/train --val flowers/val --probes knn linear \\
       INPUT.PRETRAIN.SIZE 224
 
   # wider decoders; tools/visualize.py probes draws the results as Fig. 8 of the paper
   python tools/probe_backbone.py --weights output/pretraining/model_final.pth \\
-      --train-folder flowers/train --val-folder flowers/val --probes tran-1:192 tran-1:384 \\
+      --data flowers/train --val flowers/val --probes tran-1:192 tran-1:384 \\
       --json output/pretraining/probes.json
 
 With --json, a command that was stopped and is repeated goes on with the rows that are missing.
@@ -46,8 +46,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--train-folder", required=True, metavar="DIR", help="class folders to learn from")
-    add("--val-folder", required=True, metavar="DIR", help="class folders that are classified")
+    add("--data", required=True, metavar="DIR", help="class folders to learn from")
+    add("--val", required=True, metavar="DIR", help="class folders that are classified")
     add("--config-file", metavar="FILE", help="YAML; by default the config of the first weights")
     add(
         "--weights",
@@ -187,8 +187,8 @@ def run(args: argparse.Namespace) -> None:
     cfg = load(args)
     probe = BackboneProbe(
         cfg,
-        args.train_folder,
-        args.val_folder,
+        args.data,
+        args.val,
         probes=args.probes,
         num_recalibrated=args.recalibrate_bn,
         feature=args.feature,

@@ -17,11 +17,11 @@ is the share of the variance that is not explained.
 
 examples:
   python tools/reconstruction_baselines.py --config-file configs/custom/qb_heat_285M_cpu.yaml \\
-      --image-folder photos/train --val-image-folder photos/val
+      --images photos/train --val-images photos/val
 
   # beside checkpoints of a run, with the config that is inside them or in their folder
-  python tools/reconstruction_baselines.py --image-folder photos/train \\
-      --val-image-folder photos/val --weights output/pretraining/model_0002999.pth \\
+  python tools/reconstruction_baselines.py --images photos/train \\
+      --val-images photos/val --weights output/pretraining/model_0002999.pth \\
       --weights output/pretraining/model_final.safetensors --json output/baselines.json
 
 Time grows with images and pixels: minutes on one core for 5,000 images of 128 pixels a side.
@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="of QB-Heat; without, that of the first weights")
-    for flag, what in (("--image-folder", "to learn from"), ("--val-image-folder", "held out")):
+    for flag, what in (("--images", "to learn from"), ("--val-images", "held out")):
         add(
             flag,
             action="append",
@@ -87,8 +87,8 @@ def compare(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(args.json)
     cfg, models = load_configs(args)
-    train = load_records(args.image_folder, args.max_images)
-    held_out = load_records(args.val_image_folder, args.max_images)
+    train = load_records(args.images, args.max_images)
+    held_out = load_records(args.val_images, args.max_images)
     # First, since a file that does not fit ends it here.
     own_losses = {file: evaluate_weights(own, held_out) for file, own in models.items()}
     report = compute_baselines(cfg, train, held_out, progress=True)

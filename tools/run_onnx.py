@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("model", type=Path, help="exported .onnx, or folder of --shared-encoder")
     parser.add_argument("images", type=Path, nargs="+")
-    parser.add_argument("--score-threshold", type=float, default=0.3, help="default 0.3")
+    parser.add_argument("--threshold", type=float, default=0.3, help="default 0.3")
     args = parser.parse_args(argv)
     try:
         model = OnnxModel(args.model)
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
             num_skipped += 1
             continue
         found = {
-            name: summarize(outputs[name], description, args.score_threshold)
+            name: summarize(outputs[name], description, args.threshold)
             for name, description in model.heads.items()
         }
         print(json.dumps({"image": str(path), "found": found.get("", found)}))

@@ -5,18 +5,17 @@
 Examples:
   Train on the built-in toy set:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
-  Train on a custom dataset in COCO format (class names and count come from the file):
-    tools/train_net.py --config-file configs/custom/retinanet_285M_scratch.yaml \\
-        --train-json train.json --train-images images/ --val-json val.json --val-images images/
-  Evaluate (a custom dataset with the same --val-json and --val-images):
-    tools/train_net.py --config-file output/config.yaml --eval-only \\
-        MODEL.WEIGHTS output/model_final.pth
+  Train on a custom dataset (class names and count come from the file):
+    tools/train_net.py --config-file configs/custom/retinanet_lite0_finetune.yaml \\
+        --data train.json --val val.json --images images/ --output output/mine
+  Evaluate with the config inside the weights:
+    tools/train_net.py --eval-only --weights output/mine/model_best.safetensors --data val.json
   Pre-train on custom images, and log the loss on held-out images:
-    tools/train_net.py --config-file configs/custom/qb_heat_285M_cpu.yaml --image-folder photos/ \\
-        --val-image-folder others/ TEST.EVAL_EPOCHS 5
+    tools/train_net.py --config-file configs/custom/qb_heat_285M_cpu.yaml --images photos/ \\
+        --val-images others/ TEST.EVAL_EPOCHS 5
   Train a classifier on class folders, here on a frozen encoder:
     tools/train_net.py --config-file configs/custom/tran1_285M_probe.yaml \\
-        --train-folder train/ --val-folder val/ MODEL.WEIGHTS output/model_final.safetensors
+        --data train/ --val val/ --weights output/model_final.safetensors
   Check in seconds whether a run will work, and how long it will take:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --dry-run
   Continue a run that was stopped, to the same bits:
@@ -34,7 +33,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_data_flags, add_image_flags, add_training_flags, hide_foreign_warnings
+from arguments import (
+    add_data_flags,
+    add_neighbour_flags,
+    add_training_flags,
+    hide_foreign_warnings,
+)
 
 hide_foreign_warnings()  # here, as processes on other GPUs import this file
 
@@ -45,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add_training_flags(parser)
     add_data_flags(parser)
-    add_image_flags(parser)
+    add_neighbour_flags(parser)
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(
         "--dry-run",
@@ -56,7 +60,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--allow-partial",
         action="store_true",
-        help="start from MODEL.WEIGHTS even if part of the file fits nowhere in the model",
+        help="start from --weights even if part of the file fits nowhere in the model",
     )
     group.add_argument(
         "--replay", metavar="FILE", help="run a step again whose loss was not finite: failure_*.pt"
@@ -75,8 +79,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.dry_run and args.eval_only:
         raise UserError("--dry-run rehearses training: leave out --eval-only")
-    if not (args.config_file or args.eval_only):
-        raise UserError("--config-file must name what to train; configs/ has recipes")
     cfg = build_config(args)
     if args.dry_run:
         report = dry_run(cfg, functools.partial(Trainer, allow_partial=args.allow_partial))

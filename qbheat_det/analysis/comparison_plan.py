@@ -196,8 +196,9 @@ def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
     command = [
         *(sys.executable, str(comparison.tools / "train_net.py")),
         *("--config-file", objective.config_file),
-        *("--train-folder" if labelled else "--image-folder", comparison.train_folder),
-        *("--resume", "SEED", str(row.seed), "OUTPUT_DIR", str(row.weights.parent), *opts),
+        *("--data" if labelled else "--images", comparison.train_folder),
+        *("--output", str(row.weights.parent), "--resume", "SEED", str(row.seed), *opts),
+        *(("DATASETS.VAL_FRACTION", "0") if labelled else ()),  # probes have images of their own
     ]
     config = _flatten(yaml.safe_load(load_config(objective.config_file, opts).dump()))
     settings = {key: value for key, value in config.items() if not key.startswith(_FREE_KEYS)}
@@ -211,7 +212,7 @@ def _plan_probes(comparison: Comparison, row: Row) -> Job:
     command = [
         *(sys.executable, str(comparison.tools / "probe_backbone.py")),
         *("--weights", str(row.weights), "--recalibrate-bn", number),
-        *("--train-folder", comparison.train_folder, "--val-folder", comparison.val_folder),
+        *("--data", comparison.train_folder, "--val", comparison.val_folder),
         *("--probes", *comparison.probes),
         *("--json", str(row.folder / "probes/rows.json")),  # ends the list of probes
         *("SEED", str(row.seed)),  # the same parts of the training images for every objective

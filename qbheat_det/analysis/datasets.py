@@ -24,11 +24,20 @@ from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data import build_mapper, preserved_randomness, seed_place
+from qbheat_det.data import (
+    Source,
+    build_mapper,
+    origin_of,
+    preserved_randomness,
+    read_annotations,
+    seed_place,
+)
 from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.coco import check_same_classes
 from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.data.images import find_image_errors
+from qbheat_det.engine.data_sources import open_flags
+from qbheat_det.engine.run_flags import RunFlags
 
 from .box_drawing import RGBImage, add_heading, draw_instances, tile_images
 
@@ -40,15 +49,14 @@ _COCO_SIZES = (32.0, 96.0)  # sides of squares between small, medium and large b
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A registered dataset in COCO's format, or its ``json_file`` and ``image_root``.
+    """A registered dataset in COCO's format, or where annotated images are.
 
     ``role`` is what the config does with it.
     """
 
     name: str
     role: Role
-    json_file: str | None = None
-    image_root: str | None = None
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -83,25 +91,23 @@ def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one for one in record.get("annotations", ()) if not one.get("iscrowd", 0)]
 
 
-def list_sources(cfg: CfgNode, flags: Sequence[str | None]) -> list[DatasetSource]:
-    """Returns the datasets of the flags (train-json, train-images, val-json, val-images), or else
-    those of the config; training sets come first.
+def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
+    """Returns the datasets that flags name, or else those of the config; those to train on first.
 
     Raises:
-        UserError: a flag lacks its partner, or there is no dataset.
+        UserError: flags do not fit together, data have no boxes, or there is no dataset.
     """
-    sources = []
+    train, val = open_flags(flags, "boxes")
+    parts = {"train": train and train.train, "val": val and (val.val or val.train)}
+    if train and not val:
+        parts["val"] = train.val
     roles: tuple[Role, Role] = ("train", "val")
-    for role, json_file, images in zip(roles, flags[::2], flags[1::2], strict=True):
-        if bool(json_file) != bool(images):
-            raise UserError(f"--{role}-json and --{role}-images go together")
-        if json_file:
-            sources.append(DatasetSource(role, role, json_file, images))
+    sources = [DatasetSource(role, role, found) for role in roles if (found := parts[role])]
     if not sources:
         sources = [DatasetSource(name, "train") for name in cfg.DATASETS.TRAIN]
         sources += [DatasetSource(name, "val") for name in cfg.DATASETS.TEST]
     if not sources:
-        raise UserError("the config names no dataset: use --train-json and --train-images")
+        raise UserError("the config names no dataset: use --data")
     return sources
 
 
@@ -114,14 +120,15 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     Raises:
         UserError: there is no such dataset, annotation file or image folder.
     """
-    json_file, image_root = _locate(source)
+    named = source.source or _locate(source)
+    origin = origin_of(named)
     try:
-        content = CocoFile(json_file, image_root)
+        content = read_annotations(named)
     except UserError as error:
-        reason = str(error).removeprefix(json_file).lstrip(": ")
-        unusable = DataError("annotation file that cannot be used", json_file, reason)
+        reason = str(error).removeprefix(origin).lstrip(": ")
+        unusable = DataError("annotation file that cannot be used", origin, reason)
         return Inspection(source, [], (), [unusable])
-    records = _load_valid(json_file, image_root, content)
+    records = _load_valid(content)
     errors = find_record_errors(
         source.name,
         records,
@@ -161,33 +168,31 @@ def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError]
     return errors, warnings
 
 
-def _locate(source: DatasetSource) -> tuple[str, str]:
-    """Returns annotation file and image folder."""
-    json_file, image_root, hint = source.json_file, source.image_root, ""
-    if json_file is None:
-        if source.name not in DatasetCatalog:
-            raise UserError(f"there is no dataset '{source.name}': name files, or register it")
-        metadata = MetadataCatalog.get(source.name)
-        if metadata.get("drawn_on_first_use"):
-            DatasetCatalog.get(source.name)
-        json_file, image_root = metadata.get("json_file"), metadata.get("image_root")
-        hint = ": set $DETECTRON2_DATASETS"
-    for path, exists in ((json_file, os.path.isfile), (image_root, os.path.isdir)):
+def _locate(source: DatasetSource) -> Source:
+    """Returns annotation file and image folder of a registered dataset."""
+    if source.name not in DatasetCatalog:
+        raise UserError(f"there is no dataset '{source.name}': name files, or register it")
+    metadata = MetadataCatalog.get(source.name)
+    if metadata.get("drawn_on_first_use"):
+        DatasetCatalog.get(source.name)
+    paths = {key: metadata.get(key) for key in ("json_file", "image_root")}
+    for path, exists in zip(paths.values(), (os.path.isfile, os.path.isdir), strict=True):
         if not path or not exists(path):
-            raise UserError(f"'{path}' of the {source.role} data does not exist{hint}")
-    return str(json_file), str(image_root)
+            raise UserError(
+                f"'{path}' of the {source.role} data does not exist: set $DETECTRON2_DATASETS"
+            )
+    return paths
 
 
-def _load_valid(json_file: str, image_root: str, content: CocoFile) -> list[dict[str, Any]]:
+def _load_valid(content: CocoFile) -> list[dict[str, Any]]:
     """Loads the valid entries of an annotation file by Detectron2's loader."""
-    name = f"qbheat_det inspection of {json_file}"
+    name = f"qbheat_det inspection of {content.json_file}"
     if not (content.images and content.categories):
         return []
-    parts = {key: getattr(content, key) for key in ("images", "annotations", "categories")}
     with tempfile.TemporaryDirectory() as folder:
         valid = Path(folder) / "valid.json"
-        valid.write_text(json.dumps(parts), encoding="utf-8")
-        records = list(load_coco_json(str(valid), image_root, name))
+        valid.write_text(json.dumps(content.keep()), encoding="utf-8")
+        records = list(load_coco_json(str(valid), content.image_root, name))
     MetadataCatalog.remove(name)
     return records
 

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figure "detections": AP, precision-recall, errors, and boxes beside ground truth."""
 
-import json as json_module
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.core.text import join_first
-from qbheat_det.engine.data_sources import register_source
+from qbheat_det.data import open_source, register_source
 from qbheat_det.engine.trainer import Trainer
 
 from . import detection_metrics as metrics
@@ -61,41 +61,39 @@ def draw_detections(
     runs: Sequence[Run],
     options: FigureOptions,
     *,
-    json: str | None = None,
-    images_root: str | None = None,
-    score: float | None = None,
+    data: str | None = None,
+    threshold: float | None = None,
 ) -> Figure:
     """Evaluates the boxes of detectors on the test set of the first.
 
     Args:
         runs: that are no detectors, or have another test set, are left out.
-        options: ``images`` is not used, because evaluation needs annotations.
-        json: annotations in COCO's format; None takes the test set of each run.
-        images_root: folder of the images of ``json``.
-        score: lowest score that is drawn and counted as an error; None takes the best F1.
+        options: ``images`` is the folder of a COCO json's images, if they are not beside it.
+        data: annotated images, as ``--data`` names them, of which those to evaluate on are taken if
+            there are such; None takes the test set of each run.
+        threshold: lowest score that is drawn and counted as an error; None takes the best F1.
 
     Raises:
         NotApplicable: there is no detector whose test set is on this machine.
-        UserError: ``json`` and ``images_root`` do not go together, or are not valid.
+        UserError: ``data`` are not valid, or have no boxes.
     """
-    if bool(json) != bool(images_root):
-        raise UserError("--json and --images-root go together")
-    given = f"{json} with {images_root}" if json else None
-    if given:
-        source = {"json_file": json, "image_root": images_root, "labelled": True}
-        register_source(given, source)
+    if data:
+        source = open_source(data, str(options.images or ""))
+        if source.kind == "classes":
+            raise UserError(f"'{data}' has no boxes")
+        register_source(data, source.val or source.train)
     sets: list[DetectionSet] = []
 
     def evaluate(run: Run) -> RunDetections:
         run.require_kind("detector")
-        dataset = read_set(given or run.find_set("test"))
+        dataset = read_set(data or run.find_set("test"))
         if sets and not dataset.json_file.samefile(sets[0].json_file):
             raise NotApplicable(f"the test set of '{run.label}' is '{dataset.json_file}'")
         evaluator = metrics.evaluate_boxes(dataset.content, _detect(run, dataset))
         sets.append(dataset)
         errors = metrics.find_errors(evaluator)
-        threshold = metrics.choose_threshold(errors) if score is None else score
-        return RunDetections(run.label, metrics.score_detections(evaluator), errors, threshold)
+        chosen = metrics.choose_threshold(errors) if threshold is None else threshold
+        return RunDetections(run.label, metrics.score_detections(evaluator), errors, chosen)
 
     results = run_each(runs, evaluate, nothing="no detections")
     dataset, found = sets[0], list(results.found.values())
@@ -103,9 +101,9 @@ def draw_detections(
     for index, run in enumerate(found, start=1):
         name = f"errors_{index}" if len(found) > 1 else "errors"
         images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
-    text, data = results.explain(*_explain(found)), _collect(dataset, found)
-    data["left_out"] = results.left_out
-    return Figure("detections", "Detections", text, images, data, _tabulate(found))
+    text, numbers = results.explain(*_explain(found)), _collect(dataset, found)
+    numbers["left_out"] = results.left_out
+    return Figure("detections", "Detections", text, images, numbers, _tabulate(found))
 
 
 def read_set(name: str) -> DetectionSet:
@@ -117,7 +115,7 @@ def read_set(name: str) -> DetectionSet:
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
     # The file was checked when the set was registered.
-    content = json_module.loads(Path(json_file).read_bytes()) if json_file else {}
+    content = json.loads(Path(json_file).read_bytes()) if json_file else {}
     if not content.get("annotations"):
         raise NotApplicable(f"'{name}' has no boxes in COCO's format")
     categories = sorted(content["categories"], key=lambda category: category["id"])

@@ -16,8 +16,16 @@ from torch import nn
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, load_image_folders
-from qbheat_det.engine.data_sources import SpreadEntries, read_spread, register_source
+from qbheat_det.data import (
+    MAPPERS_OF_CLASSES,
+    MAPPERS_OF_IMAGES,
+    SPLIT_FILE,
+    Source,
+    build_mapper,
+    load_image_folders,
+    register_source,
+)
+from qbheat_det.engine.data_sources import SpreadEntries, read_spread
 from qbheat_det.engine.predict import build_predictor
 from qbheat_det.engine.resume import name_last_checkpoint
 from qbheat_det.engine.writers import RUN_FILE, read_run_record
@@ -149,7 +157,8 @@ class Run:
             starts = read_run_record(folder / RUN_FILE)
             if source := starts[-1].get("data", {}).get(name) if starts else None:
                 name = f"{name} of {folder.resolve()}"
-                register_source(name, source)
+                if name not in DatasetCatalog:
+                    register_source(name, source | _find_split(source, folder))
             if name not in DatasetCatalog:
                 raise UserError(f"'{name}' is not registered")
             DatasetCatalog.get(name)  # raises where files are gone
@@ -179,6 +188,12 @@ class Run:
         if not entries:
             raise UserError(f"{source} has no readable image")
         return entries
+
+
+def _find_split(source: Source, folder: Path) -> Source:
+    """Returns where the split of a source is now: beside ``run.json``, which may have moved."""
+    part = source.get("split")
+    return {"split": {**part, "file": str(folder / SPLIT_FILE)}} if part else {}
 
 
 def open_runs(

@@ -195,6 +195,10 @@ _KEYS: dict[str, dict[str, Any]] = {
     "DATASETS": {
         # Read the header and the last bytes of every image file before training.
         "CHECK_IMAGES": True,
+        # Share of the images of --data that is held out for evaluation where no other set is named:
+        # in the proportions of the classes, chosen by SEED and listed in OUTPUT_DIR/split.json.
+        # 0 trains on all and evaluates on none.
+        "VAL_FRACTION": 0.2,
     },
     "INPUT": {
         # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does,

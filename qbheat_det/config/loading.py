@@ -54,6 +54,23 @@ def get_config_path(name: str) -> str:
     raise UserError(f"no config named '{name}'; did you mean {', '.join(near)}?")
 
 
+def find_config(path: str | os.PathLike[str]) -> str:
+    """Returns the path of a config that is a file, or else that of a shipped one of this name.
+
+    Args:
+        path: of a file, or a name as for ``get_config_path``, with ``configs/`` before it or not.
+
+    Raises:
+        UserError: there is neither; the message names the nearest shipped ones.
+    """
+    if Path(path).is_file():
+        return str(path)
+    try:
+        return get_config_path(os.fspath(path).removeprefix("configs/"))
+    except UserError as error:
+        raise UserError(f"config file '{path}' does not exist, and {error}") from None
+
+
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
     """Returns the package's default config with a YAML file and ``KEY VALUE`` pairs merged in.
 
@@ -61,7 +78,8 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
     round: the last word holds.
 
     Args:
-        path: YAML file, or None for the defaults alone. Python tags in it are refused.
+        path: YAML file or name of a shipped one, see ``find_config``, or None for the defaults
+            alone. Python tags in it are refused.
         opts: alternating keys and values, as after ``tools/train_net.py``'s flags.
 
     Raises:
@@ -69,7 +87,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             that the config does not know, or names a model that timm does not have.
     """
     cfg = get_cfg()
-    layers = [] if path is None else _read_layers(Path(path))
+    layers = [] if path is None else _read_layers(Path(find_config(path)))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
     layers.append(("command line", dict(zip(opts[::2], opts[1::2], strict=True))))

@@ -24,6 +24,18 @@ from .datasets.image_folder import (
     load_labelled_sets,
     register_image_folders,
 )
+from .datasets.sources import (
+    DataSource,
+    Source,
+    find_kind,
+    forget_source,
+    open_source,
+    origin_of,
+    read_annotations,
+    register_source,
+    split_source,
+)
+from .datasets.splits import SPLIT_FILE, read_split
 from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
 from .images import find_image_errors
@@ -45,12 +57,15 @@ __all__ = [
     "IMAGE_SUFFIXES",
     "MAPPERS_OF_CLASSES",
     "MAPPERS_OF_IMAGES",
+    "SPLIT_FILE",
     "STEP",
     "CocoFile",
     "DataError",
+    "DataSource",
     "FixedViews",
     "ImageBatches",
     "PretrainingMapper",
+    "Source",
     "ToySpec",
     "TrainStream",
     "build_class_batches",
@@ -63,8 +78,10 @@ __all__ = [
     "check_same_classes",
     "cut",
     "find_image_errors",
+    "find_kind",
     "find_record_errors",
     "fingerprint_records",
+    "forget_source",
     "get_cache_dir",
     "join_messages",
     "list_classes",
@@ -74,14 +91,20 @@ __all__ = [
     "load_image_folders",
     "load_labelled_sets",
     "number_records",
+    "open_source",
+    "origin_of",
     "prepare_toy_set",
     "preserved_randomness",
     "raise_first",
+    "read_annotations",
+    "read_split",
     "register_coco_images",
     "register_coco_json",
     "register_image_folders",
+    "register_source",
     "register_toy_set",
     "seed_place",
+    "split_source",
     "with_views",
 ]
 

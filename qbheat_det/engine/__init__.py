@@ -2,11 +2,13 @@
 """Training, evaluation and prediction on Detectron2's engine."""
 
 from .launch import run_distributed
+from .run_flags import RunFlags
 from .setup import build_config, setup
 from .trainer import Trainer, evaluate
 from .writers import write_run_record
 
 __all__ = [
+    "RunFlags",
     "Trainer",
     "build_config",
     "evaluate",

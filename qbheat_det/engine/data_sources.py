@@ -1,41 +1,42 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Custom data sets: registered from the flags of ``tools/arguments.py``, or from ``run.json``.
+"""The data that flags name: registered, named in the config, and a part of them held out.
 
 And the same few images of a set each time, to look at.
-
-A source of a set has ``json_file`` and ``image_root``, or ``image_folders``; and ``labelled``,
-whether boxes or the names of folders are read. The sources of a run are recorded in ``run.json``.
 """
 
-import argparse
+import functools
+import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
-    MAPPERS_OF_IMAGES,
-    CocoFile,
+    SPLIT_FILE,
+    DataSource,
+    Source,
     build_mapper,
-    check_coco_json,
-    check_image_folder,
     check_same_classes,
     list_classes,
     load_classes,
-    load_coco_images,
-    register_coco_images,
-    register_coco_json,
-    register_image_folders,
+    open_source,
+    read_split,
+    register_source,
+    split_source,
 )
 
 from .resume import find_last_checkpoint
+from .run_flags import RunFlags, find_job
 
-Source = dict[str, Any]
+logger = logging.getLogger(__name__)
+
 _MAX_TRIED = 10  # consecutive images that cannot be read before a position is left out
 
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
@@ -43,77 +44,206 @@ CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
 CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
 LABELLED_TRAIN, LABELLED_VAL = "custom_labelled_train", "custom_labelled_val"
 
-# Flag: name of the set, config key, whether subfolders are classes.
-_FOLDERS = {
-    "image_folder": (CUSTOM_IMAGES, "DATASETS.TRAIN", False),
-    "val_image_folder": (CUSTOM_VAL_IMAGES, "DATASETS.TEST", False),
-    "train_folder": (LABELLED_TRAIN, "DATASETS.TRAIN", True),
-    "val_folder": (LABELLED_VAL, "DATASETS.TEST", True),
-    "knn_train_folder": (CUSTOM_KNN_TRAIN, "TEST.KNN.TRAIN", True),
-    "knn_val_folder": (CUSTOM_KNN_VAL, "TEST.KNN.VAL", True),
+# By job: the names of the sets to train and to evaluate on.
+_SETS = {
+    "boxes": (CUSTOM_TRAIN, CUSTOM_VAL),
+    "images": (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES),
+    "classes": (LABELLED_TRAIN, LABELLED_VAL),
 }
-CUSTOM_SETS = (CUSTOM_TRAIN, CUSTOM_VAL, *(name for name, _, _ in _FOLDERS.values()))
-# Flags: name of the set with boxes, of the set of images alone, config key.
-_FILES = {
-    ("train_json", "train_images"): (CUSTOM_TRAIN, CUSTOM_IMAGES, "DATASETS.TRAIN"),
-    ("val_json", "val_images"): (CUSTOM_VAL, CUSTOM_VAL_IMAGES, "DATASETS.TEST"),
-}
-_JSON = ("train_json", "train_images", "val_json", "val_images")
-_EXCLUDES = {
-    "image_folder": (*_JSON, "eval_only"),
-    "val_image_folder": ("val_json",),
-    "train_folder": (*_JSON, "image_folder", "val_image_folder"),
-    "val_folder": (*_JSON, "image_folder", "val_image_folder"),
-    "knn": ("knn_train_folder", "knn_val_folder"),
-}
-_REQUIRES = {
-    "train_json": ("train_images",),
-    "train_images": ("train_json",),
-    "val_json": ("val_images",),
-    "val_images": ("val_json",),
-    "knn_train_folder": ("knn_val_folder",),
-    "knn_val_folder": ("knn_train_folder",),
-    "knn": ("train_folder", "val_folder"),
-}
+CUSTOM_SETS = (
+    *(name for pair in _SETS.values() for name in pair),
+    CUSTOM_KNN_TRAIN,
+    CUSTOM_KNN_VAL,
+)
 
 
-def use_data_flags(cfg: CfgNode, args: argparse.Namespace) -> None:
+def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
     """Registers the data that flags name, and names them in the config, in place.
 
     Args:
         cfg: not frozen.
-        args: the four data flags and, where the tool has them, those for images.
+        flags: see ``RunFlags``; already read.
 
     Raises:
         UserError: flags contradict each other or the config, or data are not sound.
     """
-    flags = {**dict.fromkeys((*_FOLDERS, *_EXCLUDES, *_REQUIRES)), **vars(args)}
-    keys = args.opts[::2]
     # A config that a run wrote names sets that its flags made, which are not here.
-    data, knn = cfg.DATASETS, cfg.TEST.KNN
+    data, knn, job = cfg.DATASETS, cfg.TEST.KNN, find_job(cfg)
     for node, key in ((data, "TRAIN"), (data, "TEST"), (knn, "TRAIN"), (knn, "VAL")):
         node[key] = tuple(n for n in node[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
-    _check_flags(cfg, flags, keys)
-    if flags["image_folder"] or flags["train_folder"] or flags["train_json"]:
-        # The test sets of a recipe do not belong to custom training images.
-        data.TEST = data.TEST if "DATASETS.TEST" in keys else ()
-    for flag, (name, key, labelled) in _FOLDERS.items():
-        if given := flags[flag]:
-            folders = [given] if isinstance(given, str) else given
-            _register(name, {"image_folders": folders, "labelled": labelled})
-            cfg.merge_from_list([key, (name,)])
-    _use_annotation_files(cfg, flags)
-    if flags["train_folder"] and len(names := list_classes([LABELLED_TRAIN])) < 2:
-        raise UserError(f"'{flags['train_folder']}' has images of one class, '{names[0]}'")
-    if flags["knn"]:
-        knn.TRAIN, knn.VAL = (LABELLED_TRAIN,), (LABELLED_VAL,)
+    _check_flags(flags, job)
+    names = dict(zip(("train", "val"), _SETS[job], strict=True))
+    sources, split = _find_sources(cfg, flags, job)
+    if "train" in sources:
+        data.TRAIN = (names["train"],)
+    if "val" in sources:
+        data.TEST = (names["val"],)
+    elif "train" in sources and "DATASETS.TEST" not in flags.overrides:
+        data.TEST = ()  # those of a recipe do not belong to custom training images
+    found = {role: register_source(names[role], sources[role], split=split) for role in sources}
+    if (train := found.get("train")) and (val := found.get("val")):
+        check_same_classes(train, val)
+    if split and not flags.eval_only:
+        MetadataCatalog.get(names["val"]).split = split
+    if job == "classes" and "train" in sources and len(only := list_classes(data.TRAIN)) < 2:
+        raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
+    _use_neighbours(cfg, flags, sources)
+
+
+def write_split(cfg: CfgNode) -> None:
+    """Writes ``OUTPUT_DIR/split.json`` if a part of the training images was held out."""
+    for name in cfg.DATASETS.TEST:
+        if split := MetadataCatalog.get(name).get("split"):
+            content = (json.dumps(split, indent=1) + "\n").encode()
+            path = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
+            write_atomically(path, functools.partial(_write, content))
+
+
+def _write(content: bytes, stream: BinaryIO) -> None:
+    stream.write(content)
+
+
+def _find_sources(
+    cfg: CfgNode, flags: RunFlags, job: str
+) -> tuple[dict[str, Source], dict[str, Any] | None]:
+    """Returns the sources by "train" and "val", and the split that they are parts of, if any."""
+    train, val = open_flags(flags, job)
+    sources: dict[str, Source] = {}
+    if train:
+        sources["train"] = train.train
+        if train.val and "DATASETS.TEST" not in flags.overrides:
+            sources["val"] = train.val
+    if val:
+        sources["val"] = val.val or val.train
+    split = None
+    if flags.eval_only:
+        whole = sources.get("val") or sources.get("train")
+        sources = {"val": whole} if whole else {}
+        if whole and train and not (val or train.val):
+            sources["val"], split = _find_held_out(cfg, flags, whole)
+    elif (
+        job != "images"
+        and set(sources) == {"train"}
+        and cfg.DATASETS.VAL_FRACTION
+        and "DATASETS.TEST" not in flags.overrides
+    ):
+        split = _split(cfg, flags, sources["train"])
+        file = os.path.abspath(Path(cfg.OUTPUT_DIR) / SPLIT_FILE)
+        sources = {
+            part: {**sources["train"], "split": {"file": file, "part": part}}
+            for part in ("train", "val")
+        }
+    if job == "images":
+        sources = {role: {**source, "labelled": False} for role, source in sources.items()}
+    return sources, split
+
+
+def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource | None]:
+    """Returns what --data or --images name, and what --val or --val-images do.
+
+    Raises:
+        UserError: there is nothing, it is not for the ``job``, or images are not found.
+    """
+    opened: list[DataSource | None] = []
+    pairs = ((flags.data, list(flags.images)), (flags.val, list(flags.val_images)))
+    for path, images in pairs:
+        if path:
+            root, likely = "".join(images), "".join(flags.images)
+            source = open_source(path, root, likely_root=likely)
+            opened.append(source)
+            if job != "images" and (source.kind == "classes") != (job == "classes"):
+                wanted = "class folders" if job == "classes" else "boxes"
+                raise UserError(f"the config is for {wanted}, which '{path}' does not hold")
+        elif images:
+            if job != "images":
+                flag, needed = ("--val-images", "--val") if opened else ("--images", "--data")
+                raise UserError(f"{flag} needs {needed}, which has the {job}")
+            folders = [os.path.abspath(folder) for folder in images]
+            opened.append(DataSource("classes", {"image_folders": folders, "labelled": False}))
+        else:
+            opened.append(None)
+    return opened[0], opened[1]
+
+
+def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
+    """Returns the split of a run: its own if it is resumed, else a new one."""
+    file, fraction = Path(cfg.OUTPUT_DIR) / SPLIT_FILE, cfg.DATASETS.VAL_FRACTION
+    if flags.resume and file.is_file():
+        return read_split(file)
+    if not 0 < fraction < 1:
+        raise UserError(f"DATASETS.VAL_FRACTION must be from 0 to below 1, but is {fraction}")
+    split = split_source(source, fraction=fraction, seed=max(cfg.SEED, 0))
+    return {"data": os.path.abspath(str(flags.data)), **split}
+
+
+def _find_held_out(
+    cfg: CfgNode, flags: RunFlags, whole: Source
+) -> tuple[Source, dict[str, Any] | None]:
+    """Returns the part of a source that weights were not trained on, if their folder says so."""
+    folder = Path(cfg.OUTPUT_DIR if flags.resume else cfg.MODEL.WEIGHTS).absolute()
+    file = (folder if flags.resume else folder.parent) / SPLIT_FILE
+    if not file.is_file():
+        return whole, None
+    split = read_split(file)
+    if split.get("data") != os.path.abspath(str(flags.data)):
+        return whole, None
+    logger.info(f"Evaluating on the {len(split['val']):,} images that '{file}' holds out")
+    return {**whole, "split": {"file": str(file), "part": "val"}}, split
+
+
+def _use_neighbours(cfg: CfgNode, flags: RunFlags, sources: Mapping[str, Source]) -> None:
+    node = cfg.TEST.KNN
+    pairs = (
+        (CUSTOM_KNN_TRAIN, "TRAIN", flags.knn_train_folder),
+        (CUSTOM_KNN_VAL, "VAL", flags.knn_val_folder),
+    )
+    for name, key, folder in pairs:
+        if folder:
+            folders = [os.path.abspath(folder)]
+            register_source(name, {"image_folders": folders, "labelled": True})
+            node[key] = (name,)
+    if flags.knn:
+        if set(sources) != {"train", "val"}:
+            raise UserError("--knn needs --data and a part to evaluate on: add --val")
+        node.TRAIN, node.VAL = (LABELLED_TRAIN,), (LABELLED_VAL,)
+
+
+def _check_flags(flags: RunFlags, job: str) -> None:
+    """Checks what can be checked without looking at data."""
+    keys = flags.overrides
+    owned = {
+        "data": ("DATASETS.TRAIN", flags.data and not flags.eval_only),
+        "images": ("DATASETS.TRAIN", flags.images and not flags.eval_only),
+        "val": ("DATASETS.TEST", flags.val),
+        "val_images": ("DATASETS.TEST", flags.val_images),
+        "knn": ("TEST.KNN.TRAIN", flags.knn),
+        "knn_train_folder": ("TEST.KNN.TRAIN", flags.knn_train_folder),
+        "knn_val_folder": ("TEST.KNN.VAL", flags.knn_val_folder),
+    }
+    for flag, (key, given) in owned.items():
+        if given and key in keys:
+            raise UserError(f"{key} and {_spell(flag)} both name data: choose one")
+    for images, source in (("images", "data"), ("val_images", "val")):
+        given = getattr(flags, images)
+        if len(given) > 1 and getattr(flags, source):
+            raise UserError(f"{_spell(images)} of {_spell(source)} is one folder, not {len(given)}")
+    if bool(flags.knn_train_folder) != bool(flags.knn_val_folder):
+        raise UserError("--knn-train-folder and --knn-val-folder go together")
+    if flags.knn and (job != "classes" or flags.knn_train_folder):
+        raise UserError(
+            "--knn takes the class folders of --data: leave out --knn-train-folder, or for other "
+            "data --knn"
+        )
+    trains = flags.data or flags.images or "DATASETS.TRAIN" in keys or flags.eval_only
+    if (flags.val or flags.val_images) and not trains and job != "images":
+        raise UserError("--val alone evaluates: add --eval-only, or --data to train")
 
 
 def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> None:
     """Sets class count and names of the config, in place, and checks that all sets have these.
 
     They are those of the training images. In evaluation they are those in the file of the weights,
-    else of the config, else of ``--train-folder``, else of the images to evaluate on.
+    else of the config, else of the images to evaluate on.
 
     Raises:
         UserError: a set has no labels, or has images of other classes.
@@ -122,8 +252,7 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     if eval_only:
         weights = find_last_checkpoint(cfg.OUTPUT_DIR) if resume else cfg.MODEL.WEIGHTS
         names = list((weights and class_names_of(weights)) or cfg.MODEL.CLASS_NAMES)
-    trains = not eval_only or LABELLED_TRAIN in cfg.DATASETS.TRAIN
-    names = names or list_classes(cfg.DATASETS.TRAIN if trains else cfg.DATASETS.TEST)
+    names = names or list_classes(cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN)
     if not names:  # only the nearest-neighbour score of weights without classes is evaluated
         return
     for dataset_name in cfg.DATASETS.TEST:
@@ -142,16 +271,6 @@ def find_sources(cfg: CfgNode) -> dict[str, Source]:
     knn = cfg.TEST.KNN
     used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
     return {name: MetadataCatalog.get(name).source for name in used if name in CUSTOM_SETS}
-
-
-def register_source(name: str, source: Source) -> None:
-    """Registers a set under a name that is free to choose, unless it is registered already.
-
-    Raises:
-        UserError: a file or folder is missing or broken.
-    """
-    if name not in DatasetCatalog:
-        _register(name, source)
 
 
 class SpreadEntries(list[dict[str, Any]]):
@@ -209,78 +328,5 @@ def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
     return list(images)
 
 
-def _register(name: str, source: Source) -> CocoFile | None:
-    """Checks and registers a set; returns what is in a file with boxes."""
-    metadata, summary = MetadataCatalog.get(name), None
-    if "image_folders" in source:
-        for folder in source["image_folders"]:
-            check_image_folder(folder)
-        register_image_folders(name, source["image_folders"], labelled=source["labelled"])
-    else:
-        files = source["json_file"], source["image_root"]
-        if source["labelled"]:
-            summary = check_coco_json(*files)
-            register_coco_json(name, *files)
-            ids = {category: index for index, category in enumerate(summary.category_ids)}
-            metadata.thing_classes = list(summary.class_names)
-            metadata.thing_dataset_id_to_contiguous_id = ids
-        else:
-            load_coco_images(*files)  # raises any error now
-            register_coco_images(name, *files)
-    paths = {key: _make_absolute(source[key]) for key in source.keys() - {"labelled"}}
-    metadata.source = {**paths, "labelled": source["labelled"]}
-    return summary
-
-
-def _make_absolute(paths: Any) -> Any:
-    return [*map(os.path.abspath, paths)] if isinstance(paths, list) else os.path.abspath(paths)
-
-
-def _check_flags(cfg: CfgNode, flags: dict[str, Any], keys: list[str]) -> None:
-    for flag, others in _EXCLUDES.items():
-        if flags[flag] and (clash := [other for other in others if flags[other]]):
-            raise UserError(f"{_spell(flag)} does not go with {_spell(*clash)}: choose one")
-    for flag, others in _REQUIRES.items():
-        if flags[flag] and not all(flags[other] for other in others):
-            raise UserError(f"{_spell(flag)} needs {_spell(*others)}")
-    own_keys = {flag: (key,) for flag, (_, key, _) in _FOLDERS.items()}
-    own_keys |= {"train_json": ("DATASETS.TRAIN",), "val_json": ("DATASETS.TEST",)}
-    for flag, owned in {**own_keys, "knn": ("TEST.KNN.TRAIN", "TEST.KNN.VAL")}.items():
-        for key in owned:
-            if flags[flag] and key in keys:
-                raise UserError(f"{key} and {_spell(flag)} both name data: choose one")
-    if not (flags["train_folder"] or flags["val_folder"]):
-        return
-    given = _spell("train_folder" if flags["train_folder"] else "val_folder")
-    if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_CLASSES:
-        raise UserError(
-            f"{given} is for classifiers, but the config's INPUT.DATASET_MAPPER_NAME is "
-            f"'{cfg.INPUT.DATASET_MAPPER_NAME}': pre-training takes --image-folder, detectors "
-            "--train-json"
-        )
-    if flags["eval_only"] and not flags["val_folder"] and "DATASETS.TEST" not in keys:
-        raise UserError("--eval-only evaluates on --val-folder: add it")
-    if not flags["train_folder"] and not flags["eval_only"]:
-        raise UserError("--val-folder alone evaluates: add --eval-only, or --train-folder to train")
-
-
-def _use_annotation_files(cfg: CfgNode, flags: dict[str, Any]) -> None:
-    is_unlabelled = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES
-    if not is_unlabelled and flags["train_json"] and not flags["val_json"]:
-        raise UserError("training on a custom dataset needs --val-json and --val-images as well")
-    if not is_unlabelled and flags["val_json"] and not (flags["train_json"] or flags["eval_only"]):
-        raise UserError("--val-json alone evaluates: add --eval-only, or --train-json to train")
-    summaries: list[CocoFile] = []
-    for (json_file, images), (with_boxes, alone, key) in _FILES.items():
-        if flags[json_file]:
-            name = alone if is_unlabelled else with_boxes
-            source = {"json_file": flags[json_file], "image_root": flags[images]}
-            if summary := _register(name, {**source, "labelled": not is_unlabelled}):
-                summaries.append(summary)
-            cfg.merge_from_list([key, (name,)])
-    if len(summaries) == 2:
-        check_same_classes(*summaries)
-
-
-def _spell(*flags: str) -> str:
-    return " and ".join(f"--{flag.replace('_', '-')}" for flag in flags)
+def _spell(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, find_user_message
 from qbheat_det.modeling.contracts import get_backbone, get_in_features
+
+from .run_flags import RunFlags
 
 R = TypeVar("R")
 
@@ -78,8 +79,8 @@ def _check_launch(args: argparse.Namespace) -> None:
 
 
 def _uses_gpus(args: argparse.Namespace) -> bool:
-    device = load_config(args.config_file or None, args.opts).MODEL.DEVICE
-    return device.startswith("cuda") and torch.cuda.is_available()
+    device = RunFlags.read(args).load_config().MODEL.DEVICE
+    return bool(device.startswith("cuda") and torch.cuda.is_available())
 
 
 def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Resuming a run, as opposed to starting one from weights: what each of them needs and refuses."""
 
-import argparse
 import fnmatch
 import logging
 from collections.abc import Mapping
@@ -16,6 +15,8 @@ from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
+
+from .run_flags import RunFlags
 
 logger = logging.getLogger(__name__)
 
@@ -96,23 +97,23 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     raise UserError(f"--resume continues a run on {before} training images, but {found}")
 
 
-def check_start(cfg: CfgNode, args: argparse.Namespace) -> None:
+def check_start(cfg: CfgNode, flags: RunFlags) -> None:
     """Checks that a command either resumes a run or starts one.
 
     Raises:
         UserError: ``--resume`` with other weights than the run began with, or a new run in a
             folder that contains one.
     """
-    given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in args.opts[::2] else ""
+    given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in flags.overrides else ""
     folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))
-    if args.eval_only:
-        if args.resume and given:
+    if flags.eval_only:
+        if flags.resume and given:
             raise UserError(f"--resume evaluates a checkpoint, not MODEL.WEIGHTS '{given}'")
-    elif last and not args.resume:
+    elif last and not flags.resume:
         raise UserError(
             f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it"
         )
-    elif args.resume and given and not (last and given == _initial_weights(folder)):
+    elif flags.resume and given and not (last and given == _initial_weights(folder)):
         raise UserError(
             f"--resume continues the run in OUTPUT_DIR '{folder}', but MODEL.WEIGHTS '{given}' "
             "starts a new one: leave one of them out"

@@ -14,8 +14,7 @@ from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
 
-from qbheat_det.checkpoint import check_weights_file, class_names_of, load_run_config
-from qbheat_det.config import load_config
+from qbheat_det.checkpoint import check_weights_file, class_names_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable
 from qbheat_det.data import (
@@ -29,10 +28,11 @@ from qbheat_det.data import (
 from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .console import filter_detectron2_logs, open_log
-from .data_sources import use_classes_of_folders, use_data_flags
+from .data_sources import use_classes_of_folders, use_data_flags, write_split
 from .evaluation import check_neighbours, scores_neighbours
 from .feature_cache import check_cacheable
 from .resume import check_start, name_last_checkpoint
+from .run_flags import RunFlags
 
 logger = logging.getLogger(__name__)
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
@@ -45,20 +45,18 @@ _MINIMUM = {
 }
 
 
-def build_config(args: argparse.Namespace) -> CfgNode:
+def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     """Returns the frozen config of a run, after checking it and its data; writes nothing.
 
     Args:
-        args: ``config_file``, ``opts``, ``eval_only``, ``resume`` and the flags that name data.
+        args: of ``tools/train_net.py``, or the same from Python.
 
     Raises:
         UserError: a key or the data are wrong.
     """
     filter_detectron2_logs()
-    cfg = load_config(args.config_file or None, args.opts)
-    if args.eval_only and cfg.MODEL.WEIGHTS and not args.config_file:
-        cfg = load_run_config(cfg.MODEL.WEIGHTS, opts=args.opts)  # the config inside the weights
-    given = dict(zip(args.opts[::2], args.opts[1::2], strict=True))
+    args = RunFlags.read(args)
+    cfg, given = args.load_config(), args.overrides
     _check_values(cfg)
     check_start(cfg, args)
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
@@ -88,10 +86,11 @@ def build_config(args: argparse.Namespace) -> CfgNode:
     return cfg
 
 
-def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
+def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     """Prepares folder, logs and random seed, as Detectron2's ``default_setup``.
 
-    ``config.yaml`` belongs to the weights beside it, and is written when training begins.
+    Images that were held out are listed in ``split.json``. ``config.yaml`` belongs to the weights
+    beside it, and is written when training begins.
 
     Raises:
         UserError: ``OUTPUT_DIR`` cannot be written to.
@@ -103,6 +102,8 @@ def setup(cfg: CfgNode, args: argparse.Namespace) -> None:
         raise UserError(f"OUTPUT_DIR '{folder}': {error.strerror}") from error
     check_writable(folder / "config.yaml")
     open_log(folder, rank=rank)
+    if not rank:
+        write_split(cfg)
     logger.info(f"Output goes to '{folder}', with all messages in log.txt")
     logger.debug(f"Process {rank} of {comm.get_world_size()}, started with {args}")
     logger.debug(f"Environment:\n{collect_env_info()}")
@@ -229,8 +230,7 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
 
 
 def _suggest_flags(mapper: str) -> str:
-    if mapper in MAPPERS_OF_CLASSES:
-        return "name class folders with --train-folder and --val-folder"
-    if mapper in MAPPERS_OF_IMAGES:
-        return "name folders of images with --image-folder and --val-image-folder"
-    return "name your data with --train-json, --train-images, --val-json and --val-images"
+    if mapper in MAPPERS_OF_IMAGES and mapper not in MAPPERS_OF_CLASSES:
+        return "name folders of images with --images and --val-images"
+    what = "class folders" if mapper in MAPPERS_OF_CLASSES else "annotations"
+    return f"name {what} with --data and --val"

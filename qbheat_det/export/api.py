@@ -157,7 +157,7 @@ def export_backbone(
     """
     _check_output(output, (".safetensors",), overwrite=overwrite)
     if (image_folders or opts) and not num_images:
-        raise UserError("--image-folder and config overrides need --recalibrate-bn")
+        raise UserError("--images and config overrides need --recalibrate-bn")
     state, info = read_weights(weights)
     names = bare_backbone(state)
     if not names:

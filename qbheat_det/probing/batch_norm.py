@@ -85,7 +85,7 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
     if unknown or not names:
         raise UserError(
             f"DATASETS.TRAIN is {names}, of which {unknown} are not registered: name a folder with "
-            "--image-folder"
+            "--images"
         )
     return [record for name in names for record in DatasetCatalog.get(name)]
 

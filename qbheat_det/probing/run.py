@@ -244,7 +244,7 @@ class BackboneProbe:
         if skipped and not self.results["skipped_images"]:
             logger.warning(f"Left out, {len(skipped):,} in all: {join_messages(skipped)}")
         self.results["skipped_images"] = len(skipped)
-        for flag, features in {"--train-folder": train, "--val-folder": val}.items():
+        for flag, features in {"--data": train, "--val": val}.items():
             if not len(features):
                 raise UserError(f"no image of {flag} can be read")
         return train, val

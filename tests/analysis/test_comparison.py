@@ -70,7 +70,7 @@ def test_all_shipped_objectives_have_one_encoder_and_one_image_size(ask: Any) ->
     configs = {path.stem for path in Path(QB_HEAT).parent.glob("*.yaml")} - {"Base-Objective"}
     assert {one.name for one in load_objectives([])} == {RANDOM, *configs}
     commands = [row.jobs[0].command for row in list_rows(ask("supervised", "qb_heat"))]
-    assert [command[4] for command in commands] == ["--train-folder", "--image-folder"]
+    assert [command[4] for command in commands] == ["--data", "--images"]
 
 
 def test_commands_are_those_that_a_person_would_type(
@@ -86,8 +86,8 @@ def test_commands_are_those_that_a_person_would_type(
     folder = tmp_path / "out" / "qb_heat" / "seed1"
     assert pretraining == [
         *(sys.executable, "tools/train_net.py", "--config-file", QB_HEAT),
-        *("--image-folder", folders["train"], "--resume", "SEED", "1"),
-        *("OUTPUT_DIR", str(folder / "pretraining"), "SOLVER.EPOCHS", "6.0", *opts),
+        *("--images", folders["train"], "--output", str(folder / "pretraining")),
+        *("--resume", "SEED", "1", "SOLVER.EPOCHS", "6.0", *opts),
     ]
     assert probes[1] == "tools/probe_backbone.py"
     assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])  # a flag ends the list of probes
@@ -121,15 +121,15 @@ def test_other_encoders_and_images_are_refused(tmp_path: Path) -> None:
         ("SEED 3", "SEED"),
         ("SOLVER.BASE_LR", "partner"),
         ("SOLVER.BASE_RATE 1", "SOLVER.BASE_RATE"),
-        ("--val-folder NONE", "NONE"),
+        ("--val NONE", "NONE"),
     ],
 )
 def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(
     flags: str, named: str, folders: dict[str, str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    words = ["--train-folder", folders["train"], "--val-folder", folders["val"], "--epochs", "2"]
-    words += ["--output-dir", str(tmp_path / "out"), "--objectives", "random", "--jobs", "1"]
+    words = ["--data", folders["train"], "--val", folders["val"], "--epochs", "2"]
+    words += ["--output", str(tmp_path / "out"), "--objectives", "random", "--jobs", "1"]
     main = load_tool("compare_pretraining").main
     with pytest.raises(SystemExit) as stopped:
         main([*words, *flags.split()])
@@ -266,9 +266,9 @@ def test_a_comparison_goes_on_where_it_was_and_writes_its_table(
     config, output = tmp_path / "tiny.yaml", tmp_path / "out"
     decoder = "MODEL: {QB_HEAT: {FEATURE_DIM: 16, DECODER_DEPTH: 1, DECODER_DIM: 16}}"
     config.write_text(f"_BASE_: {QB_HEAT}\n{decoder}\n")
-    words = ["--train-folder", folders["train"], "--val-folder", folders["val"], "--objectives",
+    words = ["--data", folders["train"], "--val", folders["val"], "--objectives",
              "random", str(config), "--epochs", "1", "--seeds", "1", "--probes", "knn",
-             "--output-dir", str(output), "INPUT.PRETRAIN.SIZE", "64", "SOLVER.IMS_PER_BATCH", "4",
+             "--output", str(output), "INPUT.PRETRAIN.SIZE", "64", "SOLVER.IMS_PER_BATCH", "4",
              "SOLVER.WARMUP_EPOCHS", "0.0"]  # fmt: skip
     main = load_tool("compare_pretraining").main
     assert main([*words, "--jobs", "2"]) == 0

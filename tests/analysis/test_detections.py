@@ -82,7 +82,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: Path) -> None:
-    figure = draw(write_detector(tmp_path / "run", data), images=3, score=0.1)
+    figure = draw(write_detector(tmp_path / "run", data), images=3, threshold=0.1)
     run = figure.data["runs"]["run"]
     assert run["AP50"] == pytest.approx(AP_DISC / 2)
     assert run["class_ap"] == pytest.approx({"square": 0, "disc": AP_DISC})
@@ -106,10 +106,10 @@ def test_runs_that_cannot_be_evaluated_are_left_out(data: Path, tmp_path: Path) 
     assert list(figure.data["runs"]) == ["one"]
     for name, reason in zip(("two", "classes"), figure.data["left_out"], strict=True):
         assert name in reason
-    flags = {"json": str(data / "boxes.json"), "images_root": str(data / "images")}
+    flags = {"data": str(data / "boxes.json")}
     assert list(draw(*runs[:2], **flags).data["runs"]) == ["one", "two"]
-    with pytest.raises(UserError, match="--images-root"):
-        draw(*runs, json=flags["json"])
+    with pytest.raises(UserError, match="has no boxes"):
+        draw(*runs, data=str(data))
     with pytest.raises(NotApplicable, match="classes"):
         draw(runs[2])
     cfg = make_probe_config()

@@ -89,7 +89,7 @@ def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:
 
     The classes in its folders vote on themselves.
     """
-    flags = ["--eval-only", "--val-image-folder", args.images]
+    flags = ["--eval-only", "--val-images", args.images]
     flags += ["--knn-train-folder", args.images, "--knn-val-folder", args.images]
     cfg, _ = configure({"MODEL.WEIGHTS": args.weights, "OUTPUT_DIR": args.output_dir}, *flags)
     try:

@@ -14,6 +14,8 @@ from torch import multiprocessing
 
 from qbheat_det.engine.launch import run_distributed
 
+from .tiny_training import CONFIG
+
 Job = Callable[[argparse.Namespace], Any]
 PRELOADED = ["qbheat_det.engine"]
 
@@ -37,7 +39,7 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str
 def make_args(**values: Any) -> argparse.Namespace:
     """Those of Detectron2's ``default_argument_parser`` that ``run_distributed`` reads."""
     defaults = {
-        "config_file": "",
+        "config_file": CONFIG,
         "opts": ["MODEL.DEVICE", "cpu"],
         "num_gpus": 1,
         "num_machines": 1,

@@ -64,8 +64,7 @@ def test_bad_data_are_named_before_anything_is_written(
         folder = Path(shutil.copytree(tiny_data, tmp_path / name))
         if name == split:
             spoil(folder)
-        flags += [f"--{name}-json", str(folder / "annotations.json")]
-        flags += [f"--{name}-images", str(folder / "images")]
+        flags += ["--data" if name == "train" else "--val", str(folder / "annotations.json")]
     output = tmp_path / "output"
     recipe = get_config_path(f"quick_schedules/{config}")
     with pytest.raises(UserError, match=named) as error:

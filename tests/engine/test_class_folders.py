@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``--train-folder`` and ``--val-folder``: classes, runs and evaluation."""
+"""``--data`` and ``--val``: classes, runs and evaluation."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def flags_of(folders: Folders) -> list[str]:
-    return ["--train-folder", folders[0], "--val-folder", folders[1]]
+    return ["--data", folders[0], "--val", folders[1]]
 
 
 def labels_of(entries: list[dict[str, Any]]) -> set[tuple[str, int]]:
@@ -89,11 +89,9 @@ def test_a_run_trains_evaluates_scores_neighbours_and_is_evaluated_alone(
 
     # The weights know more classes than the folder has.
     forget_runs(*SETS)
-    cfg, _ = configure({"MODEL.WEIGHTS": weights}, "--eval-only", "--val-folder", folders[1])
+    cfg, _ = configure({"MODEL.WEIGHTS": weights}, "--eval-only", "--val", folders[1])
     assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
     assert evaluate(cfg) == {"classification": pytest.approx(found)}
     forget_runs(*SETS)
-    cfg, _ = configure(
-        {"OUTPUT_DIR": str(whole)}, "--eval-only", "--resume", "--val-folder", folders[1]
-    )
+    cfg, _ = configure({"OUTPUT_DIR": str(whole)}, "--eval-only", "--resume", "--val", folders[1])
     assert evaluate(cfg, resume=True) == {"classification": pytest.approx(found)}

@@ -50,7 +50,7 @@ def start(
     """Returns the trainer before its first step."""
     forget_runs(LABELLED_TRAIN, LABELLED_VAL)
     pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}
-    args = parse_run(get_config_path(recipe), pairs, "--train-folder", str(folder), *flags)
+    args = parse_run(get_config_path(recipe), pairs, "--data", str(folder), *flags)
     return start_run(args)
 
 

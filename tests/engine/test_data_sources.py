@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
-from qbheat_det.engine import build_config
+from qbheat_det.engine import RunFlags, build_config
 from qbheat_det.engine.data_sources import CUSTOM_SETS, find_sources
 
 from .classifier_cases import make_classes
@@ -38,6 +38,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     make_classes(Path("OTHER"), {"ape": 1, "yak": 1})
     content = {"images": [{"id": 1, "file_name": "1.jpg"}]}
     Path("images.json").write_text(json.dumps(content))
+    Path("notes.txt").touch()
     yield
     forget_runs(*CUSTOM_SETS)
 
@@ -49,7 +50,7 @@ def configure(words: str, config: str = CONFIG) -> CfgNode:
 
 def test_folders_are_all_that_is_trained_on_and_are_recorded(tmp_path: Path) -> None:
     older = f"DATASETS.TEST ('custom_val_images',) {OTHERS}"  # sets that another run's flags made
-    cfg = configure(f"--image-folder one --image-folder two {older} {PRETRAIN}")
+    cfg = configure(f"--images one --images two {older} {PRETRAIN}")
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_images",), ())
     assert (cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL) == ((), ())
     assert cfg.MODEL.CLASS_NAMES == []
@@ -59,67 +60,69 @@ def test_folders_are_all_that_is_trained_on_and_are_recorded(tmp_path: Path) -> 
 
 
 def test_an_annotation_file_gives_its_images_without_a_set_to_evaluate_on() -> None:
-    cfg = configure(f"--train-json images.json --train-images one {PRETRAIN}")
+    cfg = configure(f"--data images.json --images one {PRETRAIN}")
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_images",), ())
     (record,) = DatasetCatalog.get("custom_images")
     assert Path(record["file_name"]) == Path("one/1.jpg").absolute()
 
 
-def test_a_tool_without_the_flags_of_images_is_configured_too() -> None:
-    sets = "DATASETS.TRAIN ('qbheat_toy_val_images',) DATASETS.TEST ()"
-    args = parse_run(CONFIG, {}, *f"{sets} {PRETRAIN}".split())
-    del args.image_folder
-    assert MetadataCatalog.get(build_config(args).DATASETS.TRAIN[0]).unlabelled
+def test_python_says_what_the_command_line_does(tmp_path: Path) -> None:
+    words = f"--data TRAIN --val VAL --output {tmp_path}/run SOLVER.EPOCHS 2.0 SEED 1"
+    flags = RunFlags(config_file=CLASSIFY, data="TRAIN", val="VAL", output=f"{tmp_path}/run",
+                     opts=["SOLVER.EPOCHS", 2.0, "SEED", 1])  # fmt: skip
+    assert build_config(flags) == configure(words, CLASSIFY)
+    assert build_config(flags).OUTPUT_DIR == f"{tmp_path}/run"
 
 
 BAD_IMAGES = {
-    "--image-folder nowhere": "'nowhere'",
-    "--image-folder one/0.jpg": r"one/0\.jpg",
-    "--image-folder one --eval-only": "--eval-only",
-    "--image-folder one --train-json a --train-images b": "--train-json and --train-images",
-    "--image-folder one DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN",
-    "--val-image-folder one --val-json a --val-images b": "--val-json",
-    "--val-image-folder one DATASETS.TEST ('a',)": r"DATASETS\.TEST",
+    "--images nowhere": "nowhere'",
+    "--images one/0.jpg": r"one/0\.jpg",
+    "--images one DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN",
+    "--data images.json --images one --images two": "--images of --data",
+    "--val-images one DATASETS.TEST ('a',)": r"DATASETS\.TEST",
     "--knn-train-folder one": "--knn-val-folder",
     "DATASETS.TRAIN ('imagenet_train',)": "imagenet_train.*DETECTRON2_DATASETS",
-    "--train-json nowhere.json --train-images one": r"nowhere\.json",
-    "--train-json images.json --train-images two/2.jpg": r"two/2\.jpg",
-    "--train-json images.json": "--train-images",
-    "DATASETS.TRAIN ('custom_images',) DATASETS.TEST ()": "--image-folder",
+    "--data nowhere.json --images one": r"nowhere\.json",
+    "--data images.json --images two/2.jpg": r"two/2\.jpg",
+    "--data images.json": "--images",
+    "DATASETS.TRAIN ('custom_images',) DATASETS.TEST ()": "--images",
 }
 BAD_BOXES = {
-    "--image-folder one INPUT.DATASET_MAPPER_NAME detr": "'detr'",
-    "--train-json images.json --train-images one": "--val-json",
-    "--val-json images.json --val-images one": "--eval-only",
-    "--train-folder TRAIN INPUT.DATASET_MAPPER_NAME default": "'default'",
+    "--images one": "--data",
+    "--data TRAIN": "'TRAIN'",
+    "--val images.json --val-images one": "--eval-only",
+    "--data one": "'one'",
+    "--data notes.txt": "'notes.txt'",
+    "--weights a.pth MODEL.WEIGHTS b.pth": "--weights",
 }
 BAD_CLASSES = {
-    "--train-folder nowhere": "'nowhere'",
-    "--train-folder empty": "'empty'",
-    "--train-folder one": "class folder",
-    "--train-folder ONE": "'ape'",
-    "--val-folder VAL": "--eval-only",
-    "--train-folder TRAIN --val-folder OTHER": "yak",
-    "--train-folder TRAIN --eval-only": "--val-folder",
-    "--train-folder TRAIN --image-folder VAL": "--image-folder",
-    "--train-folder TRAIN --val-json a": "--val-json",
-    "--train-folder TRAIN DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN and --train-folder",
-    "--train-folder TRAIN MODEL.CLASSIFIER.NUM_CLASSES 9": "NUM_CLASSES is 9",
-    "--train-folder TRAIN --knn": "--train-folder and --val-folder",
-    "--train-folder TRAIN --val-folder VAL --knn TEST.KNN.TRAIN ('a',)": r"KNN\.TRAIN",
-    "--image-folder TRAIN": "--train-folder",
-    "": "imagenet_train.*--train-folder",
-    "DATASETS.TRAIN ()": "--train-folder",
-    "--train-folder TRAIN INPUT.DATASET_MAPPER_NAME pretrain": "'pretrain'",
+    "--data nowhere": "'nowhere'",
+    "--data empty": "'empty'",
+    "--data one": "'one'",
+    "--data ONE": "--val",
+    "--data ONE DATASETS.VAL_FRACTION 0": "'ape'",
+    "--val VAL": "--eval-only",
+    "--data TRAIN --val OTHER": "yak",
+    "--data TRAIN --images VAL": "'VAL'",
+    "--data TRAIN --val images.json --val-images one": r"'images\.json'",
+    "--data TRAIN DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN and --data",
+    "--data TRAIN --val VAL MODEL.CLASSIFIER.NUM_CLASSES 9": "NUM_CLASSES is 9",
+    "--data TRAIN --knn DATASETS.VAL_FRACTION 0": "--val",
+    "--data TRAIN DATASETS.VAL_FRACTION 1.5": "VAL_FRACTION",
+    "--data TRAIN --val VAL --knn TEST.KNN.TRAIN ('a',)": r"KNN\.TRAIN",
+    "--images TRAIN": "--data",
+    "": "imagenet_train.*--data",
+    "DATASETS.TRAIN ()": "--data",
+    "--data TRAIN --knn INPUT.DATASET_MAPPER_NAME pretrain": "--knn",
 }
 
 BAD_EVALUATIONS = {
-    "--eval-only DATASETS.TEST ()": "--val-image-folder",
-    "--image-folder one DATASETS.TEST ('qbheat_toy_val',)": "'qbheat_toy_val'",
-    "--image-folder one --knn-train-folder TRAIN --knn-val-folder OTHER": "images of yak",
-    "--image-folder one --knn-train-folder TRAIN --knn-val-folder VAL TEST.KNN.K 0": r"KNN\.K",
-    "--image-folder one TEST.KNN.TRAIN ('qbheat_toy_val_images',)": r"TEST\.KNN\.VAL",
-    "--image-folder one --val-image-folder two MODEL.META_ARCHITECTURE MoCo": "MoCo",
+    "--eval-only DATASETS.TEST ()": "--val-images",
+    "--images one DATASETS.TEST ('qbheat_toy_val',)": "'qbheat_toy_val'",
+    "--images one --knn-train-folder TRAIN --knn-val-folder OTHER": "images of yak",
+    "--images one --knn-train-folder TRAIN --knn-val-folder VAL TEST.KNN.K 0": r"KNN\.K",
+    "--images one TEST.KNN.TRAIN ('qbheat_toy_val_images',)": r"TEST\.KNN\.VAL",
+    "--images one --val-images two MODEL.META_ARCHITECTURE MoCo": "MoCo",
 }
 BAD = [
     *((f"{words} {PRETRAIN}", named, CONFIG) for words, named in BAD_IMAGES.items()),

@@ -102,7 +102,7 @@ def args(
     }
     images = make_classes(folder / "images", dict.fromkeys("abc", 3))
     (folder / "images" / "c" / "broken.jpg").write_text("no image")
-    cfg, _ = configure({}, "--image-folder", images)
+    cfg, _ = configure({}, "--images", images)
     forget_runs(*SETS)
     torch.manual_seed(0)
     info = WeightsInfo.from_config(cfg, iteration=0, commit="")

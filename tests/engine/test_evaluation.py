@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that evaluates the held-out loss and the nearest-neighbour score as it trains."""
     output = tmp_path_factory.mktemp("run")
-    flags = ["--image-folder", folders["train"], "--val-image-folder", folders["val"]]
+    flags = ["--images", folders["train"], "--val-images", folders["val"]]
     flags += ["--knn-train-folder", folders["voters"], "--knn-val-folder", folders["judged"]]
     opts = {"TEST.EVAL_EPOCHS": "0.5", "OUTPUT_DIR": str(output)}
     _, args = configure(opts, *flags)
@@ -74,7 +74,7 @@ def lines(run: Path, key: str) -> dict[int, float]:
 def load(run: Path, *flags: str) -> tuple[CfgNode, Any]:
     """Returns the config that flags give, and the trained model."""
     weights = str(run / "model_final.safetensors")
-    opts = {} if "--val-image-folder" in flags else {"DATASETS.TEST": "()"}
+    opts = {} if "--val-images" in flags else {"DATASETS.TEST": "()"}
     cfg, _ = configure({"MODEL.WEIGHTS": weights, **opts}, "--eval-only", *flags)
     model = Trainer.build_model(cfg).eval()
     ExactCheckpointer(model).load(weights)
@@ -99,7 +99,7 @@ def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: P
 def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(
     run: Path, folders: dict[str, str]
 ) -> None:
-    cfg, model = load(run, "--val-image-folder", folders["val"])
+    cfg, model = load(run, "--val-images", folders["val"])
     views, mapper = model.views, build_mapper(cfg, is_train=False)
     expected: dict[str, list[float]] = {f"loss_{name}": [] for name in views}
     for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)):

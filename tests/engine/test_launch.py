@@ -115,8 +115,7 @@ def test_torchrun_trains_evaluates_and_saves_with_two_processes(
     tmp_path: Path, tiny_data: Path
 ) -> None:
     truth, images = str(tiny_data / "annotations.json"), str(tiny_data / "images")
-    flags = ["--train-json", truth, "--train-images", images]
-    flags += ["--val-json", truth, "--val-images", images]
+    flags = ["--data", truth, "--val", truth, "--images", images]
     opts = {**TINY, "MODEL.DEVICE": "cpu", "SOLVER.MAX_ITER": "2", "OUTPUT_DIR": str(tmp_path)}
     opts["MODEL.RETINANET.SCORE_THRESH_TEST"] = "0.0"  # else nothing is found
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -55,7 +55,7 @@ def train(recipe: Path, images: Path, output_dir: Path, *flags: str) -> Trainer:
     """Trains with the flag that names images for the objective."""
     forget_runs(CUSTOM_IMAGES, LABELLED_TRAIN)
     labels = load_config(recipe).INPUT.DATASET_MAPPER_NAME == "classify"
-    flags = (*flags, "--train-folder" if labels else "--image-folder", str(images))
+    flags = (*flags, "--data" if labels else "--images", str(images))
     trainer = start_run(parse_run(str(recipe), {**OPTS, "OUTPUT_DIR": str(output_dir)}, *flags))
     trainer.train()
     return trainer

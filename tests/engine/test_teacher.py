@@ -52,7 +52,7 @@ def build(folder: Path, output_dir: Path, *flags: str, **changes: str) -> Traine
         "OUTPUT_DIR": str(output_dir),
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
-    args = parse_run(RECIPE, opts, *flags, "--image-folder", str(folder / "images"))
+    args = parse_run(RECIPE, opts, *flags, "--images", str(folder / "images"))
     return start_run(args)
 
 

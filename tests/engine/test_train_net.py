@@ -48,8 +48,7 @@ def run(toy: Path) -> Iterator[Run]:
     def go(config: str, *opts: str, flags: tuple[str, ...] = ()) -> Any:
         results: list[Any] = []
         json_file, images = str(toy / "annotations.json"), str(toy / "images")
-        data = ["--train-json", json_file, "--train-images", images]
-        data += ["--val-json", json_file, "--val-images", images]
+        data = ["--data", json_file, "--val", json_file, "--images", images]
         argv = ["--config-file", get_config_path(config), *data, *flags, *FAST, *opts]
         forget_runs()
         with pytest.MonkeyPatch.context() as patch:

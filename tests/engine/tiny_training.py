@@ -86,8 +86,7 @@ def parse(output_dir: Path, data: Path, opts: Mapping[str, str], *flags: str) ->
     json_file, images = str(data / "annotations.json"), str(data / "images")
     overruled = {iterations for epochs, iterations in EPOCH_KEYS.items() if epochs in opts}
     defaults = {key: value for key, value in TINY.items() if key not in overruled}
-    both = [("train", json_file, images), ("val", json_file, images)]
-    paths = [word for s, j, i in both for word in (f"--{s}-json", j, f"--{s}-images", i)]
+    paths = ["--data", json_file, "--val", json_file, "--images", images]
     return parse_run(CONFIG, {**defaults, **opts, "OUTPUT_DIR": str(output_dir)}, *flags, *paths)
 
 

@@ -64,7 +64,7 @@ def test_batch_norm_is_recalibrated_on_whole_images_and_all_else_kept(
         pixels = torch.randint(0, 256, (64 + 32 * (index % 2), 64, 3), dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(tmp_path / "images" / f"{index}.png")
     before = _train(make_retinanet_config("resnet18"), tmp_path)
-    folder = ["--image-folder", f"{tmp_path}/images", "MODEL.DEVICE", "cpu"]
+    folder = ["--images", f"{tmp_path}/images", "MODEL.DEVICE", "cpu"]
     main(_words(tmp_path, "--recalibrate-bn", "6", *folder))
     state, _ = read_weights(f"{tmp_path}/b.safetensors")
     assert state.keys() == before.keys()
@@ -88,7 +88,7 @@ def test_invalid_input_is_refused_by_name(
         ("bare.pth", "b.safetensors", [], "bare.pth"),
         ("bare.pth", "b.pth", [], "b.pth"),
         ("x", "b.safetensors", ["--recalibrate-bn", "0"], "recalibrate"),
-        ("x", "b.safetensors", ["--image-folder", "."], "recalibrate"),
+        ("x", "b.safetensors", ["--images", "."], "recalibrate"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["--weights", weights, "--output", output, *more])

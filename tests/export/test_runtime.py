@@ -127,7 +127,7 @@ def test_an_encoder_and_its_heads_are_one_model(
     results = model(np.zeros((1, 96, 64, 3), np.uint8))
     assert results["one"][0].pred_boxes.tensor.tolist() == [[0, 0, 64, 96]]
     arguments = ["--weights", str(folder / "head_one.onnx"), "--json", str(tmp_path / "r.json")]
-    assert predict.main([*arguments, "--device", "cpu", "--input", image]) == 0
+    assert predict.main([*arguments, "--device", "cpu", "--images", image]) == 0
     (one,) = json.loads((tmp_path / "r.json").read_text())
     assert (one["file_name"], one["bbox"]) == ("0.png", [0, 0, 64, 96])
     for part in ("encoder", "head_one"):
@@ -139,8 +139,8 @@ def test_an_encoder_and_its_heads_are_one_model(
 def test_predict_gives_a_detector_its_pixel_format_and_category_ids(
     predict: ModuleType, tmp_path: Path
 ) -> None:
-    arguments = ["--input", save_image(tmp_path / "red.png"), "--json", str(tmp_path / "r.json")]
-    arguments += ["--score-threshold", "0", "--device", "cpu", "--weights"]
+    arguments = ["--images", save_image(tmp_path / "red.png"), "--json", str(tmp_path / "r.json")]
+    arguments += ["--threshold", "0", "--device", "cpu", "--weights"]
     for pixel_format, score in (("RGB", 1.0), ("BGR", 0.0)):
         weights = write(tmp_path / "m.onnx", DETECTOR, **describe(pixel_format=pixel_format))
         assert predict.main([*arguments, str(weights)]) == 0
@@ -156,7 +156,7 @@ def test_predict_names_the_classes_of_an_exported_classifier(
     (tmp_path / "in").mkdir()
     save_image(tmp_path / "in" / "a.png", (10, 49, 141))
     (tmp_path / "in" / "b.png").write_text("no image")
-    arguments = ["--weights", str(weights), "--input", str(tmp_path / "in"), "--device", "cpu"]
+    arguments = ["--weights", str(weights), "--images", str(tmp_path / "in"), "--device", "cpu"]
     assert predict.main([*arguments, "--json", str(tmp_path / "r.json")]) == 1
     assert "b.png" in capsys.readouterr().err
     (found,) = json.loads((tmp_path / "r.json").read_text())
@@ -170,7 +170,7 @@ def test_predict_refuses_what_an_exported_file_cannot_do(
 ) -> None:
     backbone = write(tmp_path / "b.onnx", ENCODER, **describe("features"))
     detector = write(tmp_path / "d.onnx", DETECTOR, **describe())
-    arguments = ["--input", save_image(tmp_path / "a.png"), "--json", "r", "--device", "cpu"]
+    arguments = ["--images", save_image(tmp_path / "a.png"), "--json", "r", "--device", "cpu"]
     overrides = ["INPUT.MIN_SIZE_TEST", "48"]
     for weights, more in ((backbone, []), (tmp_path / "none.onnx", []), (detector, overrides)):
         with pytest.raises(SystemExit, match="2"):

@@ -168,7 +168,7 @@ def test_onnxruntime_and_numpy_are_enough_to_run_it(exported: Path) -> None:
     )
     arguments = [str(exported / "shared"), str(exported / "photos" / "0.png")]
     run = subprocess.run(
-        [sys.executable, "-c", program, *arguments, "--score-threshold", "0"],
+        [sys.executable, "-c", program, *arguments, "--threshold", "0"],
         capture_output=True,
         text=True,
         check=False,

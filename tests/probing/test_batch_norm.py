@@ -123,7 +123,7 @@ def test_images_come_whole_through_the_configs_mapper_and_without_repetition(
 def test_a_training_set_that_is_not_known_here_is_named() -> None:
     cfg = get_cfg()
     cfg.DATASETS.TRAIN = ("of_another_machine",)
-    with pytest.raises(UserError, match=r"'of_another_machine'.*--image-folder"):
+    with pytest.raises(UserError, match=r"'of_another_machine'.*--images"):
         training_records(cfg)
     DatasetCatalog.register("of_this_machine", lambda: [{"file_name": "a.png"}])
     cfg.DATASETS.TRAIN = ("of_this_machine",)

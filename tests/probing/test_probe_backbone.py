@@ -40,7 +40,7 @@ def folders(tmp_path: Path) -> list[str]:
             folder = tmp_path / split / "abc"[i % 3]
             folder.mkdir(parents=True, exist_ok=True)
             save(folder / f"{i}.png", draw(32 + i % 3, 40, seed=i + 100 * (split == "val")))
-        flags += [f"--{split}-folder", str(tmp_path / split)]
+        flags += ["--data" if split == "train" else "--val", str(tmp_path / split)]
     (tmp_path / "train" / "b" / "x.png").write_text("no image")
     return flags
 
@@ -142,8 +142,8 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
         (["--random", "--probes", "tran-1:96"], "tran-1:96"),
         (["--random", "--plot", "a.pdf"], "--plot"),
         (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "--memory-gb"),
-        (["--random", "--val-folder", "other"], "other'"),
-        (["--random", "--train-folder", "broken"], "--train-folder"),
+        (["--random", "--val", "other"], "other'"),
+        (["--random", "--data", "broken"], "--data"),
         *((["--random", "--json", f"{name}.json"], name) for name in ("text", "rows")),
     ],
 )

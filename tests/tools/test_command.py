@@ -27,7 +27,7 @@ def test_a_command_is_its_tool() -> None:
     run = _run("train", "--help")
     assert run.returncode == 0
     assert run.stdout.startswith("usage: qbheat train ")
-    assert "--train-json" in run.stdout
+    assert "--data" in run.stdout
 
 
 def test_no_help_waits_for_large_libraries() -> None:

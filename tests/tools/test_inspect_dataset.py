@@ -67,9 +67,8 @@ def inspect(
 
     def run(*opts: str, **folders: Path) -> tuple[int, str]:
         words = ["--config-file", CONFIG, "--num-samples", "3", "--output", str(tmp_path / "out")]
-        for split, folder in {**data, **folders}.items():
-            words += [f"--{split}-json", str(folder / "annotations.json")]
-            words += [f"--{split}-images", str(folder / "images")]
+        for flag, folder in zip(("--data", "--val"), {**data, **folders}.values(), strict=True):
+            words += [flag, str(folder / "annotations.json")]
         return tool.main([*words, *opts]), capsys.readouterr().out
 
     return run
@@ -179,8 +178,8 @@ def test_what_training_can_handle_is_a_warning(inspect: Any, data: dict[str, Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--train-json", "x.json"], "--train-images"),
-        (["--train-json", "/nowhere/x.json", "--train-images", "/"], "/nowhere/x.json"),
+        (["--images", "x"], "--data"),
+        (["--data", "/nowhere/x.json", "--images", "/"], "/nowhere/x.json"),
         (["--config-file", CONFIG, "DATASETS.TRAIN", "('none',)"], "no dataset 'none'"),
         ([], "names no dataset"),
         (["--num-samples", "-1"], "--num-samples must be 0 or more"),

@@ -46,7 +46,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> str:
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any, str]]:
     """Folder of six classes, with a file that is no image; config; weights."""
     root = Path(make_classes(tmp_path_factory.mktemp("train"), dict.fromkeys(NAMES, 1)))
-    cfg, _ = configure({}, "--train-folder", str(root))
+    cfg, _ = configure({"DATASETS.VAL_FRACTION": "0"}, "--data", str(root))
     (root / "bee" / "x.jpg").write_text("no image")
     yield str(root), cfg, save_run(cfg, tmp_path_factory.mktemp("classifier"), seed=4)
     forget_runs(LABELLED_TRAIN)
@@ -62,7 +62,7 @@ def run(words: str, json_file: Path) -> Any:
 def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
     photos: Path, detector: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"--weights {detector} --input {photos} --score-threshold 0"
+    words = f"--weights {detector} --images {photos} --threshold 0"
     code, results = run(f"{words} --output {tmp_path / 'out'}", tmp_path / "boxes.json")
     assert code == 0
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["0.png", "1.png", "2.png"]
@@ -87,7 +87,7 @@ def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
     classifier: tuple[str, Any, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, cfg, weights = classifier
-    code, results = run(f"--weights {weights} --input {root}", tmp_path / "classes.json")
+    code, results = run(f"--weights {weights} --images {root}", tmp_path / "classes.json")
     assert (code, len(results)) == (1, 6)
     said = capsys.readouterr().err
     assert "x.jpg" in said
@@ -114,15 +114,15 @@ def test_bad_arguments_are_named_with_exit_code_2(
     pretrained = save_run(load_config(RECIPE, [w for p in OPTS.items() for w in p]), tmp_path / "p")
     out = f"--output {tmp_path / 'out'}"
     for words, named in (
-        (f"--weights none.pth --input {photos} {out}", "'none.pth'"),
-        (f"--weights {probe} --input nowhere {out}", "'nowhere'"),
-        (f"--weights {probe} --input {photos}", "--json"),
-        (f"--weights {probe} --input {photos} --json {tmp_path}", str(tmp_path)),
-        (f"--weights {probe} --input {photos} {out} --score-threshold 2", "--score-threshold"),
-        (f"--weights {probe} --input {photos} {out} A.B 1", "A.B"),
-        (f"--weights {tmp_path}/m.onnx --input x --json y --fast", "--fast"),
-        (f"--weights {pretrained} --input {photos} {out}", "QBHeat"),
-        (f"--weights {classifier[2]} --input {photos} {out}", "--output"),
+        (f"--weights none.pth --images {photos} {out}", "'none.pth'"),
+        (f"--weights {probe} --images nowhere {out}", "'nowhere'"),
+        (f"--weights {probe} --images {photos}", "--json"),
+        (f"--weights {probe} --images {photos} --json {tmp_path}", str(tmp_path)),
+        (f"--weights {probe} --images {photos} {out} --threshold 2", "--threshold"),
+        (f"--weights {probe} --images {photos} {out} A.B 1", "A.B"),
+        (f"--weights {tmp_path}/m.onnx --images x --json y --fast", "--fast"),
+        (f"--weights {pretrained} --images {photos} {out}", "QBHeat"),
+        (f"--weights {classifier[2]} --images {photos} {out}", "--output"),
     ):
         with pytest.raises(SystemExit) as caught:
             predict.main([*words.split()[:4], "--device", "cpu", *words.split()[4:]])

@@ -38,7 +38,7 @@ def folders(tmp_path: Path) -> list[str]:
         for i in range(num):
             pixels = rng.integers(0, 256, (20, 16, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / name / f"{i}.png")
-    return ["--image-folder", f"{tmp_path}/train", "--val-image-folder", f"{tmp_path}/val"]
+    return ["--images", f"{tmp_path}/train", "--val-images", f"{tmp_path}/val"]
 
 
 def save_model(path: Path, *opts: str, zero: bool = False) -> str:
@@ -84,7 +84,7 @@ def test_wrong_input_is_exit_code_2_and_names_what_is_wrong(
     val = folders[2:]
     for arguments, expected in (
         (folders, "--config-file"),
-        ([*named, "--image-folder", str(one), *val, *SMALL], "two readable training images"),
+        ([*named, "--images", str(one), *val, *SMALL], "two readable training images"),
         ([*named, *folders, "--weights", raw, *SMALL], "NORM_PIXEL_LOSS"),
         ([*named, *folders, "--max-images", "1"], "--max-images"),
         (["--config-file", str(ROOT / "configs/demo/toy_retinanet.yaml"), *folders], "RetinaNet"),

@@ -95,10 +95,19 @@ def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
         UserError: the first error of ``CocoFile``, with the number of the others.
     """
     content = CocoFile(str(json_file), str(image_root))
+    check_coco_file(content)
+    return content
+
+
+def check_coco_file(content: CocoFile) -> None:
+    """Logs what is odd in annotations.
+
+    Raises:
+        UserError: the first of their errors, with the number of the others.
+    """
     raise_first(content.errors)
     for warning in content.warnings:
         logger.warning(warning)
-    return content
 
 
 def check_same_classes(train: CocoFile, val: CocoFile) -> None:

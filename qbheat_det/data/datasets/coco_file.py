@@ -3,7 +3,8 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from qbheat_det.core.errors import UserError
@@ -59,6 +60,7 @@ class CocoFile:
 
     Attributes:
         json_file: the file.
+        image_root: folder that file names are relative to.
         images, annotations: entries without an error, as they are in the file.
         categories: those without an error, in contiguous order: by id, as Detectron2 sorts them.
         errors: one for each thing that is wrong.
@@ -66,7 +68,12 @@ class CocoFile:
     """
 
     def __init__(
-        self, json_file: str, image_root: str, needed: Sequence[str] = tuple(_LISTS)
+        self,
+        json_file: str,
+        image_root: str,
+        needed: Sequence[str] = tuple(_LISTS),
+        *,
+        converted: "Converted | None" = None,
     ) -> None:
         """Reads and checks a file; whether an image file exists is checked, but none is opened.
 
@@ -74,16 +81,20 @@ class CocoFile:
             json_file: the file.
             image_root: folder that file names are relative to.
             needed: lists that it must have; without "annotations", images need an id and a file.
+            converted: what stands in files of another format, in place of reading ``json_file``,
+                which is then what messages name as a whole.
 
         Raises:
             UserError: nothing can be said about single entries: the file or the image folder does
                 not exist, the file is not JSON, or not COCO, or has no images or no categories.
         """
         self.json_file = json_file
-        self.errors: list[DataError] = []
+        self.image_root = image_root
+        self.errors: list[DataError] = list(converted.errors) if converted else []
         self.warnings: list[str] = []
         self.annotations: list[Entry] = []
-        self._lists = _read(json_file, needed)
+        self._places = converted.places if converted else {}
+        self._lists = converted.lists if converted else _read(json_file, needed)
         if not os.path.isdir(image_root):
             raise UserError(f"the image folder '{image_root}' of {json_file} does not exist")
 
@@ -132,7 +143,7 @@ class CocoFile:
             if not found and entry["id"] in valid:
                 found = f"{kind} id twice", "the id occurs more than once, here again"
             if found := found or find(entry):
-                where = f"{self.json_file}: {kind} {name}"
+                where = self._places.get((key, number)) or f"{self.json_file}: {kind} {name}"
                 self.errors.append(DataError(found[0], where, found[1]))
             else:
                 valid[entry["id"]] = entry
@@ -169,8 +180,9 @@ class CocoFile:
             ("have a box without area", has_area),
         ):
             if odd := [entry["id"] for entry in self.annotations if not is_valid(entry)]:
+                first = self._places.get(("annotations", odd[0])) or f"with id {odd[0]}"
                 self.warnings.append(
-                    f"{self.json_file}: {len(odd)} annotations {what}, the first with id {odd[0]}"
+                    f"{self.json_file}: {len(odd)} annotations {what}, the first {first}"
                 )
         self._check_classes()
 
@@ -187,6 +199,30 @@ class CocoFile:
         if without and with_boxes:
             names = join_first(without)
             self.warnings.append(f"{self.json_file}: categories without a box: {names}")
+
+    def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
+        """Returns the lists of valid entries, of all images or of those with these file names."""
+        images = [
+            one for one in self.images if file_names is None or one["file_name"] in file_names
+        ]
+        ids = {image["id"] for image in images}
+        annotations = [one for one in self.annotations if one["image_id"] in ids]
+        return {"images": images, "annotations": annotations, "categories": self.categories}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The lists of a COCO file that were made of files of another format.
+
+    Attributes:
+        lists: "images", "annotations" and "categories", with ids that count from 1.
+        places: what messages call an entry, by its list and its number in it, from 1.
+        errors: what could not be converted.
+    """
+
+    lists: dict[str, list[Any]]
+    places: dict[tuple[str, int], str]
+    errors: list[DataError]
 
 
 def has_area(entry: Entry) -> bool:

@@ -7,7 +7,7 @@ number the others differently: labels of several sets are brought to one numberi
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -28,13 +28,23 @@ _SHOWN = 5  # classes that a message names
 
 
 def register_image_folders(
-    name: str, folders: Sequence[PathLike], *, labelled: bool = False
+    name: str,
+    folders: Sequence[PathLike],
+    *,
+    labelled: bool = False,
+    keep: Collection[str] | None = None,
 ) -> None:
     """Registers the images of folders as one data set; they are listed when it is first loaded.
 
     A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``: the
     contiguous index of its class folder; ``folder_classes`` of the metadata then lists these once
     the set is loaded. Registering a name again with the same folders does nothing.
+
+    Args:
+        name: of the new data set.
+        folders: to be searched with all that is below them.
+        labelled: see above.
+        keep: paths of images relative to their folder; None keeps all.
 
     Raises:
         UserError: the name is taken by other data.
@@ -53,6 +63,9 @@ def register_image_folders(
         records, class_names = load_image_folders(paths, labelled=labelled)
         if labelled:
             MetadataCatalog.get(name).set(folder_classes=class_names)
+        if keep is not None:
+            kept = {os.path.join(folder, path) for folder in paths for path in keep}
+            records = [record for record in records if record["file_name"] in kept]
         logger.info(f"{len(records):,} images in {', '.join(map(ascii, paths))}")
         return records
 
@@ -203,8 +216,8 @@ def _load(name: str) -> list[tuple[str, str]]:
     if not class_names or any("label" not in record for record in records):
         raise UserError(
             f"the images of dataset '{name}' have no labels: name a set of class folders, such as "
-            "imagenet_train, or give class folders by --train-folder and --val-folder, for nearest "
-            "neighbours --knn-train-folder and --knn-val-folder"
+            "imagenet_train, or give class folders by --data and --val, for nearest neighbours "
+            "--knn-train-folder and --knn-val-folder"
         )
     return [(record["file_name"], class_names[record["label"]]) for record in records]
 

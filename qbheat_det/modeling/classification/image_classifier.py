@@ -302,6 +302,6 @@ class ImageClassifier(ImageModel):
                     f"image '{entry.get('file_name', '')}' has "
                     f"{f'label {label}' if 'label' in entry else 'no label'}, but labels are 0 to "
                     f"{self.num_classes - 1} (MODEL.CLASSIFIER.NUM_CLASSES): train on class "
-                    "folders (--train-folder and --val-folder) or on imagenet_train"
+                    "folders (--data and --val) or on imagenet_train"
                 )
         return torch.tensor(labels).to(self.device, non_blocking=True)

@@ -1,0 +1,260 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What ``--data`` may name, recognised by its files: where its images and boxes are.
+
+A source is what JSON can hold, so that a run can record it: ``json_file`` with ``image_root``, or
+``image_folders``; ``labelled``, whether boxes or the names of folders are read; and ``split``, if
+it is a part of the images that ``split.json`` lists.
+"""
+
+import functools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from qbheat_det.core.errors import UserError
+
+from .coco import check_coco_file, load_coco_images, register_coco_images, register_coco_json
+from .coco_file import CocoFile
+from .image_folder import (
+    IMAGE_SUFFIXES,
+    check_image_folder,
+    load_image_folders,
+    register_image_folders,
+)
+from .splits import group_by_rarest_class, read_split, split_names
+
+Source = dict[str, Any]
+Kind = Literal["coco", "classes"]
+
+_VAL_NAMES = ("val", "valid", "validation", "test")
+_COCO = {
+    "train": ("annotations/instances_train*.json", "train/_annotations.coco.json"),
+    "whole": ("annotations.json", "_annotations.coco.json"),
+    "val": ("annotations/instances_val*.json", "val*/_annotations.coco.json"),
+}
+_FORMATS = (
+    "a COCO json, a folder with annotations/instances_train.json, or a folder with a folder of "
+    "images for each class"
+)
+_FILE_NAME = re.compile(r'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What a path names: its format, and the sources to train and to evaluate on."""
+
+    kind: Kind
+    train: Source
+    val: Source | None = None
+
+
+def find_kind(path: str) -> Kind:
+    """Returns the format of a file or a folder, by names alone.
+
+    Raises:
+        UserError: there is no such path, or it has none of the formats.
+    """
+    if not os.path.exists(path):
+        raise UserError(f"'{path}' does not exist")
+    root = Path(path)
+    if root.is_file():
+        kinds: dict[str, Kind] = {".json": "coco"}
+        if kind := kinds.get(root.suffix.lower()):
+            return kind
+    elif any(_find_json(root, part) for part in _COCO):
+        return "coco"
+    elif any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(root)):
+        return "classes"
+    elif any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in root.iterdir()):
+        raise UserError(
+            f"'{path}' holds images and no annotations: --data takes {_FORMATS}; --images takes "
+            "images without labels, for pre-training"
+        )
+    raise UserError(f"'{path}' is nothing that --data takes: {_FORMATS}")
+
+
+def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
+    """Returns where the images and boxes of a path are.
+
+    Args:
+        path: file or folder, see ``find_kind``.
+        image_root: folder of the images of a COCO json; empty searches beside it.
+        likely_root: where that search begins.
+
+    Raises:
+        UserError: as ``find_kind``, or the images of a COCO json are not found.
+    """
+    kind, root = find_kind(path), Path(path).absolute()
+    if kind != "coco" and image_root:
+        raise UserError(f"'{path}' is no COCO json, so its images need no folder '{image_root}'")
+    if kind == "classes":
+        return _open_classes(root)
+    if root.is_file():
+        return DataSource(kind, _locate_images(root, image_root, likely_root))
+    files = [found for part in _COCO if (found := _find_json(root, part))]
+    sources = [_locate_images(file, image_root, likely_root) for file in files]
+    return DataSource(kind, sources[0], sources[1] if len(sources) > 1 else None)
+
+
+def _open_classes(root: Path) -> DataSource:
+    parts = {entry.name for entry in root.iterdir() if entry.is_dir()}
+    val = next((name for name in _VAL_NAMES if name in parts), None)
+    # Vehicles have a class "train", too.
+    if val is None or "train" not in parts or parts - {"train", *_VAL_NAMES}:
+        return DataSource("classes", _class_folder(root))
+    return DataSource("classes", _class_folder(root / "train"), _class_folder(root / val))
+
+
+def _class_folder(folder: Path) -> Source:
+    return {"image_folders": [str(folder)], "labelled": True}
+
+
+def _find_json(root: Path, part: str) -> Path | None:
+    found = [path for pattern in _COCO[part] for path in sorted(root.glob(pattern))]
+    if len(found) > 1:
+        names = " and ".join(str(path.relative_to(root)) for path in found)
+        raise UserError(f"'{root}' has {names}: name the file that is meant")
+    return found[0] if found else None
+
+
+def _locate_images(json_file: Path, given: str, likely: str) -> Source:
+    """Finds the folder that the file names in a COCO json are relative to, by its first image."""
+    above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
+    beside = [json_file.parent / "images", above / "images", json_file.parent]
+    beside += [above / "images" / subset, above / subset, json_file.parent / subset]
+    folders = [*([Path(likely).absolute()] if likely else []), *beside]
+    first = "" if given else _read_first_name(json_file)
+    if given or not first:  # of a broken file, which is reported when it is read
+        folders = [Path(given or json_file.parent).absolute()]
+    elif holding := [folder for folder in folders if (folder / first).is_file()]:
+        folders = holding
+    else:  # one image may be missing
+        folders = [folder for folder in folders[: len(folders) - 4] if folder.is_dir()]
+    if not folders:
+        raise UserError(
+            f"the images of '{json_file}', such as '{first}', are not beside it: name their folder "
+            "with --images, or of --val with --val-images"
+        )
+    return {"json_file": str(json_file), "image_root": str(folders[0]), "labelled": True}
+
+
+def _read_first_name(json_file: Path) -> str:
+    """Returns the first ``file_name`` without reading all of a file that may be large."""
+    text = ""
+    with open(json_file, encoding="utf-8", errors="replace") as file:
+        while chunk := file.read(1 << 20):
+            text += chunk
+            if match := _FILE_NAME.search(text):
+                try:
+                    return str(json.loads(match[1]))
+                except ValueError:
+                    return ""
+    return ""
+
+
+def origin_of(source: Source) -> str:
+    """Returns the file or folder of a source, as errors name it."""
+    return str(source.get("json_file") or source["image_folders"][0])
+
+
+def read_annotations(source: Source) -> CocoFile:
+    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split.
+
+    Raises:
+        UserError: nothing can be said about single entries, see ``CocoFile``.
+    """
+    return CocoFile(source["json_file"], source["image_root"])
+
+
+def register_source(
+    name: str, source: Source, *, split: Mapping[str, Any] | None = None
+) -> CocoFile | None:
+    """Checks and registers a set, in place of another of the same name; returns its annotations.
+
+    Args:
+        name: is free to choose.
+        source: is kept as ``source`` of the metadata.
+        split: what is in the file of ``source["split"]``; None reads it.
+
+    Raises:
+        UserError: a file or folder is missing or broken.
+    """
+    forget_source(name)
+    keep = annotations = None
+    if part := source.get("split"):
+        keep = frozenset((split or read_split(part["file"]))[part["part"]])
+    if "image_folders" in source:
+        for folder in source["image_folders"]:
+            check_image_folder(folder)
+        register_image_folders(
+            name, source["image_folders"], labelled=source["labelled"], keep=keep
+        )
+    else:
+        annotations = _register_annotated(name, source, keep)
+    MetadataCatalog.get(name).source = source
+    return annotations
+
+
+def _register_annotated(name: str, source: Source, keep: Collection[str] | None) -> CocoFile | None:
+    files = source["json_file"], source["image_root"]
+    if not source["labelled"]:
+        load_coco_images(*files)  # raises any error now
+        register_coco_images(name, *files)
+        return None
+    annotations = read_annotations(source)
+    check_coco_file(annotations)
+    if keep is not None:
+        files = _write_json(name, source["json_file"], annotations.keep(keep)), files[1]
+    register_coco_json(name, *files)
+    ids = {category: index for index, category in enumerate(annotations.category_ids)}
+    MetadataCatalog.get(name).set(
+        thing_classes=list(annotations.class_names), thing_dataset_id_to_contiguous_id=ids
+    )
+    return annotations
+
+
+def forget_source(name: str) -> None:
+    """Removes a registered set, if there is one of this name."""
+    if name in DatasetCatalog:
+        DatasetCatalog.remove(name)
+    if name in MetadataCatalog.list():
+        MetadataCatalog.remove(name)
+
+
+def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
+    """Divides the images of a source, see ``split_names``; they are named relative to its folder.
+
+    Raises:
+        UserError: the source is broken, or has too few images.
+    """
+    if "image_folders" in source:
+        (folder,) = source["image_folders"]
+        records, _ = load_image_folders([folder], labelled=True)
+        names = [os.path.relpath(record["file_name"], folder) for record in records]
+        groups = [record["label"] for record in records]
+    else:
+        annotations = read_annotations(source)
+        check_coco_file(annotations)
+        names = [image["file_name"] for image in annotations.images]
+        groups = group_by_rarest_class(annotations)
+    return split_names(names, groups, fraction=fraction, seed=seed)
+
+
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="qbheat_data_")  # until the process ends
+
+
+def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
+    """Writes annotations for Detectron2 and the evaluation, which read files; returns the path."""
+    words = re.sub(r"\W+", "_", f"{name} {Path(origin).name}")
+    path = Path(_temporary_folder().name) / f"{words[-100:]}.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)

@@ -1,0 +1,89 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Holding a part of a data set out for evaluation, in the proportions of its classes."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+
+from .coco_file import CocoFile
+
+SPLIT_FILE = "split.json"
+
+
+def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
+    """Returns which of some images are held out; the same ones for the same seed.
+
+    Args:
+        groups: (N,), by which the images are stratified: of each group, the share is within one
+            image of ``fraction``. The only image of a group is never held out.
+        fraction: in (0, 1).
+        seed: of the choice.
+    """
+    generator = random.Random(f"{seed} hold out")
+    sizes = Counter(groups)
+    order = sorted(
+        (repr(group), generator.random(), index)
+        for index, group in enumerate(groups)
+        if sizes[group] > 1
+    )
+    start = generator.random()
+    # Every fifth of all, in the order of the groups, from a random one of the first five.
+    return {
+        index
+        for place, (_, _, index) in enumerate(order)
+        if int((place + 1) * fraction + start) > int(place * fraction + start)
+    }
+
+
+def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
+    """Returns for each image the class in it that fewest images have; None without boxes."""
+    classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
+    for entry in annotations.annotations:
+        if not entry.get("iscrowd", 0):
+            classes[entry["image_id"]].add(entry["category_id"])
+    counts = Counter(class_id for own in classes.values() for class_id in own)
+    return [
+        min(own, key=lambda class_id: (counts[class_id], class_id)) if own else None
+        for own in classes.values()
+    ]
+
+
+def split_names(
+    names: Sequence[str], groups: Sequence[Hashable], *, fraction: float, seed: int
+) -> dict[str, Any]:
+    """Returns what ``split.json`` lists: "seed", "fraction", and the names in "train" and "val".
+
+    Raises:
+        UserError: there are too few images to hold one out.
+    """
+    chosen = choose_val(groups, fraction=fraction, seed=seed)
+    if not chosen or len(chosen) == len(names):
+        raise UserError(
+            f"a share of {fraction:g} of {len(names)} images cannot be held out: name a set to "
+            "evaluate on with --val, or set DATASETS.VAL_FRACTION 0 to evaluate on none"
+        )
+    parts: dict[str, list[str]] = {"train": [], "val": []}
+    for index, name in enumerate(names):
+        parts["val" if index in chosen else "train"].append(name)
+    return {"seed": seed, "fraction": fraction, **parts}
+
+
+def read_split(path: str | Path) -> dict[str, Any]:
+    """Returns what a ``split.json`` holds.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        parts = [content["train"], content["val"]]
+        if all(isinstance(name, str) for part in parts for name in part):
+            return dict(content)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f'\'{path}\' does not list the images of a split by "train" and "val"')

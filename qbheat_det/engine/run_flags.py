@@ -1,0 +1,130 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What a training or an evaluation is asked to do, by the command line or by Python."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from detectron2.config import CfgNode
+
+from qbheat_det.checkpoint import load_run_config
+from qbheat_det.config import find_config, get_cfg, load_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_kind
+
+_DEFAULTS = {
+    "boxes": "custom/retinanet_lite0_finetune.yaml",
+    "classes": "custom/tran1_285M_probe.yaml",
+    "images": "custom/distill_285M_cpu.yaml",
+}
+_KEYS = {"weights": "MODEL.WEIGHTS", "output": "OUTPUT_DIR"}
+
+
+@dataclass(kw_only=True)
+class RunFlags:
+    """The flags of ``tools/train_net.py``, by the same names, for ``build_config``.
+
+    ``build_config(RunFlags(data="data.yaml", output="output/mine", opts=["SOLVER.EPOCHS", 20]))``
+    is ``qbheat train --data data.yaml --output output/mine SOLVER.EPOCHS 20``. All paths may be
+    relative to the working directory.
+
+    Attributes:
+        config_file: path of a config, or name of a shipped one. Empty takes the config inside
+            ``weights``; without these, a default for boxes, class folders or bare images.
+        data: what to train on, or with ``eval_only`` what to evaluate on: a COCO json, a folder in
+            COCO's layout, a YOLO ``data.yaml``, a Pascal VOC folder, or class folders.
+        images: one folder, where ``data`` is a COCO json and its images are not beside it; without
+            ``data``, folders of images without labels, for pre-training.
+        val: as ``data``, to evaluate on. Where it is empty and ``data`` names no such part either,
+            ``DATASETS.VAL_FRACTION`` of the images is held out, and listed in ``split.json``.
+        val_images: as ``images``, of ``val``.
+        knn_train_folder, knn_val_folder: class folders of a nearest-neighbour score.
+        knn: whether the images of ``data`` and ``val`` are those of such a score.
+        weights: ``MODEL.WEIGHTS``.
+        output: ``OUTPUT_DIR``.
+        resume: whether to continue the run in ``output``.
+        eval_only: whether ``weights`` are evaluated, and nothing is trained.
+        opts: keys and values of config overrides in turn; values are turned into text.
+    """
+
+    config_file: str = ""
+    data: str | None = None
+    images: Sequence[str] = ()
+    val: str | None = None
+    val_images: Sequence[str] = ()
+    knn_train_folder: str | None = None
+    knn_val_folder: str | None = None
+    knn: bool = False
+    weights: str = ""
+    output: str = ""
+    resume: bool = False
+    eval_only: bool = False
+    opts: Sequence[str] = ()
+
+    @classmethod
+    def read(cls, args: "argparse.Namespace | RunFlags") -> "RunFlags":
+        """Returns the flags of parsed arguments; ``weights`` and ``output`` are moved to ``opts``.
+
+        Args:
+            args: flags that it lacks have their defaults; others are not read.
+
+        Raises:
+            UserError: a flag and an override set the same key, or there is no such config.
+        """
+        given = {field.name: vars(args)[field.name] for field in fields(cls)
+                 if vars(args).get(field.name) is not None}  # fmt: skip
+        flags = cls(**given)
+        pairs = []
+        for name, key in _KEYS.items():
+            if value := getattr(flags, name):
+                if key in flags.opts[::2]:
+                    raise UserError(f"--{name} and {key} are the same: leave one out")
+                pairs += [key, str(value)]
+        file = find_config(flags.config_file) if flags.config_file else ""
+        opts = [*pairs, *map(str, flags.opts)]
+        return dataclasses.replace(flags, config_file=file, weights="", output="", opts=opts)
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The overrides of ``read`` by key."""
+        return dict(zip(self.opts[::2], self.opts[1::2], strict=False))
+
+    def load_config(self) -> CfgNode:
+        """Returns the config that the flags ask for, before it knows of the data.
+
+        Raises:
+            UserError: the config is not valid, or that of the weights is for other data.
+        """
+        weights = self.overrides.get("MODEL.WEIGHTS", "")
+        if self.config_file or (self.eval_only and not weights):
+            return load_config(self.config_file or None, self.opts)
+        if self.eval_only:
+            return load_run_config(weights, opts=self.opts)
+        wanted = self._find_job()
+        if not weights:
+            return load_config(find_config(_DEFAULTS[wanted]), self.opts)
+        cfg = load_run_config(weights, opts=self.opts)
+        if (job := find_job(cfg)) != wanted:
+            raise UserError(
+                f"'{weights}' are weights of a model for {job}, but the data are {wanted}: name a "
+                f"recipe with --config-file, such as {_DEFAULTS[wanted]}"
+            )
+        if "OUTPUT_DIR" not in self.overrides:  # that of the weights is taken by their own run
+            cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
+        return cfg
+
+    def _find_job(self) -> str:
+        if self.data:
+            return "classes" if find_kind(self.data) == "classes" else "boxes"
+        if not self.images:
+            raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
+        return "images"
+
+
+def find_job(cfg: CfgNode) -> str:
+    """Returns what the model of a config is trained on: "boxes", "classes" or "images" alone."""
+    mapper = cfg.INPUT.DATASET_MAPPER_NAME
+    if mapper in MAPPERS_OF_CLASSES:
+        return "classes"
+    return "images" if mapper in MAPPERS_OF_IMAGES else "boxes"
