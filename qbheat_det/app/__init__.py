@@ -7,6 +7,8 @@ page never opens a path that somebody typed.
 
 import functools
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +92,7 @@ def serve(
         UserError: Gradio is not installed, a model does not exist, or the port is taken.
     """
     models = Models(weights, device=device)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # else the folder would stay
     with tempfile.TemporaryDirectory(prefix="qbheat_app_") as folder:
         # Gradio reads these when it is imported: uploads go to the folder, and no statistics of
         # use are sent anywhere.

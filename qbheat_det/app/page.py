@@ -124,7 +124,9 @@ def _build_detection(models: Models, folder: Path) -> None:
             )
         with gr.Column(scale=2, min_width=300):
             status = gr.Markdown(elem_id="status")
-            gallery = gr.Gallery(label="Boxes", object_fit="contain", height=560, preview=True)
+            gallery = gr.Gallery(
+                label="Pictures", object_fit="contain", height=560, buttons=["fullscreen"]
+            )
             table = gr.Dataframe(
                 headers=["file", "frame", "class", "score", "x1", "y1", "x2", "y2"],
                 label="Boxes, in pixels", interactive=False, max_height=320,
@@ -135,7 +137,9 @@ def _build_detection(models: Models, folder: Path) -> None:
 
     def show(found: list[Found], least: float, names: list[str]) -> tuple[Any, ...]:
         drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
-        return drawn, rows, gr.DownloadButton(value=archive, interactive=bool(found))
+        # A picture alone would be cut off in the grid of small ones.
+        pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
+        return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(found))
 
     def predict(
         paths: list[str] | None, label: str, least: float, names: list[str]
@@ -179,14 +183,22 @@ def _build_encoder(models: Models, folder: Path) -> None:
             button = gr.Button("Show", variant="primary")
         with gr.Column(scale=2, min_width=300):
             explanation = gr.Markdown()
-            figures = [gr.Image(visible=False, buttons=["fullscreen"]) for _ in range(_FIGURES)]
+            figures = []
+            for _ in range(_FIGURES):
+                figures += [
+                    gr.Markdown(),
+                    gr.Image(visible=False, show_label=False, buttons=["fullscreen"]),
+                ]
 
     def show(path: str | None, label: str) -> tuple[Any, ...]:
         if not path:
             raise UserError("choose an image first")
         drawn, text = draw_encoder(models.open_run(label), Path(path), _make_folder(folder))
-        shown = [gr.Image(image, label=caption, visible=True) for image, caption in drawn]
-        return text, *shown, *[gr.Image(visible=False)] * (_FIGURES - len(shown))
+        shown = [
+            part for image, caption in drawn for part in (caption, gr.Image(image, visible=True))
+        ]
+        empty = ["", gr.Image(visible=False)] * (_FIGURES - len(drawn))
+        return text, *shown, *empty
 
     button.click(
         _with_messages(show), [file, model], [explanation, *figures], api_visibility="private"

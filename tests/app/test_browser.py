@@ -50,7 +50,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             assert server.poll() is None
             time.sleep(0.5)
     yield url
-    server.send_signal(2)  # as Ctrl-C does
+    server.terminate()
     server.wait(60)
     assert not list(folder.glob("qbheat_app_*"))
 
@@ -95,7 +95,7 @@ def upload(page: Any, *files: Path) -> None:
 
 def download(page: Any) -> list[dict[str, Any]]:
     with page.expect_download() as waiting:
-        page.get_by_role("button", name="Download").click()
+        page.get_by_role("button", name="Download boxes.json").click()
     with zipfile.ZipFile(waiting.value.path()) as archive:
         assert any(name.endswith(".jpg") for name in archive.namelist())
         found: list[dict[str, Any]] = json.loads(archive.read("boxes.json"))

@@ -97,9 +97,13 @@ def test_threshold_and_classes_choose_what_is_drawn_and_written(tmp_path: Path) 
 
 def test_the_encoder_of_the_zoo_shows_attention_and_reconstruction(tmp_path: Path) -> None:
     image = tmp_path / "image.png"
-    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 90, 3), np.uint8)).save(image)
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 90, 3), np.uint8)).save(
+        image
+    )
     models = Models(device="cpu")
-    gallery, text = uploads.draw_encoder(models.open_run("qb_heat/285M_caltech101"), image, tmp_path)
+    gallery, text = uploads.draw_encoder(
+        models.open_run("qb_heat/285M_caltech101"), image, tmp_path
+    )
     assert len(gallery) == 3  # two directions of attention, and the reconstructions
     assert all(PIL.Image.open(file).size[0] > 100 for file, _ in gallery)
     assert "Attention" in text
