@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.video import VIDEO_SUFFIXES
 
-from . import Models
+from .models import Models
 from .uploads import (
     IMAGE_SUFFIXES,
     LOWEST_SCORE,
@@ -124,16 +124,7 @@ def _build_detection(models: Models, folder: Path) -> None:
             )
         with gr.Column(scale=2, min_width=300):
             status = gr.Markdown(elem_id="status")
-            gallery = gr.Gallery(
-                label="Pictures", object_fit="contain", height=560, buttons=["fullscreen"]
-            )
-            table = gr.Dataframe(
-                headers=["file", "frame", "class", "score", "x1", "y1", "x2", "y2"],
-                label="Boxes, in pixels", interactive=False, max_height=320,
-            )  # fmt: skip
-            download = gr.DownloadButton(
-                "Download boxes.json (COCO) and pictures", interactive=False
-            )
+            outputs = _build_results()
 
     def show(found: list[Found], least: float, names: list[str]) -> tuple[Any, ...]:
         drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
@@ -158,20 +149,31 @@ def _build_detection(models: Models, folder: Path) -> None:
             *show(found, least, names),
         )
 
-    outputs = [gallery, table, download]
     button.click(
         _with_messages(predict),
         [files, model, threshold, classes],
         [results, status, classes, *outputs],
         api_visibility="private",
     )
-    for event in (threshold.release, classes.input):
+    for event in (threshold.change, classes.input):
         event(
             _with_messages(show),
             [results, threshold, classes],
             outputs,
+            trigger_mode="always_last",
             api_visibility="private",
         )
+
+
+def _build_results() -> list[Any]:
+    """Adds gallery, table and download."""
+    gallery = gr.Gallery(label="Pictures", object_fit="contain", height=560, buttons=["fullscreen"])
+    table = gr.Dataframe(
+        headers=["file", "frame", "class", "score", "x1", "y1", "x2", "y2"],
+        label="Boxes, in pixels", interactive=False, max_height=320,
+    )  # fmt: skip
+    download = gr.DownloadButton("Download boxes.json (COCO) and pictures", interactive=False)
+    return [gallery, table, download]
 
 
 def _build_encoder(models: Models, folder: Path) -> None:

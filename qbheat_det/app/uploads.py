@@ -101,15 +101,21 @@ def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Found], list
         try:
             if path.suffix.lower() in VIDEO_SUFFIXES:
                 frames, fps = open_frames(path)
-                results = [detector.predict(frame, threshold=LOWEST_SCORE) for frame in frames]
+                results = [_predict(detector, frame) for frame in frames]
             elif path.suffix.lower() in IMAGE_SUFFIXES:
-                fps, results = 0.0, [detector.predict(open_image(path), threshold=LOWEST_SCORE)]
+                fps, results = 0.0, [_predict(detector, open_image(path))]
             else:
                 raise UnreadableImage("neither an image nor a video")
             found.append(Found(path.name, results, fps))
         except (UnreadableImage, UserError) as error:
             skipped.append(f"`{path.name}`: {error}")
     return found, skipped
+
+
+def _predict(detector: Detector, image: Image) -> Detections:
+    found = detector.predict(image, threshold=LOWEST_SCORE)
+    assert isinstance(found, Detections)
+    return found
 
 
 def select(detections: Detections, threshold: float, classes: Sequence[str]) -> Detections:
