@@ -26,7 +26,7 @@ class FakeDetector:
         instances.pred_boxes = Boxes(torch.tensor([[1.0, 2.0, 30.0, 20.0], [0.0, 0.0, 9.0, 9.0]]))
         instances.scores, instances.pred_classes = torch.tensor([0.9, 0.4]), torch.tensor([0, 1])
         names = {"class_names": ["cat", "dog"], "category_ids": [7, 9]}
-        return Detections(image=image, instances=instances, **names)  # type: ignore[arg-type]
+        return Detections(source=image, instances=instances, **names)  # type: ignore[arg-type]
 
 
 def write_video(path: Path, frames: int) -> Path:
