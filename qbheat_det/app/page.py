@@ -112,7 +112,6 @@ def _build_detection(models: Models, folder: Path) -> None:
                 file_count="multiple",
                 file_types=[*IMAGE_SUFFIXES, *sorted(VIDEO_SUFFIXES)],
                 height=180,
-                elem_id="uploads",
             )
             model = gr.Dropdown(labels, value=labels[0], label="Model")
             threshold = gr.Slider(LOWEST_SCORE, 1, 0.3, step=0.05, label="Least score")
