@@ -117,6 +117,7 @@ def write_split(cfg: CfgNode) -> None:
             content = (json.dumps(split, indent=1) + "\n").encode()
             path = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
             write_atomically(path, operator.methodcaller("write", content))
+            logger.info(f"{len(split['val']):,} images are held out for evaluation, see '{path}'")
 
 
 def _find_sources(
