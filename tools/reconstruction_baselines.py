@@ -179,7 +179,7 @@ def evaluate_weights(cfg: "CfgNode", held_out: Records) -> dict[str, float]:
 
     from qbheat_det.checkpoint import ExactCheckpointer
     from qbheat_det.data import ImageBatches, build_mapper, with_views
-    from qbheat_det.evaluation.build import ReconstructionEvaluator
+    from qbheat_det.evaluation.build import HeldOutLossEvaluator
     from qbheat_det.modeling.contracts import get_views
 
     model = build_model(cfg).eval()
@@ -189,7 +189,7 @@ def evaluate_weights(cfg: "CfgNode", held_out: Records) -> dict[str, float]:
         mapper=build_mapper(cfg, is_train=False),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
     )
-    evaluator = ReconstructionEvaluator("held-out images")
+    evaluator = HeldOutLossEvaluator("held-out images")
     with torch.inference_mode():
         for batch in tqdm(batches, desc=Path(cfg.MODEL.WEIGHTS).name, unit=" batches"):
             evaluator.process(batch, model(batch))

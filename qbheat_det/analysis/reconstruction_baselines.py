@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
-from qbheat_det.evaluation.build import ReconstructionEvaluator
+from qbheat_det.evaluation.build import HeldOutLossEvaluator
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,
@@ -194,7 +194,7 @@ def _scale(values: Tensor) -> float:
 
 @dataclass
 class BaselineReport:
-    """Metrics of ``ReconstructionEvaluator`` by name of ``BASELINES``, and penalties by place."""
+    """Metrics of ``HeldOutLossEvaluator`` by name of ``BASELINES``, and penalties by place."""
 
     losses: dict[str, dict[str, float]] = field(default_factory=dict)
     penalties: dict[str, list[float]] = field(default_factory=dict)
@@ -280,7 +280,7 @@ def _evaluate(
     report: BaselineReport,
     bar: Any,
 ) -> None:
-    evaluators = {name: ReconstructionEvaluator(name) for name in BASELINES}
+    evaluators = {name: HeldOutLossEvaluator(name) for name in BASELINES}
     seen = set()
     for batch in evaluation:
         for place in sorted({entry["place"] for entry in batch}):

@@ -96,6 +96,13 @@ _KEYS: dict[str, dict[str, Any]] = {
         "COUNT": 1,
         "WEIGHT": 1.0,  # of each further group's losses, relative to the main ones
     },
+    "MODEL.MF_DETR.QUERY_SELECTION": {
+        # Object queries are the positions where a dense head is most certain of an object, and the
+        # decoder refines their boxes and classes; else they are learned, the same for all images.
+        "ENABLED": False,
+        "POSITIONS_PER_BOX": 6,  # that a box is assigned to, in training the dense head
+        "WEIGHT": 1.0,  # of the dense head's losses, relative to the main ones
+    },
     "MODEL.FCOS": {  # Detectron2's, which has no keys there, after those of MODEL.RETINANET
         "NUM_CLASSES": 80,
         "IN_FEATURES": ["p3", "p4", "p5", "p6", "p7"],
@@ -131,7 +138,10 @@ _KEYS: dict[str, dict[str, Any]] = {
     "MODEL.TEACHER": {  # the frozen network whose features FeatureDistillation predicts
         "NAME": "tf_efficientnet_lite0",  # of timm's
         "WEIGHTS": "qbheat://timm/tf_efficientnet_lite0",  # as MODEL.WEIGHTS
-        "IN_FEATURE": "s32",  # map to predict
+        "IN_FEATURE": "s32",  # map that MODEL.QB_HEAT.IN_FEATURE predicts
+        # More pairs of maps, of the encoder and of the teacher, such as [["s8", "s16"]]. The
+        # encoder's are in MODEL.MOBILE_FORMER.OUT_FEATURES too.
+        "FINER": [],
         # Side of the images that the teacher sees: its map has as many positions as the encoder's.
         "IMAGE_SIZE": 256,
         "PIXEL_MEAN": [127.0, 127.0, 127.0],
@@ -249,6 +259,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         "BACKBONE_MULTIPLIER": 1.0,  # learning rate of the backbone relative to the rest
         # Of a Mobile-Former's tokens and of what computes them (tokens, mobile_to_former, former).
         "TOKEN_MULTIPLIER": 1.0,
+        # Every SOLVER.LOG_PERIOD, log how alike these tokens are over images, and over tokens of an
+        # image, for each block. Not with SOLVER.COMPILE.
+        "LOG_TOKENS": True,
         # Factor on the learning rate from the head to the backbone's last layer, and from each
         # layer of the backbone to the one before it.
         "LAYER_DECAY": 1.0,

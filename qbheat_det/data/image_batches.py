@@ -19,7 +19,7 @@ from qbheat_det.data.checks import DataError
 from qbheat_det.modeling.contracts import get_views
 
 from .datasets.image_folder import load_classes
-from .mappers import Mapper, build_mapper
+from .mappers import Mapper, build_mapper, number_records
 
 BATCH_SIZE = 64
 """Images that a process evaluates at once."""
@@ -86,12 +86,16 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         self._kept = kept
 
 
-def build_image_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
+def build_image_batches(
+    cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
+) -> ImageBatches:
     """Builds the batches of a registered set, each image once for each view of the model.
 
     See ``get_views`` of the model's contracts; a model without views gets each image once.
+    ``mapper``, by default the config's, gets records with their index, see ``number_records``.
     """
-    return _build(cfg, with_views(DatasetCatalog.get(dataset_name), get_views(cfg).values()))
+    records = number_records(DatasetCatalog.get(dataset_name))
+    return _build(cfg, with_views(records, get_views(cfg).values()), mapper)
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
@@ -122,8 +126,10 @@ def with_views(
     ]
 
 
-def _build(cfg: CfgNode, records: Sequence[dict[str, Any]]) -> ImageBatches:
-    mapper = build_mapper(cfg, is_train=False)
+def _build(
+    cfg: CfgNode, records: Sequence[dict[str, Any]], mapper: Mapper | None = None
+) -> ImageBatches:
+    mapper = mapper or build_mapper(cfg, is_train=False)
     return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 

@@ -60,6 +60,8 @@ class DryRunReport:
     memory_total_bytes: int
     gpu_bytes: int = 0
     gpu_total_bytes: int = 0
+    cache_bytes: int = 0  # of a teacher's features that are yet to be cached
+    cache_free_bytes: int = 0  # on the disk of the caches
 
     @property
     def total_seconds(self) -> float:
@@ -85,14 +87,20 @@ class DryRunReport:
             "GPU memory": (self.gpu_bytes, self.gpu_total_bytes),
             "Memory": (self.memory_bytes, self.memory_total_bytes),
             "Disk": (self.disk_bytes, self.free_bytes),
+            "Cache": (self.cache_bytes, self.cache_free_bytes),
         }
         for name, (needed, available) in resources.items():
             if available:
-                of = "" if name == "Disk" else " per process"
+                of = "" if name in ("Disk", "Cache") else " per process"
                 line = f"{format_bytes(needed)}{of}, {format_bytes(available)} available"
                 lines.append(f"{name + ':':<12}{line}")
         if self.disk_bytes >= self.free_bytes:
             lines.append("The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.")
+        if self.cache_bytes >= self.cache_free_bytes > 0:
+            lines.append(
+                "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
+                "MODEL.CACHE_FEATURES.FOLDER to another disk."
+            )
         return "\n".join([*lines, "Larger images take more memory and time."])
 
 
@@ -123,9 +131,13 @@ def dry_run(
         small.DATASETS.TEST = names
         small.TEST.KNN.TRAIN = small.TEST.KNN.VAL = ()  # the score takes as long as in the run
         small.MODEL.CACHE_FEATURES.ENABLED = False  # the forecast is of training without a cache
+        small.MODEL.CACHE_FEATURES.FOLDER = str(folder)  # of the few views that a teacher encodes
         trainer = build_trainer(small)
         planned, iterations = trainer.cfg, trainer.max_iter
         trainer.resume_or_load(resume=False)
+        begin = time.perf_counter()
+        cache = trainer.teacher and trainer.teacher.rehearse(trainer.data_loader, cfg)
+        start += time.perf_counter() - begin
         timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)
         trainer.train()
@@ -135,7 +147,10 @@ def dry_run(
         disk = _measure_disk(folder)
     num_checkpoints, num_kept = _count_checkpoints(planned, iterations)
     step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images"
-    costs = {"Set-up": (timer.first_step_end - start, 1), step: (timer.step_seconds, iterations)}
+    costs = {"Set-up": (timer.first_step_end - start, 1)}
+    if cache:
+        costs[f"Teacher on {cache.num_views:,} views"] = cache.seconds, 1
+    costs[step] = timer.step_seconds, iterations
     if num_images:
         period = planned.TEST.EVAL_PERIOD
         times = max(1, math.ceil(iterations / period)) if period > 0 else 1
@@ -150,6 +165,8 @@ def dry_run(
         num_checkpoints_kept=num_kept,
         **timer.get_memory(),
         **disk,
+        cache_bytes=cache.num_bytes if cache else 0,
+        cache_free_bytes=cache.free_bytes if cache else 0,
     )
 
 
@@ -223,9 +240,8 @@ def _measure_disk(folder: Path) -> dict[str, int]:
     """Returns fields of the report on files, which the main process alone writes."""
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     checkpoint = sizes.get(folder / "dry_run.pth", 0)
-    weights = max(
-        (size for file, size in sizes.items() if file.suffix == ".safetensors"), default=0
-    )
+    # Those in subfolders are features.
+    weights = max((sizes.get(file, 0) for file in folder.glob("*.safetensors")), default=0)
     checkpoint, weights = comm.all_gather((checkpoint, weights))[0]
     return {
         "checkpoint_bytes": checkpoint,

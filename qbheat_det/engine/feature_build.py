@@ -105,20 +105,21 @@ class AllViews(Dataset[Mapped]):
 
     Attributes:
         records: of the set.
+        views: of each record.
         count: K.
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
         self.records = records
+        self.views = views
         self.count = views.count
-        self._draw = views.view
 
     def __len__(self) -> int:
         return len(self.records) * self.count
 
     def __getitem__(self, index: int) -> Mapped:
         row, number = divmod(index, self.count)
-        return self._draw(self.records[row], number)
+        return self.views.view(self.records[row], number)
 
 
 def fill(
@@ -177,13 +178,20 @@ def fill(
 
 def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> FeatureStore:
     """Returns the store of what ``describe_cache`` gave, in the folder of all caches."""
-    named = cfg.MODEL.CACHE_FEATURES.FOLDER
-    caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
-    about = caches / name_cache(description) / "meta.json"
+    store = find_store(cfg, description, num_views)
+    about = store.folder / "meta.json"
     if comm.is_main_process() and not about.is_file():
         text = json.dumps(description, indent=2, sort_keys=True)
         write_atomically(about, lambda stream: stream.write(text.encode()))
-    return FeatureStore(about.parent, num_views, dtype=DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE])
+    return store
+
+
+def find_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> FeatureStore:
+    """As ``open_store``, but writes nothing."""
+    named = cfg.MODEL.CACHE_FEATURES.FOLDER
+    caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
+    dtype = DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
+    return FeatureStore(caches / name_cache(description), num_views, dtype=dtype)
 
 
 def describe_cache(

@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training on the outputs of a frozen network, computed once and read from the disk.
+"""Training a head on the outputs of its frozen encoder, computed once and read from the disk.
 
-``CachedFeatures`` are the inputs of a head: the encoder is replaced in the model before the
-optimizer is built. ``TeacherFeatures`` are the targets of a pre-training. Either cache is made when
-the weights are loaded, and shared by every run that has the same network, images and views.
+The encoder is replaced in the model before the optimizer is built. The cache is made when the
+weights are loaded, and shared by every run that has the same encoder, images and views.
 """
 
 import functools
@@ -28,7 +27,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchvision.ops import StochasticDepth
 
-from qbheat_det.checkpoint import SafeCheckpointer
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
@@ -40,11 +38,9 @@ from qbheat_det.data import (
     load_classes,
     number_records,
 )
-from qbheat_det.data.feature_store import VIEWS_PER_FILE, Stored
+from qbheat_det.data.feature_store import VIEWS_PER_FILE
 from qbheat_det.data.mappers import CachedViews
-from qbheat_det.data.mappers.fixed_views import TargetViews
 from qbheat_det.modeling.backbone import CachedBackbone
-from qbheat_det.modeling.backbone.timm_backbone import Teacher
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
     get_backbone,
@@ -56,11 +52,9 @@ from qbheat_det.modeling.contracts import (
 from .feature_build import (
     DTYPES,
     AllViews,
-    Mapped,
     ViewEncoder,
     describe_cache,
     fill,
-    make_view,
     open_store,
 )
 
@@ -180,72 +174,6 @@ class CachedFeatures:
             return min(VIEWS_PER_FILE, max(1, cfg.SOLVER.IMS_PER_BATCH // parts))
         # Detectors are evaluated image by image.
         return VIEWS_PER_FILE if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
-
-
-class TeacherFeatures:
-    """The targets of a run: made by ``prepare``, read by the stream."""
-
-    def __init__(self, cfg: CfgNode) -> None:
-        """
-        Raises:
-            UserError: there is no fixed number of views.
-        """
-        if cfg.INPUT.FIXED_VIEWS.COUNT < 1:
-            raise UserError("INPUT.FIXED_VIEWS.COUNT is 0, but the teacher needs views that stay")
-        self._cfg = cfg.clone()
-        self._cfg.defrost()
-        self._cfg.INPUT.PRETRAIN.SIZE = cfg.MODEL.TEACHER.IMAGE_SIZE
-        self._cfg.MODEL.PIXEL_MEAN = cfg.MODEL.TEACHER.PIXEL_MEAN
-        self._cfg.MODEL.PIXEL_STD = cfg.MODEL.TEACHER.PIXEL_STD
-
-    def prepare(self, stream: TrainStream) -> None:
-        """Encodes what the cache lacks, and makes the stream read from it.
-
-        To be called on all processes, before the first batch. The stream's mapper is replaced.
-
-        Raises:
-            UserError: the teacher's weights do not fit, or the disk is too small.
-        """
-        cfg = self._cfg
-        assert isinstance(stream.mapper, FixedViews)
-        teacher = Teacher(cfg).to(cfg.MODEL.DEVICE, memory_format=torch.channels_last)
-        SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
-        mapper, count = build_mapper(cfg, is_train=True), stream.mapper.count
-        views = AllViews(stream.dataset, FixedViews(mapper, count, stream.mapper.seed))
-        description = describe_cache(
-            cfg,
-            teacher.backbone,
-            stream.dataset,
-            outputs=teacher.head_in_features,
-            views=stream.mapper,
-            is_train=True,
-            device=teacher.device,
-            size_divisibility=1,
-        )
-        store = open_store(cfg, description, len(views))
-        logger.info(f"The teacher's features: cached in '{store.folder}'")
-        title, workers = "Encoding the training set", cfg.DATALOADER.NUM_WORKERS
-        fill(
-            store,
-            views,
-            functools.partial(_encode_by_teacher, teacher),
-            title=title,
-            num_workers=workers,
-        )
-        flips = cfg.INPUT.RANDOM_FLIP == "horizontal"
-        name = cfg.MODEL.TEACHER.IN_FEATURE
-        stream.mapper = TargetViews(stream.mapper, store, name=name, flips=flips)
-
-
-def _encode_by_teacher(teacher: Teacher, entries: Sequence[Mapped]) -> list[Stored]:
-    """Returns a view for each entry; an error, or None, stays what it is."""
-    views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
-    images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
-    if images:
-        outputs = {k: v.float().cpu() for k, v in teacher([*images.values()]).items()}
-        for position, (index, entry) in enumerate(images.items()):
-            views[index] = make_view(entry, {k: v[position].clone() for k, v in outputs.items()})
-    return views
 
 
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:

@@ -29,7 +29,6 @@ from qbheat_det.config import dump_config, find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
-from qbheat_det.engine.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.contracts import (
     needs_teacher,
@@ -52,10 +51,13 @@ from .evaluation import (
     scores_neighbours,
 )
 from .failure import report_failure
+from .feature_cache import use_cached_features
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_random_encoder
 from .step import BatchedInputs, StepTrainer, choose_precision
+from .teacher_features import TeacherFeatures
+from .token_monitor import build_token_monitor
 from .visualize import build_visualization_hook
 from .writers import PeriodicWriter, find_commit
 
@@ -115,7 +117,7 @@ class Trainer(DefaultTrainer):
         self.max_iter = self.cfg.SOLVER.MAX_ITER
         self._evaluation = Evaluation(
             self.cfg,
-            build_loader=(self.cached_features or self).build_test_loader,
+            build_loader=(self.cached_features or self.teacher or self).build_test_loader,
             build_evaluator=self.build_evaluator,
         )
         self._last_eval_results: dict[str, Any] = {}
@@ -191,6 +193,7 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
+            build_token_monitor(cfg, self.bare_model) if main else None,
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
@@ -330,8 +333,9 @@ def evaluate(
         raise UserError(f"--resume finds no checkpoint in '{cfg.OUTPUT_DIR}' to evaluate")
     path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
     checkpointer.load(path, checkpointables=[])
+    source = TeacherFeatures(cfg) if needs_teacher(model) else Trainer
     evaluation = Evaluation(
-        cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
+        cfg, build_loader=source.build_test_loader, build_evaluator=Trainer.build_evaluator
     )
     results = evaluation(prepare(model) if prepare else model)
     if scores_neighbours(cfg) and comm.is_main_process():

@@ -19,8 +19,6 @@ from qbheat_det.core.errors import UserError
 from .classification import ClassificationEvaluator
 from .coco import CocoEvaluator
 
-_LOSS = "loss_reconstruction"
-
 
 def build_evaluator(
     cfg: CfgNode, dataset_name: str, *, classifies: bool = False
@@ -43,7 +41,7 @@ def build_evaluator(
         names = cfg.MODEL.CLASS_NAMES
         return ClassificationEvaluator(dataset_name, class_names=names, output_dir=output_dir)
     if kind == "reconstruction":
-        return ReconstructionEvaluator(dataset_name)
+        return HeldOutLossEvaluator(dataset_name)
     if kind != "coco":
         said = f"has evaluator_type '{kind}'" if kind else "names no evaluator_type"
         raise UserError(
@@ -53,16 +51,18 @@ def build_evaluator(
     return CocoEvaluator(dataset_name, output_dir=output_dir, library=cfg.TEST.COCO_EVAL_LIBRARY)
 
 
-class ReconstructionEvaluator(DatasetEvaluator):
-    """Averages "loss_reconstruction" of a model's outputs over the images of a set.
+class HeldOutLossEvaluator(DatasetEvaluator):
+    """Averages the loss that a model gives for each image over the images of a set.
 
-    Results are ``{"reconstruction": {"loss_corner", "loss_centre", "loss",
-    "loss_standard_error"}}``: the means over corner views and over centre views, left out where
-    there are none; the mean over images of each one's mean over its views; and its standard error.
+    Of "loss_reconstruction", results are ``{"reconstruction": {"loss_corner", "loss_centre",
+    "loss", "loss_standard_error"}}``: the means over corner views and over centre views, left out
+    where there are none; the mean over images of each one's mean over its views; and its standard
+    error. Of "loss_feature" they are those of "feature".
     """
 
     def __init__(self, dataset_name: str) -> None:
         self._dataset_name = dataset_name
+        self._name = "reconstruction"
         self._losses: list[tuple[str, str, float]] = []  # image, view, loss
 
     def reset(self) -> None:
@@ -73,14 +73,17 @@ class ReconstructionEvaluator(DatasetEvaluator):
         """Takes a batch in.
 
         Raises:
-            UserError: the model does not reconstruct.
+            UserError: the model gives no loss.
         """
-        if any(_LOSS not in output for output in outputs):
+        names = {name for output in outputs for name in output if name.startswith("loss_")}
+        if len(names) != 1 or any(names - output.keys() for output in outputs):
             raise UserError(
                 f"dataset '{self._dataset_name}' has no annotations, which the model needs: only "
                 "pre-training is evaluated on images alone"
             )
-        losses = torch.stack([output[_LOSS] for output in outputs]).double().tolist()
+        (name,) = names
+        self._name = name.removeprefix("loss_")
+        losses = torch.stack([output[name] for output in outputs]).double().tolist()
         for entry, output, loss in zip(inputs, outputs, losses, strict=True):
             view = output.get("place", "")
             view = "corner" if view not in ("", "centre") else view
@@ -102,7 +105,7 @@ class ReconstructionEvaluator(DatasetEvaluator):
         ]
         mean, error = mean_and_standard_error(each)
         found = {f"loss_{view}": statistics.fmean(seen) for view, seen in by_view.items() if seen}
-        return {"reconstruction": {**found, "loss": mean, "loss_standard_error": error}}
+        return {self._name: {**found, "loss": mean, "loss_standard_error": error}}
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:

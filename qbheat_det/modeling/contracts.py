@@ -157,7 +157,7 @@ def masks_padding(model: object) -> bool:
 
 
 def needs_teacher(model: nn.Module) -> bool:
-    """Returns ``needs_teacher``: in training, entries have a teacher's features as "target"."""
+    """Returns ``needs_teacher``: entries have a teacher's maps by name as "targets"."""
     return bool(getattr(model, "needs_teacher", False))
 
 
@@ -170,6 +170,14 @@ class SupportsLayerGroups(Protocol):
 
     def group_matcher(self, coarse: bool = False) -> Any:
         """Returns patterns of parameter names, see ``timm.models.group_parameters``."""
+
+
+@runtime_checkable
+class SupportsTokenBlocks(Protocol):
+    """A backbone whose blocks pass a few tokens on beside the map, as a Mobile-Former's do."""
+
+    def token_blocks(self) -> Mapping[str, nn.Module]:
+        """Returns, by name, the blocks that return a map and the tokens (N, M, D) they changed."""
 
 
 def get_backbone(model: nn.Module) -> Backbone | None:

@@ -1,46 +1,62 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training on a teacher's features: what is compared with what, and a run that resumes."""
 
+import argparse
+import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
+from detectron2.data import DatasetCatalog
 from safetensors.torch import load_file
+from torch import Tensor
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import FixedViews, build_mapper
-from qbheat_det.engine import Trainer
-from qbheat_det.engine.data_sources import CUSTOM_IMAGES
+from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine.data_sources import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
+from qbheat_det.engine.dry_run import dry_run
+from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
 from tests.data.pictures import draw, save
 
 from .conftest import forget_runs
 from .tiny_pretraining import OPTS
-from .tiny_training import losses, parse_run, start_run, state
+from .tiny_training import parse_run, start_run, state
 
 RECIPE = "configs/custom/distill_285M_cpu.yaml"
 TEACHER = "mobilenetv3_small_050"
+SETS = (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
+FINER = {
+    "MODEL__TEACHER__FINER": "[['s8', 's16']]",
+    "MODEL__MOBILE_FORMER__OUT_FEATURES": "['s8', 's16_expanded']",
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Images, and the weights of a teacher."""
+    """Images to train on, held-out ones, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("teacher")
-    (folder / "images").mkdir()
-    for index in range(5):
-        save(folder / "images" / f"{index}.png", draw(72, 80, seed=index))
+    for index in range(8):
+        part = folder / ("images" if index < 5 else "val")
+        part.mkdir(exist_ok=True)
+        save(part / f"{index}.png", draw(72, 80, seed=index))
+    (folder / "val" / "x.jpg").write_text("no image")
     torch.manual_seed(0)
     weights = timm.create_model(TEACHER).state_dict()
     save_weights(str(folder / "teacher.safetensors"), weights, WeightsInfo())
     yield folder
-    forget_runs(CUSTOM_IMAGES)
+    forget_runs(*SETS)
 
 
-def build(folder: Path, output_dir: Path, *flags: str, **changes: str) -> Trainer:
-    forget_runs(CUSTOM_IMAGES)
+def configure(folder: Path, output_dir: Path, *flags: str, **changes: str) -> argparse.Namespace:
+    """Returns the arguments of a run with held-out images; flags of "train_net.py" can follow."""
+    forget_runs(*SETS)
     opts = {
         **OPTS,
         "MODEL.TEACHER.NAME": TEACHER,
@@ -49,53 +65,142 @@ def build(folder: Path, output_dir: Path, *flags: str, **changes: str) -> Traine
         "MODEL.CACHE_FEATURES.FOLDER": str(folder / "cache"),
         "MODEL.CACHE_FEATURES.DTYPE": "float32",
         "SOLVER.CHECKPOINTS_KEPT": "3",
+        "TEST.EVAL_EPOCHS": "1",
         "OUTPUT_DIR": str(output_dir),
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
-    args = parse_run(RECIPE, opts, *flags, "--images", str(folder / "images"))
-    return start_run(args)
+    sets = ["--val-images", str(folder / "val")]
+    if "--eval-only" not in flags:
+        sets += ["--images", str(folder / "images")]
+    return parse_run(RECIPE, opts, *flags, *sets)
 
 
-def check_targets(trainer: Trainer, folder: Path) -> None:
-    """Checks each view that the stream may give against the teacher on the same view, larger."""
+def build(folder: Path, output_dir: Path, *flags: str, **changes: str) -> Trainer:
+    return start_run(configure(folder, output_dir, *flags, **changes))
+
+
+@functools.cache
+def load_teacher(folder: Path) -> Any:
+    net = timm.create_model(TEACHER).eval()
+    net.load_state_dict(load_file(folder / "teacher.safetensors"))
+    return net
+
+
+def encode(folder: Path, image: Tensor) -> dict[str, Tensor]:
+    """Returns the teacher's maps of an image (3, 128, 128), by name."""
+    net = load_teacher(folder)
+    with torch.no_grad():
+        maps = net.forward_intermediates((image[None] - 127.0) / 128, intermediates_only=True)
+    return {f"s{128 // single.shape[-1]}": single[0] for single in maps}
+
+
+def build_views(trainer: Trainer) -> tuple[FixedViews, FixedViews]:
+    """Returns the training views of a run, as the student and as the teacher sees them."""
     cfg = trainer.cfg.clone()
     cfg.defrost()
     small = FixedViews(build_mapper(cfg, is_train=True), count=2)
     cfg.INPUT.PRETRAIN.SIZE = 128
-    large = FixedViews(build_mapper(cfg, is_train=True), count=2)
-    net = timm.create_model(TEACHER).eval()
-    net.load_state_dict(load_file(folder / "teacher.safetensors"))
+    return small, FixedViews(build_mapper(cfg, is_train=True), count=2)
+
+
+def check_targets(trainer: Trainer, folder: Path) -> None:
+    """Checks each view that the stream may give against the teacher on the same view, larger."""
+    small, large = build_views(trainer)
     for record in trainer.data_loader.dataset:
         allowed = []
         for number in range(2):
-            image = large.view(record, number)["image"].float()[None]
-            with torch.no_grad():
-                maps = net.forward_intermediates((image - 127) / 128, intermediates_only=True)
-            pair = small.view(record, number)["image"], maps[-1][0]
+            large_view, small_view = large.view(record, number), small.view(record, number)
+            assert isinstance(large_view, dict)
+            assert isinstance(small_view, dict)
+            pair = small_view["image"], encode(folder, large_view["image"])["s32"]
             allowed += [pair, tuple(x.flip(-1) for x in pair)]
         for _ in range(6):
             entry = trainer.data_loader.mapper(record)
             assert any(
                 torch.equal(entry["image"], image)
-                and torch.allclose(entry["target"], target, atol=1e-4)
+                and torch.allclose(entry["targets"]["s32"], target, atol=1e-4)
                 for image, target in allowed
             )
 
 
-@pytest.mark.parametrize("visible", ["whole", "both"])
-def test_targets_are_the_teachers_features_of_the_same_views_and_a_run_resumes(
-    visible: str, folder: Path, tmp_path: Path
+def check_held_out_loss(trainer: Trainer, folder: Path, found: dict[str, float]) -> None:
+    """Compares a run's last evaluation with the mean over single images and views."""
+    model, cfg = trainer.bare_model.eval(), trainer.cfg.clone()
+    small = build_mapper(cfg, is_train=False)
+    cfg.defrost()
+    cfg.INPUT.PRETRAIN.SIZE = 128
+    large = build_mapper(cfg, is_train=False)
+    means: dict[str, list[float]] = {}
+    for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)[:3]):
+        seen, entry = large(record), small(record)
+        assert isinstance(seen, dict)
+        assert isinstance(entry, dict)
+        targets = encode(folder, seen["image"])
+        for view, places in get_views(cfg).items():
+            place = {"place": places[i % len(places)]} if places else {}
+            with torch.no_grad():
+                (output,) = model([{**entry, **place, "targets": targets}])
+            assert output.get("place") == place.get("place")
+            means.setdefault(view, []).append(float(output["loss_feature"]))
+    expected = sum(map(sum, means.values())) / sum(map(len, means.values()))
+    assert found["feature/loss"] == pytest.approx(expected, rel=1e-4)
+    assert ("feature/loss_corner" in found) == ("corner" in means)
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Returns the losses and results of each line, which neither times nor dates are part of."""
+    lines = map(json.loads, (run / "metrics.json").read_text().splitlines())
+    kept = ("iteration", "total_loss", "loss", "feature", "cosine")
+    return [{k: v for k, v in line.items() if k.startswith(kept)} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("visible", "changes"),
+    [("whole", {}), ("both", FINER)],
+    ids=["whole", "quarters-two-maps"],
+)
+def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
+    visible: str, changes: dict[str, str], folder: Path, tmp_path: Path
 ) -> None:
-    trainer = build(folder, tmp_path, MODEL__QB_HEAT__VISIBLE=visible)
+    changes = {**changes, "MODEL__QB_HEAT__VISIBLE": visible}
+    trainer = build(folder, tmp_path, **changes)
     trainer.train()
-    whole, expected = state(tmp_path)["model"], losses(tmp_path)
+    whole, expected = state(tmp_path)["model"], read_metrics(tmp_path)
     check_targets(trainer, folder)
+    check_held_out_loss(trainer, folder, expected[-1])
+    assert all(("loss_feature_s8" in line) == ("MODEL__TEACHER__FINER" in changes)
+               for line in expected)  # fmt: skip
+    assert "cosine_over_images/stages.1.0" in expected[-1]
 
     (tmp_path / "model_final.pth").unlink()
     (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
-    build(folder, tmp_path, "--resume", MODEL__QB_HEAT__VISIBLE=visible).train()
-    assert losses(tmp_path) == expected
+    build(folder, tmp_path, "--resume", **changes).train()
+    assert read_metrics(tmp_path) == expected
     torch.testing.assert_close(state(tmp_path)["model"], whole, rtol=0, atol=0)
+
+    changes |= {"MODEL__WEIGHTS": str(tmp_path / "model_final.safetensors")}
+    found = evaluate(build_config(configure(folder, tmp_path, "--eval-only", **changes)))["feature"]
+    assert found["loss"] == expected[-1]["feature/loss"]
+
+
+def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    changes = {
+        "MODEL__CACHE_FEATURES__FOLDER": str(cache),
+        "MODEL__CACHE_FEATURES__DTYPE": "float16",
+        "SOLVER__AMP__ENABLED": "True",
+        "SOLVER__AMP__PRECISION": "bfloat16",
+    }
+    cfg = build_config(configure(folder, tmp_path / "run", **changes))
+    report = dry_run(cfg, Trainer)
+    assert not cache.exists()
+    (name,) = (name for name in report.costs if name.startswith("Teacher"))
+    assert name == "Teacher on 14 views"  # two of five images, one of four
+    Trainer(cfg).train()
+    files = [path.stat().st_size for path in cache.rglob("*.safetensors")]
+    # The fewer views there are in a file, the more weighs what it has besides.
+    assert report.cache_bytes == pytest.approx(sum(files), rel=0.3)
+    assert dry_run(cfg, Trainer).cache_bytes == 0
 
 
 def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
@@ -108,7 +213,7 @@ def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
                 wanted = (vector - vector.mean()) / (vector.var(unbiased=False) + 1e-5).sqrt()
                 for error in (predicted[image, row, column] - wanted).abs().tolist():
                     total += error**2 / 4 if error < 2 else error - 1
-    assert feature_loss(predicted, target).item() == pytest.approx(total / 90, rel=1e-6)
+    assert feature_loss(predicted, target).mean().item() == pytest.approx(total / 90, rel=1e-6)
 
 
 @pytest.mark.parametrize(

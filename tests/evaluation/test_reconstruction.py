@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation.build import ReconstructionEvaluator
+from qbheat_det.evaluation.build import HeldOutLossEvaluator
 
 
 def entry(image: int) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def output(place: str, loss: float) -> dict[str, Any]:
 
 
 def test_means_are_those_of_the_views_and_the_error_is_over_images() -> None:
-    evaluator = ReconstructionEvaluator("held_out")
+    evaluator = HeldOutLossEvaluator("held_out")
     evaluator.process([entry(1), entry(1)], [output("top_left", 1.0), output("centre", 3.0)])
     evaluator.process([entry(10)], [output("bottom_right", 5.0)])
     evaluator.process([entry(10)], [output("centre", 4.0)])
@@ -37,7 +37,7 @@ def test_means_are_those_of_the_views_and_the_error_is_over_images() -> None:
 
 
 def test_without_places_the_mean_is_over_images_and_stands_alone() -> None:
-    evaluator = ReconstructionEvaluator("held_out")
+    evaluator = HeldOutLossEvaluator("held_out")
     for image, loss in enumerate((1.0, 2.0, 6.0)):
         evaluator.process([entry(image)], [{"loss_reconstruction": torch.tensor(loss)}])
     found = evaluator.evaluate()["reconstruction"]
@@ -46,7 +46,7 @@ def test_without_places_the_mean_is_over_images_and_stands_alone() -> None:
 
 
 def test_without_any_image_or_with_a_loss_that_is_not_finite_the_mean_is_nan() -> None:
-    evaluator = ReconstructionEvaluator("held_out")
+    evaluator = HeldOutLossEvaluator("held_out")
     assert math.isnan(evaluator.evaluate()["reconstruction"]["loss"])
     evaluator.process([entry(1)], [output("centre", math.nan)])
     assert math.isnan(evaluator.evaluate()["reconstruction"]["loss"])

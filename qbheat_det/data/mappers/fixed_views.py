@@ -113,22 +113,20 @@ class CachedViews:
 
 
 class TargetViews:
-    """From a record to one of its views, with a teacher's features of that view as "target".
+    """From a record to one of its views, with a teacher's maps (C, h, w) of it as "targets".
 
     An image that the mapper skipped is skipped here: a ``DataError`` or None.
     """
 
-    def __init__(self, views: FixedViews, store: FeatureStore, *, name: str, flips: bool) -> None:
+    def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
         """
         Args:
             views: of each image.
-            store: holds as many views of each image.
-            name: of the features in the store, a map (C, h, w).
-            flips: whether one view in two is mirrored, image and target, anew at every visit.
+            store: holds maps of as many views of each image.
+            flips: whether one view in two is mirrored, image and targets, anew at every visit.
         """
         self.views = views
         self.store = store
-        self.name = name
         self.flips = flips
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
@@ -140,10 +138,10 @@ class TargetViews:
             return entry
         if not isinstance(stored, View):
             return stored
-        entry["target"] = stored.features[self.name]
+        entry["targets"] = stored.features
         if is_flipped:
             entry["image"] = entry["image"].flip(-1)
-            entry["target"] = entry["target"].flip(-1)
+            entry["targets"] = {name: target.flip(-1) for name, target in stored.features.items()}
         return entry
 
 

@@ -193,7 +193,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """A timm network and the map of it that is the target of ``FeatureDistillation``.
+    """A timm network and the maps of it that are the targets of ``FeatureDistillation``.
 
     It has an image size and pixel statistics of its own, those of ``MODEL.TEACHER``.
     """
@@ -212,7 +212,7 @@ class Teacher(ImageModel):
         return {
             "backbone": _build_teacher(cfg),
             "in_feature": node.IN_FEATURE,
-            "head_in_features": [node.IN_FEATURE],
+            "head_in_features": list_teacher_maps(cfg),
             "image_size": node.IMAGE_SIZE,
             "pixel_mean": node.PIXEL_MEAN,
             "pixel_std": node.PIXEL_STD,
@@ -225,18 +225,25 @@ class Teacher(ImageModel):
             batched_inputs: dicts of a dataset mapper with "image" (3, S, S).
 
         Returns:
-            The map by its name, (N, C, S / stride, S / stride).
+            The maps by name, (N, C, S / stride, S / stride).
         """
         maps: dict[str, Tensor] = self.backbone(self.preprocess_image(batched_inputs))
         return maps
 
 
-def find_teacher_map(cfg: CfgNode) -> ShapeSpec:
-    """Returns channels and stride of the teacher's map, without memory for its weights."""
+def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
+    """Returns channels and stride of the teacher's maps, without memory for its weights."""
     with torch.device("meta"):
-        return _build_teacher(cfg).output_shape()[cfg.MODEL.TEACHER.IN_FEATURE]
+        shapes: dict[str, ShapeSpec] = _build_teacher(cfg).output_shape()
+        return shapes
+
+
+def list_teacher_maps(cfg: CfgNode) -> list[str]:
+    """Returns the names of the maps that ``MODEL.TEACHER`` asks for, the main one first."""
+    node = cfg.MODEL.TEACHER
+    return list(dict.fromkeys([node.IN_FEATURE, *(name for _, name in node.FINER)]))
 
 
 def _build_teacher(cfg: CfgNode) -> TimmBackbone:
     node = cfg.MODEL.TEACHER
-    return TimmBackbone(name=node.NAME, out_features=[node.IN_FEATURE], freeze_at=5)
+    return TimmBackbone(name=node.NAME, out_features=list_teacher_maps(cfg), freeze_at=_FREEZE_ALL)

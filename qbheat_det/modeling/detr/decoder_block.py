@@ -85,6 +85,58 @@ def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
     return MapAttention(**sizes, dropout=widths.dropout, fused=fused)
 
 
+class SeparableConv(nn.Module):
+    """Depthwise 3x3, norm, ReLU6, pointwise, norm."""
+
+    def __init__(self, in_channels: int, out_channels: int, norm: str, stride: int = 1) -> None:
+        super().__init__()
+        self.depthwise = depthwise(in_channels, in_channels, norm, stride=stride)
+        self.pointwise = pointwise(in_channels, out_channels, norm)
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """(N, C, H, W) to (N, C', ceil(H / stride), ceil(W / stride))."""
+        hidden: Tensor = self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
+        return hidden
+
+
+class MaskedGroupNorm(nn.GroupNorm):
+    """GroupNorm with statistics over the images of a padded batch, without the padding."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: (N, C, H, W).
+            padding: (N, 1, H, W), True where there is no image, or None.
+
+        Returns:
+            (N, C, H, W), within each image the result of GroupNorm for it alone.
+        """
+        if padding is None:
+            return super().forward(x)
+        valid = (~padding).to(x.dtype)[:, :, None]  # (N, 1, 1, H, W)
+        groups = zero_padding(x, padding).unflatten(1, (self.num_groups, -1))
+        count = valid.sum(dim=(2, 3, 4), keepdim=True) * groups.shape[2]
+        mean = groups.sum(dim=(2, 3, 4), keepdim=True) / count
+        centred = (groups - mean) * valid
+        variance = centred.square().sum(dim=(2, 3, 4), keepdim=True) / count
+        normalised = (centred * (variance + self.eps).rsqrt()).flatten(1, 2)
+        return normalised * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+class Lateral(nn.Module):
+    """A backbone map brought to the decoder's width."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 1)
+        self.norm = MaskedGroupNorm(32 if out_channels % 32 == 0 else 4, out_channels)
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """(N, C, H, W) to (N, C', H, W)."""
+        normalised: Tensor = self.norm(self.conv(x), padding)
+        return normalised
+
+
 class QueryLayer(nn.Module):
     """Adapts the query positions; then cross-attention, self-attention and feed-forward."""
 

@@ -11,7 +11,7 @@ the last block's missing map side; both follow from the printed counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from detectron2.layers import ShapeSpec
@@ -21,22 +21,22 @@ from torch.nn import functional as F
 from qbheat_det.layers import (
     DynamicReLU,
     SinePositionEncoding,
-    depthwise,
     halve,
-    pointwise,
     resize_bilinear,
-    zero_padding,
 )
 
 from .decoder_block import (
     DecoderBlock,
     DecoderWidths,
+    Lateral,
     LevelMap,
     LiteMobile,
     QueryLayer,
     QueryToMap,
+    SeparableConv,
     TransformerMobile,
 )
+from .query_selection import QuerySelection, refine_boxes
 
 
 @dataclass(frozen=True)
@@ -66,58 +66,6 @@ class QuerySet:
         return torch.cat([above, below], dim=1)
 
 
-class SeparableConv(nn.Module):
-    """Depthwise 3x3, norm, ReLU6, pointwise, norm."""
-
-    def __init__(self, in_channels: int, out_channels: int, norm: str, stride: int = 1) -> None:
-        super().__init__()
-        self.depthwise = depthwise(in_channels, in_channels, norm, stride=stride)
-        self.pointwise = pointwise(in_channels, out_channels, norm)
-
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """(N, C, H, W) to (N, C', ceil(H / stride), ceil(W / stride))."""
-        hidden: Tensor = self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
-        return hidden
-
-
-class MaskedGroupNorm(nn.GroupNorm):
-    """GroupNorm with statistics over the images of a padded batch, without the padding."""
-
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """
-        Args:
-            x: (N, C, H, W).
-            padding: (N, 1, H, W), True where there is no image, or None.
-
-        Returns:
-            (N, C, H, W), within each image the result of GroupNorm for it alone.
-        """
-        if padding is None:
-            return super().forward(x)
-        valid = (~padding).to(x.dtype)[:, :, None]  # (N, 1, 1, H, W)
-        groups = zero_padding(x, padding).unflatten(1, (self.num_groups, -1))
-        count = valid.sum(dim=(2, 3, 4), keepdim=True) * groups.shape[2]
-        mean = groups.sum(dim=(2, 3, 4), keepdim=True) / count
-        centred = (groups - mean) * valid
-        variance = centred.square().sum(dim=(2, 3, 4), keepdim=True) / count
-        normalised = (centred * (variance + self.eps).rsqrt()).flatten(1, 2)
-        return normalised * self.weight[:, None, None] + self.bias[:, None, None]
-
-
-class Lateral(nn.Module):
-    """A backbone map brought to the decoder's width."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, 1)
-        self.norm = MaskedGroupNorm(32 if out_channels % 32 == 0 else 4, out_channels)
-
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """(N, C, H, W) to (N, C', H, W)."""
-        normalised: Tensor = self.norm(self.conv(x), padding)
-        return normalised
-
-
 class BoxHead(nn.Module):
     """Three linear layers, then a sigmoid."""
 
@@ -128,10 +76,15 @@ class BoxHead(nn.Module):
 
     def forward(self, queries: Tensor) -> Tensor:
         """(..., C) to (..., 4), cxcywh in [0, 1] of the unpadded image."""
+        return self.deltas(queries).sigmoid()
+
+    def deltas(self, queries: Tensor) -> Tensor:
+        """(..., C) to (..., 4), unbounded."""
         for layer in self.hidden:
             queries = F.relu(layer(queries))
         # Float32 under autocast: half precision has too few steps for a pixel in [0, 1].
-        return self.last(queries).float().sigmoid()
+        deltas: Tensor = self.last(queries).float()
+        return deltas
 
 
 class MFDecoder(nn.Module):
@@ -146,39 +99,46 @@ class MFDecoder(nn.Module):
         num_blocks: Sequence[int] = (5, 2, 2),
         widths: DecoderWidths | None = None,
         norm: str = "BN",
+        selection: QuerySelection | None = None,
     ) -> None:
         """
         Args:
-            input_shape: shapes of the backbone's maps at strides 8 and 16, in this order.
+            input_shape: shapes of the backbone's maps at strides 8 and 16, in this order, and if it
+                has one of the map at stride 32, which is added to that of stride 16 taken down.
             num_classes: K, without the no-object class.
             num_queries: Q.
             num_blocks: blocks at strides 32 (M-F+), 16 and 8 (M-F-); (5, 2, 2) and (2, 1, 1) are
                 the paper's.
             widths: sizes of the blocks, the paper's by default.
             norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
+            selection: makes the queries of the maps; by default they are learned, the same for all
+                images.
 
         Raises:
-            ValueError: the input strides are not 8 and 16, or there is no query, or a level has no
-                block.
+            ValueError: the input strides are not 8, 16 and perhaps 32, or there is no query, or a
+                level has no block.
         """
         super().__init__()
-        if [shape.stride for shape in input_shape] != [8, 16]:
+        strides = [shape.stride for shape in input_shape]
+        if strides not in ([8, 16], [8, 16, 32]):
             raise ValueError(
-                "MF-DETR reads maps at strides 8 and 16, finest first, not "
-                f"{[shape.stride for shape in input_shape]}"
+                f"MF-DETR reads maps at strides 8, 16 and, if it is there, 32, not {strides}"
             )
         if len(num_blocks) != 3 or min(num_blocks) < 1:
             raise ValueError(f"NUM_BLOCKS wants three counts >= 1, not {list(num_blocks)}")
         if num_queries < 1:
             raise ValueError(f"NUM_OBJECT_QUERIES is at least 1, not {num_queries}")
         widths = widths or DecoderWidths()
-        fine, coarse = (cast(int, shape.channels) for shape in input_shape)
+        fine, coarse, *coarsest = (cast(int, shape.channels) for shape in input_shape)
         self.position_encoding = SinePositionEncoding(channels=widths.dim)
         self.num_queries, self.num_heads = num_queries, widths.num_heads
-        self.query_position = nn.Embedding(num_queries, widths.dim)
+        self.selection = selection
+        if selection is None:
+            self.query_position = nn.Embedding(num_queries, widths.dim)
         self.down = SeparableConv(coarse, widths.dim, norm, stride=2)
         self.up = nn.ModuleList(SeparableConv(widths.dim, widths.dim, norm) for _ in range(2))
         self.laterals = nn.ModuleList(Lateral(channels, widths.dim) for channels in (coarse, fine))
+        self.coarsest = Lateral(coarsest[0], widths.dim) if coarsest else None
         self.levels = nn.ModuleList(
             nn.ModuleList(
                 _build_block(widths, transformer=level == 0, last=level == 2 and index == count - 1)
@@ -199,28 +159,44 @@ class MFDecoder(nn.Module):
         for module in self.modules():
             if isinstance(module, DynamicReLU):
                 module.reset_parameters()
-        nn.init.normal_(self.query_position.weight)
         nn.init.zeros_(self.bbox_embed.last.weight)
+        if self.selection is None:
+            nn.init.normal_(self.query_position.weight)
+        else:  # the blocks begin with what was selected
+            nn.init.zeros_(self.class_embed.weight)
+            self.selection.reset_parameters()
 
     def forward(
         self,
         features: Sequence[Tensor],
         padding: Tensor | None = None,
         extra: QuerySet | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """
         Args:
-            features: maps at strides 8 and 16, (N, C, H, W) each.
+            features: the backbone's maps, finest first, (N, C, H, W) each.
             padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
             extra: E further queries for each image, which do not influence the decoder's own.
 
         Returns:
             "pred_logits" (L, N, Q + E, K + 1), the last class being "no object", and "pred_boxes"
             (L, N, Q + E, 4), cxcywh in [0, 1] of the unpadded image, further queries last. L
-            counts the blocks while training and is 1, the last block, otherwise.
+            counts the blocks while training and is 1, the last block, otherwise. With a
+            ``selection``, in training, also "proposals", what it chose from.
         """
-        states = self.refine_queries(features, padding, extra)
-        return self.predict(states if self.training else states[-1:])
+        if self.selection is None:
+            states = self.refine_queries(features, padding, extra)
+            return self.predict(states if self.training else states[-1:])
+        maps = self.prepare_maps(features, padding)
+        proposals = self.selection.propose(maps.merged(), maps.masks)
+        chosen = self.selection.select(proposals)
+        states = self._refine(maps, chosen.content, chosen.position, extra)
+        states = states if self.training else states[-1:]
+        outputs: dict[str, Any] = {
+            "pred_logits": chosen.logits + self.class_embed(states),
+            "pred_boxes": refine_boxes(chosen.boxes, self.bbox_embed.deltas(states)),
+        }
+        return {**outputs, "proposals": proposals} if self.training else outputs
 
     def refine_queries(
         self,
@@ -228,31 +204,52 @@ class MFDecoder(nn.Module):
         padding: Tensor | None = None,
         extra: QuerySet | None = None,
     ) -> Tensor:
-        """As ``forward``, but returns the queries after every block: (L, N, Q + E, C)."""
+        """As ``forward``, but returns the learned queries after every block: (L, N, Q + E, C)."""
+        position = self.query_position.weight.expand(features[0].shape[0], -1, -1)
+        maps = self.prepare_maps(features, padding)
+        return self._refine(maps, torch.zeros_like(position), position, extra)
+
+    def prepare_maps(self, features: Sequence[Tensor], padding: Tensor | None) -> "DecoderMaps":
+        """Brings the backbone's maps to the decoder's width, coarsest first."""
         # Channels last: convolutions and attention then read the same memory, without copies.
-        fine, coarse = (x.contiguous(memory_format=torch.channels_last) for x in features)
+        fine, coarse, *coarsest = (
+            x.contiguous(memory_format=torch.channels_last) for x in features
+        )
         masks = [halve(halve(padding)), halve(padding), padding]  # at strides 32, 16, 8
-        position = self.query_position.weight.expand(fine.shape[0], -1, -1)
-        queries = torch.zeros_like(position)
+        start = self.down(coarse, masks[1])
+        if self.coarsest is not None:
+            start = start + self.coarsest(coarsest[0], masks[0])
+        middle, last = (
+            lateral(x, mask)
+            for lateral, x, mask in zip(self.laterals, (coarse, fine), masks[1:], strict=True)
+        )
+        return DecoderMaps((start, middle, last), masks)
+
+    def _refine(
+        self, maps: "DecoderMaps", queries: Tensor, position: Tensor, extra: QuerySet | None
+    ) -> Tensor:
+        """Returns content (N, Q, C), with that of further queries, after every block."""
         mask = None
         if extra is not None:
             queries = torch.cat([queries, extra.content.to(queries)], dim=1)
             position = torch.cat([position, extra.position.to(position)], dim=1)
             # One copy for each head, the layout of PyTorch's masks for a batch.
             mask = extra.mask(self.num_queries).repeat_interleave(self.num_heads, dim=0)
-        x = self.down(coarse, masks[1])
+        x = maps.levels[0]
         states: list[Tensor] = []
         for scale, blocks in enumerate(self.levels):
+            padding = maps.masks[scale]
             if scale:
-                x = self._go_up(scale, x, (coarse, fine)[scale - 1], masks)
+                up = maps.go_up(x, scale)
+                x = self.up[scale - 1](up, padding) + maps.levels[scale]
             x = x.contiguous(memory_format=torch.channels_last)
             if x.requires_grad:
                 x.register_hook(_as_rows)
             level = LevelMap(
                 x=x.flatten(2).transpose(1, 2).contiguous(),
-                position=self.position_encoding(x.shape[-2:], masks[scale]),
+                position=self.position_encoding(x.shape[-2:], padding),
                 size=x.shape[-2:],
-                padding=masks[scale],
+                padding=padding,
             )
             for block in cast(Sequence[DecoderBlock], blocks):
                 queries, position, level = block(
@@ -262,19 +259,33 @@ class MFDecoder(nn.Module):
             x = level.as_image(level.x)
         return torch.stack(states)
 
-    def predict(self, queries: Tensor) -> dict[str, Tensor]:
+    def predict(self, queries: Tensor) -> dict[str, Any]:
         """Queries (..., Q, C) to "pred_logits" (..., Q, K + 1) and "pred_boxes" (..., Q, 4)."""
         return {
             "pred_logits": self.class_embed(queries),
             "pred_boxes": self.bbox_embed(queries),
         }
 
-    def _go_up(
-        self, scale: int, x: Tensor, backbone_map: Tensor, masks: Sequence[Tensor | None]
-    ) -> Tensor:
-        size, below, here = backbone_map.shape[-2:], masks[scale - 1], masks[scale]
-        x = self.up[scale - 1](resize_bilinear(x, size, below, here), here)
-        return cast(Tensor, x + self.laterals[scale - 1](backbone_map, here))
+
+@dataclass(frozen=True)
+class DecoderMaps:
+    """Maps (N, C, H, W) at strides 32, 16 and 8, and their paddings."""
+
+    levels: tuple[Tensor, Tensor, Tensor]
+    masks: Sequence[Tensor | None]
+
+    def go_up(self, x: Tensor, scale: int) -> Tensor:
+        """Resizes a map of the level before ``scale`` to that level's size."""
+        size = self.levels[scale].shape[-2:]
+        return resize_bilinear(x, size, self.masks[scale - 1], self.masks[scale])
+
+    def merged(self) -> list[Tensor]:
+        """Returns each level with the coarser ones added to it."""
+        x, *finer = self.levels
+        maps = [x]
+        for scale, level in enumerate(finer, start=1):
+            maps.append(level + self.go_up(maps[-1], scale))
+        return maps
 
 
 def _as_rows(gradient: Tensor) -> Tensor:

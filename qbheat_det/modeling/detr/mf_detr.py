@@ -27,6 +27,7 @@ from .criterion import SetCriterion, Targets
 from .decoder_block import DecoderWidths
 from .losses import ClassificationLoss, FocalClassification, SoftmaxClassification
 from .mf_decoder import MFDecoder
+from .query_selection import QuerySelection
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ class MFDETR(nn.Module):
         self.criterion = criterion
         self.auxiliary_queries = auxiliary_queries
         self.in_features = list(in_features)
-        nn.init.constant_(decoder.class_embed.bias, criterion.classification.initial_bias)
+        first = decoder if decoder.selection is None else decoder.selection
+        nn.init.constant_(first.class_embed.bias, criterion.classification.initial_bias)
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
         self.pixel_mean: Tensor
@@ -163,6 +165,13 @@ class MFDETR(nn.Module):
         if normalizers is None:
             counts = self._loss_counts(targets.counts).to(self.device)
             normalizers = self.criterion.normalizers_of_processes(counts)
+        if self.decoder.selection is not None:
+            outputs = self.decoder(features, padding)
+            proposals = outputs.pop("proposals")
+            return {
+                **self.criterion(outputs, targets, normalizers[0]),
+                **self.decoder.selection.losses(proposals, targets, self.criterion, normalizers[0]),
+            }
         if self.auxiliary_queries is None:
             return self.criterion(self.decoder(features, padding), targets, normalizers[0])
         outputs = self.decoder(features, padding, self.auxiliary_queries(targets))
@@ -277,7 +286,21 @@ def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder
             dropout=node.DROPOUT,
         ),
         norm=node.NORM,
+        selection=_build_selection(node),
     )
+
+
+def _build_selection(node: CfgNode) -> QuerySelection | None:
+    if not node.QUERY_SELECTION.ENABLED:
+        return None
+    if node.DENOISING.GROUPS or node.QUERY_GROUPS.COUNT > 1 or node.CLASSIFICATION != "focal":
+        raise ValueError(
+            "MODEL.MF_DETR.QUERY_SELECTION wants CLASSIFICATION 'focal', DENOISING.GROUPS 0 and "
+            "QUERY_GROUPS.COUNT 1"
+        )
+    sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}
+    own = {key.lower(): value for key, value in node.QUERY_SELECTION.items() if key != "ENABLED"}
+    return QuerySelection(**sizes, dim=node.HIDDEN_DIM, **own)
 
 
 def _build_criterion(node: CfgNode) -> SetCriterion:

@@ -8,6 +8,7 @@ and the loss are those of arXiv:2205.14141: each feature vector is brought to me
 and the error is a smooth L1 loss of β = 2.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,25 +18,44 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.backbone.timm_backbone import find_teacher_map
+from qbheat_det.modeling.backbone.timm_backbone import find_teacher_maps
 
 from .base import PretrainingModel, find_map
 from .heat_predictor import HeatPredictor
-from .qb_heat import VisibleQuarters
+from .qb_heat import QBHeat, VisibleQuarters
 
 _BETA = 2.0
+
+
+class MapPrediction(nn.Module):
+    """The parts that predict one map of the teacher from one of the encoder."""
+
+    def __init__(
+        self, *, channels: int, dim: int, target_channels: int, predictor: HeatPredictor | None
+    ) -> None:
+        """
+        Args:
+            channels: of the encoder's map.
+            dim: C of the features that are predicted.
+            target_channels: of the teacher's map.
+            predictor: of the features of the hidden part; None if the whole image is visible.
+        """
+        super().__init__()
+        self.projection = nn.Linear(channels, dim)
+        self.predictor = predictor
+        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, target_channels))
 
 
 @META_ARCH_REGISTRY.register()
 class FeatureDistillation(PretrainingModel):
     """An encoder of a part of the image, linear predictions of the rest, and a linear layer.
 
-    Both maps have G x G positions over the image. ``MODEL.QB_HEAT`` has the keys of the part that
-    is visible, of the linear models and of the projection; ``MODEL.TEACHER`` those of the teacher.
+    Maps of encoder and teacher have G x G positions over the image, each pair its own G.
+    ``MODEL.QB_HEAT`` has the keys of the part that is visible, of the linear models and of the
+    projection; ``MODEL.TEACHER`` those of the teacher.
     """
 
-    pretrain_only_modules = ("projection", "predictor", "head")
-    held_out_loss = False
+    pretrain_only_modules = ("projection", "predictor", "head", "finer")
     needs_teacher = True
 
     @configurable
@@ -45,97 +65,125 @@ class FeatureDistillation(PretrainingModel):
         backbone: Backbone,
         in_feature: str,
         image_size: int,
-        dim: int,
-        target_channels: int,
-        predictor: HeatPredictor | None,
+        predictions: Mapping[str, MapPrediction],
+        targets: Mapping[str, str],
         **statistics: Any,
     ) -> None:
         """As ``PretrainingModel``, and:
 
         Args:
-            backbone: has the output ``in_feature``.
-            in_feature: name of the backbone's map.
+            backbone: has the outputs that are learned from.
+            in_feature: name of the backbone's map that others read too.
             image_size: S, rows and columns of the images.
-            dim: C of the features that are predicted.
-            target_channels: of the teacher's map.
-            predictor: of the features of the hidden part; None if the whole image is visible.
+            predictions: by name of the backbone's map; ``in_feature`` is among them.
+            targets: the teacher's map for each of these.
             statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
         """
         super().__init__(
             backbone=backbone,
             in_feature=in_feature,
-            head_in_features=[in_feature],
+            head_in_features=list(predictions),
             image_size=image_size,
             **statistics,
         )
-        channels = backbone.output_shape()[in_feature].channels
-        self.projection = nn.Linear(channels, dim)
-        self.predictor = predictor
-        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, target_channels))
+        self._targets = dict(targets)
+        own = predictions[in_feature]
+        self.projection, self.predictor, self.head = own.projection, own.predictor, own.head
+        self.finer = nn.ModuleDict({k: v for k, v in predictions.items() if k != in_feature})
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
-        whole = node.VISIBLE == "whole"
-        backbone = build_backbone(cfg)
-        shape = find_map(backbone.output_shape(), node.IN_FEATURE, size, multiple=1 if whole else 4)
-        target = find_teacher_map(cfg)
-        grid, teacher_grid = size // shape.stride, cfg.MODEL.TEACHER.IMAGE_SIZE / target.stride
-        if grid != teacher_grid:
-            raise UserError(
-                f"MODEL.TEACHER.IMAGE_SIZE is {cfg.MODEL.TEACHER.IMAGE_SIZE}, expected "
-                f"{grid * target.stride}: both maps need {grid} x {grid} positions"
-            )
-        predictor = (
-            HeatPredictor(dim=node.FEATURE_DIM, num_models=node.NUM_MODELS, visible=node.VISIBLE)
-            if not whole
-            else None
-        )
+        backbone, known = build_backbone(cfg), find_teacher_maps(cfg)
+        targets = {node.IN_FEATURE: cfg.MODEL.TEACHER.IN_FEATURE, **dict(cfg.MODEL.TEACHER.FINER)}
+        whole, predictions = node.VISIBLE == "whole", {}
+        for name, target in targets.items():
+            multiple = 1 if whole else 4
+            shape = find_map(backbone.output_shape(), name, size, multiple=multiple)
+            grid, stride = size // shape.stride, known[target].stride
+            if grid * stride != cfg.MODEL.TEACHER.IMAGE_SIZE:
+                raise UserError(
+                    f"MODEL.TEACHER.IMAGE_SIZE is {cfg.MODEL.TEACHER.IMAGE_SIZE}, expected "
+                    f"{grid * stride}: '{name}' of the encoder and '{target}' of the teacher need "
+                    f"{grid} x {grid} positions both"
+                )
+            predictions[name] = MapPrediction(
+                channels=shape.channels,
+                dim=node.FEATURE_DIM,
+                target_channels=known[target].channels,
+                predictor=None if whole else HeatPredictor(
+                    dim=node.FEATURE_DIM, num_models=node.NUM_MODELS, visible=node.VISIBLE
+                ),
+            )  # fmt: skip
         return {
             "backbone": backbone,
             "in_feature": node.IN_FEATURE,
             "image_size": size,
-            "dim": node.FEATURE_DIM,
-            "target_channels": target.channels,
-            "predictor": predictor,
+            "predictions": predictions,
+            "targets": targets,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
         }
 
+    @classmethod
+    def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
+        """See ``get_views``: those of ``QBHeat``, or the whole image."""
+        return QBHeat.views_from_config(cfg) or {"image": ()}
+
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
         """
         Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, in training,
-                "target" (T, G, G), the teacher's map of the same view.
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S); "targets", the teacher's
+                maps (T, G, G) of the same view by name; and, in some test sets, "place", the
+                position of the visible quarter.
 
         Returns:
-            {"loss_feature"}, (), in training; else for each image {"target"}, the predicted map,
-            of vectors of mean 0 and variance 1, from the whole image.
+            The losses, () each, in training; else for each image {"loss_feature"}, of all maps
+            together, with its "place" if it has one. Without targets {"target"} in evaluation, the
+            main map that is predicted from the whole image, of vectors of mean 0 and variance 1.
         """
         images = self.preprocess_image(batched_inputs)
-        if not self.training:
-            predicted = self.head(self._encode(images)).permute(0, 3, 1, 2)
-            return [{"target": single} for single in predicted]
-        target = torch.stack([entry["target"] for entry in batched_inputs]).to(self.device)
-        if self.predictor is None:
-            z = self._encode(images)
-        else:
-            quarters = VisibleQuarters.draw(
-                len(images), visible=self.predictor.visible, device=self.device
-            )
-            images, target = images[quarters.order], target[quarters.order]
-            z = self.predictor(self._encode(quarters.crop(images)), quarters.counts)
-        return {"loss_feature": feature_loss(self.head(z), target.permute(0, 2, 3, 1))}
+        if not (self.training or "targets" in batched_inputs[0]):
+            features = self.backbone(images)[self.in_feature]
+            predicted = self.head(self.projection(features.permute(0, 2, 3, 1)))
+            return [{"target": single} for single in predicted.permute(0, 3, 1, 2)]
+        quarters = self._choose_quarters(batched_inputs)
+        if quarters is not None:
+            images = quarters.crop(images[quarters.order])
+        features, losses = self.backbone(images), {}
+        for name, target in self._targets.items():
+            is_main = name == self.in_feature
+            parts: Any = self if is_main else self.finer[name]
+            z = parts.projection(features[name].permute(0, 2, 3, 1))
+            wanted = self._stack_targets(batched_inputs, target)
+            if quarters is not None:
+                z, wanted = parts.predictor(z, quarters.counts), wanted[quarters.order]
+            key = "loss_feature" if is_main else f"loss_feature_{name}"
+            losses[key] = feature_loss(parts.head(z), wanted)
+        if self.training:
+            return {name: loss.mean() for name, loss in losses.items()}
+        found = [{"loss_feature": loss} for loss in torch.stack([*losses.values()]).sum(dim=0)]
+        return found if quarters is None else QBHeat.in_order(quarters, found)
 
-    def _encode(self, images: Tensor) -> Tensor:
-        """From images (N, 3, H, W) to projected features (N, h, w, C)."""
-        features: Tensor = self.projection(
-            self.backbone(images)[self.in_feature].permute(0, 2, 3, 1)
-        )
-        return features
+    def _stack_targets(self, batched_inputs: list[dict[str, Any]], name: str) -> Tensor:
+        """Returns a map of the teacher for all images, (N, G, G, T)."""
+        # Autocast to bfloat16 cannot stack float16, in which features are cached.
+        with torch.autocast(self.device.type, enabled=False):
+            stacked = torch.stack([entry["targets"][name] for entry in batched_inputs])
+        return stacked.to(self.device, non_blocking=True).permute(0, 2, 3, 1)
+
+    def _choose_quarters(self, batched_inputs: list[dict[str, Any]]) -> VisibleQuarters | None:
+        """Returns the visible quarters, drawn in training; None if the whole image is visible."""
+        if self.predictor is None:
+            return None
+        if not self.training:
+            return VisibleQuarters.at([x["place"] for x in batched_inputs], device=self.device)
+        visible, count = self.predictor.visible, len(batched_inputs)
+        return VisibleQuarters.draw(count, visible=visible, device=self.device)
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean error (), of predictions and a teacher's features (N, G, G, T)."""
+    """Returns mean errors (N,), of predictions and a teacher's features (N, G, G, T)."""
     target = F.layer_norm(target.float(), target.shape[-1:])
-    return F.smooth_l1_loss(predicted.float(), target, beta=_BETA)
+    error = F.smooth_l1_loss(predicted.float(), target, beta=_BETA, reduction="none")
+    return error.flatten(1).mean(dim=1)

@@ -1,0 +1,216 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Object queries chosen from the maps, where a dense head is most certain of an object.
+
+For training on a few hundred images. Two-stage queries: "Deformable DETR", arXiv:2010.04159, Sec.
+4.2; distinct queries by suppression within the neighbourhood, in the manner of "Dense Distinct
+Query for End-to-End Object Detection", arXiv:2303.12776. Boxes and classes of the decoder's blocks
+are refinements of those of the chosen positions. The dense head is trained one-to-many: each box is
+assigned to the positions of least matching cost.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qbheat_det.layers import SinePositionEncoding, depthwise, pointwise, zero_padding
+from qbheat_det.layers.padded_maps import valid_sizes
+
+from .criterion import Matches, SetCriterion, Targets
+
+_BASE_SIZE = 4  # side of the box that a position starts from, in strides of its level
+_MAX_LOG_SCALE = 4.0
+_NEVER = -1e4  # logit of a position outside the image
+_OUTSIDE_COST = 1e3  # of a position whose centre is not in the box
+
+
+class Proposals(NamedTuple):
+    """What the dense head predicts at the P positions of all levels.
+
+    ``logits`` (N, P, K + 1), ``boxes`` (N, P, 4), cxcywh relative to the unpadded image,
+    ``centers`` (N or 1, P, 2) of the positions, ``features`` (N, P, C), and ``distinct`` (N, P),
+    True where no neighbour has a higher score.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+    centers: Tensor
+    features: Tensor
+    distinct: Tensor
+
+
+class SelectedQueries(NamedTuple):
+    """Q queries: content and position (N, Q, C), what they refine: logits (N, Q, K + 1), boxes."""
+
+    content: Tensor
+    position: Tensor
+    logits: Tensor
+    boxes: Tensor
+
+
+def refine_boxes(boxes: Tensor, deltas: Tensor) -> Tensor:
+    """Moves boxes (…, 4), cxcywh, by deltas (…, 4): shares of their sides, logarithms of scales."""
+    centers, sizes = boxes.chunk(2, dim=-1)
+    shift, scale = deltas.chunk(2, dim=-1)
+    return torch.cat(
+        [centers + shift * sizes, sizes * scale.clamp(max=_MAX_LOG_SCALE).exp()], dim=-1
+    )
+
+
+class QuerySelection(nn.Module):
+    """A dense head over the maps of all levels, and queries from its most certain positions."""
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        num_queries: int,
+        dim: int,
+        positions_per_box: int = 6,
+        weight: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            num_classes: K.
+            num_queries: Q.
+            dim: C, of maps and queries.
+            positions_per_box: positions that each box is assigned to in training.
+            weight: factor on the dense head's losses.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        super().__init__()
+        if positions_per_box < 1 or weight < 0:
+            raise ValueError(
+                f"MODEL.MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX ({positions_per_box}) is at "
+                f"least 1 and WEIGHT ({weight}) at least 0"
+            )
+        self.num_queries = num_queries
+        self.positions_per_box = positions_per_box
+        self.weight = weight
+        self.tower = nn.ModuleList(
+            nn.ModuleList([depthwise(dim, dim, ""), pointwise(dim, dim, ""), nn.LayerNorm(dim)])
+            for _ in range(2)
+        )
+        self.class_embed = nn.Linear(dim, num_classes + 1)
+        self.bbox_embed = nn.Linear(dim, 4)
+        self.content = nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim))
+        self.position_encoding = SinePositionEncoding(channels=dim)
+        self.box_embed = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
+
+    def reset_parameters(self) -> None:
+        """Small weights for the predictions, so that all positions begin alike."""
+        for layer in (self.class_embed, self.bbox_embed):
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
+
+    def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
+        """
+        Args:
+            levels: maps (N, C, H, W), one for each stride.
+            masks: their paddings, (N, 1, H, W), True where there is no image, or None.
+        """
+        parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
+        return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
+
+    def select(self, proposals: Proposals) -> SelectedQueries:
+        """Returns the Q distinct proposals of the highest scores as queries."""
+        scores = proposals.logits[..., :-1].amax(dim=-1)
+        scores = torch.where(proposals.distinct, scores, scores + _NEVER)
+        index = scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices[..., None]
+        logits, boxes, features = (
+            field.gather(1, index.expand(-1, -1, field.shape[-1]))
+            for field in (proposals.logits, proposals.boxes, proposals.features)
+        )
+        boxes = boxes.detach()
+        code = self.position_encoding.wave(boxes.clamp(0, 1)).flatten(-2)  # (N, Q, 2 C)
+        return SelectedQueries(self.content(features), self.box_embed(code), logits.detach(), boxes)
+
+    def losses(
+        self, proposals: Proposals, targets: Targets, criterion: SetCriterion, normalizers: Tensor
+    ) -> dict[str, Tensor]:
+        """Returns the weighted losses of the dense head, "loss_proposal_ce" and so on.
+
+        Args:
+            proposals: of the N images.
+            targets: their ground truth.
+            criterion: of the decoder's queries.
+            normalizers: (2,), the divisors of the decoder's own losses.
+        """
+        logits, boxes = (x.float()[None] for x in (proposals.logits, proposals.boxes))
+        matches = self.assign(proposals, targets, criterion)
+        losses = criterion.block_losses(
+            logits, boxes, targets, normalizers * self.positions_per_box, matches
+        )
+        return {
+            name.replace("loss_", "loss_proposal_"): self.weight * loss.sum()
+            for name, loss in losses.items()
+        }
+
+    @torch.no_grad()
+    def assign(self, proposals: Proposals, targets: Targets, criterion: SetCriterion) -> Matches:
+        """Assigns each box to positions of least cost; a position has the box of its least cost."""
+        logits, boxes = (x.detach().float()[None] for x in (proposals.logits, proposals.boxes))
+        cost = criterion.matching_cost(logits, boxes, targets)[0]  # (N, P, T)
+        low, high = targets.boxes[:, None].chunk(2, dim=-1)
+        distance = (proposals.centers[:, :, None] - low).abs() - high / 2  # (N, P, T, 2)
+        outside = distance.amax(dim=-1)
+        cost = cost + torch.where(outside > 0, _OUTSIDE_COST * (1 + outside), 0)
+        cost = cost + (proposals.logits[..., :1] <= _NEVER / 2) * _OUTSIDE_COST**2
+        count = min(self.positions_per_box, cost.shape[1])
+        chosen = torch.zeros_like(cost, dtype=torch.bool)
+        chosen.scatter_(1, cost.topk(count, dim=1, largest=False).indices, True)
+        counts = torch.tensor(targets.counts, device=cost.device)
+        chosen &= torch.arange(cost.shape[2], device=cost.device) < counts[:, None, None]
+        none = cost.new_full((*cost.shape[:2], 1), torch.inf)  # for a batch without boxes
+        best = torch.cat([torch.where(chosen, cost, torch.inf), none], dim=2).min(dim=2)  # (N, P)
+        image, query = best.values.isfinite().nonzero(as_tuple=True)
+        return Matches(
+            block=torch.zeros_like(image),
+            image=image,
+            query=query,
+            target=best.indices[image, query],
+        )
+
+    def _propose(self, x: Tensor, padding: Tensor | None) -> Proposals:
+        """Returns the proposals of one level, P = H W."""
+        for conv, mix, norm in cast(Sequence[Sequence[nn.Module]], self.tower):
+            mixed = mix(conv(zero_padding(x, padding))).permute(0, 2, 3, 1)
+            x = F.relu(norm(mixed)).permute(0, 3, 1, 2)
+        features = x.flatten(2).transpose(1, 2)  # (N, P, C)
+        logits = self.class_embed(features).float()
+        if padding is not None:
+            outside = padding.flatten(1)[..., None]
+            logits = torch.where(outside, logits.new_full((), _NEVER), logits)
+        height, width = x.shape[-2:]
+        scores = logits[..., :-1].amax(dim=-1).detach()
+        around = F.max_pool2d(scores.view(-1, 1, height, width), 3, stride=1, padding=1)
+        centers, sizes = self._anchors((height, width), padding, logits)
+        anchors = torch.cat([centers, sizes], dim=-1)
+        return Proposals(
+            logits=logits,
+            boxes=refine_boxes(anchors, self.bbox_embed(features).float()),
+            centers=centers,
+            features=features,
+            distinct=scores >= around.flatten(1),
+        )
+
+    def _anchors(
+        self, size: tuple[int, int], padding: Tensor | None, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns centres and sides of the boxes to start from, (N, P, 2) each, (x, y)."""
+        height, width = size
+        if padding is None:
+            extent = like.new_tensor([[height, width]]).expand(like.shape[0], -1)
+        else:
+            extent = valid_sizes(padding).to(like.dtype)
+        rows = torch.arange(height, device=like.device, dtype=like.dtype) + 0.5
+        columns = torch.arange(width, device=like.device, dtype=like.dtype) + 0.5
+        x = (columns / extent[:, 1:])[:, None].expand(-1, height, -1)
+        y = (rows / extent[:, :1])[:, :, None].expand(-1, -1, width)
+        centers = torch.stack([x, y], dim=-1).flatten(1, 2)
+        sizes = (_BASE_SIZE / extent.flip(1))[:, None].expand_as(centers)
+        return centers, sizes.clamp(max=1)
