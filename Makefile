@@ -61,6 +61,6 @@ $(INSTALLED): setup.py constraints.txt tools/install_detectron2.py
 	@echo "[3/4] Detectron2"
 	@$(PY) tools/install_detectron2.py
 	@echo "[4/4] qbheat_det and the libraries that remain"
-	@$(PY) -m pip install --editable '.[bench,dev,eval,export,opencv]'
+	@$(PY) -m pip install --editable '.[bench,dev,eval,export,interop,opencv,openvino]'
 	@touch $@
 	@echo "Installed in $(VENV)."

@@ -50,6 +50,7 @@ setup(
         "torchvision>=0.21",
         "filelock>=3.13",
         "fvcore>=0.1.5.post20221221",
+        "huggingface-hub>=0.30",  # timm needs it as well
         "Jinja2>=3.1",  # the page of reports
         "matplotlib>=3.8",
         "numpy>=1.24",
@@ -70,6 +71,8 @@ setup(
         # The lowest that the tests were run with, beside torch 2.15, whose exporter asks an
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
+        "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
+        "openvino": ["openvino>=2025.2"],  # minimum not tested
         "wandb": ["wandb>=0.16"],  # minimum not tested
         "dev": [
             "mypy",

@@ -6,6 +6,8 @@ addresses of the model zoo's weights, and imports what ``$QBHEAT_IMPORT`` names;
 happens.
 """
 
+from typing import TYPE_CHECKING
+
 from qbheat_det.core.environment import import_own_modules, require_detectron2
 
 require_detectron2()  # a sentence that says how to get it, before the imports that need it
@@ -14,6 +16,9 @@ from . import data, model_zoo, modeling  # noqa: E402
 from .config import add_qbheat_config, get_cfg  # noqa: E402
 from .deployment import deploy  # noqa: E402
 from .modeling import backbone, classification, dense, detr, pretrain  # noqa: E402, F401
+
+if TYPE_CHECKING:
+    from .api import load
 
 __all__ = ["add_qbheat_config", "data", "deploy", "get_cfg", "load", "model_zoo", "modeling"]
 __version__ = "0.1.0"

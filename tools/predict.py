@@ -57,6 +57,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
     )
+    add(
+        "--format",
+        choices=["coco", "cvat", "label-studio"],
+        default="coco",
+        help="of --json: COCO's results (default), or boxes that CVAT or Label Studio import",
+    )
     add("--threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add(
@@ -90,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         args.images,
         output=args.output,
         json_file=args.json,
+        json_format=args.format,
         score_threshold=args.threshold,
         config_file=args.config_file,
         device=args.device,

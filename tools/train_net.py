@@ -72,9 +72,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Trains or evaluates in one process; returns the results of the last evaluation."""
     from detectron2.utils import comm
 
-    from qbheat_det.analysis import load_figures
+    from qbheat_det.api.training import train
     from qbheat_det.core.errors import UserError
-    from qbheat_det.engine import Trainer, build_config, setup, write_run_record
+    from qbheat_det.engine import Trainer, build_config, setup
     from qbheat_det.engine.dry_run import dry_run
 
     if args.dry_run and args.eval_only:
@@ -88,26 +88,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     setup(cfg, args)
     if args.eval_only:
         return evaluate(cfg, resume=args.resume)
-    load_figures()
-    trainer = Trainer(cfg, allow_partial=args.allow_partial)
-    trainer.resume_or_load(resume=args.resume)
-    if comm.is_main_process():
-        write_run_record(
-            trainer.cfg,
-            command=sys.argv,
-            resumed_from=trainer.resumed_from,
-            processes=comm.get_world_size(),
-            seed=trainer.seed,
-        )
-    results = trainer.train()
-    if comm.is_main_process():
-        draw_results(Path(trainer.cfg.OUTPUT_DIR))
-    return results
+    return train(cfg, resume=args.resume, allow_partial=args.allow_partial)
 
 
 def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
     """Evaluates weights, deployed if ``MODEL.DEPLOY.ENABLED``."""
     import qbheat_det.engine
+    from qbheat_det.api.training import draw_results
     from qbheat_det.deployment import deploy_by_config
     from qbheat_det.engine.console import print_results
 
@@ -122,16 +109,6 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
         print_results(results)
     draw_results(Path(cfg.OUTPUT_DIR))
     return results
-
-
-def draw_results(output_dir: Path) -> None:
-    """Writes ``curves.png`` and, for classifiers, ``confusion.png`` beside each result."""
-    from qbheat_det.analysis.confusion_matrix import draw_confusion
-    from qbheat_det.analysis.curves import draw_training_curves
-
-    draw_training_curves(output_dir / "metrics.json", output_dir / "curves.png")
-    for path in output_dir.glob("inference/*/classification.json"):
-        draw_confusion(path, path.with_name("confusion.png"))
 
 
 def invoke_main(argv: list[str] | None = None) -> None:

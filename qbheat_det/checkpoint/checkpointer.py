@@ -222,7 +222,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         else:
             self._check(report)
         # Without the file's module versions, which could start a conversion of its tensors.
-        state = OrderedDict(fitting)
+        # With the model's own where the file has none, as backbones ask for all of theirs.
+        state = OrderedDict({**own_state, **fitting})
         state._metadata = own_state._metadata  # type: ignore[attr-defined]
         model.load_state_dict(state, strict=False)
         self.report, self.info = report, info

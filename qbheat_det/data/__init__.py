@@ -39,7 +39,7 @@ from .datasets.sources import (
 from .datasets.splits import SPLIT_FILE, read_split
 from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
-from .images import find_image_errors
+from .images import IMAGE_FORMATS, find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
 from .mappers import (
     DATASET_MAPPERS,
@@ -55,6 +55,7 @@ from .seeding import STEP, preserved_randomness, seed_place
 
 __all__ = [
     "DATASET_MAPPERS",
+    "IMAGE_FORMATS",
     "IMAGE_SUFFIXES",
     "MAPPERS_OF_CLASSES",
     "MAPPERS_OF_IMAGES",

@@ -45,7 +45,7 @@ ORIENTATION = 0x0112
 
 # What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
 # another program.
-_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _SAMPLED = 64  # headers from which the size of a set in memory is estimated
 _REDUCTIONS: tuple[int, ...] = (8, 4, 2)
 
@@ -81,7 +81,7 @@ class ImageFile:
 @contextmanager
 def open_image(path: str) -> Iterator[ImageFile]:
     """Opens an image file; what a broken one raises depends on its format's decoder."""
-    with PathManager.open(path, "rb") as file, Image.open(file, formats=_FORMATS) as image:
+    with PathManager.open(path, "rb") as file, Image.open(file, formats=IMAGE_FORMATS) as image:
         yield ImageFile(image)
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import ExactCheckpointer
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import IMAGE_SUFFIXES, MAPPERS_OF_CLASSES, build_mapper
+from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES, MAPPERS_OF_CLASSES, build_mapper
 
 from .video import VIDEO_SUFFIXES, Image, UnreadableImage, open_video, read_video
 
@@ -55,11 +55,14 @@ class Predictions:
             "frame" (from 0) in videos, where each frame has an image id of its own. Of a
             classifier, for each image "file_name" and "classes": the likeliest first, each with
             "name" and "score" in [0, 1].
+        images: of a detector, each image and frame as COCO has it, with "id", "file_name",
+            "height" and "width" in pixels, "frame" in videos.
         num_images: images and videos that were predicted on.
         skipped: path of each file that was not, and the reason.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
     num_images: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
@@ -128,7 +131,7 @@ def read_bgr(path: Path) -> Image:
         UnreadableImage: the file cannot be decoded.
     """
     try:
-        with PIL.Image.open(path) as header:
+        with PIL.Image.open(path, formats=IMAGE_FORMATS) as header:
             is_16_bit = header.mode.startswith("I")
         image: Image = read_image(str(path), format="BGR")
     except PIL.UnidentifiedImageError as error:
@@ -153,9 +156,49 @@ def write_image(path: Path, image: Image) -> None:
         raise UserError(f"cannot write '{path}': {error.strerror or error}") from error
 
 
+def group_by_shape(images: Sequence[Any]) -> list[list[int]]:
+    """Returns the indices of arrays or tensors in groups of one shape."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, image in enumerate(images):
+        groups.setdefault(tuple(image.shape), []).append(index)
+    return list(groups.values())
+
+
+class BatchPredictor(DefaultPredictor):
+    """Detectron2's predictor, which also takes several images at once."""
+
+    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+        """Predicts on images (H, W, 3), BGR, of any sizes; returns instances on the CPU.
+
+        Those that are resized to one size go through the model together, and so without padding:
+        results are those of one by one, to the tolerance of floats.
+        """
+        inputs = []
+        for image in images:
+            resized = self.aug.get_transform(image).apply_image(image)
+            resized = resized[:, :, ::-1] if self.input_format == "RGB" else resized
+            pixels = torch.from_numpy(resized.astype("float32").transpose(2, 0, 1))
+            height, width = image.shape[:2]
+            inputs.append({"image": pixels, "height": height, "width": width})
+        found: list[Any] = [None] * len(inputs)
+        for group in group_by_shape([entry["image"] for entry in inputs]):
+            with torch.no_grad():
+                outputs = self.model([inputs[index] for index in group])
+            for index, output in zip(group, outputs, strict=True):
+                found[index] = output["instances"].to("cpu")
+        return found
+
+
+def check_elongation(image: Image, cfg: CfgNode) -> None:
+    """Raises ``UnreadableImage`` if resizing would leave no row of an elongated image (H, W, 3)."""
+    short, long = sorted(image.shape[:2])
+    if short * cfg.INPUT.MAX_SIZE_TEST < long:
+        raise UnreadableImage(f"{long} x {short} pixels is too elongated to be resized")
+
+
 def build_predictor(
     cfg: CfgNode, prepare: Callable[[nn.Module], nn.Module] | None = None
-) -> DefaultPredictor:
+) -> BatchPredictor:
     """Returns Detectron2's predictor, its model holding exactly the tensors of the weights file.
 
     Args:
@@ -170,7 +213,7 @@ def build_predictor(
     unloaded.defrost()
     unloaded.MODEL.WEIGHTS = ""
     unloaded.MODEL.DEPLOY.ENABLED = False  # the weights come first
-    predictor = DefaultPredictor(unloaded)
+    predictor = BatchPredictor(unloaded)
     checkpointer = ExactCheckpointer(predictor.model, class_names=cfg.MODEL.CLASS_NAMES)
     checkpointer.load(cfg.MODEL.WEIGHTS)
     if prepare is not None:
@@ -209,16 +252,16 @@ def predict_images(
     def predict(image: Image, **origin: object) -> Instances:
         instances = predictor(image)["instances"].to("cpu")
         instances = instances[instances.scores >= score_threshold]
-        for box in instances_to_coco_json(instances, next(image_ids)):
+        image_id, (height, width) = next(image_ids), image.shape[:2]
+        found.images.append({"id": image_id, **origin, "height": height, "width": width})
+        for box in instances_to_coco_json(instances, image_id):
             category_id = get_category_id(cfg, box["category_id"])
             found.results.append({**box, **origin, "category_id": category_id})
         return instances
 
     def predict_image(file: InputFile, output: Path | None) -> None:
         image = read_bgr(file.path)
-        short, long = sorted(image.shape[:2])
-        if short * cfg.INPUT.MAX_SIZE_TEST < long:
-            raise UnreadableImage(f"{long} x {short} pixels is too elongated to be resized")
+        check_elongation(image, cfg)
         instances = predict(image, file_name=file.name)
         if output is not None:
             write_image(output, draw(image, instances))

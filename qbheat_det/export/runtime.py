@@ -5,7 +5,7 @@ Opening a torch.export file is like running a script: open only files you trust.
 code but ONNX's own operators.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from detectron2.structures import Boxes, Instances
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
-from qbheat_det.engine.predict import Scores, read_bgr
+from qbheat_det.engine.predict import Scores, group_by_shape, read_bgr
 from qbheat_det.engine.video import Image
 
 from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, Task, open_torch_export
@@ -160,7 +160,16 @@ class ExportedPredictor:
 
     def __call__(self, image: Image) -> dict[str, Instances]:
         """From (H, W, 3), uint8, always BGR, to {"instances"}, XYXY in pixels of the image."""
-        return {"instances": self._run(image)}
+        return {"instances": self._run(image[None])[0]}
+
+    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+        """As ``BatchPredictor``'s: images of one size are one batch."""
+        found: list[Any] = [None] * len(images)
+        for group in group_by_shape(images):
+            batch = self._run(np.stack([images[index] for index in group]))
+            for index, instances in zip(group, batch, strict=True):
+                found[index] = instances
+        return found
 
 
 def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
@@ -170,16 +179,16 @@ def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
         UserError: the model is not a classifier.
     """
     run = _on_bgr(model, "classification")
-    return lambda path: run(read_bgr(path))
+    return lambda path: run(read_bgr(path)[None])[0]
 
 
 def _on_bgr(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
-    """Returns a model of a task as a function of one image, (H, W, 3), uint8, always BGR."""
+    """Returns a model of a task as a function of images (N, H, W, 3), uint8, always BGR."""
     if model.info.task != task:
         raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
     step = -1 if model.info.pixel_format == "RGB" else 1
     # Pillow's arrays may be read-only, and PyTorch warns of it.
-    return lambda image: model(image[None, :, :, ::step].copy())[0]
+    return lambda images: model(images[..., ::step].copy())
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:

@@ -24,7 +24,7 @@ import torch
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
 
-from qbheat_det.checkpoint import read_weights
+from qbheat_det.checkpoint import bare_backbone, read_weights
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_file, write_atomically
@@ -149,7 +149,9 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
     state, info = read_weights(str(source))
     tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    content = {"model": tensors, **({"info": info.to_dict()} if info else {})}
+    content: dict[str, Any] = {"model": tensors, **({"info": info.to_dict()} if info else {})}
+    if not bare_backbone(tensors):  # Detectron2 finds the part of a model that the names end in
+        content["matching_heuristics"] = True
     stream = io.BytesIO()
     torch.save(content, stream)
     target = folder / source.with_suffix(".pth").name

@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from qbheat_det.modeling.contracts import get_encoder
 
+from .prefixes import accept_prefixes
+
 
 class StridedLevels(nn.Module):
     """Coarser pyramid levels: consecutive 3x3 convolutions of stride 2.
@@ -49,25 +51,10 @@ class StridedLevels(nn.Module):
 
 
 def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
-    """Returns Detectron2's FPN, which also loads weights of the bare backbone into ``bottom_up``.
-
-    Pre-trained weights have no pyramid in their names. The package's own checkpointer handles that;
-    Detectron2's, in its own tools, would load nothing and warn.
-    """
+    """Returns Detectron2's FPN, which loads ``bottom_up`` from files with or without prefixes."""
     fpn = FPN(bottom_up=bottom_up, **kwargs)
-    fpn.register_load_state_dict_pre_hook(_put_bare_backbone_below)
+    accept_prefixes(fpn)
     return fpn
-
-
-def _put_bare_backbone_below(
-    fpn: FPN, state_dict: dict[str, Tensor], prefix: str, *_: Any, **__: Any
-) -> None:
-    below = f"{prefix}bottom_up."
-    if any(name.startswith(below) for name in state_dict):
-        return
-    for name in fpn.bottom_up.state_dict():
-        if f"{prefix}{name}" in state_dict:
-            state_dict[f"{below}{name}"] = state_dict.pop(f"{prefix}{name}")
 
 
 @BACKBONE_REGISTRY.register()

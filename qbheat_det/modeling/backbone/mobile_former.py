@@ -36,6 +36,7 @@ from qbheat_det.layers import (
 )
 
 from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
+from .prefixes import accept_prefixes
 
 
 @BACKBONE_REGISTRY.register()
@@ -115,6 +116,7 @@ class MobileFormer(Backbone):
 
         self.reset_parameters()
         self.freeze(freeze_at)
+        accept_prefixes(self)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:

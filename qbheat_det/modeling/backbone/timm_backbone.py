@@ -25,6 +25,8 @@ from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.image_model import ImageModel
 
+from .prefixes import accept_prefixes
+
 _FREEZE_ALL = 5
 _PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and channels
 
@@ -80,6 +82,7 @@ class TimmBackbone(Backbone):
         self._out_feature_channels = {k: infos[k]["num_chs"] for k in self._out_features}
         self._out_feature_strides = {k: infos[k]["reduction"] for k in self._out_features}
         self._freeze(freeze_at, self._trace(name, infos, in_channels))
+        accept_prefixes(self)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
@@ -156,6 +159,17 @@ class TimmBackbone(Backbone):
             if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
                 parent, _, child = path.rpartition(".")
                 self.net.get_submodule(parent).add_module(child, freeze_batch_norm_2d(module))
+
+
+def list_outputs(name: str) -> list[str]:
+    """Returns the names of all maps of a timm model, finest first.
+
+    Raises:
+        UserError: timm has no such model, or it has no maps for images of any size.
+    """
+    check_timm_name(name)
+    with torch.device("meta"):
+        return list(_list_maps(timm.create_model(name, pretrained=False), name))
 
 
 def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:

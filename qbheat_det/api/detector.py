@@ -1,0 +1,340 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``Detector`` and ``Encoder``: trained weights as objects that are called with images."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, overload
+
+import numpy as np
+import PIL.Image
+import torch
+from detectron2.config import CfgNode
+from detectron2.structures import ImageList, Instances
+from torch import Tensor, nn
+
+from qbheat_det.analysis.run import Run
+from qbheat_det.checkpoint import load_run_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.deployment import DeployedModel, deploy
+from qbheat_det.engine.pictures import (
+    NamedImage,
+    Picture,
+    is_collection,
+    is_video,
+    open_images,
+)
+from qbheat_det.engine.predict import build_predictor, check_elongation
+from qbheat_det.engine.video import Image, UnreadableImage
+from qbheat_det.export import ExportedModel, ExportedPredictor, ExportReport, export_model
+from qbheat_det.modeling.contracts import get_backbone
+
+from .hub import push_to_hub, save_pretrained
+from .results import Detections
+from .training import find_run_weights, train_detector
+
+T = TypeVar("T")
+
+
+class Predictor(Protocol):
+    """What finds boxes: Detectron2's predictor, or an exported file."""
+
+    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+        """From BGR images (H, W, 3) of any sizes to instances on the CPU."""
+
+
+class Trained:
+    """What detectors and encoders share: the config, the weights it names, and ways to pass on."""
+
+    cfg: CfgNode
+    model: nn.Module | None
+
+    @property
+    def weights(self) -> str:
+        """The file or address, as ``MODEL.WEIGHTS`` takes it."""
+        return str(self.cfg.MODEL.WEIGHTS)
+
+    def __repr__(self) -> str:
+        node = self.cfg.MODEL
+        name = node.BACKBONE.NAME
+        parts = [name if isinstance(self, Encoder) else f"{node.META_ARCHITECTURE} on {name}"]
+        if node.CLASS_NAMES and not isinstance(self, Encoder):
+            shown = ", ".join(node.CLASS_NAMES[:5]) + ", …" * (len(node.CLASS_NAMES) > 5)
+            parts.append(f"{len(node.CLASS_NAMES)} classes ({shown})")
+        if self.model is not None:
+            count = sum(parameter.numel() for parameter in self.model.parameters())
+            parts += [f"{count / 1e6:.1f} M parameters", node.DEVICE]
+        parts += ["deployed"] * isinstance(self.model, DeployedModel)
+        return f"{type(self).__name__}({', '.join([*parts, repr(self.weights)])})"
+
+    def export(
+        self,
+        output: str | Path,
+        *,
+        images: Sequence[str | Path] = (),
+        tolerance: float = 1e-4,
+        overwrite: bool = False,
+    ) -> ExportReport:
+        """Writes ``.onnx`` or ``.pt2``, and compares it with PyTorch, see docs/export.md.
+
+        Args:
+            output: the file; its suffix is the format.
+            images: files and folders to compare on; by default the toy set.
+            tolerance: largest difference of scores, and of boxes relative to the image.
+            overwrite: whether the file may exist.
+
+        Raises:
+            UserError: it cannot be exported, or does not agree with PyTorch.
+        """
+        if self.model is None:
+            raise UserError(f"'{self.weights}' is exported already: export the weights")
+        paths = [str(path) for path in images]
+        cfg = self.cfg
+        return export_model(
+            cfg, Path(output), images=paths, tolerance=tolerance, overwrite=overwrite
+        )
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Writes ``model.safetensors`` and a model card into a folder, which ``load`` takes.
+
+        Raises:
+            UserError: the model is exported, or the folder cannot be written.
+        """
+        if self.model is None:
+            raise UserError(f"'{self.weights}' is exported: save its weights")
+        return save_pretrained(self.cfg, Path(folder), is_detector=isinstance(self, Detector))
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Uploads what ``save_pretrained`` writes to Hugging Face; returns the address.
+
+        Args:
+            repo_id: "user/name", made if there is none; ``load("hf://user/name")`` opens it.
+            private: whether a new repository is private.
+            token: None for that of ``hf auth login`` or ``$HF_TOKEN``.
+
+        Raises:
+            UserError: the model is exported, or the hub refuses.
+        """
+        return push_to_hub(self.save_pretrained, repo_id, private=private, token=token)
+
+
+class Detector(Trained):
+    """A trained detector; ``model`` is its module, or None if it is an exported file."""
+
+    def __init__(self, predictor: Predictor, cfg: CfgNode) -> None:
+        """``cfg`` is the model's own; its ``MODEL.WEIGHTS`` names the weights."""
+        self._predictor = predictor
+        self.cfg = cfg
+        self.model = getattr(predictor, "model", None)
+
+    @property
+    def class_names(self) -> list[str]:
+        """The classes, in the order of their indices."""
+        return list(self.cfg.MODEL.CLASS_NAMES)
+
+    @overload
+    def predict(
+        self,
+        images: PIL.Image.Image | Image | Tensor,
+        *,
+        threshold: float = ...,
+        batch_size: int = ...,
+    ) -> Detections: ...
+    @overload
+    def predict(
+        self, images: Sequence[Picture], *, threshold: float = ..., batch_size: int = ...
+    ) -> list[Detections]: ...
+    @overload
+    def predict(
+        self, images: str | Path, *, threshold: float = ..., batch_size: int = ...
+    ) -> Any: ...
+
+    def predict(self, images: Any, *, threshold: float = 0.3, batch_size: int = 8) -> Any:
+        """Finds objects.
+
+        Args:
+            images: one image (a file, an address http(s)://…, a PIL image, an array (H, W, 3) of
+                uint8, a tensor (3, H, W) of uint8 or of floats in [0, 1]; RGB), a list of them, a
+                folder, a pattern such as "photos/*.jpg", or a video.
+            threshold: the least score.
+            batch_size: images of one size that go through the model together.
+
+        Returns:
+            ``Detections`` of one image; a list of them of several; of a video an iterator, frame
+            by frame.
+
+        Raises:
+            UserError: a file does not exist or is no image, or the threshold is no score.
+        """
+        found = self.stream(images, threshold=threshold, batch_size=batch_size)
+        if is_video(images):
+            return found
+        return list(found) if is_collection(images) else next(found)
+
+    def stream(
+        self, images: Picture | Sequence[Picture], *, threshold: float = 0.3, batch_size: int = 8
+    ) -> Iterator[Detections]:
+        """As ``predict``, one after another, with few images in memory; raises alike."""
+        if not 0 <= threshold <= 1:
+            raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}, expected at least 1")
+        opened = open_images(images)
+        return (one for batch in _cut(opened, batch_size) for one in self._find(batch, threshold))
+
+    def _find(self, batch: Sequence[NamedImage], threshold: float) -> Iterator[Detections]:
+        for each in batch:
+            try:
+                check_elongation(each.image, self.cfg)
+            except UnreadableImage as error:
+                raise UserError(f"'{each.name}': {error}") from error
+        bgr = [np.ascontiguousarray(each.image[:, :, ::-1]) for each in batch]
+        ids = list(self.cfg.MODEL.CATEGORY_IDS)
+        for each, found in zip(batch, self._predictor.predict_batch(bgr), strict=True):
+            kept = found[found.scores >= threshold]
+            source = each.image if each.file is None else each.file
+            yield Detections(kept, self.class_names, ids, source, each.name, each.frame)
+
+    def deploy(
+        self,
+        *,
+        precision: str = "float32",
+        compile: str = "auto",
+        image_sizes: Sequence[Sequence[int]] = (),
+    ) -> "Detector":
+        """Returns this detector in its fastest equal form on its device, see ``deploy``.
+
+        Args:
+            precision: "float32", or "bfloat16", which is not equal.
+            compile: "auto", or "off".
+            image_sizes: (height, width) in pixels, as the model gets them, to compile for.
+
+        Raises:
+            UserError: an argument is not valid, or the detector is exported or deployed already.
+        """
+        if self.model is None:
+            raise UserError(f"'{self.weights}' is exported: deploy its weights")
+        predictor: Any = copy.copy(self._predictor)
+        predictor.model = deploy(
+            self.model, precision=precision, compile=compile, image_sizes=image_sizes
+        )
+        return Detector(predictor, self.cfg)
+
+    def train(
+        self,
+        data: str | Path,
+        *,
+        epochs: float = 20,
+        output: str | Path | None = None,
+        overrides: dict[str, Any] | None = None,
+        **flags: Any,
+    ) -> Run:
+        """Trains on from these weights, and holds the trained ones afterwards.
+
+        Args:
+            data: a COCO json, a dataset folder, a YOLO ``data.yaml`` or a Pascal VOC folder. Its
+                classes replace the detector's; those of one name keep their weights.
+            epochs: passes over the images.
+            output: the run's folder; by default a new one below ``output/``.
+            overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
+            flags: of ``DataFlags``, such as ``images``, ``val`` and ``val_images``.
+
+        Returns:
+            The run: ``folder``, ``metrics``, ``weights``, and figures by ``analysis``.
+
+        Raises:
+            UserError: the data or an override are not valid, or the detector is exported.
+        """
+        if self.model is None or isinstance(self.model, DeployedModel):
+            raise UserError(f"'{self.weights}' is exported or deployed: train its weights")
+        run = train_detector(
+            self.cfg, str(data), epochs=epochs, output=output, overrides=overrides or {}, **flags
+        )
+        weights = find_run_weights(run.path)
+        self.cfg = load_run_config(weights, device=self.cfg.MODEL.DEVICE)
+        self._predictor = build_predictor(self.cfg)
+        self.model = self._predictor.model
+        return run
+
+
+class Encoder(Trained):
+    """A trained backbone on images of any size; ``model`` is its module."""
+
+    def __init__(self, model: nn.Module | ExportedModel, cfg: CfgNode) -> None:
+        """``model`` is a Detectron2 backbone in evaluation mode, or an exported one."""
+        self._exported = model if isinstance(model, ExportedModel) else None
+        self.model = model if isinstance(model, nn.Module) else None
+        self.cfg = cfg
+
+    @torch.inference_mode()
+    def __call__(self, images: Picture | Sequence[Picture]) -> dict[str, Tensor]:
+        """Returns the outputs by name, maps (N, C, H, W) and tokens (N, M, D).
+
+        Several images are padded to one size; padding counts as image. An exported encoder resizes
+        them first, and takes several of one size only.
+
+        Raises:
+            UserError: there are no images, or a file does not exist or is no image.
+        """
+        if is_video(images):
+            raise UserError(f"'{images}' is a video: give its frames")
+        pictures = [each.image for each in open_images(images)]
+        if self._exported is not None:
+            return self._run_exported(pictures)
+        node, is_bgr = self.cfg.MODEL, self.cfg.INPUT.FORMAT == "BGR"
+        mean, std = (
+            torch.tensor(values, device=node.DEVICE).view(-1, 1, 1)
+            for values in (node.PIXEL_MEAN, node.PIXEL_STD)
+        )
+        tensors = []
+        for picture in pictures:
+            pixels = torch.from_numpy(picture).to(node.DEVICE).permute(2, 0, 1)
+            tensors.append(((pixels.flip(0) if is_bgr else pixels) - mean) / std)
+        model: Any = self.model
+        batch = ImageList.from_tensors(tensors, model.size_divisibility)
+        outputs: dict[str, Tensor] = model(batch.tensor)
+        return outputs
+
+    def _run_exported(self, pictures: Sequence[Image]) -> dict[str, Tensor]:
+        assert self._exported is not None
+        if len({picture.shape for picture in pictures}) > 1:
+            raise UserError("an exported encoder takes images of one size")
+        step = -1 if self._exported.info.pixel_format == "BGR" else 1
+        outputs = self._exported(np.stack(pictures)[..., ::step])
+        return {name: torch.from_numpy(value) for name, value in outputs.items()}
+
+
+def build_detector(cfg: CfgNode) -> Detector:
+    """Returns the detector of a config, in its deployed form if ``MODEL.DEPLOY.ENABLED``."""
+    detector = Detector(build_predictor(cfg), cfg)
+    if not cfg.MODEL.DEPLOY.ENABLED:
+        return detector
+    node = cfg.MODEL.DEPLOY
+    return detector.deploy(
+        precision=node.PRECISION, compile=node.COMPILE, image_sizes=node.IMAGE_SIZES
+    )
+
+
+def build_exported(path: str, device: str | None) -> Detector | Encoder:
+    """Opens an exported detector or encoder.
+
+    Raises:
+        UserError: it cannot be opened, or is a classifier.
+    """
+    exported = ExportedModel.open(path, device=device)
+    cfg = exported.load_config()
+    cfg.MODEL.WEIGHTS = path
+    if exported.info.task == "features":
+        return Encoder(exported, cfg)
+    return Detector(ExportedPredictor(exported), cfg)
+
+
+def build_encoder(model: nn.Module, cfg: CfgNode) -> Encoder:
+    """Returns the encoder of a model, or of a backbone."""
+    return Encoder(get_backbone(model) or model, cfg)
+
+
+def _cut(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    while batch := list(islice(items, size)):
+        yield batch

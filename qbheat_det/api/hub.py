@@ -1,0 +1,150 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Hugging Face's hub: weights with a model card, uploaded and downloaded.
+
+A repository holds ``model.safetensors``, whose metadata hold the config and the classes, and
+``README.md``. Nothing that is downloaded can run code.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from detectron2.config import CfgNode
+
+from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import one_line
+from qbheat_det.model_zoo.index import PREFIX, ZooEntry, list_entries
+
+HUB_PREFIX = "hf://"
+WEIGHTS_NAME = "model.safetensors"
+_REPO = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+_LICENCES = ("apache-2.0", "mit", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-sa-4.0")  # that it knows
+_CARD = """\
+# {title}
+
+{summary}
+
+- Model: `{model}` on `{backbone}`
+- Licence: {licence}
+- Data: {data}
+- Classes: {classes}
+{metrics}
+## Use
+
+```python
+import qbheat_det
+
+{usage}
+```
+
+The config is inside `{weights}`. Loading it runs no code from this repository.
+"""
+
+
+def save_pretrained(cfg: CfgNode, folder: Path, *, is_detector: bool) -> Path:
+    """Writes the weights of a config and a model card into a folder, and returns it.
+
+    Raises:
+        UserError: the weights cannot be read, or the folder cannot be written.
+    """
+    state, info = read_weights(str(cfg.MODEL.WEIGHTS))
+    if info is None or not info.config:
+        info = WeightsInfo.from_config(cfg, iteration=0, commit="")
+    save_weights(str(folder / WEIGHTS_NAME), state, info)
+    card = render_card(cfg, is_detector=is_detector).encode()
+    write_atomically(folder / "README.md", lambda stream: stream.write(card))
+    return folder
+
+
+def render_card(cfg: CfgNode, *, is_detector: bool) -> str:
+    """Returns a model card with the header that Hugging Face reads, as Markdown.
+
+    What the model zoo knows of its own entries is in it; of other weights, what the config says.
+    """
+    node, entry = cfg.MODEL, _find_entry(str(cfg.MODEL.WEIGHTS))
+    header: dict[str, Any] = {
+        "library_name": "qbheat_det",
+        "pipeline_tag": "object-detection" if is_detector else "image-feature-extraction",
+        "tags": ["detectron2", "mobile-former" if "former" in str(cfg.MODEL).lower() else "timm"],
+    }
+    if entry:
+        licence = entry.licence.lower().replace(" ", "-")
+        known = {"license": licence} if licence in _LICENCES else {"license": "other"}
+        header |= {**known, "license_name": entry.licence}
+    names = list(node.CLASS_NAMES)
+    call = 'detector.predict("photo.jpg").save("drawn.jpg")' if is_detector else 'encoder("a.jpg")'
+    kind = "detector" if is_detector else "encoder"
+    text = _CARD.format(
+        title=entry.name if entry else f"{kind.capitalize()} on {node.BACKBONE.NAME}",
+        summary=entry.summary if entry else f"A {kind} trained with qbheat_det.",
+        model=node.META_ARCHITECTURE,
+        backbone=node.BACKBONE.NAME,
+        licence=entry.licence if entry else "not stated",
+        data=f"{entry.data} ({entry.data_licence})" if entry else "not stated",
+        classes=", ".join(names) if names and is_detector else "none",
+        metrics="".join(f"- {metric} on {metric.data}\n" for metric in entry.metrics)
+        if entry
+        else "",
+        usage=f'{kind} = qbheat_det.load("hf://USER/NAME")\n{call}',
+        weights=WEIGHTS_NAME,
+    )
+    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}"
+
+
+def push_to_hub(
+    save: Callable[[Path], Path], repo_id: str, *, private: bool, token: str | None
+) -> str:
+    """Uploads the folder that ``save`` fills, and returns the address of the upload.
+
+    Raises:
+        UserError: ``repo_id`` is not "user/name", or the hub refuses or does not answer.
+    """
+    _check_repo(repo_id)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = save(Path(folder))
+        card = saved / "README.md"
+        card.write_text(card.read_text("utf-8").replace("USER/NAME", repo_id), "utf-8")
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repo_id, folder_path=saved, commit_message="Upload by qbheat_det"
+            )
+        except Exception as error:  # of the network, the token, the repository: no common base
+            raise UserError(f"'{repo_id}' cannot be uploaded: {one_line(error)}") from error
+    return str(commit.commit_url)
+
+
+def download(address: str) -> str:
+    """Returns the local file of ``hf://user/name`` or ``hf://user/name@revision``.
+
+    Raises:
+        UserError: the address has another form, or there is no such file.
+    """
+    repo_id, _, revision = address.removeprefix(HUB_PREFIX).partition("@")
+    _check_repo(address.removeprefix(HUB_PREFIX))
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return str(hf_hub_download(repo_id, WEIGHTS_NAME, revision=revision or None))
+    except Exception as error:  # as above
+        raise UserError(
+            f"'{address}' has no {WEIGHTS_NAME} that can be downloaded: {one_line(error)}"
+        ) from error
+
+
+def _check_repo(name: str) -> None:
+    if not _REPO.fullmatch(name):
+        raise UserError(f"'{name}' is no repository: expected user/name, or user/name@revision")
+
+
+def _find_entry(weights: str) -> ZooEntry | None:
+    name = weights.removeprefix(PREFIX)
+    return next((entry for entry in list_entries() if entry.name == name), None)

@@ -1,0 +1,107 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``load``: from a name, a file, a folder or an address to a detector or an encoder."""
+
+from pathlib import Path
+
+import torch
+from detectron2.config import CfgNode
+
+from qbheat_det.checkpoint import (
+    SafeCheckpointer,
+    bare_backbone,
+    info_of,
+    load_run_config,
+    local_weights,
+    read_weights,
+)
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import MAPPERS_OF_IMAGES
+from qbheat_det.export import EXPORTED_SUFFIXES
+from qbheat_det.model_zoo.api import open_trained
+from qbheat_det.model_zoo.index import PREFIX, find_entry
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.modeling.backbone.timm_backbone import list_outputs
+
+from .detector import Detector, Encoder, build_detector, build_encoder, build_exported
+from .hub import HUB_PREFIX, download
+from .training import find_run_weights
+
+WEIGHTS_SUFFIXES = (".safetensors", ".pth", *EXPORTED_SUFFIXES)
+_TIMM = "timm://"
+
+
+def load(
+    weights: str | Path, *, device: str | None = None, fast: bool = False
+) -> Detector | Encoder:
+    """Opens trained weights.
+
+    Args:
+        weights: a name in the model zoo, with or without "qbheat://"; a file of weights
+            (.safetensors, .pth) with its config inside or beside it; the folder of a run, of which
+            the best weights are taken, or else the final ones; an exported file (.onnx, .pt2);
+            "timm://NAME", an encoder of timm; or "hf://USER/NAME" of Hugging Face.
+        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        fast: whether a detector predicts in its deployed form, see ``Detector.deploy``.
+
+    Returns:
+        A detector, or of a backbone, a pre-training or a classifier the encoder.
+
+    Raises:
+        UserError: there is no such file, entry or device, or the file does not fit its config.
+    """
+    _check_device(device)
+    name = _find_weights(str(weights))
+    if name.lower().endswith(EXPORTED_SUFFIXES):
+        if fast:
+            raise UserError(f"'{name}' is exported: fast is for weights")
+        return build_exported(name, device)
+    if name.startswith(_TIMM):
+        return _open_timm(name, device)
+    opts = ["MODEL.DEPLOY.ENABLED", "True"] if fast else []
+    cfg = load_run_config(name, device=device, opts=opts)
+    is_backbone = not bare_backbone(read_weights(name)[0])
+    if is_backbone or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+        return build_encoder(open_trained(name, device=device).model, cfg)
+    return build_detector(cfg)
+
+
+def _find_weights(name: str) -> str:
+    """Returns a file, or an address that ``load_run_config`` takes."""
+    if name.startswith(HUB_PREFIX):
+        return download(name)
+    if Path(name).is_dir():
+        return find_run_weights(Path(name))
+    if Path(name).exists() or ("://" in name and not name.startswith(PREFIX)):
+        return name
+    if Path(name).suffix in WEIGHTS_SUFFIXES:
+        raise UserError(f"there is no file '{name}'")
+    return f"{PREFIX}{find_entry(name).name}"
+
+
+def _open_timm(address: str, device: str | None) -> Encoder:
+    """Returns a network of timm with all of its maps, pixels normalised as in its training."""
+    model_name = address.removeprefix(_TIMM).partition(".")[0]
+    info = info_of(local_weights(address))
+    cfg: CfgNode = get_cfg()
+    cfg.MODEL.DEVICE = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cfg.MODEL.WEIGHTS = address
+    cfg.MODEL.BACKBONE.NAME = f"timm:{model_name}"
+    cfg.MODEL.TIMM.OUT_FEATURES = list_outputs(model_name)
+    if info is not None:
+        cfg.INPUT.FORMAT = info.pixel_format
+        cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD = list(info.pixel_mean), list(info.pixel_std)
+    model = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
+    SafeCheckpointer(model).load(address)  # leaves out the classifier
+    return build_encoder(model.eval(), cfg)
+
+
+def _check_device(device: str | None) -> None:
+    try:
+        kind = torch.device(device or "cpu").type
+    except RuntimeError as error:
+        raise UserError(f"device is '{device}', expected cpu or cuda") from error
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"device is '{device}', expected cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device is '{device}', but PyTorch sees no GPU: use device='cpu'")

@@ -1,0 +1,168 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What a detector found, drawn and converted: COCO, supervision, pandas, labelling tools."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from detectron2.structures import Instances
+from torch import Tensor
+
+from qbheat_det.analysis.box_drawing import draw_instances
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.engine.pictures import read_rgb
+from qbheat_det.engine.video import Image
+
+from .annotations import Format, render_annotations
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped, unused-ignore]
+    import supervision
+
+
+@dataclass(frozen=True, repr=False)
+class Detections:
+    """What a detector found on one image, the best first.
+
+    Attributes:
+        instances: Detectron2's, on the CPU: ``pred_boxes``, ``scores``, ``pred_classes``.
+        class_names: of the model, in the order of its classes.
+        category_ids: ids of the classes in the annotations that the model was trained on.
+        source: the pixels (H, W, 3) of uint8, RGB; or a file, which is read when it is drawn, so
+            that the results of a large folder fit in memory.
+        file_name: path, address or "image 3".
+        frame: of a video, counted from 0.
+    """
+
+    instances: Instances
+    class_names: Sequence[str]
+    category_ids: Sequence[int]
+    source: Image | Path
+    file_name: str = "image"
+    frame: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    def __repr__(self) -> str:
+        height, width = self.instances.image_size
+        counts = Counter(self.labels).most_common()
+        found = ", ".join(f"{count} {name}" for name, count in counts) or "nothing"
+        frame = "" if self.frame is None else f", frame {self.frame}"
+        return f"Detections({self.file_name}{frame}, {width}x{height}: {found})"
+
+    @property
+    def image(self) -> Image:
+        """(H, W, 3), uint8, RGB, upright; a ``UserError`` if its file is gone."""
+        return read_rgb(self.source) if isinstance(self.source, Path) else self.source
+
+    @property
+    def boxes(self) -> Tensor:
+        """(N, 4), XYXY in pixels of the image."""
+        boxes: Tensor = self.instances.pred_boxes.tensor
+        return boxes
+
+    @property
+    def scores(self) -> Tensor:
+        """(N,), in [0, 1]."""
+        scores: Tensor = self.instances.scores
+        return scores
+
+    @property
+    def labels(self) -> list[str]:
+        """The name of each box's class."""
+        names, indices = self.class_names, self.instances.pred_classes.tolist()
+        return [names[index] if names else str(index) for index in indices]
+
+    def draw(self) -> Image:
+        """Returns the image with boxes, (H, W, 3) uint8, RGB."""
+        return draw_instances(self.image, self.instances, self.class_names)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the drawn image; its folder is made.
+
+        Raises:
+            UserError: the file cannot be written, or its suffix is that of no image.
+        """
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            PIL.Image.fromarray(self.draw()).save(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot write '{path}': {error}") from error
+
+    def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
+        """Returns a dict for each box in COCO's results format."""
+        found: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
+        for box in found:
+            index = box["category_id"]
+            box["category_id"] = self.category_ids[index] if self.category_ids else index + 1
+        return found
+
+    def to_supervision(self) -> "supervision.Detections":
+        """Returns Roboflow's supervision object, with "class_name" among its data.
+
+        Raises:
+            UserError: supervision is not installed.
+        """
+        try:
+            import supervision
+        except ImportError as error:
+            raise _missing("supervision") from error
+        return supervision.Detections(
+            xyxy=self.boxes.numpy().reshape(-1, 4),
+            confidence=self.scores.numpy(),
+            class_id=self.instances.pred_classes.numpy(),
+            data={"class_name": np.array(self.labels, dtype=str)},
+        )
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Returns a row for each box: "label", "score", "x1", "y1", "x2", "y2" in pixels.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise _missing("pandas") from error
+        table = pandas.DataFrame(self.boxes.numpy(), columns=["x1", "y1", "x2", "y2"])
+        table.insert(0, "label", self.labels)
+        table.insert(1, "score", self.scores.numpy())
+        return table
+
+
+def save_annotations(found: Iterable[Detections], path: str | Path, format: Format) -> None:
+    """Writes detections as one file that a labelling tool imports, see ``render_annotations``.
+
+    Args:
+        found: of one detector, such as ``detector.stream("photos/")``.
+        path: the file, JSON.
+        format: "coco", "cvat" or "label-studio".
+
+    Raises:
+        UserError: the file cannot be written, or the format takes no frames of videos.
+    """
+    check_writable(path)
+    results: list[dict[str, Any]] = []
+    images: list[dict[str, Any]] = []
+    names: Sequence[str] = ()
+    ids: Sequence[int] = ()
+    for number, one in enumerate(found, start=1):
+        height, width = one.instances.image_size
+        image = {"id": number, "file_name": one.file_name, "height": height, "width": width}
+        images.append(image if one.frame is None else {**image, "frame": one.frame})
+        results += [{**box, "file_name": one.file_name} for box in one.to_coco(number)]
+        names, ids = one.class_names, one.category_ids
+    content = json.dumps(render_annotations(results, images, names, ids, format)).encode()
+    write_atomically(path, lambda stream: stream.write(content))
+
+
+def _missing(package: str) -> UserError:
+    return UserError(f"{package} is not installed: pip install {package}")

@@ -1,0 +1,115 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Training as ``tools/train_net.py`` does it, from Python."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+
+from qbheat_det.analysis import load_figures
+from qbheat_det.analysis.confusion_matrix import draw_confusion
+from qbheat_det.analysis.curves import draw_training_curves
+from qbheat_det.analysis.run import Run
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import NotApplicable
+from qbheat_det.engine import Trainer, build_config, setup, write_run_record
+from qbheat_det.engine.run_flags import RunFlags
+
+
+def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) -> dict[str, Any]:
+    """Trains in each process, records the run, and draws its curves; see ``build_config``.
+
+    Args:
+        cfg: prepared by ``setup``.
+        resume: whether to continue the run in ``OUTPUT_DIR``.
+        allow_partial: start even if part of ``MODEL.WEIGHTS`` fits nowhere.
+
+    Returns:
+        The results of the last evaluation.
+
+    Raises:
+        UserError: the weights do not fit, or as ``Trainer``.
+    """
+    load_figures()
+    trainer = Trainer(cfg, allow_partial=allow_partial)
+    trainer.resume_or_load(resume=resume)
+    if comm.is_main_process():
+        write_run_record(
+            trainer.cfg,
+            command=sys.argv,
+            resumed_from=trainer.resumed_from,
+            processes=comm.get_world_size(),
+            seed=trainer.seed,
+        )
+    results: dict[str, Any] = trainer.train()
+    if comm.is_main_process():
+        draw_results(Path(trainer.cfg.OUTPUT_DIR))
+    return results
+
+
+def draw_results(output_dir: Path) -> None:
+    """Writes ``curves.png`` and, for classifiers, ``confusion.png`` beside each result."""
+    draw_training_curves(output_dir / "metrics.json", output_dir / "curves.png")
+    for path in output_dir.glob("inference/*/classification.json"):
+        draw_confusion(path, path.with_name("confusion.png"))
+
+
+def train_detector(
+    cfg: CfgNode,
+    data: str,
+    *,
+    epochs: float,
+    output: str | Path | None,
+    overrides: Mapping[str, Any],
+    **flags: Any,
+) -> Run:
+    """Trains from the weights of a config on other data, see ``Detector.train``.
+
+    Raises:
+        UserError: a flag, an override or the data are not valid, or the folder holds a run.
+    """
+    folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
+    if output is not None and (folder / "config.yaml").exists():
+        raise UserError(f"'{folder}' holds a run: name another folder, or resume by qbheat train")
+    values = {
+        "SOLVER.EPOCHS": epochs,
+        "MODEL.DEVICE": cfg.MODEL.DEVICE,
+        "MODEL.DEPLOY.ENABLED": False,
+        **overrides,
+    }
+    opts = [text for key, value in values.items() for text in (key, str(value))]
+    try:
+        asked = RunFlags(
+            data=data, weights=cfg.MODEL.WEIGHTS, output=str(folder), opts=opts, **flags
+        )
+    except TypeError as error:
+        raise UserError(f"Detector.train: {error}") from error
+    own = build_config(asked)
+    setup(own, asked)
+    train(own)
+    return Run.open(folder, device=cfg.MODEL.DEVICE)
+
+
+def find_run_weights(folder: Path) -> str:
+    """Returns the best weights of a run if it has chosen any, else the final or the last ones.
+
+    Raises:
+        UserError: the folder is not a run's, or has no weights yet.
+    """
+    for name in ("model.safetensors", "model_best.safetensors"):
+        if (folder / name).is_file():
+            return str(folder / name)
+    try:
+        return str(Run.open(folder).weights)
+    except NotApplicable as error:
+        raise UserError(f"'{folder}': {error}") from error
+
+
+def _find_free(folder: Path) -> Path:
+    """Returns ``folder``/train, or the first of train-2, train-3, … that does not exist."""
+    names = (folder / ("train" if number == 1 else f"train-{number}") for number in range(1, 10**6))
+    return next(path for path in names if not path.exists())

@@ -1,0 +1,62 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Weights by Detectron2's own ``DetectionCheckpointer``, whose names have other prefixes.
+
+It takes prefixes off or puts them on for a few formats only; of all else it loads nothing, and
+warns. The package's checkpointers do not need this: they match names first.
+"""
+
+from typing import Any
+
+from detectron2.modeling import Backbone
+from torch import Tensor
+
+from qbheat_det.core.errors import UserError
+
+_PYRAMID = "bottom_up."
+_PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
+
+
+def accept_prefixes(backbone: Backbone) -> None:
+    """Lets ``load_state_dict`` find a backbone, or that below a pyramid, by whatever prefix.
+
+    The file may hold a detector, a pyramid or a bare backbone. A file with a part of the encoder,
+    or, as far as can be seen, with none of it, raises a ``UserError``, even if not ``strict``.
+    """
+    backbone.register_load_state_dict_pre_hook(_find_own)
+
+
+def _find_own(
+    backbone: Backbone,
+    state_dict: dict[str, Tensor],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    names = list(backbone.state_dict())
+    below = _PYRAMID if any(name.startswith(_PYRAMID) for name in names) else ""
+    encoder = [name.removeprefix(below) for name in names if name.startswith(below)]
+    own = prefix + below
+    if not any(own + name in state_dict for name in encoder):
+        # Below another module only names that begin with that module's are seen here.
+        others = [each for each in (prefix, *(prefix + p for p in _PREFIXES)) if each != own]
+        found = max(others, key=lambda each: sum(each + name in state_dict for name in encoder))
+        moved = {found + name: own + name for name in encoder}
+        around = found.removesuffix(_PYRAMID)
+        moved |= {around + n: prefix + n for n in names if below and not n.startswith(below)}
+        for old, new in moved.items():
+            if old in state_dict:
+                state_dict[new] = state_dict.pop(old)
+    needed = [name for name in encoder if not name.endswith("num_batches_tracked")]
+    missing = [name for name in needed if own + name not in state_dict]
+    is_wrong_file = bool(unexpected_keys if prefix else state_dict)
+    if missing and (len(missing) < len(needed) or is_wrong_file):
+        raise UserError(
+            f"the file has {len(needed) - len(missing)} of the {len(needed)} tensors of "
+            f"{type(backbone).__name__}, and not '{missing[0]}': take weights of the same variant "
+            "and outputs. Inside a model of another package, names without a prefix need "
+            "Detectron2's {'model': …, 'matching_heuristics': True}, as qbheat://NAME has it. "
+            "qbheat_det.checkpoint.SafeCheckpointer(model, allow_partial=True) loads a part"
+        )

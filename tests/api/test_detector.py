@@ -1,0 +1,187 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""``Detector`` and ``Encoder``: the same boxes and maps for every kind of image and batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+import qbheat_det
+from qbheat_det.api import Detections, Detector, Encoder, predict_files
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine import pictures
+from qbheat_det.engine.pictures import read_rgb
+from tests.export.tiny_models import save as save_tiny
+
+
+def _pixels(path: Path) -> np.ndarray:
+    return np.asarray(PIL.Image.open(path).convert("RGB"))
+
+
+SINGLE: dict[str, Callable[[Path, str], Any]] = {
+    "file": lambda path, _: path,
+    "text": lambda path, _: str(path),
+    "address": lambda path, url: f"{url}/{path.name}",
+    "pillow": lambda path, _: PIL.Image.open(path),
+    "array": lambda path, _: _pixels(path),
+    "tensor": lambda path, _: torch.from_numpy(_pixels(path).copy()).permute(2, 0, 1),
+    "floats": lambda path, _: torch.from_numpy(_pixels(path).copy()).permute(2, 0, 1) / 255,
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_boxes_are_those_of_the_tool_for_every_kind_of_image(
+    kind: str, detector: Detector, weights: str, photos: Path, address: str
+) -> None:
+    path = photos / "0.png"
+    expected = predict_files(weights, [str(path)], score_threshold=0.3, device="cpu").results
+    found = detector.predict(SINGLE[kind](path, address))
+    assert expected
+    assert found.to_coco() == [
+        {key: value for key, value in box.items() if key != "file_name"} for box in expected
+    ]
+    np.testing.assert_array_equal(found.image, _pixels(path))
+
+
+def _assert_same(found: list[Detections], expected: list[Detections]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.boxes, other.boxes, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(one.scores, other.scores, rtol=1e-4, atol=1e-5)
+        assert one.labels == other.labels
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_batches_give_what_single_images_give(
+    batch_size: int, detector: Detector, photos: Path
+) -> None:
+    files = sorted(photos.glob("*.png"))
+    expected = [detector.predict(path, threshold=0) for path in files]
+    sizes: list[int] = []
+    assert detector.model is not None
+    hook = detector.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    sources = files, photos, str(photos / "*.png")
+    for source in sources:
+        found = detector.predict(source, threshold=0, batch_size=batch_size)
+        assert isinstance(found, list)
+        _assert_same(found, expected)
+        assert [Path(one.file_name).name for one in found] == [path.name for path in files]
+    hook.remove()
+    # Images 0 and 2 have one size; a batch of 8 holds all.
+    assert sizes == {1: [1] * 4, 3: [2, 1, 1], 8: [2, 1, 1]}[batch_size] * len(sources)
+
+
+def test_a_video_is_read_frame_by_frame(detector: Detector, photos: Path) -> None:
+    found = detector.predict(photos / "v.avi", batch_size=1)
+    read: list[int] = []
+    assert detector.model is not None
+    hook = detector.model.register_forward_pre_hook(lambda *_: read.append(1))
+    first = next(found)
+    assert (first.frame, len(read)) == (0, 1)
+    assert first.image.shape == (64, 96, 3)
+    assert [one.frame for one in found] == [1, 2]
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("nowhere.jpg", "nowhere.jpg"),
+        ("broken.jpg", "broken.jpg"),
+        (["0.png", "broken.jpg"], "broken.jpg"),
+        (["v.avi"], "v.avi"),
+        ("*.gif", "gif"),
+        ([], "empty"),
+        (np.zeros((8, 8, 3), np.float32), "uint8"),
+        (np.zeros((8, 8), np.uint8), "uint8"),
+        (np.zeros((0, 8, 3), np.uint8), "uint8"),
+        (np.zeros((1, 9000, 3), np.uint8), "elongated"),
+        (None, "uint8"),
+        (torch.zeros(8, 8, 3), "3, H, W"),
+        (torch.full((3, 8, 8), 200.0), r"\[0, 1\]"),
+        (torch.full((3, 8, 8), torch.nan), r"\[0, 1\]"),
+        (torch.zeros(3, 8, 8, dtype=torch.int64), "int64"),
+        (PIL.Image.new("I;16", (8, 8)), "16 bits"),
+    ],
+)
+def test_what_is_no_image_is_refused(
+    source: Any, named: str, detector: Detector, photos: Path
+) -> None:
+    if isinstance(source, str | list):
+        inside = [str(photos / name) for name in ([source] if isinstance(source, str) else source)]
+        source = inside if isinstance(source, list) else inside[0]
+    with pytest.raises(UserError, match=named):
+        detector.predict(source)
+
+
+@pytest.mark.parametrize("path", ["broken.jpg", "missing.png", "redirect", "0.png"])
+def test_an_address_that_gives_no_image_is_refused(
+    path: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "0.png":
+        monkeypatch.setattr(pictures, "MAX_DOWNLOAD", 100)
+    with pytest.raises(UserError, match=path):
+        read_rgb(f"{address}/{path}")
+
+
+def test_arguments_that_make_no_sense_are_refused(detector: Detector, photos: Path) -> None:
+    for arguments in ({"threshold": 50}, {"batch_size": 0}):
+        with pytest.raises(UserError, match=next(iter(arguments))):
+            detector.predict(photos / "0.png", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_turned_photo_is_upright_however_it_is_given(tmp_path: Path) -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    PIL.Image.fromarray(np.zeros((10, 30, 3), np.uint8)).save(tmp_path / "t.jpg", exif=exif)
+    assert read_rgb(tmp_path / "t.jpg").shape == (30, 10, 3)
+    assert read_rgb(PIL.Image.open(tmp_path / "t.jpg")).shape == (30, 10, 3)
+
+
+def test_the_deployed_form_finds_the_same(detector: Detector, photos: Path) -> None:
+    deployed = detector.deploy(compile="off")
+    assert "deployed" in repr(deployed)
+    assert "deployed" not in repr(detector)
+    files = sorted(photos.glob("*.png"))
+    _assert_same(deployed.predict(files, threshold=0.4), detector.predict(files, threshold=0.4))
+    for action in (deployed.deploy, lambda: deployed.train("data.yaml")):
+        with pytest.raises(UserError, match="deployed"):
+            action()
+
+
+def test_an_encoders_maps_are_its_backbones(tmp_path: Path, photos: Path) -> None:
+    encoder = qbheat_det.load(save_tiny(tmp_path / "run", "qb_heat"), device="cpu")
+    assert isinstance(encoder, Encoder)
+    outputs = encoder(photos / "0.png")
+    mean, std = (torch.tensor(encoder.cfg.MODEL[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
+    assert encoder.model is not None
+    with torch.no_grad():
+        pixels = torch.from_numpy(_pixels(photos / "0.png").copy())
+        expected = encoder.model(((pixels - mean) / std).permute(2, 0, 1)[None])
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
+    both = encoder([photos / "0.png", photos / "2.png"])
+    assert {len(output) for output in both.values()} == {2}
+    with pytest.raises(UserError, match="empty"):
+        encoder([])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two_maps", "qb_heat"])
+def test_an_exported_file_gives_the_same(kind: str, tmp_path: Path, photos: Path) -> None:
+    pytest.importorskip("onnxscript")
+    original: Any = qbheat_det.load(save_tiny(tmp_path / "run", kind), device="cpu")
+    original.export(tmp_path / "m.onnx", images=[photos / "0.png", photos / "1.png"])
+    exported: Any = qbheat_det.load(tmp_path / "m.onnx", device="cpu")
+    assert repr(exported).startswith(type(original).__name__)
+    files = sorted(photos.glob("*.png"))
+    if kind == "two_maps":
+        _assert_same(exported.predict(files), original.predict(files))
+    else:
+        assert {*exported(files[:1])} == {*original(files[0])}
+    for action in (exported.deploy, exported.save_pretrained) if kind == "two_maps" else ():
+        with pytest.raises(UserError, match="exported"):
+            action(*([tmp_path] if action == exported.save_pretrained else []))

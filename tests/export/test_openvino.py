@@ -1,0 +1,53 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""OpenVINO runs the exported ONNX files, and gives what onnxruntime gives."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qbheat_det.engine.predict import build_predictor, find_inputs, read_bgr
+from qbheat_det.export import ExportedModel
+from qbheat_det.export.api import write_model
+from tests.export.tiny_models import make_config, save_model, save_photos
+
+pytestmark = pytest.mark.slow
+openvino = pytest.importorskip("openvino")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+
+@pytest.mark.parametrize("kind", ["two_maps", "mf_detr", "classifier", "qb_heat"])
+def test_openvino_agrees_with_onnxruntime(kind: str, tmp_path: Path) -> None:
+    cfg = make_config(kind)
+    cfg.MODEL.WEIGHTS = save_model(tmp_path / "run", cfg)
+    write_model(build_predictor(cfg).model, cfg, tmp_path / "m.onnx")
+    exported = ExportedModel.open(tmp_path / "m.onnx", device="cpu")
+    compiled = openvino.Core().compile_model(str(tmp_path / "m.onnx"), "CPU")
+    for file in find_inputs([save_photos(tmp_path / "photos")]):
+        image = read_bgr(file.path)
+        images = np.stack([image, image[::-1]])
+        expected = exported.run(images)
+        found = compiled({"images": images})
+        if "counts" in expected:
+            for row in range(2):
+                _assert_same_boxes(
+                    *({k: out[k][row] for k in expected} for out in (found, expected))
+                )
+            continue
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+def _assert_same_boxes(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Each box has a partner of its own; two of nearly one score may stand in either order."""
+    count = int(expected["counts"])
+    assert int(found["counts"]) == count > 0
+    rows = [
+        np.column_stack([out["boxes"][:count], 1e3 * out["scores"][:count], out["labels"][:count]])
+        for out in (found, expected)
+    ]
+    apart = np.abs(rows[0][:, None] - rows[1][None]).max(axis=2)
+    assert apart.min(axis=1).max() < 0.05  # pixels, and thousandths of a score
+    assert sorted(apart.argmin(axis=1)) == list(range(count))
