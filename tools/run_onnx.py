@@ -10,7 +10,7 @@ examples:
   python tools/run_onnx.py output/model.onnx photo.jpg other.jpg
 
   # a folder of tools/export.py --shared-encoder: the encoder runs once, then every head
-  python tools/run_onnx.py output/shared photo.jpg --score-threshold 0.5
+  python tools/run_onnx.py output/shared photo.jpg --threshold 0.5
 
 exit code: 0; 1 if an image was skipped, with the reason on stderr; 2 if the model cannot be run.
 """

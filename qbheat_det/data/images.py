@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
 
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
 ORIENTATION = 0x0112
 """EXIF tag; from 5 on, width and height change places."""
 
@@ -206,6 +209,27 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def read_sizes(paths: Sequence[str], *, num_threads: int = 8) -> Iterator["Size | DataError"]:
+    """Yields width and height of images, upright as their EXIF orientation says, or an error.
+
+    Args:
+        paths: of the files.
+        num_threads: how many files are read side by side.
+    """
+    with ThreadPoolExecutor(num_threads) as pool:
+        bar = tqdm(pool.map(_read_size, paths), "Reading image sizes", len(paths), delay=2)
+        yield from bar
+
+
+def _read_size(path: str) -> "Size | DataError":
+    try:
+        with open_image(path) as image:
+            return image.width, image.height
+    except Exception as error:
+        reason = f"the file is no image that Pillow can read: {_one_line(error)}"
+        return DataError("unreadable image", f"image {path!r}", reason)
 
 
 class DecodedImages(dict[str, ImageInMemory]):

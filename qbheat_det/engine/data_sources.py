@@ -4,13 +4,13 @@
 And the same few images of a set each time, to look at.
 """
 
-import functools
 import json
 import logging
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -24,6 +24,7 @@ from qbheat_det.data import (
     Source,
     build_mapper,
     check_same_classes,
+    forget_annotations,
     list_classes,
     load_classes,
     open_source,
@@ -73,6 +74,7 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
         node[key] = tuple(n for n in node[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
     _check_flags(flags, job)
     names = dict(zip(("train", "val"), _SETS[job], strict=True))
+    forget_annotations()
     sources, split = _find_sources(cfg, flags, job)
     if "train" in sources:
         data.TRAIN = (names["train"],)
@@ -80,14 +82,32 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
         data.TEST = (names["val"],)
     elif "train" in sources and "DATASETS.TEST" not in flags.overrides:
         data.TEST = ()  # those of a recipe do not belong to custom training images
-    found = {role: register_source(names[role], sources[role], split=split) for role in sources}
-    if (train := found.get("train")) and (val := found.get("val")):
-        check_same_classes(train, val)
+    try:
+        _register_sources(cfg, flags, {names[role]: sources[role] for role in sources}, split)
+    finally:
+        forget_annotations()
     if split and not flags.eval_only:
         MetadataCatalog.get(names["val"]).split = split
     if job == "classes" and "train" in sources and len(only := list_classes(data.TRAIN)) < 2:
         raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
     _use_neighbours(cfg, flags, sources)
+
+
+def _register_sources(
+    cfg: CfgNode, flags: RunFlags, sources: dict[str, Source], split: dict[str, Any] | None
+) -> None:
+    """Registers sets by name, that to train on first, and checks that classes are the same."""
+    weights = cfg.MODEL.WEIGHTS if flags.eval_only and not flags.resume else ""
+    classes = list(class_names_of(weights)) if weights else []
+    train = None
+    for name, source in sources.items():
+        if "voc_folder" in source and classes and not split:
+            source = {**source, "classes": classes}  # one folder may lack some of them
+        found = register_source(name, source, split=split)
+        if found and train:
+            check_same_classes(train, found)
+        if train := found:
+            classes = list(found.class_names)
 
 
 def write_split(cfg: CfgNode) -> None:
@@ -96,11 +116,8 @@ def write_split(cfg: CfgNode) -> None:
         if split := MetadataCatalog.get(name).get("split"):
             content = (json.dumps(split, indent=1) + "\n").encode()
             path = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
-            write_atomically(path, functools.partial(_write, content))
-
-
-def _write(content: bytes, stream: BinaryIO) -> None:
-    stream.write(content)
+            write_atomically(path, operator.methodcaller("write", content))
+            logger.info(f"{len(split['val']):,} images are held out for evaluation, see '{path}'")
 
 
 def _find_sources(

@@ -12,7 +12,7 @@ from detectron2.data import DatasetCatalog
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
-from qbheat_det.engine import RunFlags, build_config
+from qbheat_det.engine import RunFlags, build_config, setup
 from qbheat_det.engine.data_sources import CUSTOM_SETS, find_sources
 
 from .classifier_cases import make_classes
@@ -136,3 +136,26 @@ BAD = [
 def test_bad_flags_are_named(words: str, named: str, config: str) -> None:
     with pytest.raises(UserError, match=named):
         configure(words, config)
+
+
+def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path: Path) -> None:
+    make_classes(Path("MANY"), {"ape": 10, "bee": 5})
+    words = f"--data MANY --output {tmp_path}/run SEED"
+    cfg = configure(f"{words} 1", CLASSIFY)
+    setup(cfg, parse_run(CLASSIFY, {}, *words.split()[:-1]))
+    split = json.loads(Path("run/split.json").read_text())
+    assert [len(split[part]) for part in ("train", "val")] == [12, 3]
+
+    def held_out(cfg: CfgNode) -> set[str]:
+        (name,) = cfg.DATASETS.TEST
+        return {record["file_name"] for record in DatasetCatalog.get(name)}
+
+    first = held_out(cfg)
+    assert first == {f"{tmp_path}/MANY/{name}" for name in split["val"]}
+    assert build_train_stream(cfg).num_images == 12
+    own = find_sources(cfg)["custom_labelled_val"]
+    assert own["split"] == {"file": f"{tmp_path}/run/split.json", "part": "val"}
+    assert held_out(configure(f"{words} 1", CLASSIFY)) == first
+    assert held_out(configure(f"{words} 2", CLASSIFY)) != first
+    assert held_out(configure(f"--resume {words} 2", CLASSIFY)) == first
+    assert configure(f"{words} 1 DATASETS.VAL_FRACTION 0", CLASSIFY).DATASETS.TEST == ()

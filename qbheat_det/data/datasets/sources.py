@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What ``--data`` may name, recognised by its files: where its images and boxes are.
 
-A source is what JSON can hold, so that a run can record it: ``json_file`` with ``image_root``, or
-``image_folders``; ``labelled``, whether boxes or the names of folders are read; and ``split``, if
-it is a part of the images that ``split.json`` lists.
+A source is what JSON can hold, so that a run can record it: ``json_file`` with ``image_root``;
+``yolo_file`` or ``voc_folder`` with ``subset``; or ``image_folders``. Further ``labelled``, whether
+boxes or the names of folders are read; ``classes`` for VOC, which lists none itself; and ``split``,
+if it is a part of the images that ``split.json`` lists.
 """
 
 import functools
@@ -19,19 +20,23 @@ from typing import Any, Literal
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import raise_first
 
 from .coco import check_coco_file, load_coco_images, register_coco_images, register_coco_json
 from .coco_file import CocoFile
 from .image_folder import (
     IMAGE_SUFFIXES,
     check_image_folder,
+    list_images,
     load_image_folders,
     register_image_folders,
 )
 from .splits import group_by_rarest_class, read_split, split_names
+from .voc import convert_voc, find_voc_list
+from .yolo import convert_yolo, list_yolo_images, read_data_yaml
 
 Source = dict[str, Any]
-Kind = Literal["coco", "classes"]
+Kind = Literal["coco", "yolo", "voc", "classes"]
 
 _VAL_NAMES = ("val", "valid", "validation", "test")
 _COCO = {
@@ -39,9 +44,11 @@ _COCO = {
     "whole": ("annotations.json", "_annotations.coco.json"),
     "val": ("annotations/instances_val*.json", "val*/_annotations.coco.json"),
 }
+_YAMLS = ("data.yaml", "data.yml", "dataset.yaml")
 _FORMATS = (
-    "a COCO json, a folder with annotations/instances_train.json, or a folder with a folder of "
-    "images for each class"
+    "a COCO json, a folder with annotations/instances_train.json, a data.yaml of YOLO, a folder of "
+    "Pascal VOC with Annotations/ and JPEGImages/, or a folder with a folder of images for each "
+    "class"
 )
 _FILE_NAME = re.compile(r'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
@@ -65,11 +72,15 @@ def find_kind(path: str) -> Kind:
         raise UserError(f"'{path}' does not exist")
     root = Path(path)
     if root.is_file():
-        kinds: dict[str, Kind] = {".json": "coco"}
+        kinds: dict[str, Kind] = {".json": "coco", ".yaml": "yolo", ".yml": "yolo"}
         if kind := kinds.get(root.suffix.lower()):
             return kind
     elif any(_find_json(root, part) for part in _COCO):
         return "coco"
+    elif any((root / name).is_file() for name in _YAMLS):
+        return "yolo"
+    elif (root / "Annotations").is_dir() and (root / "JPEGImages").is_dir():
+        return "voc"
     elif any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(root)):
         return "classes"
     elif any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in root.iterdir()):
@@ -96,11 +107,24 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
         raise UserError(f"'{path}' is no COCO json, so its images need no folder '{image_root}'")
     if kind == "classes":
         return _open_classes(root)
+    if kind == "yolo":
+        file = root if root.is_file() else next(f for n in _YAMLS if (f := root / n).is_file())
+        source = {"yolo_file": str(file), "labelled": True}
+        has_val = "val" in read_data_yaml(file).subsets
+        return _make(kind, source, "train", "val" if has_val else None)
+    if kind == "voc":
+        source = {"voc_folder": str(root), "labelled": True}
+        train, val = (find_voc_list(root, subset) for subset in ("train", "val"))
+        return _make(kind, source, "train" if train else "all", "val" if train and val else None)
     if root.is_file():
         return DataSource(kind, _locate_images(root, image_root, likely_root))
     files = [found for part in _COCO if (found := _find_json(root, part))]
     sources = [_locate_images(file, image_root, likely_root) for file in files]
     return DataSource(kind, sources[0], sources[1] if len(sources) > 1 else None)
+
+
+def _make(kind: Kind, source: Source, train: str, val: str | None) -> DataSource:
+    return DataSource(kind, {**source, "subset": train}, {**source, "subset": val} if val else None)
 
 
 def _open_classes(root: Path) -> DataSource:
@@ -161,7 +185,9 @@ def _read_first_name(json_file: Path) -> str:
 
 def origin_of(source: Source) -> str:
     """Returns the file or folder of a source, as errors name it."""
-    return str(source.get("json_file") or source["image_folders"][0])
+    keys = ("json_file", "yolo_file", "voc_folder", "image_folders")
+    found = next(source[key] for key in keys if key in source)
+    return str(found if isinstance(found, str) else found[0])
 
 
 def read_annotations(source: Source) -> CocoFile:
@@ -170,7 +196,25 @@ def read_annotations(source: Source) -> CocoFile:
     Raises:
         UserError: nothing can be said about single entries, see ``CocoFile``.
     """
-    return CocoFile(source["json_file"], source["image_root"])
+    return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=2)
+def _read_annotations(key: str) -> CocoFile:
+    source = json.loads(key)
+    if "json_file" in source:
+        return CocoFile(source["json_file"], source["image_root"])
+    file = origin_of(source)
+    if "yolo_file" in source:
+        converted, root = convert_yolo(file, source["subset"]), os.path.dirname(file)
+    else:
+        converted, root = convert_voc(file, source["subset"], source.get("classes")), file
+    return CocoFile(file, root, converted=converted)
+
+
+def forget_annotations() -> None:
+    """Frees what ``read_annotations`` keeps, so that files are read again when they are needed."""
+    _read_annotations.cache_clear()
 
 
 def register_source(
@@ -203,21 +247,36 @@ def register_source(
 
 
 def _register_annotated(name: str, source: Source, keep: Collection[str] | None) -> CocoFile | None:
-    files = source["json_file"], source["image_root"]
+    origin = origin_of(source)
     if not source["labelled"]:
+        if "json_file" in source:
+            files = origin, source["image_root"]
+        else:
+            files = _write_json(name, origin, {"images": _list_images(source)}), os.sep
         load_coco_images(*files)  # raises any error now
         register_coco_images(name, *files)
         return None
     annotations = read_annotations(source)
     check_coco_file(annotations)
-    if keep is not None:
-        files = _write_json(name, source["json_file"], annotations.keep(keep)), files[1]
+    files = origin, annotations.image_root
+    if keep is not None or "json_file" not in source:
+        files = _write_json(name, origin, annotations.keep(keep)), annotations.image_root
     register_coco_json(name, *files)
     ids = {category: index for index, category in enumerate(annotations.category_ids)}
     MetadataCatalog.get(name).set(
         thing_classes=list(annotations.class_names), thing_dataset_id_to_contiguous_id=ids
     )
     return annotations
+
+
+def _list_images(source: Source) -> list[dict[str, Any]]:
+    """Returns COCO's entries of the images of YOLO or VOC, whose labels are not looked at."""
+    if "yolo_file" in source:
+        paths, errors = list_yolo_images(read_data_yaml(source["yolo_file"]), source["subset"])
+        raise_first(errors)
+    else:
+        paths = list_images(os.path.join(source["voc_folder"], "JPEGImages"))
+    return [{"id": number, "file_name": path} for number, path in enumerate(paths, start=1)]
 
 
 def forget_source(name: str) -> None:

@@ -31,7 +31,7 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
         for index, group in enumerate(groups)
         if sizes[group] > 1
     )
-    start = generator.random()
+    start = max(generator.random(), 1 - len(order) * fraction)  # at least one, if there are two
     # Every fifth of all, in the order of the groups, from a random one of the first five.
     return {
         index

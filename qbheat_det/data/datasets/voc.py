@@ -1,0 +1,154 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Folders in the format of Pascal VOC: ``Annotations``, ``JPEGImages`` and lists in ``ImageSets``.
+
+Pixels count from 1, as in VOC: a box from xmin 1 to xmax 100 is 100 pixels wide. Objects that are
+marked as difficult are crowds: not trained on, and neither right nor wrong in evaluation. Classes
+are in the order of their names.
+"""
+
+import os
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import DataError, short
+from qbheat_det.data.images import read_sizes
+
+from .coco_file import Converted
+from .image_folder import IMAGE_SUFFIXES
+
+_LARGEST = 10_000_000  # bytes of an annotation
+_LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
+
+
+def find_voc_list(folder: str | Path, subset: str) -> Path | None:
+    """Returns the list of the images of "train" or "val"; None if there is none."""
+    lists = Path(folder) / "ImageSets" / "Main"
+    files = [lists / f"{name}.txt" for name in _LISTS[subset]]
+    return next((file for file in files if file.is_file()), None)
+
+
+def convert_voc(folder: str, subset: str, classes: Sequence[str] | None = None) -> Converted:
+    """Returns a subset as the lists of a COCO file; file names are relative to the folder.
+
+    Args:
+        folder: has ``Annotations`` and ``JPEGImages``.
+        subset: "train" or "val", by the lists of ``ImageSets/Main``, or "all" annotations.
+        classes: names that are allowed, in their order; None takes those of all annotations.
+
+    Raises:
+        UserError: there are no annotations, or a list cannot be read.
+    """
+    root = Path(folder)
+    errors: list[DataError] = []
+    files = _list_annotations(root, subset, errors)
+    trees = {file: _parse(file) for file in sorted((root / "Annotations").glob("*.xml"))}
+    if not trees:
+        raise UserError(f"'{root / 'Annotations'}' has no annotations (.xml)")
+    names = classes or sorted({n for tree in trees.values() for n in _list_names(tree)})
+    ids = {name: index for index, name in enumerate(names)}
+    categories = [{"id": index, "name": name} for name, index in ids.items()]
+    lists: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": categories}
+    places: dict[tuple[str, int], str] = {}
+    by_stem = {
+        entry.stem: entry
+        for entry in sorted((root / "JPEGImages").iterdir())
+        if entry.suffix.lower() in IMAGE_SUFFIXES
+    }
+    for file in files:
+        tree = trees[file]
+        if isinstance(tree, DataError):
+            errors.append(tree)
+            continue
+        named = root / "JPEGImages" / Path(tree.findtext("filename", "").strip()).name
+        image = named if named.is_file() else by_stem.get(file.stem)
+        if image is None:
+            reason = f"there is no image '{named.name}' or '{file.stem}' in JPEGImages"
+            errors.append(DataError("missing image file", str(file), reason))
+            continue
+        size = _read_size(tree, image)
+        if isinstance(size, DataError):
+            errors.append(size)
+            continue
+        image_id = len(lists["images"]) + 1
+        entry = {"id": image_id, "file_name": os.path.relpath(image, root)}
+        lists["images"].append({**entry, "width": size[0], "height": size[1]})
+        places["images", image_id] = str(file)
+        for number, thing in enumerate(tree.iter("object"), start=1):
+            where, found = f"{file}, object {number}", _convert_object(thing, ids)
+            if isinstance(found, str):
+                errors.append(DataError("wrong object", where, found))
+                continue
+            annotation_id = len(lists["annotations"]) + 1
+            lists["annotations"].append({"id": annotation_id, "image_id": image_id, **found})
+            places["annotations", annotation_id] = where
+    return Converted(lists, places, errors)
+
+
+def _list_annotations(root: Path, subset: str, errors: list[DataError]) -> list[Path]:
+    folder = root / "Annotations"
+    list_file = None if subset == "all" else find_voc_list(root, subset)
+    if list_file is None:
+        return sorted(folder.glob("*.xml"))
+    files: list[Path] = []
+    for number, line in enumerate(list_file.read_text(errors="replace").splitlines(), start=1):
+        if not (name := line.strip()):
+            continue
+        # Some lists have a flag behind the name, and names may have blanks.
+        stems = (Path(name).name, Path(name.split()[0]).name)
+        found = next((folder / f"{s}.xml" for s in stems if (folder / f"{s}.xml").is_file()), None)
+        if found is None:
+            reason = f"there is no annotation '{stems[0]}.xml'"
+            errors.append(DataError("missing annotation", f"{list_file}, line {number}", reason))
+        else:
+            files.append(found)
+    return list(dict.fromkeys(files))
+
+
+def _parse(file: Path) -> "ElementTree.Element | DataError":
+    """Reads an annotation; one that declares entities, as no tool for VOC does, is refused."""
+    try:
+        content = file.read_bytes() if file.stat().st_size <= _LARGEST else b"\0"
+        if b"<!DOCTYPE" in content or b"<!ENTITY" in content or b"\0" in content:
+            reason = "it is too large, not in an encoding like ASCII, or has a DOCTYPE"
+            return DataError("unreadable annotation", str(file), reason)
+        return ElementTree.fromstring(content)
+    except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:
+        return DataError("unreadable annotation", str(file), f"it cannot be read as XML: {error}")
+
+
+def _list_names(tree: "ElementTree.Element | DataError") -> list[str]:
+    if isinstance(tree, DataError):
+        return []
+    return [name for thing in tree.iter("object") if (name := thing.findtext("name", "").strip())]
+
+
+def _read_size(tree: ElementTree.Element, image: Path) -> "tuple[int, int] | DataError":
+    """Returns width and height as they are annotated, or else those of the image."""
+    try:
+        width, height = (int(tree.findtext(f"size/{key}", "0")) for key in ("width", "height"))
+    except ValueError:
+        width = height = 0
+    if width > 0 and height > 0:
+        return width, height
+    return next(read_sizes([str(image)]))
+
+
+def _convert_object(thing: ElementTree.Element, ids: dict[str, int]) -> "dict[str, Any] | str":
+    """Returns the entries of a COCO annotation, or what is wrong."""
+    name = thing.findtext("name", "").strip()
+    if name not in ids:
+        return f"its name {name!r} is none of the classes {short(list(ids))}"
+    try:
+        edges = [float(thing.findtext(f"bndbox/{key}", "")) for key in _EDGES]
+    except ValueError:
+        return "its bndbox must have the numbers xmin, ymin, xmax and ymax"
+    left, top = max(edges[0] - 1, 0.0), max(edges[1] - 1, 0.0)
+    box = [left, top, edges[2] - left, edges[3] - top]
+    difficult = thing.findtext("difficult", "0").strip() == "1"
+    return {"category_id": ids[name], "bbox": box, "iscrowd": int(difficult)}
+
+
+_EDGES = ("xmin", "ymin", "xmax", "ymax")

@@ -1,0 +1,207 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Data sets in the format of Ultralytics' YOLO: a ``data.yaml``, folders of images, label files.
+
+Read are ``path``, ``train``, ``val``, ``names``, ``nc`` and ``kpt_shape``; nothing is downloaded,
+and nothing in the file is run. The labels of ``…/images/a.jpg`` are in ``…/labels/a.txt``, a line
+for each object: class, centre, width and height, or class and a polygon, whose box is taken; all in
+fractions of the image's sides. An image without a label file has no objects.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import DataError, short
+from qbheat_det.data.images import read_sizes
+
+from .coco_file import Converted
+from .image_folder import list_images
+
+_TOLERANCE = 0.01  # by which rounding may put a coordinate outside of its image
+_LARGEST = 10_000_000  # bytes of a data.yaml
+
+
+@dataclass(frozen=True)
+class YoloConfig:
+    """What a ``data.yaml`` says.
+
+    Attributes:
+        file: its path, absolute.
+        names: of the classes, in the order of their numbers.
+        subsets: of those among "train" and "val" that it names, folders and lists of images.
+        has_keypoints: whether lines go on with keypoints after the box.
+    """
+
+    file: Path
+    names: list[str]
+    subsets: dict[str, list[Path]]
+    has_keypoints: bool
+
+
+def read_data_yaml(file: str | Path) -> YoloConfig:
+    """Reads a ``data.yaml``.
+
+    Raises:
+        UserError: it cannot be read, has no valid names, or names folders that do not exist.
+    """
+    file = Path(file).absolute()
+    try:
+        if file.stat().st_size > _LARGEST:
+            raise UserError(f"'{file}' is too large for a data.yaml")
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"'{file}' cannot be read as YAML: {reason}") from error
+    if not isinstance(content, dict) or "train" not in content:
+        raise UserError(f"'{file}' is no data.yaml of YOLO: it has no 'train'")
+    names = _read_names(file, content)
+    subsets = {
+        key: list(_resolve(file, content, key)) for key in ("train", "val") if content.get(key)
+    }
+    return YoloConfig(file, names, subsets, bool(content.get("kpt_shape")))
+
+
+def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[DataError]]:
+    """Returns the paths of the images of a subset, without repetitions, and missing ones.
+
+    Raises:
+        UserError: a folder has no image, or a list cannot be read.
+    """
+    paths: dict[str, None] = {}
+    errors = []
+    for place in config.subsets[subset]:
+        if place.is_dir():
+            paths.update(dict.fromkeys(list_images(place)))
+            continue
+        for number, line in enumerate(_read_lines(place), start=1):
+            if not (name := line.strip()):
+                continue
+            near = (place.parent / name, config.file.parent / name)
+            if found := next((path for path in near if path.is_file()), None):
+                paths[os.path.normpath(found)] = None
+            else:
+                reason = f"there is no image '{name}'"
+                errors.append(DataError("missing image file", f"{place}, line {number}", reason))
+    return list(paths), errors
+
+
+def convert_yolo(file: str, subset: str) -> Converted:
+    """Returns a subset as the lists of a COCO file; file names are relative to the data.yaml.
+
+    Raises:
+        UserError: see ``read_data_yaml`` and ``list_yolo_images``.
+    """
+    config = read_data_yaml(file)
+    paths, errors = list_yolo_images(config, subset)
+    categories = [{"id": index, "name": name} for index, name in enumerate(config.names)]
+    lists: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": categories}
+    places: dict[tuple[str, int], str] = {}
+    any_label = False
+    for path, size in zip(paths, read_sizes(paths), strict=True):
+        label = find_label_file(path)
+        lines = _read_lines(label) if label.is_file() else []
+        any_label |= label.is_file()
+        if isinstance(size, DataError):
+            errors.append(size)
+            continue
+        width, height = size
+        image_id = len(lists["images"]) + 1
+        name = os.path.relpath(path, config.file.parent)
+        lists["images"].append(
+            {"id": image_id, "file_name": name, "width": width, "height": height}
+        )
+        places["images", image_id] = path
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where, found = f"{label}, line {number}", _parse(line, config)
+            if isinstance(found, str):
+                errors.append(DataError("wrong label", where, found))
+                continue
+            class_id, (left, top, right, bottom) = found
+            box = [left * width, top * height, (right - left) * width, (bottom - top) * height]
+            entry = {"image_id": image_id, "category_id": class_id, "bbox": box, "iscrowd": 0}
+            lists["annotations"].append({"id": len(lists["annotations"]) + 1, **entry})
+            places["annotations", len(lists["annotations"])] = where
+    if paths and not any_label:
+        reason = f"no image of '{subset}' has a label file, such as '{find_label_file(paths[0])}'"
+        errors.append(DataError("no labels", str(config.file), reason))
+    return Converted(lists, places, errors)
+
+
+def find_label_file(image: str) -> Path:
+    """Returns where the labels of an image are: in "labels" in place of the last "images"."""
+    folder, name = os.path.split(image)
+    parts = folder.split(os.sep)
+    if "images" in parts:
+        last = len(parts) - 1 - parts[::-1].index("images")
+        parts[last] = "labels"
+    return Path(os.sep.join(parts), name).with_suffix(".txt")
+
+
+def _parse(line: str, config: YoloConfig) -> tuple[int, list[float]] | str:
+    """Returns class and box (left, top, right, bottom; in fractions), or what is wrong."""
+    try:
+        number, *values = map(float, line.split())
+    except ValueError:
+        return f"must be numbers, class, x, y, width and height, but is {short(line)}"
+    count = len(config.names)
+    if number not in range(count):
+        return f"class {line.split()[0]} is none of the {count} in names, which count from 0"
+    values = values[:4] if config.has_keypoints else values
+    if len(values) < 4 or len(values) % 2:
+        return (
+            "must be class, x, y, width and height, or class and a polygon, but has "
+            f"{len(values) + 1} numbers"
+        )
+    if not all(-_TOLERANCE <= value <= 1 + _TOLERANCE for value in values):
+        return f"must be fractions of the image's sides, from 0 to 1, but is {short(line)}"
+    if len(values) == 4:
+        x, y, width, height = values
+        box = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
+    else:
+        xs, ys = values[::2], values[1::2]
+        box = [min(xs), min(ys), max(xs), max(ys)]
+    return int(number), [min(max(value, 0.0), 1.0) for value in box]
+
+
+def _read_names(file: Path, content: dict[str, Any]) -> list[str]:
+    names = content.get("names")
+    if isinstance(names, dict) and set(names) == set(range(len(names))):
+        names = [names[index] for index in range(len(names))]
+    if not isinstance(names, list) or not names:
+        raise UserError(f"'{file}': names must list the classes, or map 0, 1, … to them")
+    if (count := content.get("nc", len(names))) != len(names):
+        raise UserError(f"'{file}': nc is {short(count)}, but names has {len(names)} classes")
+    return [str(name) for name in names]
+
+
+def _resolve(file: Path, content: dict[str, Any], key: str) -> Iterator[Path]:
+    """Yields the folders and lists of a subset, relative to ``path`` or to the file's folder."""
+    root = content.get("path") or ""
+    entries = content[key] if isinstance(content[key], list) else [content[key]]
+    for entry in entries:
+        if not isinstance(entry, str) or not isinstance(root, str):
+            raise UserError(f"'{file}': {key} and path must be paths, not {short(entry)}")
+        # Exports are often a level deeper than their data.yaml says.
+        tried = [file.parent / root / entry, file.parent / entry]
+        tried.append(file.parent / entry.removeprefix("../"))
+        found = next((path for path in tried if path.exists()), None)
+        if found is None or not (found.is_dir() or found.suffix == ".txt"):
+            raise UserError(
+                f"'{file}': {key} is '{entry}', but there is no such folder or list of images "
+                f"(.txt) in '{file.parent / root}'"
+            )
+        yield Path(os.path.normpath(found))
+
+
+def _read_lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"'{file}' cannot be read: {error.strerror}") from error

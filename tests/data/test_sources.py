@@ -1,0 +1,280 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What ``--data`` takes: the same boxes in every format, what is wrong named, a part held out."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import Image
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import (
+    forget_annotations,
+    forget_source,
+    open_source,
+    read_annotations,
+    register_source,
+    split_source,
+)
+from qbheat_det.data.datasets.splits import choose_val
+
+NAMES = ["cat", "dog"]
+BOXES = {  # by image of 40 x 20 pixels: class, x, y, width, height
+    "a": [(0, 10, 5, 20, 10), (1, 0, 0, 4, 2)],
+    "b": [(1, 20, 10, 20, 10)],
+    "c": [],
+}
+NAME = "a source of a test"
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    forget_annotations()
+    yield
+    forget_source(NAME)
+    forget_annotations()
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def write_image(path: Path, turned: bool = False) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.new("RGB", (20, 40) if turned else (40, 20))
+    exif = Image.Exif()
+    exif[0x0112] = 6 if turned else 1
+    image.save(path, exif=exif)
+
+
+def write_yolo(root: Path, *, head: str = "", more: str = "") -> Path:
+    for stem, boxes in {**BOXES, **dict.fromkeys(more, BOXES["a"])}.items():
+        write_image(root / "train" / "images" / f"{stem}.jpg", turned=stem == "b")
+        lines = [f"{k} {(x + w / 2) / 40} {(y + h / 2) / 20} {w / 40} {h / 20}"
+                 for k, x, y, w, h in boxes]  # fmt: skip
+        if lines:
+            write(root / "train" / "labels" / f"{stem}.txt", "\n".join(lines) + "\n\n")
+    return write(root / "data.yaml", head or "train: ../train/images\nnc: 2\nnames: [cat, dog]\n")
+
+
+def write_voc(root: Path) -> Path:
+    for stem, boxes in BOXES.items():
+        write_image(root / "JPEGImages" / f"{stem}.jpg")
+        objects = "".join(
+            f"<object><name>{NAMES[k]}</name><difficult>{int(w < 5)}</difficult><bndbox>"
+            f"<xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax><ymax>{y + h}</ymax>"
+            "</bndbox></object>"
+            for k, x, y, w, h in boxes
+        )
+        size = "<size><width>40</width><height>20</height></size>" if stem != "b" else ""
+        text = f"<annotation><filename>../{stem}.jpg</filename>{size}{objects}</annotation>"
+        write(root / "Annotations" / f"{stem}.xml", text)
+    return root
+
+
+def write_coco(root: Path) -> Path:
+    annotations: list[dict[str, Any]] = []
+    images = []
+    for number, (stem, boxes) in enumerate(BOXES.items(), start=1):
+        write_image(root / "images" / f"{stem}.jpg")
+        images.append({"id": number, "file_name": f"{stem}.jpg", "width": 40, "height": 20})
+        for k, *box in boxes:
+            entry = {"image_id": number, "category_id": k, "bbox": box, "iscrowd": 0}
+            annotations.append({"id": len(annotations) + 1, **entry})
+    categories = [{"id": index, "name": name} for index, name in enumerate(NAMES)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    write(root / "annotations" / "instances_train.json", json.dumps(content))
+    return root
+
+
+@pytest.mark.parametrize("make", [write_coco, write_yolo, write_voc])
+def test_the_same_boxes_come_from_every_format(tmp_path: Path, make: Any) -> None:
+    path = make(tmp_path / "set")
+    before = sorted(tmp_path.rglob("*"))
+    source = open_source(str(path))
+    assert source.val is None
+    register_source(NAME, source.train)
+    records = DatasetCatalog.get(NAME)
+    assert MetadataCatalog.get(NAME).thing_classes == NAMES
+    assert MetadataCatalog.get(NAME).source == json.loads(json.dumps(source.train))
+    found = {
+        Path(record["file_name"]).stem: [
+            (one["category_id"], *(round(value, 6) for value in one["bbox"]))
+            for one in record["annotations"]
+        ]
+        for record in records
+    }
+    assert found == BOXES
+    assert {(record["width"], record["height"]) for record in records} == {(40, 20)}
+    crowds = [one["iscrowd"] for record in records for one in record["annotations"]]
+    assert crowds == ([0, 1, 0] if make is write_voc else [0, 0, 0])
+    assert all(Path(record["file_name"]).is_file() for record in records)
+    register_source(NAME, {**source.train, "labelled": False})  # its images alone
+    assert [Path(one["file_name"]).stem for one in DatasetCatalog.get(NAME)] == ["a", "b", "c"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(
+    tmp_path: Path,
+) -> None:
+    head = "path: /nowhere\ntrain: [train/images]\nval: few.txt\nnames: {0: cat, 1: dog}\n"
+    head += "download: import os; os.mkdir('run')\nkpt_shape: [1, 2]\n"
+    file = write_yolo(tmp_path, head=head)
+    write(tmp_path / "few.txt", "./train/images/b.jpg\ntrain/images/b.jpg\n\n")
+    write(tmp_path / "train/labels/b.txt", "1 .5 .5 .5 .5 .1 .2\n")
+    source = open_source(str(tmp_path))
+    assert source.val
+    val = read_annotations(source.val)
+    assert [image["file_name"] for image in val.images] == ["train/images/b.jpg"]
+    assert [one["bbox"] for one in val.annotations] == [[10, 5, 20, 10]]
+    assert len(read_annotations(source.train).images) == 3
+    write(file, head.replace("kpt_shape: [1, 2]", ""))
+    write(tmp_path / "train/labels/b.txt", "1 .25 .25 .75 .25 .75 .75\n")
+    forget_annotations()
+    assert read_annotations(source.val).annotations[0]["bbox"] == [10, 5, 20, 10]
+    assert not (tmp_path / "run").exists()
+
+
+BAD_LABELS = {
+    "2 .5 .5 .1 .1": "class 2",
+    "0.5 .5 .5 .1 .1": "class 0.5",
+    "0 .5 .5 .1": "5 numbers|4 numbers",
+    "0 20 10 20 10": "from 0 to 1",
+    "0 nan .5 .1 .1": "from 0 to 1",
+    "cat .5 .5 .1 .1": "numbers",
+    "0 .5 .5 -.1 .1": "from 0 to 1",
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LABELS.items())
+def test_a_bad_label_is_named_by_its_file_and_line(tmp_path: Path, line: str, reason: str) -> None:
+    source = open_source(str(write_yolo(tmp_path))).train
+    write(tmp_path / "train/labels/b.txt", f"0 .5 .5 .1 .1\n{line}\n")
+    with pytest.raises(UserError, match=rf"labels/b\.txt, line 2: .*({reason})"):
+        register_source(NAME, source)
+
+
+BAD_YOLO = {
+    "train: nowhere\nnames: [a]": "'nowhere'",
+    "train: train/images\nnames: [a]\nnc: 2": "nc is 2",
+    "train: train/images\nnames: {1: a}": "names",
+    "train: train/images": "names",
+    "train: 3\nnames: [a]": "train",
+    "names: [a]": "'train'",
+    "!!python/object/apply:os.system [exit]": "YAML",
+}
+
+
+@pytest.mark.parametrize(("head", "named"), BAD_YOLO.items())
+def test_a_bad_data_yaml_is_named(tmp_path: Path, head: str, named: str) -> None:
+    file = write_yolo(tmp_path, head=head)
+    with pytest.raises(UserError, match=named) as error:
+        open_source(str(file))
+    assert "data.yaml" in str(error.value)
+
+
+def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path: Path) -> None:
+    source = open_source(str(write_yolo(tmp_path))).train
+    write(tmp_path / "train/images/b.jpg", "no image")
+    with pytest.raises(UserError, match=r"images/b\.jpg"):
+        register_source(NAME, source)
+    for file in (tmp_path / "train/labels").iterdir():
+        file.unlink()
+    forget_annotations()
+    with pytest.raises(UserError, match=r"train/labels/a\.txt|b\.jpg") as error:
+        register_source(NAME, source)
+    assert "more" in str(error.value)
+
+
+BAD_VOC = {
+    ("<name>dog</name>", ""): "object 1",
+    ("<xmin>21</xmin>", "<xmin>x</xmin>"): "xmin",
+    ("<xmax>40</xmax>", "<xmax>9</xmax>"): "negative",
+    ("<xmin>21</xmin>", "<xmin>51</xmin>"): "negative|outside",
+    ("<annotation>", ""): "XML",
+    ("<annotation>", "<!DOCTYPE a [<!ENTITY b SYSTEM '/etc/passwd'>]><annotation>"): "DOCTYPE",
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD_VOC.items())
+def test_a_bad_annotation_of_voc_is_named(
+    tmp_path: Path, change: tuple[str, str], reason: str
+) -> None:
+    file = write_voc(tmp_path) / "Annotations" / "b.xml"
+    file.write_text(file.read_text().replace(*change))
+    with pytest.raises(UserError, match=rf"Annotations/b\.xml.*({reason})"):
+        register_source(NAME, open_source(str(tmp_path)).train)
+
+
+def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path: Path) -> None:
+    write_voc(tmp_path)
+    write(tmp_path / "ImageSets/Main/train.txt", "a\nc\n")
+    write(tmp_path / "ImageSets/Main/val.txt", "b -1\n")
+    source = open_source(str(tmp_path))
+    assert source.val
+    train, val = read_annotations(source.train), read_annotations(source.val)
+    assert (len(train.images), len(val.images)) == (2, 1)
+    assert train.class_names == val.class_names == ("cat", "dog")
+    other = read_annotations({**source.val, "classes": ["dog", "cat", "cow"]})
+    assert other.class_names == ("dog", "cat", "cow")
+    write(tmp_path / "ImageSets/Main/val.txt", "b\nz\n")
+    forget_annotations()
+    with pytest.raises(UserError, match=r"val\.txt, line 2"):
+        register_source(NAME, source.val)
+
+
+def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    for name in ("train/cat/1.jpg", "train/dog/2.jpg", "valid/cat/3.jpg"):
+        write_image(tmp_path / "both" / name)
+    source = open_source(str(tmp_path / "both"))
+    assert source.val
+    folders = [part["image_folders"][0] for part in (source.train, source.val)]
+    assert folders == [str(tmp_path / "both" / name) for name in ("train", "valid")]
+    write_image(tmp_path / "both/bus/4.jpg")  # so that "train" is a vehicle
+    assert open_source(str(tmp_path / "both")).val is None
+    official = tmp_path / "official"
+    path = write_coco(official) / "annotations" / "instances_train.json"
+    (official / "images").rename(official / "train")
+    assert open_source(str(path)).train["image_root"] == str(official / "train")
+    assert open_source(str(path), str(tmp_path)).train["image_root"] == str(tmp_path)
+    with pytest.raises(UserError, match="'nowhere'"):
+        open_source("nowhere")
+    with pytest.raises(UserError, match="--images"):
+        open_source(str(official / "train"))
+
+
+def test_a_fifth_is_held_out_in_the_proportions_of_the_classes() -> None:
+    groups = ["cat"] * 50 + ["dog"] * 25 + ["cow"] + [None] * 24
+    chosen = choose_val(groups, fraction=0.2, seed=1)
+    counts = Counter(groups[index] for index in chosen)
+    assert counts["cow"] == 0  # the only image of a class is trained on
+    for group, expected in (("cat", 10), ("dog", 5), (None, 4.8)):
+        assert abs(counts[group] - expected) <= 1
+    assert choose_val(groups, fraction=0.2, seed=1) == chosen
+    assert choose_val(groups, fraction=0.2, seed=2) != chosen
+
+
+def test_parts_of_a_split_are_disjoint_in_boxes_and_ground_truth(tmp_path: Path) -> None:
+    source = open_source(str(write_yolo(tmp_path, more="de"))).train
+    split = split_source(source, fraction=0.2, seed=0)
+    names = {part: set(split[part]) for part in ("train", "val")}
+    assert sorted(names["train"] | names["val"]) == [f"train/images/{s}.jpg" for s in "abcde"]
+    assert names["train"].isdisjoint(names["val"])
+    file = write(tmp_path / "split.json", json.dumps(split))
+    for part in names:
+        register_source(NAME, {**source, "split": {"file": str(file), "part": part}})
+        paths = [record["file_name"] for record in DatasetCatalog.get(NAME)]
+        assert {str(Path(path).relative_to(tmp_path)) for path in paths} == names[part]
+        truth = json.loads(Path(MetadataCatalog.get(NAME).json_file).read_text())
+        assert len(truth["images"]) == len(names[part])
+        boxes = [BOXES.get(Path(name).stem, BOXES["a"]) for name in names[part]]
+        assert len(truth["annotations"]) == sum(map(len, boxes))
+    write(file, "[]")
+    with pytest.raises(UserError, match=r"split\.json"):
+        register_source(NAME, {**source, "split": {"file": str(file), "part": "val"}})
