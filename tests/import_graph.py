@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": UPPER | MODELING | {"probing", "deployment"},
     "model_zoo": UPPER | MODELING | {"analysis"},
     "api": UPPER | MODELING | {"analysis", "deployment", "export", "model_zoo", "probing"},
+    "app": UPPER | {"analysis", "api", "model_zoo"},
 }
 # These collect what is below them, for registration.
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}

@@ -1,0 +1,222 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The page itself, by Gradio: two tabs, limits of uploads, and nothing from other hosts."""
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from starlette.middleware import Middleware
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.engine.video import VIDEO_SUFFIXES
+
+from .models import Models
+from .uploads import (
+    IMAGE_SUFFIXES,
+    LOWEST_SCORE,
+    MAX_BYTES,
+    MAX_FILES,
+    MAX_FRAMES,
+    Found,
+    detect,
+    draw_encoder,
+    render,
+)
+
+_TITLE = "qbheat_det"
+_FIGURES = 3  # two directions of attention, and reconstructions
+_KEPT = 3600  # seconds that files and results of a visitor are kept
+_FONTS = ("system-ui", "sans-serif")
+_CSS = "footer {display: none !important} .gradio-container {max-width: 1280px !important}"
+# Gradio's page would load fonts and scripts from elsewhere; a browser obeys this instead.
+_POLICY = (
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
+    "base-uri 'self'; form-action 'self'"
+)
+
+
+class _Headers:
+    """Adds the security policy to every answer."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                policy = (b"content-security-policy", _POLICY.encode())
+                sniff = (b"x-content-type-options", b"nosniff")
+                message["headers"] = [*message["headers"], policy, sniff]
+            await send(message)
+
+        await self._app(scope, receive, send_with_policy)
+
+
+def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None:
+    """Serves the page until it is interrupted.
+
+    Args:
+        models: what visitors may choose.
+        folder: for temporary files.
+        host: address to listen on.
+        port: None takes a free one.
+
+    Raises:
+        UserError: the port is taken.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Gradio's own dependencies
+        page = build_page(models, folder)
+    try:
+        _, url, _ = page.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            max_file_size=MAX_BYTES,
+            theme=gr.themes.Default(font=_FONTS, font_mono=("monospace",)),
+            css=_CSS,
+            footer_links=[],
+            ssr_mode=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            app_kwargs={"middleware": [Middleware(_Headers)]},
+        )
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port or 7860}: {error}") from error
+    print(f"The page is at {url} until Ctrl-C", flush=True)
+    page.block_thread()
+
+
+def build_page(models: Models, folder: Path) -> gr.Blocks:
+    """Returns the page; one job at a time, a queue of sixteen."""
+    with gr.Blocks(title=_TITLE, analytics_enabled=False, delete_cache=(600, _KEPT)) as page:
+        gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
+        with gr.Tab("Detect"):
+            _build_detection(models, folder)
+        with gr.Tab("What the encoder sees"):
+            _build_encoder(models, folder)
+    page.queue(max_size=16, default_concurrency_limit=1)
+    return page
+
+
+def _build_detection(models: Models, folder: Path) -> None:
+    labels = models.list_detectors()
+    results = gr.State([], time_to_live=_KEPT)
+    with gr.Row():
+        with gr.Column(scale=1, min_width=300):
+            files = gr.File(
+                label=f"Images or videos, at most {MAX_FILES}",
+                file_count="multiple",
+                file_types=[*IMAGE_SUFFIXES, *sorted(VIDEO_SUFFIXES)],
+                height=180,
+            )
+            model = gr.Dropdown(labels, value=labels[0], label="Model")
+            threshold = gr.Slider(LOWEST_SCORE, 1, 0.3, step=0.05, label="Least score")
+            classes = gr.Dropdown([], multiselect=True, label="Classes", info="All, if empty")
+            button = gr.Button("Find objects", variant="primary")
+            gr.Markdown(
+                f"At most {MAX_BYTES // 2**20} MB a file and {MAX_FRAMES} frames a video. Files "
+                "stay on the machine that serves this page, for an hour."
+            )
+        with gr.Column(scale=2, min_width=300):
+            status = gr.Markdown(elem_id="status")
+            outputs = _build_results()
+
+    def show(found: list[Found], least: float, names: list[str]) -> tuple[Any, ...]:
+        drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
+        # A picture alone would be cut off in the grid of small ones.
+        pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
+        return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(found))
+
+    def predict(
+        paths: list[str] | None, label: str, least: float, names: list[str]
+    ) -> tuple[Any, ...]:
+        if not paths:
+            raise UserError("choose images or a video first")
+        detector = models.open_detector(label)
+        found, skipped = detect(detector, [Path(path) for path in paths])
+        known = list(detector.cfg.MODEL.CLASS_NAMES)
+        names = [name for name in names if name in known]
+        text = [f"{len(found)} of {len(paths)} files by {label}.", *skipped]
+        return (
+            found,
+            "\n\n".join(text),
+            gr.Dropdown(known, value=names),
+            *show(found, least, names),
+        )
+
+    button.click(
+        _with_messages(predict),
+        [files, model, threshold, classes],
+        [results, status, classes, *outputs],
+        api_visibility="private",
+    )
+    for event in (threshold.change, classes.input):
+        event(
+            _with_messages(show),
+            [results, threshold, classes],
+            outputs,
+            trigger_mode="always_last",
+            api_visibility="private",
+        )
+
+
+def _build_results() -> list[Any]:
+    """Adds gallery, table and download."""
+    gallery = gr.Gallery(label="Pictures", object_fit="contain", height=560, buttons=["fullscreen"])
+    table = gr.Dataframe(
+        headers=["file", "frame", "class", "score", "x1", "y1", "x2", "y2"],
+        label="Boxes, in pixels", interactive=False, max_height=320,
+    )  # fmt: skip
+    download = gr.DownloadButton("Download boxes.json (COCO) and pictures", interactive=False)
+    return [gallery, table, download]
+
+
+def _build_encoder(models: Models, folder: Path) -> None:
+    labels = sorted(models.kinds, key=lambda label: models.kinds[label] != "pretraining")
+    with gr.Row():
+        with gr.Column(scale=1, min_width=300):
+            file = gr.File(label="Image", file_types=list(IMAGE_SUFFIXES), height=180)
+            model = gr.Dropdown(labels, value=labels[0], label="Model")
+            button = gr.Button("Show", variant="primary")
+        with gr.Column(scale=2, min_width=300):
+            explanation = gr.Markdown()
+            figures = []
+            for _ in range(_FIGURES):
+                figures += [
+                    gr.Markdown(),
+                    gr.Image(visible=False, show_label=False, buttons=["fullscreen"]),
+                ]
+
+    def show(path: str | None, label: str) -> tuple[Any, ...]:
+        if not path:
+            raise UserError("choose an image first")
+        drawn, text = draw_encoder(models.open_run(label), Path(path), _make_folder(folder))
+        shown = [
+            part for image, caption in drawn for part in (caption, gr.Image(image, visible=True))
+        ]
+        empty = ["", gr.Image(visible=False)] * (_FIGURES - len(drawn))
+        return text, *shown, *empty
+
+    button.click(
+        _with_messages(show), [file, model], [explanation, *figures], api_visibility="private"
+    )
+
+
+def _make_folder(parent: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=parent))
+
+
+def _with_messages(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows a ``UserError`` in the page; of other errors, visitors see that there was one."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except UserError as error:
+            raise gr.Error(str(error), print_exception=False) from error
+
+    return call

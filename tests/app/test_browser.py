@@ -1,0 +1,140 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The page in a real Chromium: upload, predict, threshold, download, and what is no image."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs Gradio (the extra app)")
+sync_api = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright")
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "app.py"
+ENTRY = "retinanet/285M_bccd"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a server in a process of its own, which leaves no file behind."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("temporary")
+    command = [sys.executable, str(TOOL), "--port", str(port), "--weights", ENTRY]
+    server = subprocess.Popen(
+        command, env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(TOOL.parents[1])}
+    )
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(240):
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            break
+        except OSError:
+            assert server.poll() is None
+            time.sleep(0.5)
+    yield url
+    server.terminate()
+    server.wait(60)
+    assert not list(folder.glob("qbheat_app_*"))
+
+
+@pytest.fixture
+def page(address: str) -> Iterator[Any]:
+    """The page; at the end, nothing was asked of other hosts and nothing failed in it."""
+    asked: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(90_000)
+        page.on("requestfinished", lambda request: asked.append(request.url))
+        page.goto(address)
+        page.get_by_role("button", name="Find objects").wait_for()
+        yield page
+        browser.close()
+    assert asked
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    """Red discs on a light ground, which the blood cells' detector takes for cells."""
+    y, x = np.mgrid[:320, :420]
+    pixels = np.full((320, 420, 3), (225, 215, 205), dtype=np.uint8)
+    for cy in range(60, 300, 100):
+        for cx in range(60, 400, 100):
+            pixels[(y - cy) ** 2 + (x - cx) ** 2 < 38**2] = (190, 120, 120)
+    path = tmp_path / "cells.png"
+    PIL.Image.fromarray(pixels).save(path)
+    return path
+
+
+def upload(page: Any, *files: Path) -> None:
+    page.locator("input[type=file]").first.set_input_files(list(map(str, files)))
+    for file in files:
+        page.get_by_text(file.stem, exact=False).first.wait_for()
+
+
+def download(page: Any) -> list[dict[str, Any]]:
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download boxes.json").click()
+    with zipfile.ZipFile(waiting.value.path()) as archive:
+        assert any(name.endswith(".jpg") for name in archive.namelist())
+        found: list[dict[str, Any]] = json.loads(archive.read("boxes.json"))
+    return found
+
+
+def test_boxes_of_an_image_follow_the_threshold(page: Any, photo: Path) -> None:
+    upload(page, photo)
+    page.get_by_role("button", name="Find objects").click()
+    page.get_by_text(f"1 of 1 files by {ENTRY}").wait_for()
+    many = download(page)
+    assert many
+    assert {box["file_name"] for box in many} == {"cells.png"}
+    assert min(box["score"] for box in many) >= 0.3
+    slider = page.get_by_role("slider")
+    slider.focus()
+    slider.press("End")
+    page.get_by_text("cells.png: 0 boxes").first.wait_for()
+    assert download(page) == []
+
+
+def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(
+    page: Any, photo: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script.png").write_bytes(b"%!PS\n(/etc/passwd) run")
+    upload(page, photo, tmp_path / "script.png")
+    page.get_by_role("button", name="Find objects").click()
+    page.get_by_text("1 of 2 files").wait_for()
+    assert "script.png: not an image" in page.locator("#status").inner_text()
+
+
+def test_nothing_to_predict_on_is_an_error_in_the_page(page: Any) -> None:
+    page.get_by_role("button", name="Find objects").click()
+    page.get_by_text("choose images or a video first").wait_for()
+
+
+def test_the_second_tab_draws_attention_and_reconstructions(page: Any, photo: Path) -> None:
+    page.get_by_role("tab", name="What the encoder sees").click()
+    page.locator("input[type=file]").last.set_input_files(str(photo))
+    page.get_by_role("button", name="Show").click()
+    page.get_by_text("Attention between tokens and pixels").wait_for()
+    assert page.get_by_text("Reconstructions.").count() == 1

@@ -1,0 +1,119 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Uploads of the page: what is refused before a decoder sees it, and what is drawn of the rest."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from detectron2.structures import Boxes, Instances
+
+from qbheat_det.api import Detections
+from qbheat_det.app import Models, uploads
+from qbheat_det.core.errors import UserError
+
+
+class FakeDetector:
+    """Finds a "cat" with score 0.9 and a "dog" with score 0.4 wherever it looks."""
+
+    def predict(self, image: Any, *, threshold: float) -> Detections:
+        instances = Instances(image.shape[:2])
+        instances.pred_boxes = Boxes(torch.tensor([[1.0, 2.0, 30.0, 20.0], [0.0, 0.0, 9.0, 9.0]]))
+        instances.scores, instances.pred_classes = torch.tensor([0.9, 0.4]), torch.tensor([0, 1])
+        names = {"class_names": ["cat", "dog"], "category_ids": [7, 9]}
+        return Detections(source=image, instances=instances, **names)  # type: ignore[arg-type]
+
+
+def write_video(path: Path, frames: int) -> Path:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 5.0, (64, 48))
+    for index in range(frames):
+        writer.write(np.full((48, 64, 3), index, dtype=np.uint8))
+    writer.release()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.png", b"no image", "not an image"),
+        ("a.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+        ("a.mp4", b"#EXTM3U\nfile:///etc/passwd\n", "not a video"),
+        ("a.avi", b"ffconcat version 1.0\nfile /etc/passwd\n", "not a video"),
+        ("a.mp4", b"\0\0\0\x18ftypmp42", "not a video"),
+        ("a.txt", b"text", "neither an image nor a video"),
+    ],
+)
+def test_what_is_no_image_is_named_with_the_reason(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found, skipped = uploads.detect(FakeDetector(), [path])  # type: ignore[arg-type]
+    assert found == []
+    assert len(skipped) == 1
+    assert name in skipped[0]
+    assert reason in skipped[0]
+
+
+def test_files_frames_and_pixels_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "MAX_FILES", 2)
+    monkeypatch.setattr(uploads, "MAX_FRAMES", 3)
+    monkeypatch.setattr(uploads, "MAX_PIXELS", 64 * 48 * 5)
+    video, large = write_video(tmp_path / "v.mp4", 8), tmp_path / "large.png"
+    PIL.Image.new("RGB", (64 * 5, 49)).save(large)
+    paths = [video, large, tmp_path / "third.png"]
+    found, skipped = uploads.detect(FakeDetector(), paths)  # type: ignore[arg-type]
+    assert [(one.name, len(one.detections)) for one in found] == [("v.mp4", 3)]
+    assert [text.split("`")[1] for text in skipped] == ["third.png", "large.png"]
+
+
+def test_threshold_and_classes_choose_what_is_drawn_and_written(tmp_path: Path) -> None:
+    image = tmp_path / "../x y.png"
+    PIL.Image.new("RGB", (64, 48)).save(image)
+    found, _ = uploads.detect(FakeDetector(), [image, write_video(tmp_path / "v.mp4", 8)])  # type: ignore[arg-type]
+    seen = {}
+    for key, (threshold, classes) in {
+        "all": (0.3, []), "high": (0.5, []), "dog": (0.3, ["dog"])
+    }.items():  # fmt: skip
+        folder = tmp_path / key
+        folder.mkdir()
+        gallery, rows, archive = uploads.render(found, folder, threshold=threshold, classes=classes)
+        with zipfile.ZipFile(archive) as stream:
+            boxes = json.loads(stream.read("boxes.json"))
+            assert {"1-x y.jpg", "2-v.mp4", "2-v-0.jpg"} <= set(stream.namelist())
+        assert len(rows) == len(boxes)
+        assert len(gallery) == 1 + 4  # every second of eight frames
+        seen[key] = sorted({(box["category_id"], round(box["score"], 1)) for box in boxes})
+        assert sum("frame" in box for box in boxes) == len(boxes) * 8 // 9
+    assert seen == {"all": [(7, 0.9), (9, 0.4)], "high": [(7, 0.9)], "dog": [(9, 0.4)]}
+
+
+def test_the_encoder_of_the_zoo_shows_attention_and_reconstruction(tmp_path: Path) -> None:
+    image = tmp_path / "image.png"
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 90, 3), np.uint8)).save(
+        image
+    )
+    models = Models(device="cpu")
+    gallery, text = uploads.draw_encoder(
+        models.open_run("qb_heat/285M_caltech101"), image, tmp_path
+    )
+    assert len(gallery) == 3  # two directions of attention, and the reconstructions
+    assert all(PIL.Image.open(file).size[0] > 100 for file, _ in gallery)
+    assert "Attention" in text
+    assert "Reconstructions" in text
+
+
+def test_own_models_come_first_and_only_known_ones_open() -> None:
+    models = Models(["qbheat://retinanet/285M_bccd"])
+    assert models.list_detectors()[0] == "retinanet/285M_bccd"
+    with pytest.raises(KeyError):
+        models.open_detector("/etc/passwd")
+    with pytest.raises(UserError, match="no-such-run"):
+        Models(["no-such-run"])
