@@ -27,6 +27,7 @@ from qbheat_det.core.text import join_first
 from qbheat_det.data import (
     Source,
     build_mapper,
+    forget_annotations,
     origin_of,
     preserved_randomness,
     read_annotations,
@@ -122,6 +123,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     """
     named = source.source or _locate(source)
     origin = origin_of(named)
+    forget_annotations()
     try:
         content = read_annotations(named)
     except UserError as error:
