@@ -125,12 +125,7 @@ def _build_detection(models: Models, folder: Path) -> None:
             )
             model = gr.Dropdown(labels, value=labels[0], label="Model")
             threshold = gr.Slider(LOWEST_SCORE, 1, 0.3, step=0.05, label="Score threshold")
-            classes = gr.Dropdown(
-                [],
-                multiselect=True,
-                label="Classes",
-                info="All where none is chosen; the model names them when it has run",
-            )
+            classes = gr.Dropdown([], multiselect=True, label="Classes", info="Empty for all")
             button = gr.Button("Find objects", variant="primary")
             gr.Markdown(
                 f"At most {MAX_BYTES // 2**20} MB a file and {MAX_FRAMES} frames a video. Files "
