@@ -6,16 +6,20 @@ addresses of the model zoo's weights, and imports what ``$QBHEAT_IMPORT`` names;
 happens.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 from qbheat_det.core.environment import import_own_modules, require_detectron2
 
 require_detectron2()  # a sentence that says how to get it, before the imports that need it
 
-from . import data, model_zoo, modeling  # noqa: E402
-from .config import add_qbheat_config, get_cfg  # noqa: E402
-from .deployment import deploy  # noqa: E402
-from .modeling import backbone, classification, dense, detr, pretrain  # noqa: E402, F401
+with warnings.catch_warnings():
+    # Detectron2 and fvcore use what new versions of torch deprecate, as soon as they are imported.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    from . import data, model_zoo, modeling
+    from .config import add_qbheat_config, get_cfg
+    from .deployment import deploy
+    from .modeling import backbone, classification, dense, detr, pretrain  # noqa: F401
 
 if TYPE_CHECKING:
     from .api import load

@@ -164,7 +164,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def add_add(parser: argparse.ArgumentParser) -> None:
     for flag, metavar, text in (
         ("--weights", "FILE", "of a trained model or a bare backbone"),
-        ("--name", "NAME", "of the entry: task/variant_data, such as retinanet/285M_aquarium"),
+        ("--name", "NAME", "of the entry: task/variant_data, such as retinanet/285M_bccd"),
         ("--config", "PATH", "the recipe that trained it, below configs/"),
         ("--summary", "TEXT", "one line"),
         ("--data", "TEXT", "the training data"),

@@ -113,7 +113,7 @@ def load_into_timm_model(model: nn.Module, settings: dict[str, Any] | None, path
         stored["stem.weight"] = stem
     fitting, report = fit_weights(stored, own, file=path)
     check_complete(report)
-    model.load_state_dict(fitting, strict=False)
+    model.load_state_dict({**own, **fitting})
     logger.info("Loaded '%s': %s", path, report)
     if info is not None and info.pixel_mean and info.pixel_std and settings is not None:
         order = slice(None, None, -1 if is_bgr else 1)

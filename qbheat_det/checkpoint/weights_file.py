@@ -2,7 +2,7 @@
 """Files of weights: tensors with a description, ``.safetensors`` and PyTorch's own format.
 
 Nothing in a file can run code. A path may also be an address that Detectron2's path manager
-resolves, such as ``qbheat://retinanet/285M_aquarium``.
+resolves, such as ``qbheat://retinanet/285M_bccd``.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@
     import qbheat_det.model_zoo as zoo
 
     zoo.list("retinanet/*")
-    model = zoo.get("retinanet/285M_aquarium")
+    model = zoo.get("retinanet/285M_bccd")
 """
 
 from .api import (

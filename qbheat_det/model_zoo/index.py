@@ -114,7 +114,7 @@ _FORMS = {
     # Characters that every file system, address and repository takes.
     "name": (
         r"(?=.{1,200}$)[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+",
-        "task/variant of letters, digits, '_' and '.', such as retinanet/285M_aquarium",
+        "task/variant of letters, digits, '_' and '.', such as retinanet/285M_bccd",
     ),
     "task": ("|".join(TASKS), f"one of {', '.join(TASKS)}"),
     "config": (r"(\w[\w.-]*/)*\w[\w.-]*\.yaml", "the path of a YAML below configs/"),

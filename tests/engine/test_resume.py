@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from qbheat_det.checkpoint import ExactCheckpointer, read_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import Trainer, build_config
+from qbheat_det.engine import RunFlags, Trainer, build_config
 from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.modeling.contracts import train_only_modules
@@ -221,7 +221,7 @@ def test_resuming_and_starting_are_never_mixed(
         (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
     cfg = get_cfg()
     cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = str(tmp_path), weights
-    args = SimpleNamespace(
+    args = RunFlags(
         opts=["MODEL.WEIGHTS", weights] if weights else [],
         resume="resume" in flags,
         eval_only="eval_only" in flags,
