@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# An index with PyTorch's CPU builds, see docs/install.md; by default PyTorch comes with CUDA.
+TORCH_INDEX ?=
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -11,8 +13,10 @@ INSTALLED := $(VENV)/.installed
 
 # Every pip that installs takes the committed versions, also inside the builds of source archives.
 # The paths are relative because pip splits these variables at spaces.
-$(INSTALLED): export PIP_CONSTRAINT := constraints.txt
-$(INSTALLED): export PIP_BUILD_CONSTRAINT := constraints.txt
+# The CPU's builds have versions of their own ("+cpu"), which the committed ones do not name.
+CONSTRAINTS := $(if $(TORCH_INDEX),$(VENV)/constraints.txt,constraints.txt)
+$(INSTALLED): export PIP_CONSTRAINT := $(CONSTRAINTS)
+$(INSTALLED): export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 $(INSTALLED): export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -21,7 +25,7 @@ $(INSTALLED): export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-install: $(INSTALLED) ## make .venv with everything in it (about 3 GB to download, 6 GB on disk)
+install: $(INSTALLED) ## make .venv with everything in it (about 2.5 GB to download, 6 GB on disk)
 
 demo: $(INSTALLED) ## train, evaluate and predict on the toy set; pictures in output/demo
 	$(PY) tools/demo.py $(ARGS)
@@ -53,14 +57,23 @@ $(INSTALLED): setup.py constraints.txt tools/install_detectron2.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: \
 	'$(PYTHON)' is no Python 3.10 or newer: name one, as in 'make install PYTHON=python3.11'" >&2; exit 1; }
 	@echo "[1/4] a virtual environment in $(VENV)"
+ifneq ($(TORCH_INDEX),)
+	@mkdir -p $(VENV)
+	@grep -vE '^(torch|torchvision|nvidia-|cuda-|triton)' constraints.txt > $(CONSTRAINTS)
+endif
 	@$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
 	$(PYTHON) -m pip --python $(PY) install pip; } || { echo "error: '$(PYTHON)' cannot make \
 	virtual environments: install its venv module (on Debian: apt install python3-venv)" >&2; exit 1; }
 	@find $(VENV)/lib -maxdepth 3 \( -name '~*' -o -name '*.dist-info' ! -exec test -e '{}/RECORD' ';' \) \
 	-prune -exec rm -r '{}' +
 	@$(PY) -m pip install --quiet --upgrade pip
+ifneq ($(TORCH_INDEX),)
+	@echo "[2/4] PyTorch from $(TORCH_INDEX)"
+	@PIP_CONSTRAINT= $(PY) -m pip install --index-url $(TORCH_INDEX) torch torchvision
+else
 	@echo "[2/4] PyTorch with its CUDA libraries, which also runs without a GPU: about 2.5 GB"
 	@$(PY) -m pip install torch torchvision
+endif
 	@echo "[3/4] Detectron2"
 	@$(PY) tools/install_detectron2.py
 	@echo "[4/4] qbheat_det and the libraries that remain"

@@ -77,7 +77,8 @@ setup(
         # The lowest that the tests were run with, beside torch 2.15, whose exporter asks an
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
-        "app": ["gradio>=6.0"],  # the page of `qbheat app`
+        # The page of `qbheat app`: Gradio as it was tested, and the Pillow that it takes.
+        "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
         "openvino": ["openvino>=2025.2"],  # minimum not tested
         "wandb": ["wandb>=0.16"],  # minimum not tested

@@ -70,8 +70,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Points links at the pages of the site, and shows what a command needs."""
     if page.file.src_uri in COPIES:
         markdown = markdown.replace("](docs/", "](").replace('"docs/', '"')
-    for target, source in COPIES.items():
-        markdown = re.sub(rf"\]\((?:\.\./)*{source}(#[\w-]*)?\)", rf"]({target}\1)", markdown)
+    up = "../" * page.file.src_uri.count("/")
+    sources = COPIES | {"config.md": DEFAULTS.relative_to(ROOT).as_posix()}
+    for target, source in sources.items():
+        markdown = re.sub(
+            rf"\]\((?:\.\./)*{re.escape(source)}(#[\w-]*)?\)", rf"]({up}{target}\1)", markdown
+        )
     # Files that are no pages: their names are enough.
     markdown = re.sub(
         r"\[([^]]+)\]\((?:\.\./)*(?:(?:configs|tools|qbheat_det)/[^)]+|LICENSE|CITATION\.cff)\)",

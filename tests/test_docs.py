@@ -8,6 +8,8 @@ import subprocess
 import sys
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,26 @@ def test_a_tutorial_runs_and_is_committed_without_outputs(
     assert not any(cell.get("outputs") for cell in cells)
     monkeypatch.chdir(tmp_path)
     exec(compile("\n\n".join(code), path.name, "exec"), {"__name__": "tutorial"})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("tutorials/*.ipynb")],
+    ids=lambda path: path.name,
+)
+def test_links_lead_to_files_of_the_repository(path: Path) -> None:
+    """So they work on a clone; of those to no page, ``docs/site.py`` makes links to pages."""
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text("utf-8"))
+    local = {link for link in links if ":" not in link}
+    assert {link for link in local if not (path.parent / link).exists()} == set()
+
+
+def test_links_to_files_without_a_page_lead_to_the_pages_of_the_site() -> None:
+    turn = runpy.run_path(str(ROOT / "docs" / "site.py"))["on_page_markdown"]
+    text = "[a](../MODEL_ZOO.md#b) [c](../qbheat_det/config/defaults.py) [d](../tools/zoo.py)"
+    for uri, up in (("train.md", ""), ("tutorials/predict.md", "../")):
+        page: Any = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        assert turn(text, page) == f"[a]({up}model_zoo.md#b) [c]({up}config.md) `d`"
 
 
 def test_the_config_reference_has_every_key_with_its_default() -> None:

@@ -238,7 +238,7 @@ class Detector(Trained):
             epochs: passes over the images.
             output: the run's folder; by default a new one below ``output/``.
             overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
-            flags: of ``DataFlags``, such as ``images``, ``val`` and ``val_images``.
+            flags: of ``RunFlags``, such as ``images``, ``val`` and ``val_images``.
 
         Returns:
             The run: ``folder``, ``metrics``, ``weights``, and figures by ``analysis``.

@@ -1,7 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The page itself, by Gradio: two tabs, limits of uploads, and nothing from other hosts."""
 
+import contextlib
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +25,19 @@ from .uploads import (
     Found,
     detect,
     draw_encoder,
+    remove_old_files,
     render,
 )
 
 _TITLE = "qbheat_det"
 _FIGURES = 3  # two directions of attention, and reconstructions
-_KEPT = 3600  # seconds that files and results of a visitor are kept
+_KEPT, _INTERVAL = 3600, 60  # seconds that uploads and results are kept, and between looks
 _FONTS = ("system-ui", "sans-serif")
-_CSS = "footer {display: none !important} .gradio-container {max-width: 1280px !important}"
+_CSS = (
+    "footer {display: none !important} .gradio-container {max-width: 1280px !important} "
+    # White on white otherwise, in the light theme.
+    "input[type=range]::-webkit-slider-thumb {border: 2px solid var(--slider-color) !important}"
+)
 # Gradio's page would load fonts and scripts from elsewhere; a browser obeys this instead.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
@@ -87,12 +94,15 @@ def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None
     except OSError as error:
         raise UserError(f"cannot listen on {host}:{port or 7860}: {error}") from error
     print(f"The page is at {url} until Ctrl-C", flush=True)
-    page.block_thread()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:  # Gradio's `delete_cache` would remove uploads and not what is written here
+            time.sleep(_INTERVAL)
+            remove_old_files(folder, _KEPT)
 
 
 def build_page(models: Models, folder: Path) -> gr.Blocks:
     """Returns the page; one job at a time, a queue of sixteen."""
-    with gr.Blocks(title=_TITLE, analytics_enabled=False, delete_cache=(600, _KEPT)) as page:
+    with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
         with gr.Tab("Detect"):
             _build_detection(models, folder)
@@ -114,12 +124,12 @@ def _build_detection(models: Models, folder: Path) -> None:
                 height=180,
             )
             model = gr.Dropdown(labels, value=labels[0], label="Model")
-            threshold = gr.Slider(LOWEST_SCORE, 1, 0.3, step=0.05, label="Least score")
-            classes = gr.Dropdown([], multiselect=True, label="Classes", info="All, if empty")
+            threshold = gr.Slider(LOWEST_SCORE, 1, 0.3, step=0.05, label="Score threshold")
+            classes = gr.Dropdown([], multiselect=True, label="Classes", info="Empty for all")
             button = gr.Button("Find objects", variant="primary")
             gr.Markdown(
                 f"At most {MAX_BYTES // 2**20} MB a file and {MAX_FRAMES} frames a video. Files "
-                "stay on the machine that serves this page, for an hour."
+                "stay on the machine that serves this page and are removed after an hour."
             )
         with gr.Column(scale=2, min_width=300):
             status = gr.Markdown(elem_id="status")
@@ -140,7 +150,7 @@ def _build_detection(models: Models, folder: Path) -> None:
         found, skipped = detect(detector, [Path(path) for path in paths])
         known = list(detector.cfg.MODEL.CLASS_NAMES)
         names = [name for name in names if name in known]
-        text = [f"{len(found)} of {len(paths)} files by {label}.", *skipped]
+        text = [f"{len(found)} of {len(paths)} files predicted by {label}.", *skipped]
         return (
             found,
             "\n\n".join(text),
@@ -183,7 +193,6 @@ def _build_encoder(models: Models, folder: Path) -> None:
             model = gr.Dropdown(labels, value=labels[0], label="Model")
             button = gr.Button("Show", variant="primary")
         with gr.Column(scale=2, min_width=300):
-            explanation = gr.Markdown()
             figures = []
             for _ in range(_FIGURES):
                 figures += [
@@ -194,16 +203,14 @@ def _build_encoder(models: Models, folder: Path) -> None:
     def show(path: str | None, label: str) -> tuple[Any, ...]:
         if not path:
             raise UserError("choose an image first")
-        drawn, text = draw_encoder(models.open_run(label), Path(path), _make_folder(folder))
+        drawn = draw_encoder(models.open_run(label), Path(path), _make_folder(folder))
         shown = [
             part for image, caption in drawn for part in (caption, gr.Image(image, visible=True))
         ]
         empty = ["", gr.Image(visible=False)] * (_FIGURES - len(drawn))
-        return text, *shown, *empty
+        return *shown, *empty
 
-    button.click(
-        _with_messages(show), [file, model], [explanation, *figures], api_visibility="private"
-    )
+    button.click(_with_messages(show), [file, model], figures, api_visibility="private")
 
 
 def _make_folder(parent: Path) -> Path:

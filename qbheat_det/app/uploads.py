@@ -7,6 +7,7 @@ their container does. Other formats can run programs (EPS) or name files to read
 
 import contextlib
 import json
+import time
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,15 @@ LOWEST_SCORE = 0.05
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 _FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
 _SHOWN_FRAMES = 6  # of a video, in the gallery
+_ENCODER_CAPTIONS = {
+    "attention_to_former_1": "**Where each token looks:** the brighter, the more attention a place "
+    "of the image gets; 1 is what it would get if all got the same. Tokens alike look alike.",
+    "attention_to_mobile_1": "**Which tokens each place reads:** the brighter, the more of its "
+    "attention goes to the token; the shares of all tokens add up to 1.",
+    "reconstructions_grid_1": "**What a part tells of the rest:** the model sees only what is not "
+    "grey, and predicts what is.",
+}
+"""Of this page, by figure and image; those of a report speak of its several images and runs."""
 _VIDEO_STARTS = {
     ".mp4": (4, b"ftyp"),
     ".mov": (4, b"ftyp"),
@@ -176,8 +186,8 @@ def render(
     return gallery, rows, str(archive)
 
 
-def draw_encoder(run: Run, path: Path, folder: Path) -> tuple[list[tuple[str, str]], str]:
-    """Draws attention and reconstructions of an upload; returns images and their explanation.
+def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
+    """Draws attention and reconstructions of an upload; returns images and their captions.
 
     Raises:
         UserError: the file is no image, or the model has neither tokens nor reconstructions.
@@ -188,18 +198,33 @@ def draw_encoder(run: Run, path: Path, folder: Path) -> tuple[list[tuple[str, st
         PIL.Image.fromarray(open_image(path)).save(images / "image.png")
     except UnreadableImage as error:
         raise UserError(f"`{path.name}`: {error}") from error
-    gallery, texts = [], []
-    figures = load_figures()
+    gallery, figures = [], load_figures()
     for name in ("attention", "reconstructions"):
         try:
             figure = figures[name]([run], FigureOptions(images=images, num_images=1))
         except NotApplicable:
             continue
-        texts += [f"**{figure.title}.** {figure.explanation[0]}"]
         for key, image in figure.images.items():
             file = folder / f"{name}_{key}.jpg"
             file.write_bytes(image.content)
-            gallery.append((str(file), image.caption))
+            gallery.append((str(file), _ENCODER_CAPTIONS[file.stem]))
     if not gallery:
         raise UserError(f"{run.label} has neither tokens that attend nor a decoder to pixels")
-    return gallery, "\n\n".join(texts)
+    return gallery
+
+
+def remove_old_files(folder: Path, age: float) -> None:
+    """Removes the files below a folder, and the folders, that have not changed for a time.
+
+    Args:
+        folder: stays itself.
+        age: in seconds.
+    """
+    limit, old = time.time() - age, []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_ctime <= limit:  # not mtime, which copies take from their source
+                old.append(path)
+    for path in sorted(old, reverse=True):  # files before the folder that they lie in
+        with contextlib.suppress(OSError):  # a folder with files that are younger
+            path.rmdir() if path.is_dir() else path.unlink()

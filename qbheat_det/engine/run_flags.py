@@ -3,7 +3,8 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from detectron2.config import CfgNode
@@ -35,7 +36,7 @@ class RunFlags:
         data: what to train on, or with ``eval_only`` what to evaluate on: a COCO json, a folder in
             COCO's layout, a YOLO ``data.yaml``, a Pascal VOC folder, or class folders.
         images: one folder, where ``data`` is a COCO json and its images are not beside it; without
-            ``data``, folders of images without labels, for pre-training.
+            ``data``, a folder or several of images without labels, for pre-training.
         val: as ``data``, to evaluate on. Where it is empty and ``data`` names no such part either,
             ``DATASETS.VAL_FRACTION`` of the images is held out, and listed in ``split.json``.
         val_images: as ``images``, of ``val``.
@@ -50,9 +51,9 @@ class RunFlags:
 
     config_file: str = ""
     data: str | None = None
-    images: Sequence[str] = ()
+    images: str | Sequence[str] = ()
     val: str | None = None
-    val_images: Sequence[str] = ()
+    val_images: str | Sequence[str] = ()
     knn_train_folder: str | None = None
     knn_val_folder: str | None = None
     knn: bool = False
@@ -61,6 +62,11 @@ class RunFlags:
     resume: bool = False
     eval_only: bool = False
     opts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """One folder may stand for a list of one, and paths for their text."""
+        self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
+        self.val = None if self.val is None else str(self.val)
 
     @classmethod
     def read(cls, args: "argparse.Namespace | RunFlags") -> "RunFlags":
@@ -120,6 +126,11 @@ class RunFlags:
         if not self.images:
             raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
         return "images"
+
+
+def _list_folders(given: str | os.PathLike[str] | Iterable[str]) -> list[str]:
+    folders = [given] if isinstance(given, str | os.PathLike) else given
+    return [str(folder) for folder in folders]
 
 
 def find_job(cfg: CfgNode) -> str:

@@ -38,7 +38,8 @@ def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
     assert isinstance(detector, Detector)
     assert detector.model is not None
     before = {key: value.clone() for key, value in detector.model.state_dict().items()}
-    run = detector.train(toy, epochs=1, output=tmp_path / "run", overrides=QUICK)
+    images = str(toy.parent / "images")
+    run = detector.train(toy, images=images, epochs=1, output=tmp_path / "run", overrides=QUICK)
     assert run.folder == tmp_path / "run"
     assert [record["iteration"] for record in run.metrics if "total_loss" in record]
     again = qbheat_det.load(run.path, device="cpu")
@@ -59,6 +60,7 @@ def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
     ("arguments", "named"),
     [
         ({"data": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"images": "elsewhere"}, "elsewhere"),
         ({"overrides": {"SOLVER.NOTHING": 1}}, "SOLVER.NOTHING"),
         ({"overrides": {"SOLVER.EPOCHS": 1, "OUTPUT_DIR": "x"}}, "OUTPUT_DIR"),
         ({"wrong_flag": 1}, "wrong_flag"),
