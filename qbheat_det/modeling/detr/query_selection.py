@@ -214,7 +214,9 @@ class QuerySelection(nn.Module):
         """Returns centres and sides of the boxes to start from, (N, P, 2) each, (x, y)."""
         height, width = size
         if padding is None:
-            extent = like.new_tensor([[height, width]]).expand(like.shape[0], -1)
+            # Not new_tensor, which the exporter cannot follow.
+            extent = torch.cat([like.new_full((1, 1), side) for side in size], dim=1)
+            extent = extent.expand(like.shape[0], -1)
         else:
             extent = valid_sizes(padding).to(like.dtype)
         rows = torch.arange(height, device=like.device, dtype=like.dtype) + 0.5
