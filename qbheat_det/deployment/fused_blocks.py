@@ -206,6 +206,10 @@ class CachedPositionEncoding(nn.Module):
             self._encodings.pop(next(iter(self._encodings)), None)
         return encoding
 
+    def wave(self, position: Tensor) -> Tensor:
+        """As ``SinePositionEncoding.wave``."""
+        return self.plain.wave(position)
+
 
 FUSED_BLOCKS: dict[type[nn.Module], Callable[..., nn.Module]] = {
     Mobile: FusedMobile,

@@ -29,7 +29,7 @@ def classifier() -> nn.Module:
     return build(make_config("classifier"))
 
 
-@pytest.mark.parametrize("kind", ["mf_detr", "retinanet"])
+@pytest.mark.parametrize("kind", ["mf_detr", "selected_queries", "retinanet"])
 def test_boxes_are_those_of_the_plain_model_on_odd_sizes_and_in_batches(kind: str) -> None:
     model = build(make_config(kind))
     before = {name: value.clone() for name, value in model.state_dict().items()}

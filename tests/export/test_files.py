@@ -29,7 +29,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "suffix"),
-    [("two_maps", ".onnx"), ("two_maps", ".pt2"), ("mf_detr", ".onnx"), ("qb_heat", ".onnx")],
+    [
+        ("two_maps", ".onnx"),
+        ("two_maps", ".pt2"),
+        ("mf_detr", ".onnx"),
+        ("selected_queries", ".onnx"),
+        ("qb_heat", ".onnx"),
+    ],
 )
 @pytest.mark.slow
 def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str, suffix: str) -> None:

@@ -33,6 +33,7 @@ def _noise(number: int, height: int, width: int) -> np.ndarray:
         ("retinanet", "BGR", {}),
         ("fcos", "RGB", {}),
         ("mf_detr", "RGB", {}),
+        ("selected_queries", "RGB", {}),
         # On a backbone that needs padding.
         ("mf_detr", "RGB", {"BACKBONE__NAME": "TwoMaps", "MF_DETR__IN_FEATURES": '["s8","s16"]'}),
     ],

@@ -45,6 +45,8 @@ KINDS = {
     "classifier": _CLASSIFIER,
     "retinanet": _RETINANET,
     "mf_detr": _MF_DETR,
+    "selected_queries": f"{_MF_DETR} MODEL.MF_DETR.CLASSIFICATION focal "
+    "MODEL.MF_DETR.QUERY_SELECTION.ENABLED True",
     "two_maps": _TWO_MAPS,
     "two_classes": _TWO_MAPS + _TWO_CLASSES,
     "fcos": _TWO_MAPS + _FCOS,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from detectron2.structures import BoxMode
+from PIL import Image
 
 from qbheat_det.analysis.datasets import DatasetSource, Inspection, draw_samples, measure
 from qbheat_det.config import get_cfg
@@ -173,6 +174,24 @@ def test_what_training_can_handle_is_a_warning(inspect: Any, data: dict[str, Pat
     assert (code, "warning: 'train' has boxes of" in text) == (0, True)
     code, text = inspect(val=data["train"])
     assert (code, "are the same data" in text) == (0, True)
+
+
+def test_two_parts_of_one_data_yaml_are_not_the_same_data(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part, color in (("train", "red"), ("val", "blue")):
+        for kind in ("images", "labels"):
+            (tmp_path / kind / part).mkdir(parents=True)
+        Image.new("RGB", (40, 20), color).save(tmp_path / "images" / part / f"{part}.png")
+        (tmp_path / "labels" / part / f"{part}.txt").write_text("0 0.5 0.5 0.5 0.5")
+    yaml = tmp_path / "data.yaml"
+    yaml.write_text("train: images/train\nval: images/val\nnames: [square]")
+    words = ["--config-file", CONFIG, "--num-samples", "1", "--output", str(tmp_path / "out")]
+    assert tool.main([*words, "--data", str(yaml)]) == 0
+    assert "same data" not in capsys.readouterr().out
+    shutil.copy(tmp_path / "images/val/val.png", tmp_path / "images/train/copy.png")
+    assert tool.main([*words, "--data", str(yaml)]) == 1
+    assert "copy.png" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

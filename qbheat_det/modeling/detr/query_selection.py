@@ -118,12 +118,22 @@ class QuerySelection(nn.Module):
 
     def select(self, proposals: Proposals) -> SelectedQueries:
         """Returns the Q distinct proposals of the highest scores as queries."""
-        scores = proposals.logits[..., :-1].amax(dim=-1)
-        scores = torch.where(proposals.distinct, scores, scores + _NEVER)
-        index = scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices[..., None]
+        # With Q empty ones, so that a small map has as many queries.
+        logits, boxes, features = (
+            F.pad(field, (0, 0, 0, self.num_queries), value=value)
+            for field, value in (
+                (proposals.logits, _NEVER),
+                (proposals.boxes, 0.5),
+                (proposals.features, 0.0),
+            )
+        )
+        distinct = F.pad(proposals.distinct, (0, self.num_queries))
+        scores = logits[..., :-1].amax(dim=-1)
+        scores = torch.where(distinct, scores, scores + _NEVER)
+        index = scores.topk(self.num_queries, dim=1).indices[..., None]
         logits, boxes, features = (
             field.gather(1, index.expand(-1, -1, field.shape[-1]))
-            for field in (proposals.logits, proposals.boxes, proposals.features)
+            for field in (logits, boxes, features)
         )
         boxes = boxes.detach()
         code = self.position_encoding.wave(boxes.clamp(0, 1)).flatten(-2)  # (N, Q, 2 C)
@@ -204,7 +214,9 @@ class QuerySelection(nn.Module):
         """Returns centres and sides of the boxes to start from, (N, P, 2) each, (x, y)."""
         height, width = size
         if padding is None:
-            extent = like.new_tensor([[height, width]]).expand(like.shape[0], -1)
+            # Not new_tensor, which the exporter cannot follow.
+            extent = torch.cat([like.new_full((1, 1), side) for side in size], dim=1)
+            extent = extent.expand(like.shape[0], -1)
         else:
             extent = valid_sizes(padding).to(like.dtype)
         rows = torch.arange(height, device=like.device, dtype=like.dtype) + 0.5

@@ -174,7 +174,7 @@ def test_it_learns_one_image() -> None:
         for each in (instances, empty)
     ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(40):
+    for step in range(60):
         losses = model(batch)
         optimizer.zero_grad()
         sum(losses.values()).backward()
@@ -185,7 +185,6 @@ def test_it_learns_one_image() -> None:
     model.eval()
     with torch.no_grad():
         found = model(batch[:1])[0]["instances"]
-    best = found[found.scores.argsort(descending=True)[:2]]
-    order = best.pred_classes.argsort()
-    assert best.pred_classes[order].tolist() == [0, 2]
-    assert_close(best.pred_boxes.tensor[order], instances.gt_boxes.tensor, rtol=0, atol=6)
+    for label, box in zip(instances.gt_classes, instances.gt_boxes.tensor, strict=True):
+        same = found[found.pred_classes == label]
+        assert_close(same.pred_boxes.tensor[same.scores.argmax()], box, rtol=0, atol=8)
