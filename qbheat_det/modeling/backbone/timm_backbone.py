@@ -17,8 +17,9 @@ import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
-from timm.layers import freeze_batch_norm_2d
+from timm.layers import Conv2dSame, freeze_batch_norm_2d
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
@@ -66,6 +67,9 @@ class TimmBackbone(Backbone):
             raise ValueError(f"FREEZE_AT is 0 … {_FREEZE_ALL} here, not {freeze_at}")
         check_timm_name(name)
         self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
+        for module in self.net.modules():
+            if type(module) is Conv2dSame:
+                module.__class__ = TraceableConv2dSame
         infos = _list_maps(self.net, name)
         if not out_features or set(out_features) - set(infos):
             raise ValueError(f"outputs of timm's '{name}' are {[*infos]}, not {list(out_features)}")
@@ -261,3 +265,29 @@ def list_teacher_maps(cfg: CfgNode) -> list[str]:
 def _build_teacher(cfg: CfgNode) -> TimmBackbone:
     node = cfg.MODEL.TEACHER
     return TimmBackbone(name=node.NAME, out_features=list_teacher_maps(cfg), freeze_at=_FREEZE_ALL)
+
+
+class TraceableConv2dSame(Conv2dSame):
+    """``Conv2dSame`` whose padding is constant in exported graphs.
+
+    There its input's sides are multiples of its stride, as those of images are of the coarsest.
+    What timm computes is then the same, but by terms of unknown sizes, on which ``torch.export``
+    stops.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``Conv2dSame``."""
+        if not torch.compiler.is_compiling():
+            output: Tensor = super().forward(x)
+            return output
+        height, width = (
+            max(dilation * (kernel - 1) + 1 - stride, 0)
+            for kernel, stride, dilation in zip(
+                self.kernel_size, self.stride, self.dilation, strict=True
+            )
+        )
+        sides = (width // 2, width - width // 2, height // 2, height - height // 2)
+        x = functional.pad(x, sides)
+        return functional.conv2d(
+            x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+        )
