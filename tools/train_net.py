@@ -16,7 +16,7 @@ Examples:
   Train a classifier on class folders, here on a frozen encoder:
     tools/train_net.py --config-file configs/custom/tran1_285M_probe.yaml \\
         --data train/ --val val/ --weights output/model_final.safetensors
-  Check in seconds whether a run will work, and how long it will take:
+  Check whether a run will work, and how long it will take:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --dry-run
   Continue a run that was stopped, to the same bits:
     tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --resume
