@@ -10,7 +10,7 @@ examples:
   # a detector for onnxruntime, compared on your own images
   python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
       --output detector.onnx
-  python tools/predict.py --weights detector.onnx --input photos/ --output output/pictures
+  python tools/predict.py --weights detector.onnx --images photos/ --output output/pictures
 
   # as a program of torch.export
   python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
