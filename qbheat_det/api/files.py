@@ -112,7 +112,9 @@ def predict_files(
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
     if json_file:
         names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
-        rendered = render_annotations(found.results, found.images, names, ids, json_format)
+        rendered: Any = found.results
+        if not is_classifier(cfg):
+            rendered = render_annotations(found.results, found.images, names, ids, json_format)
         content = json.dumps(rendered).encode()
         write_atomically(json_file, lambda stream: stream.write(content))
     return found
