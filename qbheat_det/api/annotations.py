@@ -26,8 +26,8 @@ def render_annotations(
         images: "id", "file_name", "height" and "width" of each image, also of those without boxes.
         class_names: of the model.
         category_ids: ids of these classes in ``results``; empty if they count from 1.
-        format: "coco" adds "category_name" to ``results``, which COCO's evaluation reads. "cvat" is a whole
-            annotation file for CVAT's import "COCO 1.0", which finds images by file name.
+        format: "coco" adds "category_name" to ``results``, which COCO's evaluation reads. "cvat" is
+            a whole annotation file for CVAT's import "COCO 1.0", which finds images by file name.
             "label-studio" is a list of tasks with predictions, for a configuration with
             ``<Image name="image" value="$image"/>`` and
             ``<RectangleLabels name="label" toName="image">``; images are files of local storage.
