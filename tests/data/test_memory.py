@@ -2,6 +2,7 @@
 """Sets of images in memory: what is kept, when, and that workers share it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,10 @@ def draw_set(folder: Path) -> dict[str, tuple[int, int]]:
         save(folder / name, draw(*size), orientation=turned.get(name)): size
         for name, size in sizes.items()
     }
+
+
+def _records(names: list[str]) -> list[dict[str, Any]]:
+    return [{"file_name": name} for name in names]
 
 
 def whole(images: DecodedImages, name: str) -> Tensor:
@@ -46,12 +51,12 @@ def test_what_cannot_be_decoded_is_left_to_the_mapper(tmp_path: Path) -> None:
 def test_the_budget_decides_to_the_byte(tmp_path: Path) -> None:
     names = list(draw_set(tmp_path))
     needed = 3 * (60 * 40 + 33 * 75 + 45 * 72 + 45 * 150)
-    assert decode_if_small(names, shorter_side=45, budget=needed - 1) is None
-    images = decode_if_small(names, shorter_side=45, budget=needed)
+    assert decode_if_small(_records(names), shorter_side=45, budget=needed - 1) is None
+    images = decode_if_small(_records(names), shorter_side=45, budget=needed)
     assert images is not None
     assert images.num_bytes == needed
     few = [*names[:1] * 200, names[2]]  # the sample does not see the large one
-    assert decode_if_small(few, shorter_side=1000, budget=201 * 60 * 40 * 3) is None
+    assert decode_if_small(_records(few), shorter_side=1000, budget=201 * 60 * 40 * 3) is None
 
 
 def test_a_large_set_is_judged_by_a_few_headers(
@@ -59,4 +64,4 @@ def test_a_large_set_is_judged_by_a_few_headers(
 ) -> None:
     name = save(tmp_path / "a.jpg", draw(50, 50))
     monkeypatch.setattr(reading, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
-    assert decode_if_small([name] * 100_000, shorter_side=50, budget=1e6) is None
+    assert decode_if_small(_records([name]) * 100_000, shorter_side=50, budget=1e6) is None
