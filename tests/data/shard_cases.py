@@ -15,7 +15,7 @@ from qbheat_det.data import ToySpec, open_images, open_source, pack_source, prep
 
 from .pictures import draw, save
 
-SHARD = 20_000  # bytes, so that a dozen images fill several
+SHARD = 8_000  # bytes, so that a dozen images fill several
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -54,6 +54,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
                 time.sleep(3)
         else:
             super().do_GET()
+
+    def end_headers(self) -> None:
+        self.send_header("ETag", '"1"')  # as buckets have it
+        super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         pass
