@@ -11,6 +11,7 @@ import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode, LazyConfig, instantiate
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import SimpleTrainer, hooks
 from detectron2.modeling import build_model
 from detectron2.structures import Instances
@@ -20,7 +21,6 @@ from torch import nn
 from qbheat_det.data import register_coco_images, register_coco_json
 from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule
 
-from .engine.conftest import forget_runs
 from .engine.tiny_training import make_data
 from .lazy_cases import CONFIGS, LAZY, RUN, TOYS, load_small_twins, load_twins, name
 from .modeling.tiny_pretraining import make_inputs
@@ -37,7 +37,9 @@ def _tiny_sets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         register_coco_json(registered, *files)
     register_coco_images(IMAGES, *files)
     yield
-    forget_runs(TRAIN, VAL, IMAGES)
+    for name in (TRAIN, VAL, IMAGES):
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
 
 
 def _on_meta(lazy: DictConfig, twin: CfgNode) -> tuple[nn.Module, nn.Module]:

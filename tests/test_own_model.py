@@ -18,9 +18,8 @@ from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
 from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.pretrain import QBHeat
 
-from .engine.conftest import forget_runs
 from .engine.tiny_pretraining import TINY_ENCODER
-from .engine.tiny_training import make_data
+from .engine.tiny_training import forget_runs, make_data
 from .modeling.tiny_pretraining import make_tiny_config
 from .tool_modules import load_tool
 

@@ -15,19 +15,10 @@ from torch import nn
 from qbheat_det.config import get_cfg
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_sources import (
-    CUSTOM_IMAGES,
-    CUSTOM_KNN_TRAIN,
-    CUSTOM_KNN_VAL,
-    CUSTOM_VAL_IMAGES,
-)
 from qbheat_det.engine.evaluation import Evaluation
 
-from .conftest import forget_runs
 from .tiny_pretraining import OPTS, RECIPE
 from .tiny_training import parse_run
-
-SETS = (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES, CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL)
 
 
 class Oracle(nn.Module):
@@ -92,7 +83,4 @@ def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:
     flags = ["--eval-only", "--val-images", args.images]
     flags += ["--knn-train-folder", args.images, "--knn-val-folder", args.images]
     cfg, _ = configure({"MODEL.WEIGHTS": args.weights, "OUTPUT_DIR": args.output_dir}, *flags)
-    try:
-        return evaluate(cfg)
-    finally:
-        forget_runs(*SETS)
+    return evaluate(cfg)

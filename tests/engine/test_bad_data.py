@@ -16,7 +16,6 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import build_config
 
-from .conftest import forget_runs
 from .tiny_training import parse_run
 
 Spoil = Callable[[Path], object]
@@ -58,7 +57,6 @@ RETINANET, MASK_RCNN = "retinanet_285M_toy.yaml", "mask_rcnn_285M_toy.yaml"
 def test_bad_data_are_named_before_anything_is_written(
     tmp_path: Path, tiny_data: Path, spoil: Spoil, named: str, config: str, split: str
 ) -> None:
-    forget_runs()
     flags = []
     for name in ("train", "val"):
         folder = Path(shutil.copytree(tiny_data, tmp_path / name))

@@ -16,7 +16,6 @@ from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 from qbheat_det.engine.feature_cache import check_cacheable, check_frozen, use_cached_features
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.modeling.backbone import CachedBackbone
@@ -24,7 +23,7 @@ from tests.data.pictures import draw
 
 from . import tiny_training
 from .cached_cases import FROZEN, MF_DETR, ON
-from .conftest import TrainAfresh, forget_runs
+from .conftest import TrainAfresh
 from .test_classifier_run import PROBE, start
 
 
@@ -36,7 +35,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def build_trainer(output_dir: Path, data: Path, opts: dict[str, str]) -> Trainer:
     """A trainer as in a new process, of the same random weights each time."""
-    forget_runs()
     torch.manual_seed(0)
     trainer = Trainer(build_config(tiny_training.parse(output_dir, data, {**FROZEN, **opts})))
     trainer.resume_or_load(resume=False)
@@ -65,7 +63,6 @@ def test_mf_detr_from_a_float32_cache_is_that_trained_online_to_the_bit_and_goes
     args = tiny_training.parse(tmp_path / "eval", tiny_data, {"MODEL.WEIGHTS": weights})
     args.config_file = str(tmp_path / "cached" / "config.yaml")
     args.eval_only = True
-    forget_runs()
     assert str(evaluate(build_config(args))) == str(online)
 
     # A run that goes on finds the cache, and repeats the steps.
@@ -91,7 +88,6 @@ def first_losses(tmp_path: Path, data: Path, opts: dict[str, str]) -> list[dict[
         torch.manual_seed(1)
         losses = trainer.bare_model(next(stream))
         found.append({name: float(value.detach()) for name, value in losses.items()})
-    forget_runs()
     return found
 
 
@@ -118,7 +114,6 @@ def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_ca
     folder = tmp_path / "cache"
     opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
     trainer = build_trainer(tmp_path / "run", tiny_data, opts)
-    assert trainer.cached_features is not None
     assert "bbox" in trainer.evaluate()
     assert len(list(folder.iterdir())) == 1
     trainer.cached_features.prepare(trainer.data_loader)
@@ -134,7 +129,6 @@ def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_ca
     assert len(list(folder.iterdir())) == 4
     trainer.bare_model(next(iter(trainer.data_loader)))
     assert next(backbone.encoder.parameters()).device.type == "cpu"
-    forget_runs()
 
 
 def test_a_step_that_failed_is_replayed_with_its_features(
@@ -148,7 +142,6 @@ def test_a_step_that_failed_is_replayed_with_its_features(
     report = replay_failure(tmp_path / "failure_0000000_rank0.pt")
     assert report.error == ""
     assert "decoder" in str(report.first_module)
-    forget_runs()
 
 
 def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: Path) -> None:
@@ -175,7 +168,6 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: P
         found.append((results, trainer.data_loader.skipped, tiny_training.losses(tmp_path / name)))
     assert found[0] == found[1]
     assert ["broken.png" in where for where in found[0][1]] == [True]
-    forget_runs(LABELLED_TRAIN, LABELLED_VAL)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 """``--data`` and ``--val``: classes, runs and evaluation."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,8 @@ from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
 from .classifier_cases import configure, make_classes, train
-from .conftest import forget_runs
 
-SETS = (LABELLED_TRAIN, LABELLED_VAL, "more_classes")
 Folders = tuple[str, str]
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    forget_runs(*SETS)
-    yield
-    forget_runs(*SETS)
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +78,8 @@ def test_a_run_trains_evaluates_scores_neighbours_and_is_evaluated_alone(
     assert class_names_of(weights) == ("ape", "bee", "cat", "dog")
 
     # The weights know more classes than the folder has.
-    forget_runs(*SETS)
     cfg, _ = configure({"MODEL.WEIGHTS": weights}, "--eval-only", "--val", folders[1])
     assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
     assert evaluate(cfg) == {"classification": pytest.approx(found)}
-    forget_runs(*SETS)
     cfg, _ = configure({"OUTPUT_DIR": str(whole)}, "--eval-only", "--resume", "--val", folders[1])
     assert evaluate(cfg, resume=True) == {"classification": pytest.approx(found)}

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Probing and fine-tuning of classifiers from shipped recipes: frozen, handed over, resumed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from torch import Tensor
 
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
-from .conftest import forget_runs
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
 from .tiny_training import losses, parse_run, start_run, state
 
@@ -30,7 +27,7 @@ COLOURS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Class folders of four noisy images each."""
     root = tmp_path_factory.mktemp("classes")
     generator = torch.Generator().manual_seed(0)
@@ -40,15 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             noise = torch.randint(0, 56, (48, 40, 3), generator=generator)
             pixels = (noise + torch.tensor(colour)).to(torch.uint8)
             Image.fromarray(pixels.numpy()).save(root / name / f"{index}.png")
-    yield root
-    forget_runs(LABELLED_TRAIN, LABELLED_VAL)
+    return root
 
 
 def start(
     output_dir: Path, recipe: str, folder: Path, opts: dict[str, str], *flags: str
 ) -> Trainer:
     """Returns the trainer before its first step."""
-    forget_runs(LABELLED_TRAIN, LABELLED_VAL)
     pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}
     args = parse_run(get_config_path(recipe), pairs, "--data", str(folder), *flags)
     return start_run(args)

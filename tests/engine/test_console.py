@@ -11,7 +11,8 @@ from detectron2.utils.events import EventStorage
 
 from qbheat_det.engine import console
 
-from .conftest import TrainAfresh, forget_runs
+from .conftest import TrainAfresh
+from .tiny_training import forget_runs
 
 
 def test_the_terminal_gets_a_summary_and_the_file_everything(

@@ -2,7 +2,6 @@
 """Flags that name data: sets that they make, what is refused, and what an older run left."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import RunFlags, build_config, setup
-from qbheat_det.engine.data_sources import CUSTOM_SETS, find_sources
+from qbheat_det.engine.data_sources import find_sources
 
 from .classifier_cases import make_classes
-from .conftest import forget_runs
 from .tiny_pretraining import RECIPE, make_folder
 from .tiny_training import CONFIG, parse_run
 
@@ -26,7 +24,7 @@ OTHERS = "TEST.KNN.TRAIN ('custom_knn_train',) TEST.KNN.VAL ('custom_knn_val',)"
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Works in a folder with small sets of images; sets of classes are in capitals."""
     monkeypatch.chdir(tmp_path)
     make_folder(Path("one"), 2)
@@ -39,8 +37,6 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     content = {"images": [{"id": 1, "file_name": "1.jpg"}]}
     Path("images.json").write_text(json.dumps(content))
     Path("notes.txt").touch()
-    yield
-    forget_runs(*CUSTOM_SETS)
 
 
 def configure(words: str, config: str = CONFIG) -> CfgNode:
@@ -141,8 +137,9 @@ def test_bad_flags_are_named(words: str, named: str, config: str) -> None:
 def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path: Path) -> None:
     make_classes(Path("MANY"), {"ape": 10, "bee": 5})
     words = f"--data MANY --output {tmp_path}/run SEED"
+    args = parse_run(CLASSIFY, {}, *words.split()[:-1])
     cfg = configure(f"{words} 1", CLASSIFY)
-    setup(cfg, parse_run(CLASSIFY, {}, *words.split()[:-1]))
+    setup(cfg, args)
     split = json.loads(Path("run/split.json").read_text())
     assert [len(split[part]) for part in ("train", "val")] == [12, 3]
 

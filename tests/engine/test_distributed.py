@@ -18,8 +18,7 @@ from qbheat_det.engine import Trainer
 
 from .cached_cases import train_from_cache
 from .classifier_cases import make_classes
-from .conftest import forget_runs
-from .evaluation_cases import SETS, configure, evaluate_all, evaluate_weights
+from .evaluation_cases import configure, evaluate_all, evaluate_weights
 from .gradient_cases import (
     CLASSIFIER,
     FAST_WITHOUT_NOISE,
@@ -103,7 +102,6 @@ def args(
     images = make_classes(folder / "images", dict.fromkeys("abc", 3))
     (folder / "images" / "c" / "broken.jpg").write_text("no image")
     cfg, _ = configure({}, "--images", images)
-    forget_runs(*SETS)
     torch.manual_seed(0)
     info = WeightsInfo.from_config(cfg, iteration=0, commit="")
     weights = str(folder / "weights.safetensors")

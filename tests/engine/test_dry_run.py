@@ -4,7 +4,6 @@
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,11 @@ from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.setup import use_classes_of
 from tests.engine.tiny_detectors import make_retinanet_config
 
-from .conftest import forget_runs
-
 NUM_IMAGES = 16
 
 
 @pytest.fixture
-def cfg(tmp_path: Path) -> Iterator[CfgNode]:
+def cfg(tmp_path: Path) -> CfgNode:
     folder = prepare_toy_set(ToySpec(name="tiny", num_images=NUM_IMAGES, image_size=64), tmp_path)
     register_coco_json("dry", str(Path(folder) / "annotations.json"), str(Path(folder) / "images"))
     cfg = make_retinanet_config()
@@ -39,8 +36,7 @@ def cfg(tmp_path: Path) -> Iterator[CfgNode]:
     cfg.TEST.EVAL_PERIOD = 8
     cfg.OUTPUT_DIR = str(tmp_path / "runs" / "first")
     use_classes_of(cfg, "dry")
-    yield cfg
-    forget_runs("dry")
+    return cfg
 
 
 def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgNode) -> None:

@@ -2,7 +2,6 @@
 """Evaluation while an objective trains and of its weights: as by hand, image by image."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,9 @@ from qbheat_det.engine.data_sources import CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL, CUS
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
 from qbheat_det.evaluation import score_neighbours
 
-from .conftest import forget_runs
-from .evaluation_cases import SETS, configure
+from .evaluation_cases import configure
 from .tiny_pretraining import make_folder
-from .tiny_training import start_run
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    forget_runs(*SETS)
-    yield
-    forget_runs(*SETS)
+from .tiny_training import forget_runs, start_run
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +45,12 @@ def run(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     flags += ["--knn-train-folder", folders["voters"], "--knn-val-folder", folders["judged"]]
     opts = {"TEST.EVAL_EPOCHS": "0.5", "OUTPUT_DIR": str(output)}
     _, args = configure(opts, *flags)
-    forget_runs(*SETS)
     trainer = start_run(args)
     trainer.train()
     args.resume = True
-    forget_runs(*SETS)
+    forget_runs()
     resumed = start_run(args).find_hook(SkippedImages)
-    assert resumed is not None
     assert [error.where.rpartition("/")[2] for error in resumed.errors.values()] == ["x.jpg'"]
-    forget_runs(*SETS)
     return output
 
 
@@ -85,7 +73,6 @@ def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: P
     found = lines(run, "reconstruction/loss")
     assert sorted(found) == [0, 1]  # half an epoch of 8 images is one step of 4
     best = info_of(str(run / "model_best.safetensors"))
-    assert best is not None
     assert best.iteration == min(found, key=found.__getitem__)
     log = (run / "log.txt").read_text()
     assert log.count("left out of the evaluation") == 1

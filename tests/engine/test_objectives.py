@@ -5,7 +5,6 @@ A new file is tested by being there.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ import torch
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.data_sources import CUSTOM_IMAGES, LABELLED_TRAIN
 from tests.data.pictures import draw, save
 
-from .conftest import forget_runs
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
 from .tiny_training import losses, parse_run, start_run, state
 
@@ -40,20 +37,18 @@ OPTS = {
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of two class folders of three images each."""
     folder = tmp_path_factory.mktemp("images")
     for index in range(6):
         path = folder / ("round", "square")[index % 2]
         path.mkdir(exist_ok=True)
         save(path / f"{index}.png", draw(72, 80, seed=index))
-    yield folder
-    forget_runs(CUSTOM_IMAGES, LABELLED_TRAIN)
+    return folder
 
 
 def train(recipe: Path, images: Path, output_dir: Path, *flags: str) -> Trainer:
     """Trains with the flag that names images for the objective."""
-    forget_runs(CUSTOM_IMAGES, LABELLED_TRAIN)
     labels = load_config(recipe).INPUT.DATASET_MAPPER_NAME == "classify"
     flags = (*flags, "--data" if labels else "--images", str(images))
     trainer = start_run(parse_run(str(recipe), {**OPTS, "OUTPUT_DIR": str(output_dir)}, *flags))
@@ -91,7 +86,6 @@ def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
 
     # The exported weights name what only pre-training needs.
     tensors, info = read_weights(str(tmp_path / "model_final.safetensors"))
-    assert info is not None
     assert set(info.pretrain_only_modules) == set(trainer.bare_model.pretrain_only_modules)
     assert {name.partition(".")[0] for name in tensors} <= {"backbone", *info.pretrain_only_modules}
     assert set(names) <= set(tensors)

@@ -24,7 +24,7 @@ from qbheat_det.engine.step import StepTrainer
 from qbheat_det.modeling.contracts import train_only_modules
 
 from . import tiny_training
-from .conftest import TrainAfresh, forget_runs
+from .conftest import TrainAfresh
 from .tiny_training import MF_DETR, losses, state
 
 GROUPS = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
@@ -82,10 +82,8 @@ def run_whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     @functools.cache
     def run(case: str) -> Path:
-        forget_runs()
         folder = tmp_path_factory.mktemp("whole")
         tiny_training.train(folder, tiny_data, CASES[case])
-        forget_runs()
         return folder
 
     return run
@@ -128,7 +126,6 @@ def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_
         (AUXILIARY, "model_final.pth", kept),
         ({**AUXILIARY, GROUPS: "4"}, "model_final.safetensors", exported),
     ):
-        forget_runs()
         cfg = build_config(tiny_training.parse(tmp_path, tiny_data, {**MF_DETR, **opts}))
         model = Trainer.build_model(cfg)
         ExactCheckpointer(model, class_names=cfg.MODEL.CLASS_NAMES).load(str(folder / file))
@@ -139,7 +136,6 @@ def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_
         fit = {name: value for name, value in expected.items() if name in found}
         assert fit.keys() >= exported.keys()
         torch.testing.assert_close({n: found[n] for n in fit}, dict(fit), rtol=0, atol=0)
-    forget_runs()
 
 
 def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(

@@ -12,10 +12,8 @@ import torch
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from qbheat_det.engine.data_sources import CUSTOM_IMAGES
 from qbheat_det.engine.token_monitor import TokenMonitor, mean_cosines
 
-from .conftest import forget_runs
 from .tiny_pretraining import make_folder, train
 from .tiny_training import state
 
@@ -79,11 +77,9 @@ def test_a_run_logs_every_block_and_trains_as_without(tmp_path: Path) -> None:
     images = str(make_folder(tmp_path / "images", 6))
     weights = []
     for name, flag in (("with", "True"), ("without", "False")):
-        forget_runs(CUSTOM_IMAGES)
         opts = {"SOLVER.LOG_TOKENS": flag, "SOLVER.LOG_PERIOD": "2"}
         train(tmp_path / name, opts, "--images", images)
         weights.append(state(tmp_path / name)["model"])
-    forget_runs(CUSTOM_IMAGES)
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     logged = {}
     for name in ("with", "without"):

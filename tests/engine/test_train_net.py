@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import ToySpec, prepare_toy_set
 from tests.tool_modules import load_tool
 
-from .conftest import forget_runs
-from .tiny_training import TINY_ENCODER, losses
+from .tiny_training import TINY_ENCODER, forget_runs, losses
 
 RETINANET = "quick_schedules/retinanet_285M_toy.yaml"
 FAST = [
@@ -41,7 +40,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(toy: Path) -> Iterator[Run]:
+def run(toy: Path) -> Run:
     """Runs the tool in this process on the tiny set; returns its results."""
     module = load_tool("train_net")
 
@@ -58,8 +57,7 @@ def run(toy: Path) -> Iterator[Run]:
             module.invoke_main(argv)
         return results[0]
 
-    yield go
-    forget_runs()
+    return go
 
 
 @pytest.fixture(scope="module")

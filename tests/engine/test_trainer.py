@@ -15,7 +15,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine.evaluation import Evaluation
 
 from . import tiny_training
-from .conftest import TrainAfresh, forget_runs
+from .conftest import TrainAfresh
 from .tiny_training import state
 
 NAMES = ["model_0000000", "model_0000001", "model_0000002", "model_final"]
@@ -43,9 +43,7 @@ def averaged(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluation, "__call__", note)
-        forget_runs()
         tiny_training.train(folder, tiny_data, opts)
-        forget_runs()
     return folder
 
 
@@ -66,7 +64,6 @@ def test_the_average_is_what_is_evaluated_and_exported(averaged: Path) -> None:
     average = state(averaged)["ema"]
     evaluated = torch.load(averaged / "evaluated.pt", weights_only=True)
     exported, info = read_weights(str(averaged / "model_final.safetensors"))
-    assert info is not None
     assert info.iteration == 3
     for weights in (evaluated, exported):
         torch.testing.assert_close(dict(weights), average, rtol=0, atol=0)
@@ -79,7 +76,6 @@ def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged
     assert cfg.SOLVER.MAX_ITER == 4
     assert cfg.SOLVER.BASE_LR == pytest.approx(0.002 * 2 / 8)
     weights, info = read_weights(str(averaged / "model_final.safetensors"))
-    assert info is not None
     assert yaml.safe_load(info.config) == yaml.safe_load((averaged / "config.yaml").read_text())
     assert info.class_names == tuple(cfg.MODEL.CLASS_NAMES)
     (averaged / "alone.yaml").write_text(info.config)

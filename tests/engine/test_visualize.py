@@ -26,7 +26,6 @@ from qbheat_det.engine.step import seed_step
 from qbheat_det.engine.visualize import VisualizationHook, build_visualization_hook, undisturbed
 from tests.data.pictures import draw, save
 
-from .conftest import forget_runs
 from .tiny_pretraining import make_folder, train
 from .tiny_training import losses, state
 
@@ -185,7 +184,6 @@ def test_fixed_images_are_spread_over_the_set_and_can_be_read(tmp_path: Path) ->
     images = load_fixed_images(cfg, 3)
     assert [int(entry["image"].float().mean().round()) for entry in images] == [0, 100, 160]
     assert len(load_fixed_images(cfg, 64)) == 11
-    forget_runs("grey")
 
 
 def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
@@ -201,10 +199,8 @@ def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
     opts = {"DATASETS.TRAIN": "('seen',)", "SOLVER.MAX_ITER": "2"}
     train(tmp_path / "without", opts)
     monkeypatch.setattr(visualize, "TRAINING_FIGURES", {"noise": draw_noise})
-    forget_runs()
     shown = {"VIS.ENABLED": "True", "VIS.PERIOD": "1", "VIS.NUM_IMAGES": "2"}
     train(tmp_path / "with", {**opts, **shown})
-    forget_runs("seen")
     assert len(list((tmp_path / "with" / "visualizations").glob("noise_*.json"))) == 3
     assert not (tmp_path / "without" / "visualizations").exists()
     assert losses(tmp_path / "with") == losses(tmp_path / "without")

@@ -3,18 +3,22 @@
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils import events
 
 import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, build_config, setup
+from qbheat_det.engine.data_sources import CUSTOM_SETS
 from tools.train_net import parse_args
 
 from .gradient_cases import BLOCKS
@@ -65,8 +69,23 @@ def make_data(cache: Path) -> Path:
     return Path(prepare_toy_set(ToySpec(name="tiny", num_images=12, image_size=64), cache))
 
 
+def forget_runs() -> None:
+    """Removes what a run leaves in Detectron2's global state."""
+    for name in CUSTOM_SETS:
+        if name in DatasetCatalog:
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+    events._CURRENT_STORAGE_STACK.clear()
+    for logger in map(logging.getLogger, ("detectron2", "fvcore", "qbheat_det")):
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.propagate = True
+
+
 def parse_run(config: str, opts: Mapping[str, str], *flags: str) -> argparse.Namespace:
-    """Returns the arguments of ``tools/train_net.py``."""
+    """Returns the arguments of ``tools/train_net.py``, for a run as in a new process."""
+    forget_runs()
     return parse_args(
         ["--config-file", config, *flags, *(w for pair in opts.items() for w in pair)]
     )
