@@ -39,9 +39,7 @@ def detector() -> MFDETR:
 
 @pytest.fixture(scope="module")
 def backbone(detector: MFDETR) -> MobileFormer:
-    found = find_mobile_former(detector)
-    assert found is not None
-    return found
+    return find_mobile_former(detector)
 
 
 def image(height: int, width: int) -> torch.Tensor:

@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Class activation maps sum to the logits; steady heat against known maps and relaxation."""
+"""Figures of classifiers: maps that sum to the logits, steady heat, the confusion matrix."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from detectron2.modeling import build_model
@@ -18,9 +19,12 @@ from qbheat_det.analysis.class_activation import (
     draw_heat,
     solve_steady_heat,
 )
+from qbheat_det.analysis.confusion_matrix import draw_classes, draw_confusion, plot_confusion
 from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.run import Run
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
+from qbheat_det.evaluation import ClassificationEvaluator
 from qbheat_det.modeling.classification import ImageClassifier
 
 from .conftest import check_files
@@ -74,7 +78,7 @@ def relax(values: FloatMap, sweeps: int = 4000) -> FloatMap:
     return u
 
 
-def test_it_is_where_gauss_and_seidel_end() -> None:
+def test_steady_heat_is_where_gauss_and_seidel_end_and_compared_inside_the_border() -> None:
     values = np.random.default_rng(0).normal(size=(2, 6, 8))
     found = solve_steady_heat(values)
     for one, expected in zip(found, values, strict=True):
@@ -87,8 +91,6 @@ def test_it_is_where_gauss_and_seidel_end() -> None:
     with pytest.raises(NotApplicable, match="border"):
         solve_steady_heat(np.zeros((2, 5)))
 
-
-def test_the_correlation_is_that_inside_the_border() -> None:
     true = np.random.default_rng(3).normal(size=(4, 5))
     other = 2 - 3 * true
     other[0] = 99
@@ -115,3 +117,45 @@ def test_the_figure_compares_the_map_of_each_image_with_steady_heat(
         draw_heat([run], options, heat_class="cow")
     with pytest.raises(NotApplicable, match="border"):
         draw_heat([run], options, heat_size=32)
+
+
+def make_matrix(num_classes: int) -> npt.NDArray[np.int64]:
+    rng = np.random.default_rng(0)
+    matrix = rng.poisson(0.05, (num_classes, num_classes))
+    matrix[np.diag_indices(num_classes)] = 8
+    matrix[0, -1] = 40
+    return matrix.astype(np.int64)
+
+
+@pytest.mark.parametrize("num_classes", [1, 12, 300])
+def test_the_chart_lists_the_most_frequent_confusions(num_classes: int) -> None:
+    matrix = make_matrix(num_classes)
+    figure = plot_confusion(matrix, [f"kind {i}" for i in range(num_classes)], title="val")
+    text = figure.axes[1].texts[0].get_text()
+    wrong = matrix.sum() - matrix.trace()
+    assert f"({wrong:,} of {matrix.sum():,} images are wrong)" in text
+    if num_classes == 12:
+        assert f"kind 0 → kind {num_classes - 1}:  40 of {matrix[0].sum()}" in text
+
+
+def test_the_matrix_is_that_of_the_evaluator(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "inference" / "flowers"
+    evaluator = ClassificationEvaluator(
+        "flowers", class_names=["cat", "dog", "bird"], output_dir=str(folder)
+    )
+    evaluator.reset()
+    for index, scores in enumerate(torch.rand(20, 3, generator=torch.Generator().manual_seed(0))):
+        entry = {"image_id": index, "label": min(index % 4, 2)}
+        evaluator.process([entry], [{"scores": scores.softmax(0)}])
+    evaluator.evaluate()
+    (tmp_path / "run" / "metrics.json").touch()
+    figure = draw_classes([Run.open(tmp_path / "run")], FigureOptions())
+    found = figure.data["runs"]["run"]
+    assert found["classes"] == ["cat", "dog", "bird"]
+    np.testing.assert_array_equal(found["matrix"], evaluator.confusion)
+    assert figure.table.rows[0][1] == f"{100 * evaluator.confusion.trace() / 20:.2f}"
+    draw_confusion(folder / "classification.json", tmp_path / "confusion.png")
+    assert (tmp_path / "confusion.png").stat().st_size > 1000
+    (folder / "classification.json").unlink()
+    with pytest.raises(NotApplicable, match=r"'run' has no .*classification\.json"):
+        draw_classes([Run.open(tmp_path / "run")], FigureOptions())

@@ -33,8 +33,6 @@ def test_it_is_the_mean_over_all_pairs_of_positions() -> None:
         measure_spatial_correlation(maps), torch.tensor(expected).mean(dim=1).float()
     )
 
-
-def test_positions_without_features_count_as_unrelated() -> None:
     maps = torch.zeros(1, 2, 2, 2)
     maps[0, 0, 0] = 1.0  # two of four positions, equal: one pair of six
     torch.testing.assert_close(measure_spatial_correlation(maps), torch.tensor([1 / 6]))

@@ -95,8 +95,6 @@ def test_ap_and_precision_are_those_computed_by_hand() -> None:
     assert loose.precision[0].min() == 1.0
     assert loose.precision[1].max() == pytest.approx(0.5)
 
-
-def test_without_boxes_metrics_are_undefined_and_without_detections_0() -> None:
     nothing = score(make_truth([]), [(1, 3, A, 0.9)])
     assert all(math.isnan(value) for value in nothing.summary.values())
     assert score(make_truth([(1, 3, A)]), []).summary["AP"] == 0
@@ -153,7 +151,7 @@ def test_types_are_those_of_a_naive_matching_and_the_threshold_has_the_best_f1(s
     assert choose_threshold(judged) == max(candidates, key=f1)  # the highest of equal ones
 
 
-def test_each_type_by_hand() -> None:
+def test_types_and_thresholds_by_hand() -> None:
     truth = make_truth([(1, 3, A), (1, 7, B), (1, 3, C)])
     found = make_found([
         (1, 3, A, 0.9),  # correct
@@ -172,8 +170,6 @@ def test_each_type_by_hand() -> None:
     assert find_missed_boxes(judged, 0.0).tolist() == [1, 2]  # the larger first
     assert find_missed_boxes(judged, 0.95).tolist() == [1, 0, 2]
 
-
-def test_without_a_correct_detection_as_many_detections_count_as_there_are_boxes() -> None:
     truth = make_truth([(1, 3, A), (1, 7, B)])
     wrong = [(1, 7, A, 0.03), (1, 3, FAR, 0.02), (1, 3, [80, 60, 90, 70], 0.01)]
     assert choose_threshold(judge(truth, make_found(wrong))) == 0.02

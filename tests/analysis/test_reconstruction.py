@@ -57,7 +57,6 @@ def test_each_run_has_a_grid_of_the_same_images(
     found = figure.data["runs"]
     for view, mean in found["qb_heat"]["mean_losses"].items():
         assert mean == pytest.approx(fmean(row["loss"] for row in found["qb_heat"]["losses"][view]))
-    assert figure.table is not None
     assert [row[0] for row in figure.table.rows] == ["qb_heat", "untrained", "masking"]
     assert figure.table.rows[2][1:3] == ("-", "-")
     assert [name in text for name, text in zip(("cut", "retinanet"), figure.data["left_out"],

@@ -67,7 +67,7 @@ def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:
     assert '<th scope="col">n</th>' in text
 
 
-def test_a_report_has_every_figure_or_the_reason_why_not(
+def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_what_was_drawn(
     tool: ModuleType, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "page.html"
@@ -86,10 +86,6 @@ def test_a_report_has_every_figure_or_the_reason_why_not(
     left = {file.name for file in (tmp_path / "page").iterdir()}
     assert left == {"curves_mine.jpg"}
 
-
-def test_an_interrupt_leaves_a_page_of_what_was_drawn(
-    tool: ModuleType, run: str, tmp_path: Path
-) -> None:
     path = tmp_path / "page.html"
     with pytest.raises(SystemExit) as ended:
         tool.main([run, "--output", str(path), "--only", "curves", "beyond"])

@@ -16,7 +16,7 @@ from ..engine.tiny_detectors import make_probe_config, make_retinanet_config, sa
 from .tiny_runs import TinyRuns, make_images, truncate
 
 
-def test_a_folder_gives_its_final_checkpoint_config_and_metrics(tmp_path: Path) -> None:
+def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path: Path) -> None:
     weights = save_run(make_retinanet_config(), tmp_path / "mine", seed=3)
     lines = '{"iteration": 9, "lr": 0.1}\n7\n{"note": "\xff"}\n{"itera'
     (tmp_path / "mine" / "metrics.json").write_text(lines, encoding="latin-1")
@@ -34,8 +34,6 @@ def test_a_folder_gives_its_final_checkpoint_config_and_metrics(tmp_path: Path) 
     with pytest.raises(NotApplicable, match="mine"):
         run.require_kind("classifier")
 
-
-def test_a_run_in_progress_has_its_last_checkpoint_or_none(tmp_path: Path) -> None:
     weights = Path(save_run(make_probe_config(), tmp_path / "run"))
     weights.rename(tmp_path / "run" / "model_0000009.pth")
     (tmp_path / "run" / "last_checkpoint").write_text("model_0000009.pth")

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``Detector`` and ``Encoder``: the same boxes and maps for every kind of image and batch."""
+"""``Detector`` and ``Encoder``: the same boxes and maps for every kind of image; training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 import qbheat_det
 from qbheat_det.api import Detections, Detector, Encoder, predict_files
 from qbheat_det.core.errors import UserError
+from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import pictures
 from qbheat_det.engine.pictures import read_rgb
 from tests.export.tiny_models import save as save_tiny
@@ -62,12 +63,10 @@ def test_batches_give_what_single_images_give(
     files = sorted(photos.glob("*.png"))
     expected = [detector.predict(path, threshold=0) for path in files]
     sizes: list[int] = []
-    assert detector.model is not None
     hook = detector.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     sources = files, photos, str(photos / "*.png")
     for source in sources:
         found = detector.predict(source, threshold=0, batch_size=batch_size)
-        assert isinstance(found, list)
         _assert_same(found, expected)
         assert [Path(one.file_name).name for one in found] == [path.name for path in files]
     hook.remove()
@@ -78,7 +77,6 @@ def test_batches_give_what_single_images_give(
 def test_a_video_is_read_frame_by_frame(detector: Detector, photos: Path) -> None:
     found = detector.predict(photos / "v.avi", batch_size=1)
     read: list[int] = []
-    assert detector.model is not None
     hook = detector.model.register_forward_pre_hook(lambda *_: read.append(1))
     first = next(found)
     assert (first.frame, len(read)) == (0, 1)
@@ -158,7 +156,6 @@ def test_an_encoders_maps_are_its_backbones(tmp_path: Path, photos: Path) -> Non
     assert isinstance(encoder, Encoder)
     outputs = encoder(photos / "0.png")
     mean, std = (torch.tensor(encoder.cfg.MODEL[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
-    assert encoder.model is not None
     with torch.no_grad():
         pixels = torch.from_numpy(_pixels(photos / "0.png").copy())
         expected = encoder.model(((pixels - mean) / std).permute(2, 0, 1)[None])
@@ -185,3 +182,62 @@ def test_an_exported_file_gives_the_same(kind: str, tmp_path: Path, photos: Path
     for action in (exported.deploy, exported.save_pretrained) if kind == "two_maps" else ():
         with pytest.raises(UserError, match="exported"):
             action(*([tmp_path] if action == exported.save_pretrained else []))
+
+
+QUICK = {
+    "SOLVER.IMS_PER_BATCH": 2,
+    "SOLVER.LOG_PERIOD": 1,
+    "DATALOADER.NUM_WORKERS": 0,
+    "INPUT.MIN_SIZE_TRAIN": (64,),
+    "TEST.EVAL_PERIOD": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A COCO json with its images beside it."""
+    folder = tmp_path_factory.mktemp("toy")
+    return (
+        prepare_toy_set(ToySpec("train", num_images=20, image_size=64), folder) / "annotations.json"
+    )
+
+
+@pytest.mark.slow
+def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
+    weights: str, toy: Path, tmp_path: Path, photos: Path
+) -> None:
+    detector = qbheat_det.load(weights, device="cpu")
+    before = {key: value.clone() for key, value in detector.model.state_dict().items()}
+    images = str(toy.parent / "images")
+    run = detector.train(toy, images=images, epochs=1, output=tmp_path / "run", overrides=QUICK)
+    assert run.folder == tmp_path / "run"
+    assert [record["iteration"] for record in run.metrics if "total_loss" in record]
+    again = qbheat_det.load(run.path, device="cpu")
+    assert detector.weights == again.weights
+    assert detector.class_names == again.class_names != ["square", "disc", "cross"]
+    torch.testing.assert_close(
+        detector.model.state_dict(), again.model.state_dict(), rtol=0, atol=0
+    )
+    name = "backbone.bottom_up.fine.weight"
+    assert not torch.equal(before[name], detector.model.state_dict()[name])
+    detector.predict(photos / "0.png")
+    with pytest.raises(UserError, match="run"):  # the folder is taken
+        detector.train(toy, output=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"data": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"images": "elsewhere"}, "elsewhere"),
+        ({"overrides": {"SOLVER.NOTHING": 1}}, "SOLVER.NOTHING"),
+        ({"overrides": {"SOLVER.EPOCHS": 1, "OUTPUT_DIR": "x"}}, "OUTPUT_DIR"),
+        ({"wrong_flag": 1}, "wrong_flag"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(
+    arguments: dict[str, Any], named: str, detector: Detector, toy: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=named):
+        detector.train(**{"data": toy, "output": tmp_path / "run", **arguments})
+    assert not (tmp_path / "run").exists()

@@ -80,8 +80,10 @@ def test_every_tensor_of_the_encoder_is_loaded(
         # Names without a prefix, in a model of other people: Detectron2 has a switch for them.
         torch.save({"model": state, "matching_heuristics": prefix == ""}, file)
         path = str(file)
-    DetectionCheckpointer(own).load(path)
+    rest = DetectionCheckpointer(own).load(path)
     torch.testing.assert_close(dict(_encoder_of(own).state_dict()), encoder, rtol=0, atol=0)
+    if prefix == "zoo":
+        assert rest["info"]["class_names"] == ["RBC", "WBC", "Platelets"]
     if prefix == "zoo" and model in ("pyramid", "foreign"):  # the pyramid's layers come along
         pyramid = getattr(own, "backbone", own).state_dict()
         expected = dict(trained.backbone.state_dict())

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights of the package in Mobile-Formers that timm builds."""
+"""Weights of the package in timm's models, and timm's weights by address."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import timm
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
-from torch import Tensor
+from torch import Tensor, nn
 
-from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
@@ -94,3 +96,60 @@ def test_timm_takes_a_file_and_has_no_weights_of_its_own(path: Path) -> None:
         timm.create_model("mobile_former_285m", pretrained=True, pretrained_cfg_overlay=weights)
     with pytest.raises(RuntimeError, match="mobile_former_1g"):
         timm.create_model("mobile_former_1g", pretrained=True)
+
+
+class _Detector(nn.Module):
+    def __init__(self, mean: float = 0.485) -> None:
+        super().__init__()
+        self.backbone = TimmBackbone(name="resnet18", out_features=["s8", "s16"])
+        self.head = nn.Linear(2, 2)
+        mean_of_channels = [255 * mean, 255 * 0.456, 255 * 0.406]
+        self.register_buffer("pixel_mean", torch.tensor(mean_of_channels).view(3, 1, 1), False)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """timm's hub with random weights; returns the names that were asked for."""
+    asked: list[str] = []
+    create = timm.create_model
+
+    def fetch(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        asked.extend([name] if pretrained else [])
+        return create(name, pretrained=False, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", fetch)
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    return asked
+
+
+def test_weights_are_fetched_once_and_other_pixels_are_warned_of(
+    hub: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = SafeCheckpointer(_Detector())
+    checkpointer.load("timm://resnet18")
+    assert checkpointer.report.groups["backbone"].is_full
+    assert set(checkpointer.report.unused) >= {"fc.weight", "fc.bias"}
+    assert "pixel_mean" not in caplog.text
+    tag = timm.models.get_pretrained_cfg("resnet18").tag
+    with caplog.at_level(logging.WARNING):
+        SafeCheckpointer(_Detector(mean=0.5)).load(f"timm://resnet18.{tag}")
+    assert "pixel_mean [123.67" in caplog.text
+    assert hub == [f"resnet18.{tag}"]
+
+
+def test_without_a_network_one_sentence_says_where_the_file_belongs_or_what_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> nn.Module:
+        raise OSError("We couldn't connect\nto the hub")
+
+    model = _Detector()
+    monkeypatch.setattr(timm, "create_model", fail)
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    for name, named in (
+        ("resnet18.a1_in1k", rf"resnet18\.a1_in1k.*{tmp_path}"),
+        ("resnt18", "'resnt18'"),  # which timm does not know
+        ("resnet18.a9_in9k", "'resnet18.a9_in9k'"),
+    ):
+        with pytest.raises(UserError, match=named):
+            SafeCheckpointer(model).load(f"timm://{name}")

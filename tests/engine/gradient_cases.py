@@ -52,6 +52,19 @@ class Case:
     batch_statistics: bool = False  # else BatchNorm uses its running ones
 
 
+def on_timm(config: str, name: str) -> CfgNode:
+    """Returns the config of a tiny RetinaNet or MF-DETR on a network of timm."""
+    own: tuple[Any, ...] = (
+        "MODEL.BACKBONE.NAME",
+        f"timm:{name}",
+        "MODEL.MF_DETR.IN_FEATURES",
+        ["s8", "s16"],
+    )
+    if config == RETINANET:
+        own = ("MODEL.BACKBONE.NAME", "build_fpn_backbone", "MODEL.FPN.BOTTOM_UP", f"timm:{name}")
+    return make_case_config(Case(config, opts=own), "cpu")
+
+
 def make_case_config(case: Case, device: str) -> CfgNode:
     cfg = load_config(get_config_path(case.config))
     cfg.MODEL.DEVICE = device

@@ -163,7 +163,7 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: P
     found = []
     for name, opts in {"online": views, "cached": {**views, **cache}}.items():
         torch.manual_seed(0)
-        trainer = start(tmp_path / name, PROBE, folder, opts, "--val", str(folder))
+        trainer = start(tmp_path / name, PROBE, str(folder), opts, "--val", str(folder))
         results = trainer.train()
         found.append((results, trainer.data_loader.skipped, tiny_training.losses(tmp_path / name)))
     assert found[0] == found[1]

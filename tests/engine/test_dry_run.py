@@ -11,32 +11,17 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, prepare_toy_set, register_coco_json
-from qbheat_det.engine import Trainer
+from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine import dry_run as dry_run_module
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.engine.setup import use_classes_of
-from tests.engine.tiny_detectors import make_retinanet_config
 
-NUM_IMAGES = 16
+from .tiny_training import parse
 
 
 @pytest.fixture
-def cfg(tmp_path: Path) -> CfgNode:
-    folder = prepare_toy_set(ToySpec(name="tiny", num_images=NUM_IMAGES, image_size=64), tmp_path)
-    register_coco_json("dry", str(Path(folder) / "annotations.json"), str(Path(folder) / "images"))
-    cfg = make_retinanet_config()
-    cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ("dry",)
-    cfg.DATALOADER.NUM_WORKERS = 0
-    cfg.INPUT.MIN_SIZE_TRAIN = (64,)
-    cfg.SOLVER.IMS_PER_BATCH = 2
-    cfg.SOLVER.BASE_LR = 1e-5
-    cfg.SOLVER.MAX_ITER = 16
-    cfg.SOLVER.CHECKPOINT_PERIOD = 8
-    cfg.TEST.EVAL_PERIOD = 8
-    cfg.OUTPUT_DIR = str(tmp_path / "runs" / "first")
-    use_classes_of(cfg, "dry")
-    return cfg
+def cfg(tmp_path: Path, tiny_data: Path) -> CfgNode:
+    opts = {"SOLVER.MAX_ITER": "16", "SOLVER.CHECKPOINT_PERIOD": "8", "TEST.EVAL_PERIOD": "8"}
+    return build_config(parse(tmp_path / "runs" / "first", tiny_data, opts))
 
 
 def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgNode) -> None:
@@ -57,7 +42,7 @@ def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgN
     assert {name: times for name, (_, times) in report.costs.items()} == {
         "Set-up": 1,
         "Step of 2 images": 16,
-        f"Evaluation of {NUM_IMAGES} images": 2,
+        "Evaluation of 12 images": 2,
         "Checkpoint": 2,
     }
     assert all(seconds > 0 for seconds, _ in report.costs.values())

@@ -22,9 +22,8 @@ from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
-from tests.data.pictures import draw, save
 
-from .tiny_pretraining import OPTS
+from .tiny_pretraining import OPTS, make_folder
 from .tiny_training import parse_run, start_run, state
 
 RECIPE = "configs/custom/distill_285M_cpu.yaml"
@@ -39,10 +38,8 @@ FINER = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images to train on, held-out ones, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("teacher")
-    for index in range(8):
-        part = folder / ("images" if index < 5 else "val")
-        part.mkdir(exist_ok=True)
-        save(part / f"{index}.png", draw(72, 80, seed=index))
+    make_folder(folder / "images", 5)
+    make_folder(folder / "val", 3, first=5)
     (folder / "val" / "x.jpg").write_text("no image")
     torch.manual_seed(0)
     weights = timm.create_model(TEACHER).state_dict()

@@ -186,7 +186,7 @@ def test_fixed_images_are_spread_over_the_set_and_can_be_read(tmp_path: Path) ->
     assert len(load_fixed_images(cfg, 64)) == 11
 
 
-def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
+def test_a_run_with_figures_and_tokens_logged_has_the_losses_and_weights_of_one_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def draw_noise(model: Any, load_images: Any, cfg: Any) -> Figure:
@@ -200,9 +200,19 @@ def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
     train(tmp_path / "without", opts)
     monkeypatch.setattr(visualize, "TRAINING_FIGURES", {"noise": draw_noise})
     shown = {"VIS.ENABLED": "True", "VIS.PERIOD": "1", "VIS.NUM_IMAGES": "2"}
+    shown["SOLVER.LOG_TOKENS"] = "True"
     train(tmp_path / "with", {**opts, **shown})
     assert len(list((tmp_path / "with" / "visualizations").glob("noise_*.json"))) == 3
     assert not (tmp_path / "without" / "visualizations").exists()
+    logged = {}
+    for name in ("with", "without"):
+        lines = map(json.loads, (tmp_path / name / "metrics.json").read_text().splitlines())
+        logged[name] = [{k: v for k, v in x.items() if k.startswith("cosine_")} for x in lines]
+    assert not any(logged["without"])
+    for scalars in logged["with"]:
+        kinds = {name.partition("/")[0] for name in scalars}
+        assert kinds == {"cosine_over_images", "cosine_over_tokens"}
+        assert all(-1 <= value <= 1.000001 for value in scalars.values())
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     expected, found = state(tmp_path / "without"), state(tmp_path / "with")
     torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=0)

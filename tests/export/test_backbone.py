@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """tools/export_backbone.py: what the file holds, and that every config starts from it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, read_weights, save_weights
-from tests.modeling.backbone.timm_models import make_mf_detr_config, make_retinanet_config
-from tests.tool_modules import load_tool
+from tests.engine.gradient_cases import MF_DETR, RETINANET, on_timm
+from tests.tool_modules import load_tool, refuse
 
 main = load_tool("export_backbone").main
 
@@ -36,22 +35,15 @@ def _words(folder: Path, *more: str) -> list[str]:
 
 
 def test_the_file_holds_the_backbone_alone_and_fills_that_of_any_config(tmp_path: Path) -> None:
-    def build(make: Callable[[str], CfgNode]) -> CfgNode:
-        cfg = make("resnet18")
-        cfg.MODEL.FPN.IN_FEATURES, cfg.MODEL.FPN.TOP_LEVELS = ["s8", "s16"], 3
-        return cfg
-
-    expected = _train(build(make_retinanet_config), tmp_path)
+    expected = _train(on_timm(RETINANET, "resnet18"), tmp_path)
     main(_words(tmp_path))
     state, info = read_weights(f"{tmp_path}/b.safetensors")
     torch.testing.assert_close(state, expected, rtol=0, atol=0)
-    assert info is not None
     assert (info.class_names, info.category_ids, info.pretrain_only_modules) == ((), (), ())
     assert (info.iteration, info.commit, info.pixel_format) == (7, "c0ffee", "RGB")
-    for other in (make_mf_detr_config, make_retinanet_config):
-        checkpointer = SafeCheckpointer(build_model(build(other)))
+    for other in (MF_DETR, RETINANET):
+        checkpointer = SafeCheckpointer(build_model(on_timm(other, "resnet18")))
         checkpointer.load(f"{tmp_path}/b.safetensors")
-        assert checkpointer.report is not None
         assert checkpointer.report.groups["backbone"].is_full
         assert checkpointer.report.unexpected == ()
 
@@ -63,7 +55,7 @@ def test_batch_norm_is_recalibrated_on_whole_images_and_all_else_kept(
     for index in range(6):
         pixels = torch.randint(0, 256, (64 + 32 * (index % 2), 64, 3), dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(tmp_path / "images" / f"{index}.png")
-    before = _train(make_retinanet_config("resnet18"), tmp_path)
+    before = _train(on_timm(RETINANET, "resnet18"), tmp_path)
     folder = ["--images", f"{tmp_path}/images", "MODEL.DEVICE", "cpu"]
     main(_words(tmp_path, "--recalibrate-bn", "6", *folder))
     state, _ = read_weights(f"{tmp_path}/b.safetensors")
@@ -73,9 +65,7 @@ def test_batch_norm_is_recalibrated_on_whole_images_and_all_else_kept(
             assert not torch.equal(value, before[key]), key
         elif "num_batches" not in key:
             torch.testing.assert_close(value, before[key], rtol=0, atol=0)
-    with pytest.raises(SystemExit, match="2"):
-        main(_words(tmp_path))
-    assert "--overwrite" in capsys.readouterr().err
+    assert "--overwrite" in refuse(main, _words(tmp_path), capsys)
 
 
 def test_invalid_input_is_refused_by_name(
@@ -90,7 +80,5 @@ def test_invalid_input_is_refused_by_name(
         ("x", "b.safetensors", ["--recalibrate-bn", "0"], "recalibrate"),
         ("x", "b.safetensors", ["--images", "."], "recalibrate"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            main(["--weights", weights, "--output", output, *more])
-        assert named in capsys.readouterr().err
+        assert named in refuse(main, ["--weights", weights, "--output", output, *more], capsys)
         assert not Path("b.safetensors").exists()

@@ -80,7 +80,9 @@ def test_results_and_gradients_are_those_of_the_formula(
     )
 
 
-def test_convolutions_are_for_many_rows_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_are_for_many_rows_of_float32_and_not_for_autocast_and_exporters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
     seen = counted(monkeypatch)
     for rows, dtype in ((63, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
@@ -89,8 +91,6 @@ def test_convolutions_are_for_many_rows_of_float32(monkeypatch: pytest.MonkeyPat
     linear(torch.zeros(64, 8), torch.zeros(5, 8))
     assert seen == [torch.Size([1, 8, 64, 1])]
 
-
-def test_autocast_and_exporters_get_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
     seen = counted(monkeypatch)
     layer, x = Linear(8, 5).eval(), torch.randn(64, 8)

@@ -16,7 +16,7 @@ from qbheat_det.export import export_backbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.run import count_images_seen
 from tests.data.pictures import draw, save
-from tests.tool_modules import load_tool
+from tests.tool_modules import load_tool, refuse
 
 main = load_tool("probe_backbone").main
 
@@ -120,14 +120,11 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
         (row,) = probe(words, tmp_path)["rows"]
         digests.add(row["digest"])
     assert len(digests) == 2
-    with pytest.raises(SystemExit):
-        probe([*words, "MODEL.PIXEL_STD", "[2.0, 2.0, 2.0]"], tmp_path)
-    assert "(pixels)" in capsys.readouterr().err
+    words += ["--json", str(tmp_path / "out.json")]
+    assert "(pixels)" in refuse(main, [*words, "MODEL.PIXEL_STD", "[2.0, 2.0, 2.0]"], capsys)
     image = next(Path(folders[1]).rglob("*.png"))
     image.rename(image.with_name("another.png"))
-    with pytest.raises(SystemExit):
-        probe(words, tmp_path)
-    assert "(contents)" in capsys.readouterr().err
+    assert "(contents)" in refuse(main, words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +161,8 @@ def test_bad_arguments_are_named(
         (tmp_path / name).write_text(text)
     made = ("w.safetensors", "other", "broken", *contents)
     given = [str(tmp_path / word) if word in made else word for word in words]
-    with pytest.raises(SystemExit) as stopped:
-        main(["--config-file", make_config(tmp_path), *folders, *given])
-    assert stopped.value.code == 2
-    assert re.search(expected, capsys.readouterr().err)
+    said = refuse(main, ["--config-file", make_config(tmp_path), *folders, *given], capsys)
+    assert re.search(expected, said)
     assert all((tmp_path / name).read_text() == text for name, text in contents.items())
 
 

@@ -22,8 +22,6 @@ def test_help_names_every_command_and_each_has_its_tool() -> None:
     assert all(f"  {name} " in run.stdout for name in COMMANDS)
     assert all((TOOLS / f"{tool}.py").is_file() for tool, _, _ in COMMANDS.values())
 
-
-def test_a_command_is_its_tool() -> None:
     run = _run("train", "--help")
     assert run.returncode == 0
     assert run.stdout.startswith("usage: qbheat train ")
