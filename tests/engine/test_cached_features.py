@@ -1,9 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Heads that train from cached features see what they would see above the encoder."""
 
+import argparse
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +18,64 @@ from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
+from qbheat_det.engine.feature_build import ViewEncoder
 from qbheat_det.engine.feature_cache import check_cacheable, check_frozen, use_cached_features
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.modeling.backbone import CachedBackbone
 from tests.data.pictures import draw
 
 from . import tiny_training
-from .cached_cases import FROZEN, MF_DETR, ON
 from .conftest import TrainAfresh
 from .test_classifier_run import PROBE, start
+
+FROZEN = {
+    "MODEL.BACKBONE.FREEZE_AT": "5",
+    "INPUT.FIXED_VIEWS.COUNT": "2",
+    "SOLVER.MAX_ITER": "3",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+}
+MF_DETR = {**tiny_training.MF_DETR, "INPUT.DETR_CROP_RESIZE": "[]"}
+ON = {"MODEL.CACHE_FEATURES.ENABLED": "True", "MODEL.CACHE_FEATURES.DTYPE": "float32"}
+
+
+def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains two steps from a cache that all processes make together.
+
+    Returns:
+        How many views this process encoded, a weight of its encoder, and its head's weights.
+    """
+    encoded = 0
+    call = ViewEncoder.__call__
+
+    def counted(self: ViewEncoder, entries: Any) -> Any:
+        nonlocal encoded
+        encoded += len(entries)
+        return call(self, entries)
+
+    ViewEncoder.__call__ = counted  # type: ignore[method-assign]
+    folder = Path(args.folder)
+    opts = {
+        **FROZEN,
+        **MF_DETR,
+        **ON,
+        "MODEL.CACHE_FEATURES.FOLDER": str(folder / "cache"),
+        "INPUT.FIXED_VIEWS.COUNT": "4",
+        "SOLVER.MAX_ITER": "2",
+        "MODEL.DEVICE": "cpu",
+    }
+    # Each process begins with random weights of its own.
+    torch.manual_seed(torch.distributed.get_rank())
+    parsed = tiny_training.parse(folder / "run", Path(args.data), opts)
+    (folder / "run").mkdir(exist_ok=True)
+    trainer = Trainer(build_config(parsed))
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    backbone = next(m for m in trainer.bare_model.modules() if isinstance(m, CachedBackbone))
+    return {
+        "encoded": encoded,
+        "encoder": {k: v.clone() for k, v in backbone.encoder.state_dict().items()},
+        "head": {k: v.detach().clone() for k, v in trainer.bare_model.named_parameters()},
+    }
 
 
 @pytest.fixture(scope="module")

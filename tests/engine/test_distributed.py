@@ -25,9 +25,7 @@ from qbheat_det.engine.hooks import average_over_processes
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
 
-from .cached_cases import train_from_cache
 from .classifier_cases import make_classes
-from .evaluation_cases import configure, evaluate_all, evaluate_weights
 from .gradient_cases import (
     CLASSIFIER,
     FAST_WITHOUT_NOISE,
@@ -41,6 +39,8 @@ from .gradient_cases import (
     run_wasserstein,
 )
 from .processes import make_args, run_in_processes
+from .test_cached_features import train_from_cache
+from .test_evaluation import configure, evaluate_all, evaluate_weights
 
 UNEVEN = ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))
 KINDS: dict[str, dict[str, Any]] = {
